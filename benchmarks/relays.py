@@ -32,13 +32,14 @@ class RelayOptions:
     slots: int = 1
     processes: int = 1
     queue: str = "bench"
+    more: tuple[str, ...] = ()
 
     @property
     def command(self) -> list[str]:
         """The command line."""
         command = [sys.executable, "-m", "outboxq", "relay", f"benchmarks.apps.{self.app}:jobs"]
         command += ["--queue", f"{self.queue}={self.slots}", "--batch-size", str(self.batch_size)]
-        return [*command, "--processes", str(self.processes)]
+        return [*command, "--processes", str(self.processes), *self.more]
 
     @property
     def claimable(self) -> int:

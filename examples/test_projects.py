@@ -52,6 +52,7 @@ def test_a_session_that_goes_otherwise_than_it_says_is_found(
 
 
 @every_example
+@pytest.mark.large
 def test_the_readme_says_what_happens(
     example: Path, installation: Installation, outboxq_server: Server, tmp_path: Path
 ) -> None:
@@ -68,6 +69,7 @@ def test_the_readme_says_what_happens(
 
 
 @every_example
+@pytest.mark.large
 def test_the_tests_need_nothing_of_the_checkout(example: Path, installation: Installation, tmp_path: Path) -> None:
     """A copy's tests are imported and collected outside of the checkout, where `examples` and `tests` are unknown."""
     project = copy_project(example, tmp_path)

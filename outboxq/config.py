@@ -53,7 +53,7 @@ def database_urls(given: Sequence[str] | None = None) -> dict[str, URL]:
         Each URL, as a psycopg one, by a name of its own: the database's, with its host if another one has that name.
 
     Raises:
-        ConfigError: none is set, one is no PostgreSQL URL, or one is named twice.
+        ConfigError: none is set, one is no PostgreSQL URL, or one is named twice. The message holds none of them.
     """
     texts = given or _several(os.environ.get(DATABASE_URL_VARIABLE, ""))
     if not texts:
@@ -61,7 +61,7 @@ def database_urls(given: Sequence[str] | None = None) -> dict[str, URL]:
             "no database is named: pass --database-url, or set "
             f"{DATABASE_URL_VARIABLE}=postgresql://user:password@host/database"
         )
-    urls = [psycopg_url(text) for text in texts]
+    urls = _psycopg_urls(texts)
     short = [url.database or "postgres" for url in urls]
     hosts = [f"{','.join(host_names(url)) or 'localhost'}:{url.port or url.query.get('port') or 5432}" for url in urls]
     names = [name if short.count(name) == 1 else f"{host}/{name}" for name, host in zip(short, hosts, strict=True)]
@@ -84,6 +84,24 @@ def listen_url(given: str | None = None) -> str | None:
 def _several(text: str) -> list[str]:
     # The name of a database may hold a space: only one before another URL separates two.
     return [url for url in re.split(r"\s+(?=[A-Za-z][A-Za-z0-9+.-]*://)", text.strip()) if url]
+
+
+def _psycopg_urls(texts: Sequence[str]) -> list[URL]:
+    urls: list[URL] = []
+    for number, text in enumerate(texts, 1):
+        try:
+            urls.append(psycopg_url(text))
+        except ConfigError as error:
+            if len(texts) == 1:
+                raise
+            raise ConfigError(f"URL {number} of {len(texts)}: {error}") from error
+        # Else it would be taken for a part of the database's name, which messages repeat with all that it holds.
+        if re.search(r"://[^/?]*[/?].*\s.*[:@]", text, re.DOTALL):
+            raise ConfigError(
+                f"what stands behind URL {number} and a space is no PostgreSQL URL: each begins with "
+                "postgresql://, and spaces separate several"
+            )
+    return urls
 
 
 def listen_urls(given: Sequence[str] | None, databases: int) -> list[str | None]:

@@ -6,6 +6,7 @@ The next time is computed from the last one, and never from now, so that nothing
 import difflib
 import zoneinfo
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta, tzinfo
 from itertools import islice, takewhile
@@ -23,7 +24,15 @@ SHORTHANDS = {
     "@midnight": "0 0 * * *",
     "@hourly": "0 * * * *",
 }
-_FIELDS = ("minute", "hour", "day of month", "month", "day of week")
+# What each field takes, in their order.
+_TAKES = {
+    "minute": "0 to 59",
+    "hour": "0 to 23",
+    "day of month": "1 to 31, L for the last day or LW for the last weekday",
+    "month": "1 to 12 or JAN to DEC",
+    "day of week": "0 to 7 or SUN to SAT, FRI#2 for the second Friday or FRIL for the last one",
+}
+_FIELDS = tuple(_TAKES)
 _FORM = (
     f"a cron text has five fields ({', '.join(_FIELDS)}), such as '30 2 * * *', or is one of {', '.join(SHORTHANDS)}"
 )
@@ -54,8 +63,7 @@ class Cron:
         try:
             self.after(datetime.now(UTC))
         except CronSimError as error:
-            said = str(error).lower()
-            raise ArgumentError(f"the cron text {self.text!r} cannot be or is never due ({said}): {_FORM}") from None
+            raise ArgumentError(f"the cron text {self.text!r} {_explain(str(error), self._fields)}") from None
 
     def after(self, moment: datetime) -> datetime:
         """The first time that is later than `moment`."""
@@ -95,6 +103,43 @@ class Cron:
             if due > last:
                 yield due
                 last = due
+
+
+def _explain(refusal: str, fields: str) -> str:
+    """Why cronsim refuses a text, whose message names a field as in "Bad day-of-month"."""
+    name = refusal.removeprefix("Bad ").replace("-", " ")
+    values = dict(zip(_FIELDS, fields.split(), strict=True))
+    if name not in values:
+        return f"cannot be read: {_FORM}"
+    if name == "day of month" and _is_read(" ".join({**values, "month": "*"}.values())):
+        return f"is never due: no month of {values['month']!r} has a day {values[name]!r}"
+    return (
+        f"cannot be read: its {name} is {values[name][:80]!r}, and takes {_TAKES[name]}; a star, or a list (1,15), a "
+        "range (9-17) or a step (*/5) of such"
+    )
+
+
+def _is_read(fields: str) -> bool:
+    try:
+        CronSim(fields, datetime.now(UTC))
+    except CronSimError:
+        return False
+    return True
+
+
+@contextmanager
+def of_schedule(name: str | None) -> Iterator[None]:
+    """Have errors about a cron text or its time zone begin with the name of the schedule, if it is known.
+
+    Raises:
+        ArgumentError: with the name.
+    """
+    try:
+        yield
+    except ArgumentError as error:
+        if name is None:
+            raise
+        raise ArgumentError(f"schedule {name!r}: {error}") from error
 
 
 def _checked_fields(text: str) -> str:

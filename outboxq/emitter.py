@@ -33,7 +33,8 @@ class EventQueue(Protocol):
 class Emitter:
     """Hands events to hooks; a hook that fails is reported to `on_failure` and never breaks a job.
 
-    A hook with an attribute `events`, a set of classes, is told those events; any other all but `CountedEvent`.
+    A hook with an attribute `events`, a set of classes, is told those events; any other all but `CountedEvent`. One
+    with a method `has_use_for`, which is given a class, need not be told such an event if that says no at the moment.
 
     Args:
         later: Is given each event after the hooks.
@@ -64,15 +65,20 @@ class Emitter:
             forget(event)
 
     def wants(self, kind: type[Event]) -> bool:
-        """Whether any hook is told events of this class: what makes them need not, if none is."""
+        """Whether any hook has a use for events of this class now: they need not be told, or made, if none has."""
         told = self._told.get(kind)
         hooks, is_wanted_later = self._find(kind) if told is None else told
-        return bool(hooks) or is_wanted_later
+        return is_wanted_later or any(_has_use(hook, kind) for hook in hooks)
 
     def _find(self, kind: type[Event]) -> tuple[tuple[Hook, ...], bool]:
         hooks = tuple(hook for hook in self._hooks if _is_told(hook, kind))
         found = self._told[kind] = hooks, self._later is not None and self._later.wants(kind)
         return found
+
+
+def _has_use(hook: Hook, kind: type[Event]) -> bool:
+    has_use: Callable[[type[Event]], bool] | None = getattr(hook, "has_use_for", None)
+    return has_use is None or has_use(kind)
 
 
 def _is_told(hook: Hook, kind: type[Event]) -> bool:

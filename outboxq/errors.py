@@ -49,15 +49,14 @@ class ArgumentError(EnqueueError, TypeError):
 
 
 class JobTooLarge(EnqueueError):
-    """The arguments of a job are over the cap."""
+    """The arguments of a job are over the cap, or those of the jobs that follow it in its chain."""
 
-    def __init__(self, kind: str, size_bytes: int, max_bytes: int) -> None:
+    def __init__(self, kind: str, size_bytes: int, max_bytes: int, what: str = "", else_do: str = "") -> None:
         super().__init__(
-            f"the arguments of {kind!r} take {size_bytes:,} bytes as JSON, over the cap of {max_bytes:,}: "
-            "store the data in a table of yours and pass its key"
+            f"{what or f'the arguments of {kind!r}'} take {size_bytes:,} bytes as JSON, over the cap of {max_bytes:,}: "
+            f"store the data in a table of yours and pass its key{else_do}"
         )
-        self.kind = kind
-        self.size_bytes, self.max_bytes = size_bytes, max_bytes
+        self.kind, self.size_bytes, self.max_bytes = kind, size_bytes, max_bytes
 
 
 class AddedNotKnown(OutboxqError):

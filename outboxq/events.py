@@ -40,10 +40,7 @@ class JobDone(EventOfJob):
 
 @dataclass(frozen=True, slots=True)
 class JobRetried(EventOfJob):
-    """An attempt failed, or asked to be repeated; the job runs again in `delay_seconds`.
-
-    `exception` and `record` as in `JobDied`.
-    """
+    """An attempt failed, or asked to be repeated; it runs again in `delay_seconds`. The errors are as in `JobDied`."""
 
     error_type: str
     message: str
@@ -118,6 +115,14 @@ class JobsCoalesced:
 
 
 @dataclass(frozen=True, slots=True)
+class FollowerSuppressed(EventOfJob):
+    """The job is done, but the one that follows it in its chain was not added: another job has its unique key."""
+
+    follower_kind: str
+    existing_id: UUID | None
+
+
+@dataclass(frozen=True, slots=True)
 class JobsClaimed:
     """A claim took `count` jobs of a queue, in a round trip of `seconds`, in which a COMMIT may have gone along."""
 
@@ -144,10 +149,7 @@ class ClaimsFailed:
 
 @dataclass(frozen=True, slots=True)
 class EffectCalled:
-    """A `once` has ended: with a call ("called"), by an earlier one ("replayed"), or by an error.
-
-    `EffectFailed` is "refused"; an error without a name in `EffectOutcome` is "failed".
-    """
+    """A `once` has ended: by a call ("called"), an earlier one ("replayed") or an error (`EffectFailed`: "refused")."""
 
     scope: str
     outcome: EffectOutcome
@@ -189,10 +191,7 @@ class JobsSuspected:
 
 @dataclass(frozen=True, slots=True)
 class JobCrashed:
-    """A relay died, stalled or lost its connection while it ran this job.
-
-    `crashes` counts how often. The job runs again, alone; or, after too many crashes, it is a dead letter.
-    """
+    """A relay died, stalled or lost its connection while it ran this job, which runs again, alone, or is dead now."""
 
     id: UUID
     queue: str
@@ -382,7 +381,7 @@ class ChildStopTimedOut:
 
 
 JobEvent: TypeAlias = JobDone | JobRetried | JobDied | JobSnoozed | JobDiscarded | JobCancelled | JobExpired
-JobsEvent: TypeAlias = JobsCoalesced | JobsParked | JobsSuspected
+JobsEvent: TypeAlias = FollowerSuppressed | JobsCoalesced | JobsParked | JobsSuspected
 LostJobEvent: TypeAlias = JobCrashed | JobSetAside | JobLeaseLost | JobInterrupted
 RelayEvent: TypeAlias = (
     LeaseExtensionFailed | RelayStarted | RelayStopping | RelayStopped | DatabaseLost | DatabaseBack | BatchRolledBack

@@ -153,6 +153,8 @@ def refuse_coalesced(new: NewJob, what: str) -> None:
         )
 
 
+# How many kinds of a chain an error names.
+_NAMED = 5
 # What a job takes beside its arguments and its headers.
 _EACH_BYTES = 512
 
@@ -174,7 +176,11 @@ def _follower(new: NewJob) -> NewJob:
 def _check_chain(kind: str, followers: tuple[NewJob, ...]) -> None:
     size_bytes = sum(_EACH_BYTES + len(each.args.encode()) + len(each.envelope.headers.encode()) for each in followers)
     if size_bytes > MAX_ARGS_BYTES:
-        raise JobTooLarge(kind, size_bytes, MAX_ARGS_BYTES)
+        named = ", ".join(repr(each.kind) for each in followers[:_NAMED])
+        others = f" and {len(followers) - _NAMED} more" if len(followers) > _NAMED else ""
+        what = f"the jobs that follow {kind!r} in its chain ({named}{others}; headers included)"
+        advice = ", or let the last job of a shorter chain add the next ones"
+        raise JobTooLarge(kind, size_bytes, MAX_ARGS_BYTES, what, advice)
 
 
 class UniqueAnswer:

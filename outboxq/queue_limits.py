@@ -139,7 +139,8 @@ def _parse_rate(text: str) -> tuple[int, int]:
         )
     jobs, seconds = int(found[1]), int(found[2] or 1) * _UNIT_SECONDS[found[3]]
     if not 1 <= jobs <= MAX_RATE_JOBS:
-        raise ArgumentError(f"a rate takes 1 to {MAX_RATE_JOBS:,} jobs, got {text!r}: to stop a queue, pause it")
+        advice = "to stop a queue, pause it" if jobs < 1 else "a queue that may be faster needs no rate"
+        raise ArgumentError(f"a rate takes 1 to {MAX_RATE_JOBS:,} jobs, got {text!r}: {advice}")
     if not 1 <= seconds <= MAX_RATE_SECONDS:
         raise ArgumentError(f"a rate takes a time of 1 second to 31 days, got {text!r}")
     return jobs, seconds

@@ -17,7 +17,7 @@ from sqlalchemy.orm import Session
 
 from outboxq.admin import schedules as admin
 from outboxq.admin.schedules import FIRE_TIME, Missed, NewSchedule, Schedule
-from outboxq.cron import Cron
+from outboxq.cron import Cron, of_schedule
 from outboxq.new_job import NewJob
 from outboxq.outbox.handle import JobHandle
 
@@ -84,7 +84,9 @@ def put(
         InvalidKey: the name is empty, over 255 bytes, or cannot be stored.
         ScheduleDeclared: an application's code declares this schedule: change it there.
     """
-    new = NewSchedule(name=name, job=job, cron=Cron(cron, time_zone), missed=missed, jitter=jitter)
+    with of_schedule(name):
+        due = Cron(cron, time_zone)
+    new = NewSchedule(name=name, job=job, cron=due, missed=missed, jitter=jitter)
     return _run(connection, lambda it: admin.put(it, new))
 
 

@@ -17,6 +17,7 @@ from benchmarks.scenarios import (
     latency,
     limits,
     network,
+    observing,
     producing,
     queues,
     throughput,
@@ -60,4 +61,5 @@ SCENARIOS = (
     Scenario(18, "groups", "jobs of groups, one of each at a time", _alone(grouped.groups)),
     Scenario(19, "unique", "add_job of unique jobs", _alone(producing.unique)),
     Scenario(20, "job-batches", "jobs of a batch with a callback, and jobs of none", _alone(job_batches.job_batches)),
+    Scenario(21, "observing", "the history, metrics, and jobs that are kept", _alone(observing.observing)),
 )

@@ -240,7 +240,7 @@ class Actions:
     def _record(
         self,
         connection: Connection,
-        action: str,
+        action: audit.Action,
         targets: Sequence[str],
         changed: int,
         change: Mapping[str, object] | None = None,

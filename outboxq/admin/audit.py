@@ -27,6 +27,13 @@ from outboxq.tables import HISTORY_VERSION, mapped_schema
 logger = logging.getLogger("outboxq.audit")
 
 Via: TypeAlias = Literal["cli", "web", "api"]
+Action: TypeAlias = Literal[
+    "audit.prune", "bulk.resume", "bulk.stop", "dead.discard", "dead.retry", "done.run_again", "effect.resolve",
+    "installation.renew", "job.cancel", "job.cancel_running", "job.change", "job.terminate", "kind.pause",
+    "kind.resume", "message.forget", "queue.keep_dead", "queue.pause", "queue.resume", "queue.set", "schedule.pause",
+    "schedule.put", "schedule.remove", "schedule.resume", "schedule.run_now",
+]  # fmt: skip
+ACTIONS: tuple[Action, ...] = get_args(Action)
 MAX_REASON_BYTES = 2_000
 # How many rows a transaction of `prune` deletes.
 PAGE_ROWS = 1_000
@@ -137,7 +144,7 @@ class Journal:
     def record(
         self,
         connection: Connection,
-        action: str,
+        action: Action,
         target: str | None = None,
         *,
         changed: int,
@@ -151,7 +158,7 @@ class Journal:
             self.write(connection, new_entry_id(), action, target, filter, change, counts, finished=True)
 
     def announce(
-        self, connection: Connection, action: str, target: str | None, change: Mapping[str, object] | None = None
+        self, connection: Connection, action: Action, target: str | None, change: Mapping[str, object] | None = None
     ) -> UUID | None:
         """Write down something that no rollback takes back, in a transaction before it; None if nothing is written."""
         if not self.may_write(connection):
@@ -168,7 +175,7 @@ class Journal:
         self,
         connection: Connection,
         entry: UUID,
-        action: str,
+        action: Action,
         target: str | None,
         filter: Mapping[str, object] | None,  # noqa: A002  # the column's name
         change: Mapping[str, object] | None,

@@ -10,6 +10,7 @@ import msgspec
 from sqlalchemy import Connection
 
 from outboxq.admin import cancellation, dead_letters, jobs
+from outboxq.admin.audit import Action
 from outboxq.admin.cancellation import CancelOutcome
 from outboxq.admin.dead_letters import DeadFilter, DeadJob
 from outboxq.admin.jobs import JobChange, JobFilter, WaitingJob
@@ -57,7 +58,7 @@ class RetryDead(_OfDead):
 
     args: str | None = field(default=None, repr=False)
 
-    name: ClassVar[str] = "dead.retry"
+    name: ClassVar[Action] = "dead.retry"
     to_retry: ClassVar[bool] = True
 
     def run(self, connection: Connection, ids: Sequence[UUID]) -> Page:
@@ -74,7 +75,7 @@ class RetryDead(_OfDead):
 class DiscardDead(_OfDead):
     """Delete dead letters for good."""
 
-    name: ClassVar[str] = "dead.discard"
+    name: ClassVar[Action] = "dead.discard"
     args: ClassVar[None] = None
     change: ClassVar[None] = None
 
@@ -117,7 +118,7 @@ class _OfJobs:
 class CancelJobs(_OfJobs):
     """Delete jobs that wait."""
 
-    name: ClassVar[str] = "job.cancel"
+    name: ClassVar[Action] = "job.cancel"
     args: ClassVar[None] = None
     change: ClassVar[None] = None
 
@@ -138,7 +139,7 @@ class CancelRunning(_OfJobs):
 
     outcome: CancelOutcome = "discard"
 
-    name: ClassVar[str] = "job.cancel_running"
+    name: ClassVar[Action] = "job.cancel_running"
     args: ClassVar[None] = None
 
     def run(self, connection: Connection, ids: Sequence[UUID]) -> Page:
@@ -158,7 +159,7 @@ class ChangeJobs(_OfJobs):
 
     to: JobChange
 
-    name: ClassVar[str] = "job.change"
+    name: ClassVar[Action] = "job.change"
 
     @property
     def args(self) -> str | None:

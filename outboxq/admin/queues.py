@@ -62,14 +62,14 @@ class QueueCount:
 
 
 def list_queues(connection: Connection) -> list[Queue]:
-    """Every queue that has a setting, a job or a dead letter, by name."""
+    """Every queue that has a job, a dead letter or a setting, or had a setting once, by name."""
     found = connection.execute(statements.known_queues()).all()
     limits = read_limits(found)
     return [Queue(row.name, row.paused_at, limits[row.name], row.keep_dead_seconds) for row in found]
 
 
 def count_queues(connection: Connection) -> list[QueueCount]:
-    """Every queue of `list_queues`, counted. Reads the whole table of jobs."""
+    """Every queue that has a job, a dead letter or a setting, counted, by name. Reads the whole table of jobs."""
     counted = {row.queue: row for row in collect_stats(connection).queues}
     found: list[QueueCount] = []
     for each in list_queues(connection):
@@ -78,7 +78,9 @@ def count_queues(connection: Connection) -> list[QueueCount]:
         limits, rate = each.limits, each.limits.rate
         limited = limits.running, None if rate is None else str(rate), limits.rate_burst, limits.per_group
         kept = None if each.keep_dead_seconds is None else keep_text(each.keep_dead_seconds)
-        found.append(QueueCount(each.queue, jobs, row.dead, each.paused_at, *limited, kept))
+        # The row of a queue whose settings were all taken away stays, and says nothing.
+        if jobs or row.dead or any(setting is not None for setting in (each.paused_at, *limited, kept)):
+            found.append(QueueCount(each.queue, jobs, row.dead, each.paused_at, *limited, kept))
     return found
 
 

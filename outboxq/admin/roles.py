@@ -1,8 +1,9 @@
 """A least-privilege set of database roles: which rights each part needs, as data and as SQL.
 
 Each role is a group without login that is granted to the roles which log in. The SQL looks at the tables that are
-there, so that it fits every migration step, and may be run again at any time. It takes one right away: INSERT on every
-column, which producers had before, from a role that is nothing but a producer.
+there, so that it fits every migration step, and may be run again at any time. It takes rights on every column away that
+earlier versions gave, if only some columns are needed: INSERT from producers, INSERT and UPDATE on the audit from
+operators; but not from a role that may delete rows, and so is more than that.
 """
 
 from collections.abc import Iterable, Mapping
@@ -157,19 +158,19 @@ _GRANT_ON_TABLE = """\
 
 # Every part that inserts into other columns deletes rows too: a role without DELETE needs these columns, and no more.
 # Only a direct grant is looked for, because an inherited one cannot be revoked from the role.
-_INSERT_ON_COLUMNS = """\
+_ON_COLUMNS = """\
   IF to_regclass({table_literal}) IS NOT NULL THEN
     IF NOT has_table_privilege({role_literal}, {table_literal}, 'DELETE') AND EXISTS (
       SELECT FROM pg_class CROSS JOIN aclexplode(relacl) AS held
-      WHERE pg_class.oid = to_regclass({table_literal}) AND held.privilege_type = 'INSERT'
+      WHERE pg_class.oid = to_regclass({table_literal}) AND held.privilege_type = '{right}'
         AND held.grantee = (SELECT oid FROM pg_roles WHERE rolname = {role_literal})
     ) THEN
-      REVOKE INSERT ON {table} FROM {role};
-      RAISE NOTICE USING MESSAGE = 'outboxq: role ' || {role_literal} || ' could insert into every column of '
-        || {table_literal} || ', and may now into those that it needs';
+      REVOKE {right} ON {table} FROM {role};
+      RAISE NOTICE USING MESSAGE = 'outboxq: role ' || {role_literal} || ' could {can} every column of '
+        || {table_literal} || ', and may now {may} those that it needs';
     END IF;
     -- A column that a later step adds is passed over until it is there.
-    EXECUTE 'GRANT INSERT (' || (
+    EXECUTE 'GRANT {right} (' || (
       SELECT string_agg(quote_ident(attname), ', ') FROM pg_attribute
       WHERE attrelid = to_regclass({table_literal}) AND attname = ANY ({columns}) AND NOT attisdropped
     ) || ') ON {table_in_text} TO {role_in_text}';
@@ -226,25 +227,28 @@ def _grants(rights: Rights, name: str, schema: str) -> Iterable[str]:
         yield f"  GRANT SELECT ON ALL TABLES IN SCHEMA {schema} TO {role};"
     if rights.calls_functions:
         yield f"  GRANT EXECUTE ON ALL FUNCTIONS IN SCHEMA {schema} TO {role};"
-    for name_of_table, columns in rights.inserts.items():
-        table = f"{schema}.{name_of_table}"
-        yield _INSERT_ON_COLUMNS.format(
-            table_literal=quote_literal(table),
-            role_literal=quote_literal(name),
-            columns=f"ARRAY[{', '.join(map(quote_literal, columns))}]::name[]",
-            table=table,
-            role=role,
-            table_in_text=quote_literal(table)[1:-1],
-            role_in_text=quote_literal(role)[1:-1],
-        )
-    for right, by_table in (("SELECT", rights.selects), ("UPDATE", rights.updates)):
+    for right, can, by_table in (("INSERT", "insert into", rights.inserts), ("UPDATE", "update", rights.updates)):
         for name_of_table, columns in by_table.items():
-            yield _GRANT_ON_TABLE.format(
-                table_literal=quote_literal(f"{schema}.{name_of_table}"),
-                rights=f"{right} ({', '.join(columns)})",
-                table=f"{schema}.{name_of_table}",
+            table = f"{schema}.{name_of_table}"
+            yield _ON_COLUMNS.format(
+                right=right,
+                can=can,
+                may=can.removeprefix("insert "),
+                table_literal=quote_literal(table),
+                role_literal=quote_literal(name),
+                columns=f"ARRAY[{', '.join(map(quote_literal, columns))}]::name[]",
+                table=table,
                 role=role,
+                table_in_text=quote_literal(table)[1:-1],
+                role_in_text=quote_literal(role)[1:-1],
             )
+    for name_of_table, columns in rights.selects.items():
+        yield _GRANT_ON_TABLE.format(
+            table_literal=quote_literal(f"{schema}.{name_of_table}"),
+            rights=f"SELECT ({', '.join(columns)})",
+            table=f"{schema}.{name_of_table}",
+            role=role,
+        )
     for name_of_table, wanted in rights.tables.items():
         table = f"{schema}.{name_of_table}"
         yield _GRANT_ON_TABLE.format(

@@ -17,7 +17,7 @@ from sqlalchemy import Connection, Row
 from sqlalchemy.orm import Session
 
 from outboxq.clock import uuid7s
-from outboxq.cron import Cron
+from outboxq.cron import Cron, of_schedule
 from outboxq.database.sessions import transaction_connection
 from outboxq.errors import ArgumentError, ScheduleDeclared, ScheduleNotFound
 from outboxq.names import MAX_SCOPE_BYTES, check_key
@@ -239,7 +239,7 @@ def resume(connection: Executor, names: Sequence[str]) -> tuple[str, ...]:
     for name in _sorted(names):
         row = connection.execute(statements.select_schedule(name, lock=True)).one_or_none()
         if row is not None and row.paused_at is not None:
-            next_at = Cron(row.cron, row.time_zone).after(_clock(connection))
+            next_at = _cron_of(row).after(_clock(connection))
             connection.execute(statements.resume(name, next_at))
             resumed.append(name)
     return tuple(resumed)
@@ -274,9 +274,15 @@ def show_schedule(connection: Executor, name: str) -> ScheduleDetail:
     """
     row = _find(connection, name)
     found = _schedule(row)
-    cron = Cron(found.cron, found.time_zone)
+    cron = _cron_of(row)
     due = islice(cron.times_from(found.next_at), _SHOWN_FIRES)
     return ScheduleDetail(found, tuple(cron.local(each).isoformat() for each in due), row.args, row.options)
+
+
+def _cron_of(row: Row[Any]) -> Cron:
+    """When a stored schedule is due; this process may not know its time zone."""
+    with of_schedule(row.name):
+        return Cron(row.cron, row.time_zone)
 
 
 def seconds_to_next(connection: Executor, without: Iterable[str] = ()) -> float:

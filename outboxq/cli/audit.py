@@ -12,16 +12,13 @@ from outboxq.cli.arguments import App, Args, GivenArguments, Unchecked
 from outboxq.cli.bulk import exit_code_of, showing
 from outboxq.cli.errors import WrongUsage
 from outboxq.cli.help import Commands
-from outboxq.cli.inbox import read_moment
-from outboxq.cli.options import ActingOptions, OneId, takes
+from outboxq.cli.options import ActingOptions, OneId, Since, since_in, since_option, takes
 from outboxq.cli.output import notice, print_json
 from outboxq.cli.reading import lists, shows
 from outboxq.cli.tables import Column
 from outboxq.codec.text import several
 
 if TYPE_CHECKING:
-    from datetime import datetime
-
     from sqlalchemy import Connection
 
 app = Commands(help="List and show what operators did, and why, and delete what is old.")
@@ -53,16 +50,7 @@ runs = Commands(help="Stop and resume changes of many rows.")
 )
 def list_audit(
     connection: "Connection",
-    since: Annotated[
-        "datetime | None",
-        typer.Option(
-            "--since",
-            metavar="TIME",
-            parser=read_moment,
-            help="Only since then: 2026-01-31, or 2026-01-31T08:00:00, in UTC or with an offset (+02:00).",
-            show_default=False,
-        ),
-    ] = None,
+    since: Annotated[Since | None, since_option("Only since then")] = None,
     action: Annotated[
         str | None,
         typer.Option(
@@ -85,12 +73,18 @@ def list_audit(
 
     \b
     Examples:
-      outboxq audit list
+      outboxq audit list --since 24h
       outboxq audit list --action dead --since 2026-01-31 --json
     """
     from outboxq.admin import audit
 
-    return audit.list_audit(connection, audit.AuditFilter(since=since, action=action, actor=actor), limit=limit)
+    sorts = dict.fromkeys(name.partition(".")[0] for name in audit.ACTIONS)
+    if action is not None and action not in (*audit.ACTIONS, *sorts):
+        raise WrongUsage(
+            f"--action takes one of {', '.join(audit.ACTIONS)}, or a sort of them: {', '.join(sorts)}; got {action!r}"
+        )
+    wanted = audit.AuditFilter(since=since_in(connection, since), action=action, actor=actor)
+    return audit.list_audit(connection, wanted, limit=limit)
 
 
 @app.command("show")

@@ -8,8 +8,7 @@ import typer
 from outboxq.cli.arguments import App, Args, GivenArguments, Unchecked
 from outboxq.cli.bulk import ChangeOptions, change_all, exit_code_of
 from outboxq.cli.errors import WrongUsage
-from outboxq.cli.inbox import read_moment
-from outboxq.cli.options import KindFilter, QueueFilter, StateFilter, takes
+from outboxq.cli.options import KindFilter, QueueFilter, StateFilter, read_moment, takes
 from outboxq.cli.output import notice, print_json
 from outboxq.codec.text import several
 

@@ -4,7 +4,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, TypeAlias
 
-from outboxq.cli.errors import DatabaseUnreachable, WrongUsage
+from outboxq.cli.errors import CommandFailed, DatabaseUnreachable, WrongUsage, explain
+from outboxq.errors import ConfigError
 
 if TYPE_CHECKING:
     from sqlalchemy import URL, Connection
@@ -61,7 +62,6 @@ def connect(url: "URL") -> "Iterator[Connection]":
 
     from outboxq.database.engines import make_engine
     from outboxq.database.errors import is_refused
-    from outboxq.errors import ConfigError
 
     engine = make_engine(url, application_name="outboxq cli")
     try:
@@ -98,6 +98,24 @@ def named_databases(given: "Sequence[str] | None", urls: "Sequence[str] | None")
             raise WrongUsage("--database takes NAME=URL, each name once, such as orders=postgresql://host/orders")
         named[name] = psycopg_url(url)
     return named
+
+
+@contextmanager
+def naming(database: str | None) -> Iterator[None]:
+    """Have errors in the block begin with the name of their database, if there are several.
+
+    Raises:
+        ConfigError: for what ends a command with 2.
+        CommandFailed: for what ends it with 1.
+    """
+    try:
+        yield
+    except Exception as error:
+        failure = None if database is None else explain(error)
+        if failure is None:
+            raise
+        kind = ConfigError if failure.exit_code == 2 else CommandFailed
+        raise kind(f"{database}: {failure.message}") from error
 
 
 def address(url: "URL") -> str:

@@ -116,15 +116,17 @@ def doctor(options: DoctorOptions) -> None:
 def examine(options: DoctorOptions) -> "dict[str, list[Finding]]":
     """What was found in each database, by its name."""
     from outboxq import config
+    from outboxq.cli.database import naming
     from outboxq.handlers.loading import load_jobs
 
     registry = None if options.target is None else load_jobs(options.target).resolve()
     urls = config.database_urls(options.database_url)
     listen = config.listen_urls(options.listen_url, len(urls))
-    return {
-        name: _check(options, url, to_listen, registry)
-        for (name, url), to_listen in zip(urls.items(), listen, strict=True)
-    }
+    found: dict[str, list[Finding]] = {}
+    for (name, url), to_listen in zip(urls.items(), listen, strict=True):
+        with naming(name if len(urls) > 1 else None):
+            found[name] = _check(options, url, to_listen, registry)
+    return found
 
 
 def _check(options: DoctorOptions, url: "URL", listen: str | None, registry: "Registry | None") -> "list[Finding]":

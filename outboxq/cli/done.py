@@ -8,8 +8,7 @@ from uuid import UUID
 import typer
 
 from outboxq.cli.help import Commands
-from outboxq.cli.history import read_span
-from outboxq.cli.options import ActingOptions, KindFilter, OneId, QueueFilter, takes
+from outboxq.cli.options import ActingOptions, KindFilter, OneId, QueueFilter, Since, since_in, since_option, takes
 from outboxq.cli.output import print_json
 from outboxq.cli.reading import lists, shows
 from outboxq.cli.tables import Column
@@ -45,10 +44,7 @@ def list_done(
         Literal["done", "discarded", "cancelled", "expired"] | None,
         typer.Option("--outcome", metavar="OUTCOME", help="Only those that ended so.", show_default=False),
     ] = None,
-    since: Annotated[
-        str | None,
-        typer.Option("--since", metavar="SPAN", help="That ended within 30m, 24h or 7d.", show_default=False),
-    ] = None,
+    since: Annotated[Since | None, since_option("That ended since then")] = None,
     before: Annotated[
         UUID | None,
         typer.Option("--before", metavar="ID", help="The next page: those added before this one.", show_default=False),
@@ -67,9 +63,8 @@ def list_done(
       outboxq done list --outcome discarded --json
     """
     from outboxq.admin import finished
-    from outboxq.statements.paging import database_clock
 
-    ended_since = None if since is None else database_clock(connection) - read_span(since)
+    ended_since = since_in(connection, since)
     wanted = finished.DoneFilter(queue=queue, kind=kind, outcome=outcome, since=ended_since)
     return finished.list_finished(connection, wanted, before=before, limit=limit)
 

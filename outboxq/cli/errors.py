@@ -97,6 +97,8 @@ def _explain_database(error: Exception) -> Failure | None:
     import psycopg
     from sqlalchemy.exc import DBAPIError
 
+    from outboxq.database.errors import INSUFFICIENT_PRIVILEGE
+
     original = error.orig if isinstance(error, DBAPIError) else error
     if not isinstance(original, psycopg.Error):
         return None
@@ -106,4 +108,9 @@ def _explain_database(error: Exception) -> Failure | None:
     if original.sqlstate.startswith("22"):
         return Failure(f"the database refused a value (SQLSTATE {original.sqlstate})", 1)
     hint = f" {original.diag.message_hint}" if original.diag.message_hint else ""
+    if original.sqlstate == INSUFFICIENT_PRIVILEGE:
+        hint += (
+            " This role lacks a right there: `outboxq roles` shows the rights of each part, and `outboxq roles --sql` "
+            "prints the SQL that grants them, for the owner of the tables to run"
+        )
     return Failure(f"the database refused: {original.diag.message_primary} (SQLSTATE {original.sqlstate}).{hint}", 1)

@@ -1,6 +1,5 @@
 """`outboxq history`."""
 
-import re
 from dataclasses import dataclass, fields
 from datetime import timedelta
 from types import SimpleNamespace
@@ -9,16 +8,14 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from outboxq.cli.errors import WrongUsage
-from outboxq.cli.options import DatabaseOptions, KindFilter, QueueFilter, Wide, takes
+from outboxq.cli.options import DatabaseOptions, KindFilter, QueueFilter, Since, Wide, since_option, takes
 from outboxq.cli.output import notice, print_json
 from outboxq.cli.tables import Column, print_table
-from outboxq.codec.display import Latency
+from outboxq.codec.display import Latency, in_full
 
 if TYPE_CHECKING:
     from outboxq.admin.history import HistoryRow
 
-_SPAN = re.compile(r"(\d{1,5})([mhd])")
-_UNITS = {"m": "minutes", "h": "hours", "d": "days"}
 _LONGEST = timedelta(days=35)
 
 
@@ -28,9 +25,7 @@ class HistoryOptions(DatabaseOptions):
 
     queue: QueueFilter = None
     kind: KindFilter = None
-    since: Annotated[
-        str, typer.Option("--since", metavar="SPAN", help="From so long ago on: 30m, 24h or 7d; 35d at the most.")
-    ] = "1h"
+    since: Annotated[str, since_option("From then on, 35 days ago at the most", parsed=False)] = "1h"
     by: Annotated[
         Literal["minute", "hour", "kind"],
         typer.Option("--by", metavar="SORT", help="One row for each: minute, hour or kind."),
@@ -49,20 +44,24 @@ def history(options: HistoryOptions) -> None:
     Examples:
       outboxq history
       outboxq history --by kind --since 24h
+      outboxq history --by hour --since 2026-01-31
       outboxq history --queue mail --by hour --since 7d --json
     """
     from outboxq.admin.history import read_history
     from outboxq.statements.paging import database_clock
 
-    since = read_span(options.since)
+    begins = Since.parse(options.since)
     with options.transaction() as connection:
-        rows = read_history(connection, queue=options.queue, kind=options.kind, since=since, by=options.by)
         now = database_clock(connection)
+        since = now - begins.before(now)
+        if not timedelta(0) < since <= _LONGEST:
+            raise WrongUsage(f"--since takes a time within the last 35 days, got {options.since!r}")
+        rows = read_history(connection, queue=options.queue, kind=options.kind, since=since, by=options.by)
     if options.as_json:
         print_json({"since": now - since, "by": options.by, "history": rows})
         return
     if not rows:
-        notice(f"nothing became of any job within {options.since}, or no relay has written it down yet")
+        notice(f"nothing became of any job since {in_full(now - since)}, or no relay has written it down yet")
     print_table(_columns(options.by), map(_with_latencies, rows), now=now, wide=options.wide)
 
 
@@ -82,16 +81,3 @@ def _with_latencies(row: "HistoryRow") -> SimpleNamespace:
     values = {each.name: getattr(row, each.name) for each in fields(row)}
     shown = {name: Latency(value) if isinstance(value, float) else value for name, value in values.items()}
     return SimpleNamespace(**shown)
-
-
-def read_span(given: str) -> timedelta:
-    """A span of time such as 30m, 24h or 7d, as `--since` takes it.
-
-    Raises:
-        WrongUsage: something else, or over 35 days.
-    """
-    found = _SPAN.fullmatch(given)
-    span = timedelta(**{_UNITS[found[2]]: int(found[1])}) if found else timedelta(0)
-    if not timedelta(0) < span <= _LONGEST:
-        raise WrongUsage(f"--since takes minutes, hours or days up to 35d, such as 30m, 24h or 7d, got {given!r}")
-    return span

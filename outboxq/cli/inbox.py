@@ -2,13 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Annotated, TypeAlias
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from outboxq.cli.help import Commands
-from outboxq.cli.options import ActingOptions, only, takes
+from outboxq.cli.options import ActingOptions, Since, only, since_in, since_option, takes
 from outboxq.cli.output import notice, print_json
 from outboxq.cli.reading import lists, shows
 from outboxq.cli.tables import Column
@@ -27,27 +26,6 @@ MessageId = Annotated[
 ]
 
 
-def read_moment(text: str) -> datetime:
-    """A date or a time in ISO 8601, as `--json` prints it too; in UTC if it names no offset."""
-    try:
-        moment = datetime.fromisoformat(text)
-    except ValueError:
-        raise typer.BadParameter(f"{text!r} is no time: give 2026-01-31, or 2026-01-31T08:00:00Z") from None
-    return moment if moment.tzinfo is not None else moment.replace(tzinfo=UTC)
-
-
-Since: TypeAlias = Annotated[
-    datetime | None,
-    typer.Option(
-        "--since",
-        metavar="TIME",
-        parser=read_moment,
-        help="Only messages accepted since: 2026-01-31, or 2026-01-31T08:00:00, in UTC or with an offset (+02:00).",
-        show_default=False,
-    ),
-]
-
-
 @app.command("list")
 @lists(
     "messages",
@@ -63,7 +41,7 @@ Since: TypeAlias = Annotated[
 def list_messages(
     connection: "Connection",
     consumer: Annotated[str | None, only("consumer")] = None,
-    since: Since = None,
+    since: Annotated[Since | None, since_option("Only messages accepted since")] = None,
     *,
     limit: int,
 ) -> Sequence[object]:
@@ -74,11 +52,14 @@ def list_messages(
     \b
     Examples:
       outboxq inbox list --consumer payments
+      outboxq inbox list --since 24h
       outboxq inbox list --since 2026-01-31T08:00:00 --json
     """
     from outboxq.admin import messages
 
-    return messages.list_messages(connection, messages.MessageFilter(consumer=consumer, since=since), limit=limit)
+    accepted_since = since_in(connection, since)
+    wanted = messages.MessageFilter(consumer=consumer, since=accepted_since)
+    return messages.list_messages(connection, wanted, limit=limit)
 
 
 @app.command("show")

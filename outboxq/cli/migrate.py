@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from outboxq.cli.errors import WrongUsage
+from outboxq.cli.errors import CommandFailed, WrongUsage
 from outboxq.cli.options import DEFAULT_SCHEMA, AsJson, DatabaseUrl, Schema
 from outboxq.cli.output import notice, print_json
 
@@ -55,16 +55,29 @@ def migrate(
 
 
 def _run(database_url: str | None, to: int | None, schema: str) -> tuple[int, int]:
+    from sqlalchemy.exc import DBAPIError
+
     from outboxq import config
     from outboxq.cli.database import connect
     from outboxq.database.driver import dbapi_connection
+    from outboxq.database.errors import INSUFFICIENT_PRIVILEGE, sqlstate_of
     from outboxq.migrations.runner import migrate_committing
 
     url = config.database_url(database_url)
     config.check_schema(schema)
     with connect(url) as connection:
         dbapi_connection(connection).add_notice_handler(_tell_notice)
-        return migrate_committing(connection, to=to, schema=schema, waits=_tell_of_wait)
+        try:
+            return migrate_committing(connection, to=to, schema=schema, waits=_tell_of_wait)
+        except DBAPIError as error:
+            if sqlstate_of(error) != INSUFFICIENT_PRIVILEGE:
+                raise
+            # No part that `outboxq roles` knows may migrate.
+            said = getattr(getattr(error.orig, "diag", None), "message_primary", None)
+            raise CommandFailed(
+                f"the database refused: {said} (SQLSTATE {INSUFFICIENT_PRIVILEGE}). Migrate as the owner of the "
+                "tables, who may also CREATE in the database if their schema is to be made"
+            ) from error
 
 
 def _tell_notice(diagnostic: "Diagnostic") -> None:

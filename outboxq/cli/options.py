@@ -1,9 +1,11 @@
 """Options that several commands share, and commands whose options are the fields of a dataclass."""
 
 import inspect
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, TypeVar
 from uuid import UUID
 
@@ -96,6 +98,68 @@ StateFilter: TypeAlias = Annotated[
         show_default=False,
     ),
 ]
+
+
+def read_moment(text: str) -> datetime:
+    """A date or a time in ISO 8601, as `--json` prints it too; in UTC if it names no offset."""
+    try:
+        moment = datetime.fromisoformat(text)
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} is no time: give 2026-01-31, or 2026-01-31T08:00:00Z") from None
+    return moment if moment.tzinfo is not None else moment.replace(tzinfo=UTC)
+
+
+_SPAN = re.compile(r"([1-9][0-9]{0,4})([mhd])", re.ASCII)
+_UNITS = {"m": "minutes", "h": "hours", "d": "days"}
+
+
+@dataclass(frozen=True, slots=True)
+class Since:
+    """From when on: for so long, until now, or from a moment on."""
+
+    began: timedelta | datetime
+
+    @classmethod
+    def parse(cls, text: str) -> "Since":
+        """Read `24h`, `2026-01-31` or `2026-01-31T08:00:00`.
+
+        Raises:
+            BadParameter: none of these forms.
+        """
+        if found := _SPAN.fullmatch(text):
+            return cls(timedelta(**{_UNITS[found[2]]: int(found[1])}))
+        try:
+            return cls(read_moment(text))
+        except typer.BadParameter:
+            raise typer.BadParameter(
+                f"{text!r} is no time: give minutes, hours or days until now, such as 30m, 24h or 7d, or 2026-01-31, "
+                "or 2026-01-31T08:00:00Z",
+                param_hint="'--since'",
+            ) from None
+
+    def before(self, now: datetime) -> datetime:
+        """When it began, if it is `now`."""
+        return now - self.began if isinstance(self.began, timedelta) else self.began
+
+
+def since_option(what: str, *, parsed: bool = True) -> Any:
+    """The option `--since` of a command, which says what is from then on."""
+    return typer.Option(
+        "--since",
+        metavar="TIME",
+        parser=Since.parse if parsed else None,
+        help=f"{what}: 30m, 24h or 7d ago, or 2026-01-31, or 2026-01-31T08:00:00, in UTC or with an offset (+02:00).",
+        show_default=not parsed,
+    )
+
+
+def since_in(connection: "Connection", since: Since | None) -> datetime | None:
+    """The moment that is meant, by the database's clock."""
+    from outboxq.statements.paging import database_clock
+
+    return None if since is None else since.before(database_clock(connection))
+
+
 Yes: TypeAlias = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
 OneId: TypeAlias = Annotated[
     UUID, typer.Argument(metavar="ID", help="Its id, as `list` prints it.", show_default=False)

@@ -18,7 +18,9 @@ from outboxq.codec.text import printable, several
 if TYPE_CHECKING:
     from sqlalchemy import URL, Connection
 
+    from outboxq.admin.queues import Limit
     from outboxq.admin.stats import QueueStats, Stats
+    from outboxq.queue_limits import QueueLimits
 
 app = Commands(help="List, pause, resume and limit queues.")
 
@@ -211,10 +213,28 @@ def set_limits(options: LimitOptions) -> None:
             changed.update(actions.keep_dead(connection, names, seconds))
         return tuple(sorted(changed))
 
-    if drop and limits == make_limits():
-        _change(options, change, "limited", "not limited so before", said="no longer limited so")
-    else:
-        _change(options, change, "limited", "limited so already")
+    kept = [_kept_in_words(seconds)] if options.are_for_dead else []
+    said = "; ".join([*_limits_in_words(limits, drop), *kept])
+    _change(options, change, "limited", "set so already", said=said)
+
+
+def _limits_in_words(limits: "QueueLimits", drop: "Sequence[Limit]") -> list[str]:
+    """What was set, and what was taken away, behind the name of a queue."""
+    words: dict[Limit, str] = {
+        "running": "limit of jobs at a time",
+        "rate": "rate",
+        "per_group": "limit of jobs of a group",
+    }
+    set_now = [f"is limited: {limits}"] if limits != type(limits)() else []
+    return set_now + [f"has no {words[name]} set any more" for name in drop]
+
+
+def _kept_in_words(seconds: float | None) -> str:
+    from outboxq.queue_limits import keep_text
+
+    if seconds is None:
+        return "keeps dead letters as the application declares"
+    return f"keeps dead letters {f'for {keep_text(seconds)}' if seconds else 'for ever'}"
 
 
 def _refuse_both(options: LimitOptions) -> None:
@@ -238,7 +258,7 @@ def _change(
     *,
     said: str | None = None,
 ) -> None:
-    """Change queues, and print for each whether that changed it: by `said` if that is not JSON's word `done`."""
+    """Change queues, and print for each whether that changed it: by `said`, or else by JSON's word `done`."""
     from outboxq.admin import queues
 
     with options.transaction() as connection:
@@ -251,7 +271,7 @@ def _change(
         print_json({done: changed, "unchanged": unchanged, "unknown": unknown})
     else:
         for name in wanted:
-            typer.echo(f"{name!r} is {said or done}" if name in changed else f"{name!r} was {before}")
+            typer.echo(f"{name!r} {said or f'is {done}'}" if name in changed else f"{name!r} was {before}")
     for name in unknown:
         others = ", ".join(sorted(known)) or "none"
         notice(f"note: queue {name!r} has no job, no dead letter and no setting (known: {others}): was it meant?")
@@ -275,7 +295,7 @@ def stats(options: StatsOptions) -> None:
     because no relay that saw them knows their kind: start one that does. Effects whose outcome is unknown are counted
     too. A terminal shows the columns that count something. Up to 10,000 jobs of a queue are counted in each state; what
     is more is an estimate, `~ 1.2 M`, and in --json `exact` is false and `estimated` names the states. --exact counts
-    all. Of several databases, those that cannot be reached are named, and it ends with 1.
+    all. Of several databases, those that give no numbers are named with the reason, and it does not end with 0.
 
     \b
     Examples:
@@ -284,21 +304,26 @@ def stats(options: StatsOptions) -> None:
       outboxq stats --json | jq '.queues[] | select(.dead > 0)'
     """
     from outboxq import config
-    from outboxq.cli.errors import DatabaseUnreachable
+    from outboxq.cli.errors import explain
 
     urls = config.database_urls(options.database_url)
     if len(urls) == 1:
         _print_stats(options, *_collect(next(iter(urls.values())), options))
         return
     found: dict[str, tuple[Stats, datetime]] = {}
+    exit_code = 0
     for name, url in urls.items():
         try:
             found[name] = _collect(url, options)
-        except DatabaseUnreachable as error:
-            notice(f"{name}: {error}")
+        except Exception as error:
+            failure = explain(error)
+            if failure is None:
+                raise
+            notice(f"{name}: {failure.message}")
+            exit_code = max(exit_code, failure.exit_code)
     _print_several(options, found)
-    if len(found) < len(urls):
-        raise typer.Exit(1)
+    if exit_code:
+        raise typer.Exit(exit_code)
 
 
 def _collect(url: "URL", options: StatsOptions) -> "tuple[Stats, datetime]":
@@ -316,21 +341,21 @@ def _print_several(options: StatsOptions, found: "Mapping[str, tuple[Stats, date
         return
     for name, (each, now) in found.items():
         typer.echo(f"{printable(name)}:")
-        _print_stats(options, each, now)
+        _print_stats(options, each, now, f"{name}: ")
 
 
 def _fields(found: "Stats") -> dict[str, object]:
     return {each.name: getattr(found, each.name) for each in fields(found)}
 
 
-def _print_stats(options: StatsOptions, found: "Stats", now: datetime) -> None:
+def _print_stats(options: StatsOptions, found: "Stats", now: datetime, of_database: str = "") -> None:
     from outboxq.admin.jobs import STATES
 
     if options.as_json:
         print_json(found)
         return
     if not found.queues:
-        notice("no queues found")
+        notice(f"{of_database}no queues found")
     counts = (Column(state, if_empty=state == "ready") for state in (*STATES, "parked", "dead"))
     columns = [Column("queue", "name"), *counts, Column("oldest_waiting_seconds"), Column("paused_at")]
     if options.wide or not (sys.stdout.isatty() and all(row.exact for row in found.queues)):
@@ -342,7 +367,7 @@ def _print_stats(options: StatsOptions, found: "Stats", now: datetime) -> None:
         print_table(kinds, found.parked_kinds, now=now, title="Kinds that no relay knows:")
     if found.unknown_effects:
         effects = several(found.unknown_effects, "effect waits", "effects wait")
-        notice(f"{effects} for an operator: see `outboxq effects list --status unknown`")
+        notice(f"{of_database}{effects} for an operator: see `outboxq effects list --status unknown`")
 
 
 class _Shown:

@@ -15,7 +15,7 @@ from sqlalchemy.exc import DBAPIError
 
 from outboxq import config
 from outboxq.admin.stats import count_left
-from outboxq.cli.database import connect, open_database
+from outboxq.cli.database import connect, naming, open_database
 from outboxq.cli.errors import DatabaseUnreachable, explain
 from outboxq.cli.output import notice
 from outboxq.cli.relay import RelayOptions
@@ -26,7 +26,7 @@ from outboxq.emitter import Emitter
 from outboxq.errors import ConfigError, RelayStuck, SchemaError
 from outboxq.events import Event, Hook, RelayStarted
 from outboxq.handlers.loading import load_jobs
-from outboxq.observability.logging import JsonFormatter, LineFormatter, log_event
+from outboxq.observability.logging import EventLog, JsonFormatter, LineFormatter
 from outboxq.observability.metrics.counter import EventCounter
 from outboxq.observability.metrics.reading import Reading, without_kinds
 from outboxq.relay import health
@@ -53,7 +53,9 @@ def run_relay(options: RelayOptions) -> None:
     except Exception as error:
         failure = explain(error) if options.log_format == "json" else None
         if failure is None:
-            raise
+            # In the process of one of several databases; the log names it by itself.
+            with naming(config.database_label()):
+                raise
         _log.critical("%s", failure.message)
         raise typer.Exit(failure.exit_code) from error
 
@@ -70,8 +72,9 @@ def _start(options: RelayOptions) -> None:
         _run(options, next(iter(databases)), *first)
         return
     # Once, for all processes.
-    for url, settings in databases.values():
-        _check_database(url, settings)
+    for name, (url, settings) in databases.items():
+        with naming(name if len(databases) > 1 else None):
+            _check_database(url, settings, f"{name}: " if len(databases) > 1 else "")
     _set_up_logging(options)
     if options.reload:
         run_reloading(options, _child_environment(*first))
@@ -86,11 +89,11 @@ def _run(options: RelayOptions, name: str, url: URL, settings: RelayConfig) -> N
     jobs = load_jobs(options.target)
     _set_up_logging(options)
     state = health.StateHook()
-    hooks: list[Hook] = [partial(log_event, tracebacks=not options.no_log_tracebacks), state]
+    hooks: list[Hook] = [EventLog(tracebacks=not options.no_log_tracebacks), state]
     counter = None if options.metrics is None and metrics is None else EventCounter()
     if counter is not None:
         hooks.append(counter)
-    relay = Relay(url, jobs, settings, hooks=hooks if options.drain else [*hooks, _say_that_it_waits])
+    relay = Relay(url, jobs, settings, hooks=hooks if options.drain else [*hooks, _SaysThatItWaits()])
     with ExitStack() as stack:
         if counter is not None:
             _tell_metrics(stack, options, metrics, lambda: {name: read_relay(relay.look(), counter)})
@@ -140,8 +143,12 @@ def _serve_metrics(stack: ExitStack, options: RelayOptions, read: Callable[[], d
     stack.enter_context(serving(parse_address(options.metrics), partial(expose, registry)))
 
 
-def _say_that_it_waits(event: Event) -> None:
-    if isinstance(event, RelayStarted):
+class _SaysThatItWaits:
+    """A hook: it tells who started the relay that nothing more is to be done."""
+
+    events = frozenset({RelayStarted})
+
+    def __call__(self, _event: Event) -> None:
         _log.info("waiting for jobs, until SIGTERM or Ctrl-C")
 
 
@@ -210,7 +217,7 @@ def _supervise(options: RelayOptions, databases: Mapping[str, tuple[URL, RelayCo
         options.processes,
         environment=_child_environment(url, settings),
         drain_seconds=settings.drain_seconds,
-        emit=Emitter((log_event,), lambda _hook, _event: None),
+        emit=Emitter((EventLog(),), lambda _hook, _event: None),
         databases=several if named else {},
         finite=options.drain,
         stall_seconds=options.stall_seconds,
@@ -236,8 +243,11 @@ def _secrets(url: URL, settings: RelayConfig) -> dict[str, str]:
     return secrets
 
 
-def _check_database(url: URL, settings: RelayConfig) -> None:
+def _check_database(url: URL, settings: RelayConfig, of_database: str = "") -> None:
     """Refuse to start if waiting would not help; if it would, log what libpq said, which the relay does not know.
+
+    Args:
+        of_database: Stands before what is logged.
 
     Raises:
         ConfigError: the server knows no such database, role or password; or the tables or a setting do not fit.
@@ -248,7 +258,7 @@ def _check_database(url: URL, settings: RelayConfig) -> None:
     except DatabaseUnreachable as error:
         if error.refused:
             raise ConfigError(str(error)) from error
-        _log.warning("%s", error)
+        _log.warning("%s%s", of_database, error)
     except SchemaError as error:
         raise ConfigError(str(error)) from error
     except DBAPIError:

@@ -47,8 +47,8 @@ def roles(options: RolesOptions) -> None:
     Without names, it covers all parts: outboxq_producer, outboxq_unique_producer, outboxq_receiver, outboxq_relay,
     outboxq_reader and outboxq_operator, groups that you grant to the roles which log in. With names, only those. It
     connects to no database. Run the SQL as the owner of the tables, and again after each migration: it grants what is
-    missing. A producer of an earlier version could insert into every column of a job: it keeps only the columns that it
-    needs.
+    missing. A producer of an earlier version could insert into every column of a job, and an operator insert into and
+    update every column of the audit: they keep only the columns that they need.
 
     \b
     Examples:

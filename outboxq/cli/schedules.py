@@ -141,12 +141,14 @@ def put(options: PutOptions) -> None:
     from datetime import timedelta
 
     from outboxq.admin import schedules
-    from outboxq.cron import Cron
+    from outboxq.cron import Cron, of_schedule
 
+    with of_schedule(options.name):
+        cron = Cron(options.cron, options.time_zone)
     new = schedules.NewSchedule(
         name=options.name,
         job=_job(options),
-        cron=Cron(options.cron, options.time_zone),
+        cron=cron,
         missed=options.missed,
         jitter=timedelta(seconds=options.jitter_seconds),
     )

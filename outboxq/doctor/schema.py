@@ -17,7 +17,14 @@ from outboxq.statements.render import quote_identifier
 from outboxq.statements.server import schema_version
 from outboxq.tables import NEEDED_VERSION, metadata
 
-_TRIGGER = "wake_relays"
+# What it means if a trigger, of a table, does not fire.
+_TRIGGERS = {
+    ("job", "wake_relays"): "new jobs wake no relay, and wait until the next poll",
+    (
+        "audit",
+        "keep_audit",
+    ): "an operator's role, and the owner, can rewrite what the audit says of actions that are over",
+}
 TABLES_MISSING = "tables-missing"
 
 
@@ -185,7 +192,7 @@ def made_by_migrations(schema: str, step: int = LATEST) -> dict[str, Made]:
 
 
 def find_missing_code(context: CheckContext) -> Iterator[Finding]:
-    """Functions that are missing or say something else than the migrations wrote, and the trigger that wakes relays.
+    """Functions that are missing or say something else than the migrations wrote, and triggers that do not fire.
 
     A function names its schema in its text, which ALTER SCHEMA ... RENAME leaves as it was.
     """
@@ -211,12 +218,14 @@ def find_missing_code(context: CheckContext) -> Iterator[Finding]:
                 "Give the schema its old name back, or mend the function with the SQL in `detail` (--json), as the "
                 "owner of the tables.",
             )
-    if _TRIGGER not in context.scalars(statements.triggers(context.schema)):
-        yield Finding(
-            "trigger-missing",
-            "warning",
-            f"trigger {_TRIGGER!r} on job is missing or disabled: new jobs wake no relay, and wait until the next poll",
-            {"trigger": _TRIGGER},
-            f"ALTER TABLE {identifier(context.schema, 'job')} ENABLE TRIGGER {_TRIGGER}; or make it again with the DDL "
-            "of `outboxq migrate --sql`.",
-        )
+    firing = {(row.of_table, row.name) for row in context.rows(statements.triggers(context.schema))}
+    for (table, trigger), meaning in _TRIGGERS.items():
+        if table in context.tables and (table, trigger) not in firing:
+            yield Finding(
+                "trigger-missing",
+                "warning",
+                f"trigger {trigger!r} on {table} is missing or disabled: {meaning}",
+                {"trigger": trigger, "table": table},
+                f"ALTER TABLE {identifier(context.schema, table)} ENABLE TRIGGER {trigger}; or make it again with the "
+                "DDL of `outboxq migrate --sql`.",
+            )

@@ -11,6 +11,7 @@ from uuid import UUID
 from sqlalchemy import Connection
 
 from outboxq.events import BatchFinished, Event, JobEvent, JobsCoalesced, JobsParked, JobsSuspected
+from outboxq.execution.chain import suppressed_followers
 from outboxq.execution.claim import Claimed, ClaimTransaction, begin_transaction
 from outboxq.execution.errors import Abandoned
 from outboxq.execution.failure import Failed
@@ -60,7 +61,9 @@ class DeadLetters:
     failed: Failed
 
 
-@dataclass(slots=True)
+# Without slots, so that a default is an attribute of the class until it is set: under a lease a state is made for each
+# job.
+@dataclass
 class BatchState:
     """How far a claimed batch has come: what is needed to find out, after an error, what stands of it.
 
@@ -96,37 +99,37 @@ class BatchState:
     moved: int = 0
     timeout_seconds: float | None = None
     epoch: str = ""
-    position: int = 0
-    together: int = 1
+    position: int = field(default=0, init=False)
+    together: int = field(default=1, init=False)
     is_plain: bool = field(init=False)
-    deadline: float | None = None
-    call: HandlerCall | None = None
-    runs_together: bool = False
-    runs_apart: bool = False
-    refused: int = 0
-    expires: dict[UUID, float] = field(default_factory=dict)
-    events: list[JobEvent] = field(default_factory=list)
-    unknown: list[Job] = field(default_factory=list)
-    late_result: Result | None = None
-    blocked: set[str] = field(default_factory=set)
-    was_begun: bool = False
-    commit_was_sent: bool = False
-    has_deadlocked: bool = False
-    dead_letters: DeadLetters | None = None
-    unique_adds: UniqueAdds = field(default_factory=UniqueAdds)
-    finished: tuple[BatchFinished, ...] = ()
-    taken_along: tuple[UUID, ...] = ()
-    dropped: int = 0
-    coalesced: tuple[JobsCoalesced, ...] = ()
-    stands_for: Mapping[UUID, tuple[UUID, ...]] = field(default_factory=dict)
-    put_off: tuple[UUID, ...] = ()
-    notes: ProgressNotes | None = None
-    _began_at: float = 0.0
-    _ran_seconds: float | None = 0.0
-    _phase: Phase = Phase.RUNNING
-    _lock: threading.Lock = field(default_factory=threading.Lock)
+    deadline: float | None = field(default=None, init=False)
+    call: HandlerCall | None = field(default=None, init=False)
+    runs_together: bool = field(default=False, init=False)
+    runs_apart: bool = field(default=False, init=False)
+    refused: int = field(default=0, init=False)
+    expires: dict[UUID, float] = field(default_factory=dict, init=False)
+    events: list[JobEvent] = field(default_factory=list, init=False)
+    unknown: list[Job] = field(default_factory=list, init=False)
+    late_result: Result | None = field(default=None, init=False)
+    blocked: set[str] = field(default_factory=set, init=False)
+    was_begun: bool = field(default=False, init=False)
+    commit_was_sent: bool = field(default=False, init=False)
+    has_deadlocked: bool = field(default=False, init=False)
+    dead_letters: DeadLetters | None = field(default=None, init=False)
+    unique_adds: UniqueAdds = field(default_factory=UniqueAdds, init=False)
+    finished: tuple[BatchFinished, ...] = field(default=(), init=False)
+    taken_along: tuple[UUID, ...] = field(default=(), init=False)
+    dropped: int = field(default=0, init=False)
+    coalesced: tuple[JobsCoalesced, ...] = field(default=(), init=False)
+    stands_for: Mapping[UUID, tuple[UUID, ...]] = field(default_factory=dict, init=False)
+    put_off: tuple[UUID, ...] = field(default=(), init=False)
+    notes: ProgressNotes | None = field(default=None, init=False)
+    _began_at: float = field(default=0.0, init=False)
+    _ran_seconds: float | None = field(default=0.0, init=False)
+    _phase: Phase = field(default=Phase.RUNNING, init=False)
+    _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
     # Of the calls, which come one after the other.
-    _call_lock: threading.Lock = field(default_factory=threading.Lock)
+    _call_lock: threading.Lock = field(default_factory=threading.Lock, init=False)
 
     @classmethod
     def of(cls, claimed: Claimed, epoch: str) -> "BatchState":
@@ -268,6 +271,10 @@ class BatchState:
         self.position, self.together = places.start, len(places)
         del self.events[places.start :]
 
+    def events_of_commit(self) -> tuple[Event, ...]:
+        """What only the answer to COMMIT has told: followers that were not added, and batches that were over."""
+        return (*suppressed_followers(self.unique_adds.refused), *self.finished)
+
     def report(self) -> BatchReport:
         """The report of the batch, once its transaction is known to be committed."""
         events: list[Event] = [*self.events, *self.coalesced]
@@ -275,5 +282,5 @@ class BatchState:
             events.append(JobsParked(self.queue, tuple(sorted({job.kind for job in self.unknown})), len(self.unknown)))
         if self.moved:
             events.append(JobsSuspected(self.queue, self.moved))
-        events += self.finished
+        events += self.events_of_commit()
         return BatchReport(len(self.jobs), tuple(events))

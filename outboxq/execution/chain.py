@@ -1,15 +1,26 @@
 """Chains: the transaction in which a job is done adds the job that follows it, once."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import msgspec
 from sqlalchemy import Connection
 
 from outboxq.clock import uuid7s
+from outboxq.events import FollowerSuppressed
 from outboxq.job import THEN_HEADER, Job
-from outboxq.new_job import NewJob
+from outboxq.new_job import NewJob, UniqueAnswer, UniqueJob, has_unique_key
 from outboxq.outbox.insert import insert_all
 from outboxq.outbox.stored_job import unfold_chain
+
+
+class _FollowerAnswer(UniqueAnswer):
+    """What became of a unique job that follows another: no handle tells it, so an event does."""
+
+    __slots__ = ("behind",)
+
+    def __init__(self, behind: Job) -> None:
+        super().__init__()
+        self.behind = behind
 
 
 def has_follower(job: Job) -> bool:
@@ -29,7 +40,16 @@ def follower_of(job: Job) -> Mapping[str, NewJob]:
     follower = unfold_chain(text)
     if job.batch_id is not None:
         follower = follower.in_batch(job.batch_id.hex)
+    if has_unique_key(follower):
+        follower = UniqueJob(follower.envelope, follower.args, None, follower.keys, answer=_FollowerAnswer(job))
     return {uuid7s(1)[0]: follower}
+
+
+def suppressed_followers(refused: Iterable[UniqueJob]) -> Iterator[FollowerSuppressed]:
+    """The events of those of these unique jobs, which were not added, that follow others in their chains."""
+    for new in refused:
+        if isinstance(new.answer, _FollowerAnswer):
+            yield FollowerSuppressed(new.answer.behind, new.kind, new.answer.existing_id)
 
 
 def add_follower(connection: Connection, job: Job) -> None:

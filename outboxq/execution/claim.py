@@ -239,7 +239,8 @@ class ClaimRequest:
         moved = cast("int", rows[0][0]) if rows else 0
         if moved < 0 or not has_room:
             return Claimed(self, (), 0, None, is_full=True)
-        taken = [row for row in rows if row[1] is not None]
+        # One row without a job, or a row for each.
+        taken = rows if rows and rows[0][1] is not None else ()
         if len(taken) > self.limit:
             raise AssertionError(f"a claim took {len(taken)} jobs where {self.limit} were asked for")
         if self.script.leased or not taken:
@@ -259,13 +260,22 @@ class ClaimRequest:
 
     def _in_order(self, rows: Iterable[tuple[Any, ...]]) -> tuple[Job, ...]:
         # The columns of RETURNED, in order, the token, and the time.
-        at = self.clock.now()
+        at = (self.clock.now(),)
         job = cast("Callable[..., Job]", Job)
-        jobs = [job(*row[1:_END_OF_JOB], at) for row in rows]
-        # RETURNING has no order. Within a group priorities do not count.
-        is_grouped = isinstance(self.script, GroupScript)
-        jobs.sort(key=lambda job: (0 if is_grouped else -job.priority, job.seq))
+        # One tuple and no list, which unpacking both would make of it first.
+        jobs = [job(*(row[1:_END_OF_JOB] + at)) for row in rows]
+        # RETURNING has no order.
+        jobs.sort(key=_place_in_group if isinstance(self.script, GroupScript) else _place_in_queue)
         return tuple(jobs)
+
+
+def _place_in_queue(job: Job) -> tuple[int, int]:
+    return -job.priority, job.seq
+
+
+def _place_in_group(job: Job) -> int:
+    # Priorities do not count within a group.
+    return job.seq
 
 
 def claim(connection: Connection, request: ClaimRequest) -> Claimed:

@@ -4,7 +4,7 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, TypeGuard
 
 from outboxq.execution.batch_state import BatchState
 from outboxq.execution.runtime import CancelledResult, ExpiredResult, Runtime
@@ -16,6 +16,8 @@ from outboxq.job import Job
 SHARED_AT_ONCE = 50
 
 SegmentKind: TypeAlias = Literal["shared", "batch", "alone"]
+# Those of a batch's jobs, by kind.
+Handlers: TypeAlias = Mapping[str, AnyHandler | None]
 _Given: TypeAlias = tuple[Job, Mapping[str, object]]
 
 
@@ -32,23 +34,25 @@ class Segment:
 _LONE = (Segment("alone", range(1)),)
 
 
-def plan_segments(batch: BatchState, runtime: Runtime) -> Sequence[Segment]:
+def plan_segments(batch: BatchState, runtime: Runtime, handlers: Handlers) -> Sequence[Segment]:
     """Sort the jobs by how they run, those of batchable kinds first, then in the order in which they were claimed.
 
     A job whose arguments cannot be read runs by itself, and costs the others nothing.
     """
     if len(batch.jobs) == 1:
         return _LONE
-    if batch.runs_apart or (not batch.is_plain and _reorders_groups(batch, runtime)):
+    if (
+        batch.runs_apart
+        or not any(map(_runs_together, handlers.values()))
+        or (not batch.is_plain and _reorders_groups(batch, handlers))
+    ):
         return (Segment("alone", range(len(batch.jobs))),)
     shared: list[_Given] = []
     by_handler: dict[BatchHandler[Any, Any], list[_Given]] = {}
     alone: list[Job] = []
-    handlers = runtime.handlers_of(batch.jobs)
     for job in batch.jobs:
         handler = handlers[job.kind]
-        together = handler is not None and (handler.batchable or isinstance(handler, BatchHandler))
-        if handler is None or not together or result_without_run(batch, job, runtime) is not None:
+        if not _runs_together(handler) or result_without_run(batch, job, runtime) is not None:
             alone.append(job)
             continue
         arguments = _arguments(handler, job)
@@ -61,14 +65,17 @@ def plan_segments(batch: BatchState, runtime: Runtime) -> Sequence[Segment]:
     return _spans(batch, shared, by_handler, alone)
 
 
-def _reorders_groups(batch: BatchState, runtime: Runtime) -> bool:
+def _runs_together(handler: AnyHandler | None) -> TypeGuard[AnyHandler]:
+    return handler is not None and (handler.batchable or isinstance(handler, BatchHandler))
+
+
+def _reorders_groups(batch: BatchState, handlers: Handlers) -> bool:
     """Whether the batch has several jobs of a group, which do not all run in their order if others run together."""
     keys = [job.group_key for job in batch.jobs if job.group_key is not None]
     if len(keys) == len(set(keys)):
         return False
     # Jobs of batchable kinds run one after the other, as they were claimed; a call of a batch handler gives each its
     # own outcome.
-    handlers = runtime.handlers_of(batch.jobs)
     return not all(
         (handler := handlers[job.kind]) is not None and handler.batchable and _arguments(handler, job) is not None
         for job in batch.jobs

@@ -23,7 +23,7 @@ from outboxq.execution.batch_state import BatchState
 from outboxq.execution.chain import has_follower
 from outboxq.execution.errors import TransactionEscaped
 from outboxq.execution.failure import Failed
-from outboxq.execution.plan import Segment, plan_segments, result_without_run
+from outboxq.execution.plan import Handlers, Segment, plan_segments, result_without_run
 from outboxq.execution.preload import Locks, entity_keys, lock_ahead
 from outboxq.execution.runtime import Result, Runtime, UnknownKindResult
 from outboxq.execution.settle import event_of_end, settle_result
@@ -55,18 +55,19 @@ def run(connection: Connection, batch: BatchState, runtime: Runtime, *, shared: 
     batch.blocked.clear()
     batch.unique_adds.clear()
     batch.expires = {} if batch.is_plain else _expiries(connection, batch, runtime)
-    segments = plan_segments(batch, runtime)
+    handlers = {} if batch.is_lone else runtime.handlers_of(batch.jobs)
+    segments = plan_segments(batch, runtime, handlers)
     batch.runs_together = len(segments) == 1 and segments[0].kind != "alone"
     locks, begin = Locks(), partial(_begin, connection, batch, shared=shared)
     collect_unique_adds(connection, batch.unique_adds)
     try:
         if not batch.runs_together:
             # Jobs that all run together lock rows when they load them.
-            _lock_rows(connection, batch, runtime, locks)
+            _lock_rows(connection, batch, runtime, handlers, locks)
         for segment in segments:
             # Jobs that are given back have no events, of which those of a segment are told by their places.
             may_run_together = segment.kind != "alone" and not batch.blocked
-            if may_run_together and _run_together(connection, batch, runtime, segment, locks):
+            if may_run_together and _run_together(connection, batch, runtime, handlers, segment, locks):
                 continue
             for position in segment.places:
                 job = batch.jobs[position]
@@ -97,7 +98,9 @@ def _expiries(connection: Connection, batch: BatchState, runtime: Runtime) -> di
     return {job_id: at.timestamp() + ahead for job_id, at in expiring.items()}
 
 
-def _run_together(connection: Connection, batch: BatchState, runtime: Runtime, segment: Segment, locks: Locks) -> bool:
+def _run_together(
+    connection: Connection, batch: BatchState, runtime: Runtime, handlers: Handlers, segment: Segment, locks: Locks
+) -> bool:
     """Run the jobs of a segment together; False if all is undone, and each job is to run by itself."""
     if segment.kind == "shared":
         is_run = run_shared(connection, batch, runtime, segment, locks)
@@ -107,7 +110,7 @@ def _run_together(connection: Connection, batch: BatchState, runtime: Runtime, s
         batch.runs_together = False
         # Undoing the segment has released its locks, and the locks taken before it.
         locks.forget()
-        _lock_rows(connection, batch, runtime, locks)
+        _lock_rows(connection, batch, runtime, handlers, locks)
     return is_run
 
 
@@ -127,7 +130,7 @@ def _call_batch_handler(
     return True
 
 
-def _lock_rows(connection: Connection, batch: BatchState, runtime: Runtime, locks: Locks) -> None:
+def _lock_rows(connection: Connection, batch: BatchState, runtime: Runtime, handlers: Handlers, locks: Locks) -> None:
     """Lock the rows that the handlers of several jobs ask for, before the first of them runs.
 
     All in one order: else two batches that have rows in common could wait for each other.
@@ -136,7 +139,7 @@ def _lock_rows(connection: Connection, batch: BatchState, runtime: Runtime, lock
         return
     locking = {
         kind: found
-        for kind, found in runtime.handlers_of(batch.jobs).items()
+        for kind, found in handlers.items()
         if found is not None and found.signature().locks and not runtime.registry.loads_late(kind)
     }
     if not locking:
@@ -218,18 +221,18 @@ def _begin(connection: Connection, batch: BatchState, *, shared: bool) -> str | 
 
 def _settle_alone(connection: Connection, batch: BatchState, job: Job, runtime: Runtime, result: Result) -> None:
     """Write the outcome of the job that ran."""
-    seconds, is_idle = batch.end_run(), runtime.guard.transaction_status == TransactionStatus.IDLE
-    is_unbegun = batch.transaction is None and not batch.was_begun and is_idle
-    if is_unbegun and (isinstance(result, Discard) or (isinstance(result, Done) and not has_follower(job))):
-        # A leased job whose handler wrote nothing is removed together with others.
-        batch.events.append(event_of_end(job, runtime.kept(job, result), runtime, seconds))
-        return
-    if batch.is_leased and batch.transaction is not None and is_idle:
-        # The handler ended the transaction: writes would be outside of it, and may wait for what the handler prepared.
-        raise TransactionEscaped(job, runtime.describe(TransactionEndedByHandler(), job))
-    if not batch.was_begun and is_idle:
-        # The handler worked outside the database: its result must outlive a connection that is gone by now.
-        batch.late_result = result
+    seconds = batch.end_run()
+    if job.lease_token is not None and runtime.guard.transaction_status == TransactionStatus.IDLE:
+        if batch.transaction is not None:
+            # The handler ended the transaction: writes would be outside of it, and may wait for what it prepared.
+            raise TransactionEscaped(job, runtime.describe(TransactionEndedByHandler(), job))
+        if not batch.was_begun:
+            if isinstance(result, Discard) or (isinstance(result, Done) and not has_follower(job)):
+                # A leased job whose handler wrote nothing is removed together with others.
+                batch.events.append(event_of_end(job, runtime.kept(job, result), runtime, seconds))
+                return
+            # The handler worked outside the database: its result must outlive a connection that is gone by now.
+            batch.late_result = result
     batch.begin(connection)
     batch.late_result = None
     if isinstance(result, UnknownKindResult):

@@ -6,7 +6,7 @@ from datetime import timedelta
 from typing import TypeVar
 
 from outboxq.admin.schedules import FIRE_TIME, Missed, NewSchedule
-from outboxq.cron import Cron
+from outboxq.cron import Cron, of_schedule
 from outboxq.errors import ArgumentError, RegistryError
 from outboxq.handlers.function import naming
 from outboxq.handlers.handler import AnyHandler, Handler
@@ -113,7 +113,9 @@ class Scheduled:
             ArgumentError: the cron text cannot be or is never due, or there is no such time zone.
             RegistryError: the name is taken by another schedule.
         """
-        return ScheduleDecorator(self._add_schedule, Cron(cron, time_zone), missed, jitter, name, dict(args or {}))
+        with of_schedule(name):
+            due = Cron(cron, time_zone)
+        return ScheduleDecorator(self._add_schedule, due, missed, jitter, name, dict(args or {}))
 
     def _add_schedule(self, schedule: DeclaredSchedule) -> None:
         check_distinct(schedule, self._schedules)

@@ -7,7 +7,10 @@ import threading
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, TypeAlias
+from datetime import datetime
+from itertools import groupby
+from operator import attrgetter
+from typing import Literal, TypeAlias, cast
 
 from outboxq.events import (
     Event,
@@ -39,8 +42,9 @@ RAN: dict[type[Event], Outcome] = {
     JobDiscarded: "discarded",
 }
 Ended: TypeAlias = JobDone | JobRetried | JobDied | JobSnoozed | JobDiscarded
-# A union that is written out is made anew at each call, which is made for each job.
-_ENDED = (JobDone, JobRetried, JobDied, JobSnoozed, JobDiscarded)
+# Looked up without a line of Python for each job.
+_SORT = attrgetter("__class__", "job.queue", "job.kind", "job.claimed_at")
+_RUN_AT, _SECONDS = attrgetter("job.run_at"), attrgetter("seconds")
 # What a handler was not called for, or whose run did not count.
 NOT_RUN: dict[type[Event], Outcome] = {JobCancelled: "discarded", JobExpired: "discarded", JobLeaseLost: "lost"}
 
@@ -77,23 +81,18 @@ class Aggregate:
         # What was taken, added up.
         self._taken: Counts = {}
 
-    def add(self, events: Iterable[Event]) -> None:
+    def add(self, events: Sequence[Event]) -> None:
         """Count the events of what was committed."""
         with self._lock:
-            # Jobs of one kind that ended alike, as most of a batch do, are counted together.
-            alike: list[Ended] = []
-            sort: type[Ended] = JobDone
-            queue = kind = ""
-            for event in events:
-                if not isinstance(event, _ENDED):
-                    self._add_not_run(event)
-                    continue
-                job = event.job
-                if job.kind != kind or job.queue != queue or type(event) is not sort:
-                    self._add_alike(alike)
-                    alike, sort, queue, kind = [], type(event), job.queue, job.kind
-                alike.append(event)
-            self._add_alike(alike)
+            ended: Iterable[Event] = events
+            if not RAN.keys() >= set(map(type, events)):
+                ended = [event for event in events if type(event) in RAN]
+                for event in events:
+                    if type(event) not in RAN:
+                        self._add_not_run(event)
+            # Jobs of one claim and kind that ended alike, as most of a batch do, are counted together.
+            for _, alike in groupby(cast("Iterable[Ended]", ended), _SORT):
+                self._add_alike(list(alike))
 
     @property
     def is_empty(self) -> bool:
@@ -116,13 +115,11 @@ class Aggregate:
         return found
 
     def _add_alike(self, events: Sequence[Ended]) -> None:
-        if not events:
-            return
         job = events[0].job
         counts = _counts_of(self._counts, job.queue, job.kind)
         counts.outcomes[RAN[type(events[0])]] += len(events)
-        waited = [event.job.waited_seconds for event in events]
-        ran = [event.seconds for event in events]
+        waited = _waited_seconds(job.claimed_at, events)
+        ran = list(map(_SECONDS, events))
         counts.wait_seconds += sum(waited)
         counts.run_seconds += sum(ran)
         _count_values(counts.wait, waited)
@@ -147,8 +144,19 @@ def _counts_of(counts: Counts, queue: str, kind: str) -> KindCounts:
     return found
 
 
+def _waited_seconds(claimed_at: datetime | None, events: Sequence[Ended]) -> list[float]:
+    """`waited_seconds` of each job of one claim."""
+    if claimed_at is None:
+        return [0.0] * len(events)
+    waited = [(claimed_at - run_at).total_seconds() for run_at in map(_RUN_AT, events)]
+    return waited if min(waited) >= 0.0 else [max(seconds, 0.0) for seconds in waited]
+
+
 def _count_values(buckets: list[int], values: list[float]) -> None:
     """Add to each bucket how many of the values are in it: sorted, so that it is found once for all that share it."""
+    if len(values) == 1:
+        buckets[bisect_left(BOUNDS, values[0])] += 1
+        return
     values.sort()
     at = 0
     while at < len(values):

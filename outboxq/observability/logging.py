@@ -38,6 +38,7 @@ _MESSAGES: dict[type[Event], tuple[int, str]] = {
     events.JobCancelled: (logging.INFO, "job cancelled"),
     events.JobExpired: (logging.INFO, "job expired"),
     events.JobsCoalesced: (logging.DEBUG, "jobs with the same key were run as one"),
+    events.FollowerSuppressed: (logging.WARNING, "job is done, the next of its chain was not added: its key is taken"),
     events.JobsClaimed: (logging.DEBUG, "jobs were claimed"),
     events.ClaimsEmpty: (logging.DEBUG, "claims found no job"),
     events.ClaimsFailed: (logging.DEBUG, "claims failed"),
@@ -67,6 +68,25 @@ _MESSAGES: dict[type[Event], tuple[int, str]] = {
     events.ChildUnresponsive: (logging.ERROR, "relay process shows no life, killing it"),
     events.ChildStopTimedOut: (logging.ERROR, "relay process does not come to its end, killing it"),
 }
+
+
+class EventLog:
+    """A hook: one log record per event, on the logger `outboxq.relay`.
+
+    Args:
+        tracebacks: Whether the record of a failed attempt has its traceback, redacted as it is stored.
+    """
+
+    def __init__(self, *, tracebacks: bool = True) -> None:
+        self._tracebacks = tracebacks
+
+    def __call__(self, event: Event) -> None:
+        """Log the event."""
+        log_event(event, tracebacks=self._tracebacks)
+
+    def has_use_for(self, kind: type[Event]) -> bool:
+        """Whether the logger's level, as it is now, lets a record of such an event through."""
+        return logger.isEnabledFor(_MESSAGES[kind][0])
 
 
 def log_event(event: Event, *, tracebacks: bool = True) -> None:

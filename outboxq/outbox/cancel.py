@@ -10,7 +10,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession
 from sqlalchemy.orm import Session
 
 from outboxq.errors import ArgumentError
-from outboxq.outbox.handle import JobHandle
+from outboxq.outbox.handle import JobHandle, job_id_of
 from outboxq.statements import cancel as statements
 from outboxq.statements import results, wake
 from outboxq.statements.paging import read_page
@@ -32,19 +32,19 @@ class Requested:
 
 @overload
 def cancel(
-    connection: Session | Connection, job: JobHandle | UUID, outcome: CancelOutcome = "discard"
+    connection: Session | Connection, job: JobHandle | UUID | str, outcome: CancelOutcome = "discard"
 ) -> Cancellation: ...
 
 
 @overload
 def cancel(
-    connection: AsyncSession | AsyncConnection, job: JobHandle | UUID, outcome: CancelOutcome = "discard"
+    connection: AsyncSession | AsyncConnection, job: JobHandle | UUID | str, outcome: CancelOutcome = "discard"
 ) -> Awaitable[Cancellation]: ...
 
 
 def cancel(
     connection: Session | Connection | AsyncSession | AsyncConnection,
-    job: JobHandle | UUID,
+    job: JobHandle | UUID | str,
     outcome: CancelOutcome = "discard",
 ) -> Cancellation | Awaitable[Cancellation]:
     """Cancel a job, when the caller's transaction commits; await the result if that is async.
@@ -56,6 +56,7 @@ def cancel(
     Needs the rights of an operator ([roles](../roles.md)).
 
     Args:
+        job: Its handle, or its id, also as text.
         outcome: "discard" leaves no trace of the job, "dead" a dead letter with the reason "cancelled".
 
     Returns:
@@ -63,11 +64,11 @@ def cancel(
         its relay hears of the request, it is cancelled. "not_found": done, dead, or never there.
 
     Raises:
-        ArgumentError: another outcome.
+        ArgumentError: another outcome, or a text that is no id.
     """
     if outcome not in get_args(CancelOutcome):
         raise ArgumentError(f"cancel takes the outcome 'discard' or 'dead', got {outcome!r}")
-    job_id = job.id if isinstance(job, JobHandle) else job
+    job_id = job_id_of(job)
     if isinstance(connection, AsyncSession | AsyncConnection):
         return connection.run_sync(_cancel, job_id, outcome)
     return _cancel(connection, job_id, outcome)

@@ -10,7 +10,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession
 from sqlalchemy.orm import Session
 
 from outboxq.database.sessions import transaction_connection
-from outboxq.outbox.handle import JobHandle
+from outboxq.outbox.handle import JobHandle, job_id_of
 from outboxq.outbox.progress import Progress as Progress
 from outboxq.outbox.progress import progress_of
 from outboxq.statements import done
@@ -40,15 +40,15 @@ class FoundJob:
 
 
 @overload
-def find_job(connection: Session | Connection, job: JobHandle | UUID) -> FoundJob | None: ...
+def find_job(connection: Session | Connection, job: JobHandle | UUID | str) -> FoundJob | None: ...
 
 
 @overload
-def find_job(connection: AsyncSession | AsyncConnection, job: JobHandle | UUID) -> Awaitable[FoundJob | None]: ...
+def find_job(connection: AsyncSession | AsyncConnection, job: JobHandle | UUID | str) -> Awaitable[FoundJob | None]: ...
 
 
 def find_job(
-    connection: Session | Connection | AsyncSession | AsyncConnection, job: JobHandle | UUID
+    connection: Session | Connection | AsyncSession | AsyncConnection, job: JobHandle | UUID | str
 ) -> FoundJob | Awaitable[FoundJob | None] | None:
     """Look for a job, in a transaction that began after the one that added it; await the result if that is async.
 
@@ -57,8 +57,14 @@ def find_job(
 
     Needs SELECT on the tables `job` and `dead_job`; on `done_job` too, or finished jobs are not found; and for the
     progress of jobs that run, on `progress`.
+
+    Args:
+        job: Its handle, or its id, also as text.
+
+    Raises:
+        ArgumentError: a text that is no id.
     """
-    job_id = job.id if isinstance(job, JobHandle) else job
+    job_id = job_id_of(job)
     if isinstance(connection, AsyncSession | AsyncConnection):
         return connection.run_sync(_find, job_id)
     return _find(connection, job_id)

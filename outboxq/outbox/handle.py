@@ -11,7 +11,7 @@ from sqlalchemy import URL, Engine
 from sqlalchemy.ext.asyncio import AsyncEngine
 from sqlalchemy.orm import SessionTransaction
 
-from outboxq.errors import AddedNotKnown, WaitRefused
+from outboxq.errors import AddedNotKnown, ArgumentError, WaitRefused
 from outboxq.new_job import NewJob, UniqueAnswer, UniqueJob
 from outboxq.outbox import results
 
@@ -198,7 +198,7 @@ def _is_open(transaction: "weakref.ref[SessionTransaction] | None") -> bool:
 @overload
 def wait_for_result(
     engine: str | URL | Engine,
-    job: JobHandle | UUID,
+    job: JobHandle | UUID | str,
     *,
     timeout: timedelta | float = ...,
     returns: None = None,
@@ -209,7 +209,7 @@ def wait_for_result(
 @overload
 def wait_for_result(
     engine: str | URL | Engine,
-    job: JobHandle | UUID,
+    job: JobHandle | UUID | str,
     *,
     timeout: timedelta | float = ...,
     returns: type[T],
@@ -220,7 +220,7 @@ def wait_for_result(
 @overload
 def wait_for_result(
     engine: AsyncEngine,
-    job: JobHandle | UUID,
+    job: JobHandle | UUID | str,
     *,
     timeout: timedelta | float = ...,
     returns: None = None,
@@ -230,13 +230,18 @@ def wait_for_result(
 
 @overload
 def wait_for_result(
-    engine: AsyncEngine, job: JobHandle | UUID, *, timeout: timedelta | float = ..., returns: type[T], schema: str = ...
+    engine: AsyncEngine,
+    job: JobHandle | UUID | str,
+    *,
+    timeout: timedelta | float = ...,
+    returns: type[T],
+    schema: str = ...,
 ) -> Coroutine[Any, Any, T]: ...
 
 
 def wait_for_result(
     engine: str | URL | Engine | AsyncEngine,
-    job: JobHandle | UUID,
+    job: JobHandle | UUID | str,
     *,
     timeout: timedelta | float = _A_MINUTE,
     returns: type[Any] | None = None,
@@ -246,8 +251,30 @@ def wait_for_result(
 
     An id says neither that its transaction is still open, nor that its kind keeps no result: the first is a
     `ResultNotFound`, the second too, once the job is done.
+
+    Raises:
+        ArgumentError: a text that is no id; and what `JobHandle.result` raises.
     """
+    job_id = job_id_of(job)
     if isinstance(job, JobHandle):
         job.refuse_to_wait()
-        job = job.id
-    return results.wait(engine, job, timeout=timeout, returns=returns, schema=schema)
+    return results.wait(engine, job_id, timeout=timeout, returns=returns, schema=schema)
+
+
+def job_id_of(job: JobHandle | UUID | str) -> UUID:
+    """The id of a job that is given by its handle, or by its id.
+
+    Raises:
+        ArgumentError: none of these, or a text that is no id.
+    """
+    if isinstance(job, JobHandle):
+        return job.id
+    if isinstance(job, UUID):
+        return job
+    form = "a job is given by what add_job returned, or by its id, such as '01929e1c-5a7d-7cc3-9a55-2f8c5c1b7d10'"
+    if not isinstance(job, str):
+        raise ArgumentError(f"{form}; got {type(job).__name__}")
+    try:
+        return UUID(job)
+    except ValueError:
+        raise ArgumentError(f"{form}; got {job[:80]!r}") from None

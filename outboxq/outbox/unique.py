@@ -30,10 +30,12 @@ _COLLECTED = "outboxq_unique_adds"
 class UniqueAdds:
     """Unique jobs that were inserted in one transaction, and have no keys yet."""
 
-    __slots__ = ("_jobs",)
+    __slots__ = ("_jobs", "refused")
 
     def __init__(self) -> None:
         self._jobs: dict[str, UniqueJob] = {}
+        # Those that were not added, of the last keys that were taken.
+        self.refused: tuple[UniqueJob, ...] = ()
 
     def __bool__(self) -> bool:
         """Whether there are any."""
@@ -46,6 +48,7 @@ class UniqueAdds:
     def clear(self) -> None:
         """Forget all of them: their rows were undone."""
         self._jobs.clear()
+        self.refused = ()
 
     def statements(self, schema: str) -> list[str]:
         """What takes the keys, in the order of their bytes, and deletes the jobs of keys that are taken."""
@@ -54,7 +57,9 @@ class UniqueAdds:
     def record(self, results: Sequence[ScriptResult]) -> None:
         """Tell the handles what became of their jobs, by the results of `statements`."""
         rows = [(str(row[0]), bool(row[1]), row[2]) for result in results for row in result.rows]
-        _answer({job_id: self._jobs[job_id] for job_id, *_ in rows}, rows)
+        told = {job_id: self._jobs[job_id] for job_id, *_ in rows}
+        _answer(told, rows)
+        self.refused = tuple(job for job in told.values() if not job.answer.added)
         self._jobs.clear()
 
     def take(self, connection: Connection, schema: str) -> None:

@@ -288,7 +288,7 @@ class BatchLoop:
             # Published later, with the other jobs that are parked.
             leased.unknown.append(batch.job)
         else:
-            self._ended(BatchReport(0, (*batch.events, *batch.finished)))
+            self._ended(BatchReport(0, (*batch.events, *batch.events_of_commit())))
 
     def _ended(self, report: BatchReport) -> None:
         """Publish a committed batch before the slot goes on, because the connection may be lost after this."""

@@ -14,7 +14,7 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Protocol, TypeAlias
 
@@ -42,6 +42,8 @@ _LOOP_SECONDS = 2.0
 _STEP_SECONDS = 0.05
 # How many connections deadlines may use at the same time, beside those of the slots.
 _CONNECTIONS = 4
+# How many jobs of a handler that cannot be freed are named.
+_NAMED = 3
 
 Action: TypeAlias = Callable[[Connection], BatchReport | None]
 
@@ -115,8 +117,9 @@ class DeadlineEnforcer:
         self._acting: dict[Runner, threading.Thread] = {}
         self._releasing: dict[Runner, threading.Thread] = {}
         self._runners: list[Runner] = []
-        self._ended: list[Runner] = []
-        self._cut: list[tuple[Runner, float]] = []
+        # Runners that were cut off, and then, until they are free, each with the jobs of the handler that is to blame.
+        self._ended: list[tuple[Runner, Sequence[Job]]] = []
+        self._cut: list[tuple[Runner, float, Sequence[Job]]] = []
         self.cuts = 0
         self._connections = threading.BoundedSemaphore(_CONNECTIONS)
 
@@ -136,11 +139,11 @@ class DeadlineEnforcer:
                 self._check_cancelled(runner, batch)
         self._check_leased(runners)
         while self._ended:
-            self._replace_cut(self._ended.pop(), now)
-        self._cut = [(runner, until) for runner, until in self._cut if runner.is_alive()]
-        if any(now > until for _, until in self._cut):
+            self._replace_cut(*self._ended.pop(), now)
+        self._cut = [cut for cut in self._cut if cut[0].is_alive()]
+        if late := [cut for cut in self._cut if now > cut[1]]:
             self._cut.clear()
-            self._stuck(RelayStuck("a handler could not be freed within its deadline: this process must be replaced"))
+            self._stuck(_stuck_in([job for *_, jobs in late for job in jobs]))
 
     def _check_cancelled(self, runner: Runner, batch: BatchState) -> None:
         call, cancelled = batch.call, self._orders.cancelled
@@ -203,8 +206,8 @@ class DeadlineEnforcer:
         threads[runner] = thread
         thread.start()
 
-    def _replace_cut(self, runner: Runner, now: float) -> None:
-        self._cut.append((runner, now + self._limits.free_after_seconds))
+    def _replace_cut(self, runner: Runner, jobs: Sequence[Job], now: float) -> None:
+        self._cut.append((runner, now + self._limits.free_after_seconds, jobs))
         self._replace(runner)
 
     def _enforce(self, runner: Runner, batch: BatchState, deadline: float) -> None:
@@ -226,6 +229,7 @@ class DeadlineEnforcer:
         # `together` is read before the deadline, which a call that returns takes down first.
         is_several = batch.together > 1
         is_over = batch.deadline == deadline and not runner.is_held_up()
+        blamed = batch.running_jobs if is_over else ()
         try:
             stack = runner.stack() if is_over and not is_several else None
             # The loop is blocked, but by no handler: perhaps by a task that this very handler started.
@@ -233,7 +237,7 @@ class DeadlineEnforcer:
             # Which of several jobs of one call hangs cannot be known. As suspects they run alone, and then it shows.
             self._end(runner, batch, stack, is_crash=is_blocked or (is_over and is_several))
         finally:
-            self._ended.append(runner)
+            self._ended.append((runner, blamed))
 
     def _cancel(self, batch: BatchState, deadline: float) -> None:
         """Cancel the statement of a job that is alone in its transaction.
@@ -269,7 +273,7 @@ class DeadlineEnforcer:
         try:
             self._settle(runner, partial(_settle_cancelled, runner.slot, batch, cancelled))
         finally:
-            self._ended.append(runner)
+            self._ended.append((runner, call.jobs))
 
     def _end(self, runner: Runner, batch: BatchState, stack: list[Frame] | None, *, is_crash: bool) -> None:
         self._settle(runner, partial(_settle, runner.slot, batch, stack, is_crash))
@@ -331,6 +335,16 @@ class DeadlineEnforcer:
         async with engine.connect() as connection:
             await connection.execution_options(**connection_options(engine, self._schema))
             return await connection.run_sync(action)
+
+
+def _stuck_in(jobs: Sequence[Job]) -> RelayStuck:
+    """The error of a relay in which the handler of these jobs, as far as it is known, could not be freed."""
+    named = ", ".join(f"{job.kind!r} (job {job.id})" for job in jobs[:_NAMED])
+    others = f" and {len(jobs) - _NAMED} more" if len(jobs) > _NAMED else ""
+    handler = f"the handler of {named}{others}" if named else "a handler"
+    return RelayStuck(
+        f"{handler} could not be freed after its deadline, or after a cancellation: this process must be replaced"
+    )
 
 
 def _settle(

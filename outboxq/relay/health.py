@@ -55,6 +55,8 @@ class Verdict:
 class StateHook:
     """A hook for events: follows what the relay of this process is doing."""
 
+    events = frozenset({RelayStarted, DatabaseBack, DatabaseLost, RelayStopping})
+
     def __init__(self) -> None:
         self.state: State = "starting"
 

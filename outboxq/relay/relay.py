@@ -12,7 +12,7 @@ from outboxq.emitter import Emitter
 from outboxq.events import Hook
 from outboxq.execution.frames import homes_of
 from outboxq.handlers.registry import Jobs
-from outboxq.observability.logging import log_event
+from outboxq.observability.logging import EventLog
 from outboxq.relay.activity import RelayLook
 from outboxq.relay.hook_thread import HookThread
 from outboxq.relay.limits import RelayLimits
@@ -48,7 +48,7 @@ class Relay:
         config: RelayConfig | None = None,
         *,
         async_engine: AsyncEngine | None = None,
-        hooks: Iterable[Hook] = (log_event,),
+        hooks: Iterable[Hook] = (EventLog(),),
     ) -> None:
         self.config = config or RelayConfig()
         self._registry = jobs.resolve()

@@ -1,6 +1,6 @@
 """Reading the history, and which relays live."""
 
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 
 import pytest
 from sqlalchemy import Engine, text
@@ -105,8 +105,16 @@ def test_the_command_shows_the_history(outboxq_database: Database, engine: Engin
     said = call("history", "--by", "kind", "--since", "24h", "--json", url=url).ok().json
     assert (said["by"], said["history"][0]["kind"], said["history"][0]["done"]) == ("kind", "a", 5)
     assert "wait_p95_seconds" in call("history", url=url).ok().stdout
-    for span in ("0m", "36d", "1w", "h"):
-        assert "--since takes" in call("history", "--since", span, url=url).stderr
+    today, last_year = (f"{datetime.now(UTC) - timedelta(days=days):%Y-%m-%d}" for days in (1, 366))
+    assert call("history", "--by", "kind", "--since", today, "--json", url=url).ok().json["history"][0]["done"] == 5
+    for time in ("36d", last_year, "2999-01-01"):
+        assert "--since takes a time within the last 35 days" in call("history", "--since", time, url=url).stderr
+    for time in ("0m", "1w", "h"):
+        refused = call("history", "--since", time, url=url)
+        assert (
+            refused.exit_code,
+            "such as 30m, 24h or 7d, or 2026-01-31" in " ".join(refused.stderr.replace("│", " ").split()),
+        ) == (2, True)
 
 
 def test_rows_of_the_history_say_what_they_are(engine: Engine) -> None:

@@ -423,6 +423,21 @@ def test_a_producer_of_before_is_left_the_columns_that_it_needs(roles: Cast) -> 
     roles.refuses("producer", "INSERT INTO outboxq.job (id, attempt) VALUES (gen_random_uuid(), 1)")
 
 
+def test_an_operator_of_before_is_left_the_columns_of_the_audit_that_it_needs(roles: Cast) -> None:
+    """It had INSERT and UPDATE on the whole table, by which it could rewrite who did what."""
+    group, new = roles.groups["operator"], rights(roles)
+    heard: list[str | None] = []
+    with psycopg.connect(libpq_url(roles.database.url), autocommit=True) as connection:
+        connection.add_notice_handler(lambda notice: heard.append(notice.message_primary))
+        connection.execute(sql.SQL("GRANT INSERT, UPDATE ON outboxq.audit TO {}").format(sql.Identifier(group)))
+        for _ in range(2):
+            connection.execute(roles_sql({"operator": group}))
+    assert rights(roles) == new
+    told = f'outboxq: role {group} could {{}} every column of "outboxq".audit, and may now {{}} those that it needs'
+    assert heard == [told.format("insert into", "into"), told.format("update", "update")]
+    roles.refuses("operator", "UPDATE outboxq.audit SET actor = 'bob'")
+
+
 @pytest.mark.parametrize("other", ["relay", "operator"])
 @pytest.mark.parametrize("how", ["in one run", "in runs of their own"])
 def test_a_role_of_two_parts_keeps_what_the_other_needs(roles: Cast, other: Part, how: str) -> None:

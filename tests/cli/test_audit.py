@@ -11,13 +11,14 @@ from uuid import UUID
 import pytest
 from sqlalchemy import Engine, text
 
+from outboxq.admin.audit import ACTIONS
 from outboxq.cli.app import _Root
 from outboxq.postgres import Database
 from outboxq.testing import CommitProxy
 from tests.admin.test_roles import Cast
 from tests.admin.test_roles import roles as roles
 from tests.support import operators
-from tests.support.cli import call, command, environment
+from tests.support.cli import REPOSITORY, call, command, environment
 from tests.support.operators import Table, add, audited, count, marked
 from tests.support.waiting import PATIENCE, wait_until
 
@@ -214,6 +215,17 @@ def _user() -> str:
     return said.stdout.strip()
 
 
+def test_an_action_that_there_is_not_is_refused(outboxq_database: Database) -> None:
+    """An empty list would look as if none had been done; the message names those that there are."""
+    refused = call("audit", "list", "--action", "nonsense", url=outboxq_database.url)
+    assert refused.exit_code == 2
+    assert "got 'nonsense'" in refused.stderr
+    assert "dead.discard, dead.retry, done.run_again" in refused.stderr
+    assert "or a sort of them: audit, bulk, dead," in refused.stderr
+    page = (REPOSITORY / "docs/audit.md").read_text()
+    assert [action for action in ACTIONS if f"`{action}`" not in page] == []
+
+
 def test_the_audit_is_listed_and_shown(outboxq_database: Database, engine: Engine) -> None:
     """By filters, as a table and as JSON; one action with its filter."""
     url = outboxq_database.url
@@ -225,6 +237,13 @@ def test_the_audit_is_listed_and_shown(outboxq_database: Database, engine: Engin
     assert "no longer wanted" in call("audit", "list", "--action", "job", url=url).ok().stdout
     assert call("audit", "list", "--actor", "no-one", "--json", url=url).ok().json["audit"] == []
     assert call("audit", "list", "--since", listed[0]["at"], "--json", url=url).ok().json["audit"] == [listed[0]]
+    with engine.begin() as connection:
+        connection.exec_driver_sql(
+            "INSERT INTO outboxq.audit (id, at, finished_at, actor, via, action) "
+            "VALUES (gen_random_uuid(), now() - interval '2 hours', now(), 'anna', 'cli', 'queue.pause')"
+        )
+    assert len(call("audit", "list", "--since", "1h", "--json", url=url).ok().json["audit"]) == 2
+    assert len(call("audit", "list", "--since", "1d", "--json", url=url).ok().json["audit"]) == 3
     shown = call("audit", "show", listed[0]["id"], "--json", url=url).ok().json
     assert shown["filter"]["queue"] == "many"
     assert "created_before" in shown["filter"]

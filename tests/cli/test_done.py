@@ -1,7 +1,7 @@
 """`outboxq done`: finished jobs of kinds that keep them are listed, shown and run again."""
 
 from collections.abc import Callable
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from uuid import UUID, uuid4
 
 import pytest
@@ -65,6 +65,9 @@ def test_jobs_are_listed_by_what_they_have_in_common(
         connection.execute(text(old))
     assert listed(url, "--since", "1h") == [august, july]
     assert listed(url, "--since", "1d") == [dropped, sent, august, july]
+    an_hour_ago = datetime.now(UTC) - timedelta(hours=1)
+    assert listed(url, "--since", an_hour_ago.isoformat()) == [august, july]
+    assert listed(url, "--since", "2026-01-31") == [dropped, sent, august, july]
     table = call("done", "list", "--queue", "reports", url=url).ok().stdout
     assert july in table
     assert "make_report" in table

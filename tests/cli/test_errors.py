@@ -98,7 +98,7 @@ def test_older_tables_give_the_command_that_brings_them_up(outboxq_database: Dat
 
 
 def test_what_the_database_refuses_is_told_without_a_traceback(outboxq_database: Database, engine: Engine) -> None:
-    """A role without rights reads which right is missing."""
+    """A role without rights reads what it may not touch, and what gives it the right; whoever migrates, who may."""
     role = f"reader_{make_url(outboxq_database.url).database}"
     with engine.begin() as connection:
         connection.execute(text(f"CREATE ROLE {role} LOGIN PASSWORD '{PASSWORD}'"))
@@ -108,6 +108,11 @@ def test_what_the_database_refuses_is_told_without_a_traceback(outboxq_database:
         url = make_url(outboxq_database.url).set(username=role, password=PASSWORD)
         said = one_line(call("stats", url=url.render_as_string(hide_password=False)), 1)
         assert "permission denied for table job" in said
+        assert "`outboxq roles --sql`" in said
+        said = one_line(call("migrate", "--to", 1, url=url.render_as_string(hide_password=False)), 1)
+        assert "SQLSTATE 42501" in said
+        assert "as the owner of the tables" in said
+        assert "roles --sql" not in said
     finally:
         with engine.begin() as connection:
             connection.execute(text(f"DROP OWNED BY {role}"))

@@ -72,6 +72,8 @@ def test_a_time_is_taken_as_it_was_printed(outboxq_database: Database) -> None:
     for moment in (second, second.replace("Z", "+00:00"), in_kathmandu.isoformat()):
         found = listed("--consumer", "payments", "--since", moment, url=url)
         assert found == [("payments", "evt_3"), ("payments", "evt_2")]
+    assert listed("--consumer", "payments", "--since", "30d", url=url)
+    assert len(listed("--consumer", "payments", "--since", "9999d", url=url)) == 3
     refused = call("inbox", "list", "--since", "yesterday", url=url)
     assert (refused.exit_code, "'yesterday' is no time" in refused.stderr) == (2, True)
 

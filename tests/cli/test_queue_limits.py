@@ -19,7 +19,7 @@ def test_limits_are_set_and_shown_and_taken_away(outboxq_database: Database, eng
     """By the command of the shell: what is not given stays, and what is taken away is NULL again."""
     url = outboxq_database.url
     said = run("queues", "set", "mail", "--limit", "5", "--rate", "100/min", "--burst", "20", url=url).ok()
-    assert said.stdout == "'mail' is limited\n"
+    assert said.stdout == "'mail' is limited: 5 at a time, 100/min with a burst of 20\n"
     assert shown(url) == {"limit": 5, "rate": "100/min", "burst": 20, "per_group": None}
     table = run("queues", "list", url=url).ok().stdout
     assert table.splitlines()[1].split() == ["mail", "0", "0", "5", "100/min", "20"]
@@ -51,9 +51,46 @@ def test_limits_of_several_queues_are_set_at_once_and_said_one_by_one(outboxq_da
     call("queues", "set", "mail", "--limit", "2", url=url).ok()
     again = call("queues", "set", "mail", "post", "--limit", "2", "--json", url=url).ok()
     assert again.json == {"limited": ["post"], "unchanged": ["mail"], "unknown": ["post"]}
-    assert call("queues", "set", "mail", "--limit", "2", url=url).ok().stdout == "'mail' was limited so already\n"
-    assert call("queues", "set", "mail", "--no-rate", url=url).ok().stdout == "'mail' was not limited so before\n"
-    assert call("queues", "set", "mail", "--no-limit", url=url).ok().stdout == "'mail' is no longer limited so\n"
+    assert call("queues", "set", "mail", "--limit", "2", url=url).ok().stdout == "'mail' was set so already\n"
+    assert call("queues", "set", "mail", "--no-rate", url=url).ok().stdout == "'mail' was set so already\n"
+    dropped = call("queues", "set", "mail", "--no-limit", url=url).ok()
+    assert dropped.stdout == "'mail' has no limit of jobs at a time set any more\n"
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["--keep-dead", "30d"], "keeps dead letters for 30d"),
+        (["--keep-dead", "forever"], "keeps dead letters for ever"),
+        (
+            ["--limit", "5", "--no-per-group", "--keep-dead", "36h"],
+            "is limited: 5 at a time; has no limit of jobs of a group set any more; keeps dead letters for 36h",
+        ),
+    ],
+)
+def test_what_was_set_is_said(given: list[str], said: str, outboxq_database: Database) -> None:
+    """And not that a queue is limited of which only the dead letters were spoken of."""
+    assert call("queues", "set", "mail", *given, url=outboxq_database.url).ok().stdout == f"'mail' {said}\n"
+
+
+def test_a_queue_whose_settings_were_taken_away_is_not_listed(outboxq_database: Database, engine: Engine) -> None:
+    """Nothing is known of it any more; with a job in it, it is."""
+    url = outboxq_database.url
+    call(
+        "queues", "set", "mail", "--limit", "5", "--rate", "5/s", "--per-group", "2", "--keep-dead", "30d", url=url
+    ).ok()
+    call("queues", "pause", "mail", url=url).ok()
+    for words in (["set", "mail", "--no-limit", "--no-rate", "--no-per-group"], ["set", "mail", "--no-keep-dead"]):
+        call("queues", *words, url=url).ok()
+        assert len(call("queues", "list", "--json", url=url).ok().json["queues"]) == 1
+    said = call("queues", "resume", "mail", url=url).ok()
+    assert said.stdout == "'mail' is resumed\n"
+    assert call("queues", "list", "--json", url=url).ok().json["queues"] == []
+    with engine.begin() as connection:
+        connection.execute(
+            text("INSERT INTO outboxq.job (id, queue, kind, args) VALUES (gen_random_uuid(), 'mail', 'send', '{}')")
+        )
+    assert [row["queue"] for row in call("queues", "list", "--json", url=url).ok().json["queues"]] == ["mail"]
 
 
 def test_a_limit_of_an_unknown_queue_is_set_and_asked_about(outboxq_database: Database) -> None:
@@ -61,7 +98,7 @@ def test_a_limit_of_an_unknown_queue_is_set_and_asked_about(outboxq_database: Da
     url = outboxq_database.url
     call("queues", "set", "mail", "--limit", "2", url=url).ok()
     said = call("queues", "set", "mial", "--limit", "2", url=url).ok()
-    assert said.stdout == "'mial' is limited\n"
+    assert said.stdout == "'mial' is limited: 2 at a time\n"
     assert said.stderr == (
         "note: queue 'mial' has no job, no dead letter and no setting (known: mail): was it meant?\n"
     )
@@ -77,6 +114,7 @@ def test_a_limit_of_an_unknown_queue_is_set_and_asked_about(outboxq_database: Da
         (["--per-group", "0"], "1 to 1,000, got 0"),
         (["--rate", "nonsense"], "such as 10/s, 100/min, 5/30s, 20/h, got 'nonsense'"),
         (["--rate", "0/s"], "1 to 1,000,000 jobs, got '0/s': to stop a queue, pause it"),
+        (["--rate", "99999999/s"], "1 to 1,000,000 jobs, got '99999999/s': a queue that may be faster needs no rate"),
         (["--rate", "5/99day"], "1 second to 31 days, got '5/99day'"),
         (["--burst", "5"], "a burst needs a rate, such as 100/min, and only the burst 5 was given"),
         (["--rate", "5/s", "--burst", "0"], "the burst of a rate is 1 to 1,000,000, got 0"),

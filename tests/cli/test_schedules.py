@@ -54,7 +54,7 @@ def test_schedules_are_paused_resumed_run_and_removed(outboxq_database: Database
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("--cron", "0 0 31 2 *"), "never due"),
+        (("--cron", "0 0 31 2 *"), "schedule 'report-7': the cron text '0 0 31 2 *' is never due"),
         (("--cron", "0 30 2 * * *"), "the first of six would mean seconds"),
         (("--cron", "@daily", "--time-zone", "Mars"), "no time zone 'Mars'"),
         (("--cron", "@daily", "--args", "[1]"), "--args takes a JSON object"),

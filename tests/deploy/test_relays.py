@@ -74,6 +74,7 @@ def installed(tmp_path: Path, outboxq_database: Database) -> Installed:
     return Installed(tmp_path, libpq_url(outboxq_database.url))
 
 
+@pytest.mark.large
 @pytest.mark.parametrize("place", PLACES)
 def test_the_relay_of_each_file_works_is_found_alive_and_stops(
     place: str, installed: Installed, engine: Engine
@@ -106,6 +107,7 @@ def test_the_migration_of_each_file_installs_the_tables(outboxq_server: Server, 
     engine.dispose()
 
 
+@pytest.mark.large
 @pytest.mark.parametrize(
     ("options", "connections"),
     [

@@ -113,13 +113,22 @@ def test_an_invalid_index_is_a_problem_where_no_other_serves(outboxq_database: D
 
 
 @pytest.mark.parametrize(
-    "change",
-    ["ALTER TABLE outboxq.job DISABLE TRIGGER wake_relays", "DROP TRIGGER wake_relays ON outboxq.job"],
+    ("change", "meaning"),
+    [
+        ("ALTER TABLE outboxq.job DISABLE TRIGGER wake_relays", "wake no relay"),
+        ("DROP TRIGGER wake_relays ON outboxq.job", "wake no relay"),
+        ("ALTER TABLE outboxq.audit DISABLE TRIGGER keep_audit", "rewrite what the audit says"),
+        ("DROP TRIGGER keep_audit ON outboxq.audit", "rewrite what the audit says"),
+    ],
 )
-def test_a_trigger_that_does_not_fire_is_named(outboxq_database: Database, change: str) -> None:
-    """Disabled or dropped, nobody wakes the relays."""
+def test_a_trigger_that_does_not_fire_is_named(outboxq_database: Database, change: str, meaning: str) -> None:
+    """Disabled or dropped: nothing wakes the relays, or holds the audit as it was written."""
     execute(outboxq_database.url, change)
-    assert only(outboxq_database.url, "trigger-missing")["severity"] == "warning"
+    found = only(outboxq_database.url, "trigger-missing")
+    assert found["severity"] == "warning"
+    assert found["detail"]["trigger"] in change
+    assert meaning in found["title"]
+    assert f"ALTER TABLE outboxq.{found['detail']['table']} ENABLE TRIGGER" in found["advice"]
 
 
 RENAMED = 'jobs\'s "odd"; 50% :place'

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import reduce
 
 import pytest
 from sqlalchemy import Engine, text
@@ -19,7 +20,9 @@ from outboxq import (
     OutboxSession,
 )
 from outboxq.errors import ArgumentError, JobTooLarge
-from outboxq.events import BatchFinished, Event, JobDone
+from outboxq.events import BatchFinished, Event, FollowerSuppressed, JobDone
+from outboxq.new_job import NewJob
+from outboxq.observability.logging import log_event
 from tests.support.app import Effect
 from tests.support.ledger import of
 
@@ -128,6 +131,31 @@ def test_a_chain_keeps_the_options_of_each_of_its_jobs(
     assert tuple(row) == ("chain-leased", "leased", 7, "scheduled", "x", "leased\x1fk")
 
 
+@pytest.mark.parametrize("kind", [alone, leased, leased_idle, shared, lines], ids=lambda kind: kind.kind)
+def test_a_last_job_whose_key_is_taken_is_told(
+    engine: Engine,
+    sessions: sessionmaker[OutboxSession],
+    drain: Drain,
+    caplog: pytest.LogCaptureFixture,
+    kind: object,
+) -> None:
+    """No handle says that it was not added: an event does, and the log; if it was added, neither."""
+    assert kind in (alone, leased, leased_idle, shared, lines)
+    with sessions.begin() as session:
+        standing = session.add_job(report.options(unique="taken", delay=timedelta(hours=1)))
+        before = kind.job(name="before")  # type: ignore[attr-defined]
+        ends = session.add_jobs([before.then(report.options(unique="taken").job())])[0]
+        session.add_jobs([before.then(report.options(unique="free").job())])
+    events = drain(jobs, batch_size=10)
+    (told,) = of(events, FollowerSuppressed)
+    assert (told.job.id, told.follower_kind, told.existing_id) == (ends.id, "report", standing.id)
+    assert left(engine) == 1
+    assert len(of(events, JobDone)) == 3
+    with caplog.at_level("WARNING", "outboxq.relay"):
+        log_event(told)
+    assert f"follower_kind=report existing_id={standing.id}" in caplog.text
+
+
 def test_a_chain_is_in_the_batch_of_its_first_job(
     engine: Engine, sessions: sessionmaker[OutboxSession], drain: Drain
 ) -> None:
@@ -168,8 +196,17 @@ def test_what_a_chain_refuses(sessions: sessionmaker[OutboxSession]) -> None:
             chain()
     # If it is the first one, its producer learns whether the chain was added; behind the last one is nothing.
     assert len(unique.then(first).then(unique).followers) == 2
-    with pytest.raises(JobTooLarge):
-        first.then(alone.job(name="b" * 200_000)).then(alone.job(name="c" * 100_000))
+    long = first.then(leased.job(name="b" * 200_000))
+    with pytest.raises(
+        JobTooLarge,
+        match=r"^the jobs that follow 'alone' in its chain \('leased', 'shared'; headers included\) take 301,0.. bytes "
+        ".* cap of 262,144: store the data .*, or let the last job of a shorter chain add",
+    ) as refused:
+        long.then(shared.job(name="c" * 100_000))
+    assert (refused.value.kind, refused.value.size_bytes > 300_000) == ("alone", True)
+    many = [report.job()] * 600
+    with pytest.raises(JobTooLarge, match=r"report' and [0-9]+ more; "):
+        reduce(NewJob.then, many, first)
     with sessions() as session, jobs.batch(session, on_done=report.job()) as batch:
         with pytest.raises(ArgumentError, match="in a batch by itself"):
             first.then(batch.of(alone.job(name="b")))

@@ -478,7 +478,7 @@ MUTANTS = (
     Mutant(
         "the end of the wider right that producers had",
         "outboxq/admin/roles.py",
-        "      REVOKE INSERT ON {table} FROM {role};\n",
+        "      REVOKE {right} ON {table} FROM {role};\n",
         "",
         ("tests/admin/test_roles.py",),
     ),
@@ -796,8 +796,8 @@ MUTANTS = (
     Mutant(
         "the check of a leased job's transaction before it is settled",
         "outboxq/execution/run.py",
-        "    if batch.is_leased and batch.transaction is not None and is_idle:\n",
-        "    if batch is None:\n",
+        "        if batch.transaction is not None:\n            # The handler ended the transaction: writes",
+        "        if batch is None:\n            # The handler ended the transaction: writes",
         ("tests/execution/test_prepared_by_handler.py::test_a_leased_job_whose_row_is_prepared_too_holds_no_slot",),
     ),
     Mutant(
@@ -1550,8 +1550,8 @@ MUTANTS = (
     Mutant(
         "beside groups: a call of a batch handler for each of a group's jobs",
         "outboxq/execution/plan.py",
-        "    if batch.runs_apart or (not batch.is_plain and _reorders_groups(batch, runtime)):\n",
-        "    if batch.runs_apart:\n",
+        "        or (not batch.is_plain and _reorders_groups(batch, handlers))\n",
+        "",
         ("tests/relay/test_groups_beside.py::test_a_failed_job_of_a_batch_keeps_those_behind_it_waiting",),
     ),
     Mutant(
@@ -1797,7 +1797,7 @@ def run(tests: tuple[str, ...], mutant: Mutant | None = None) -> Run:
         begun = time.monotonic()
         # Less patience with a mutant, which may hang its tests.
         limits = ["--maxfail", "1", "--timeout", "300" if mutant is None else "120"]
-        command = [sys.executable, "-m", "pytest", "-q", "-n", "0", *limits, *tests]
+        command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-m", "", *limits, *tests]
         done = subprocess.run(
             command, cwd=copy, env={**os.environ, "PYTHONPATH": str(copy)}, capture_output=True, text=True, check=False
         )

@@ -16,7 +16,7 @@ from sqlalchemy import Engine, QueuePool, create_engine, make_url, text
 from sqlalchemy.orm import sessionmaker
 
 import outboxq.relay.deadlines as deadlines
-from outboxq import AsyncContext, Backoff, Context, Jobs, OutboxSession, Relay, RelayConfig, external
+from outboxq import AsyncContext, Backoff, Context, Jobs, OutboxSession, Relay, RelayConfig, cancel, external
 from outboxq.config import SlotGroup
 from outboxq.errors import RegistryError, RelayStuck
 from outboxq.events import (
@@ -775,11 +775,13 @@ def test_a_lease_is_no_way_around_the_deadline(
     assert rows(engine, "SELECT FROM outboxq.job") == []
 
 
-def run_until_stuck(database: Database, jobs: Jobs, config: RelayConfig, limits: RelayLimits) -> list[Event]:
-    """Run a relay until it says that it must be replaced; its events."""
+def run_until_stuck(
+    database: Database, jobs: Jobs, config: RelayConfig, limits: RelayLimits, *, names: str
+) -> list[Event]:
+    """Run a relay until it says that it must be replaced, and for which job; its events."""
     events: list[Event] = []
     relay = with_limits(Relay(database.url, jobs, config, hooks=[events.append]), limits)
-    with pytest.raises(RelayStuck, match="must be replaced"):
+    with pytest.raises(RelayStuck, match=f"{names}.* could not be freed .*must be replaced"):
         relay.run()
     return events
 
@@ -814,7 +816,8 @@ def test_a_blocked_event_loop_is_recorded_and_its_relay_ends(
     add(sessions, jobs, "spin", "innocent")
     started = time.monotonic()
     config = RelayConfig(slots_per_queue=2, drain_seconds=2 * PATIENCE)
-    relay = run_until_stuck(outboxq_database, jobs, config, replace(CUT_SOON, free_after_seconds=0.5))
+    limits = replace(CUT_SOON, free_after_seconds=0.5)
+    relay = run_until_stuck(outboxq_database, jobs, config, limits, names="^the handler of 'spin' [^,]*")
     assert time.monotonic() - started < PATIENCE, "it waited for the time to drain"
     release.set()
     assert len(of(relay, JobInterrupted)) == 1
@@ -839,7 +842,7 @@ def test_a_thread_that_never_ends_ends_its_relay(
     # Those of other tests may still hang.
     before = set(threading.enumerate())
     config = RelayConfig(slots_per_queue=1, poll_seconds=0.1)
-    run_until_stuck(outboxq_database, jobs, config, replace(CUT_SOON, free_after_seconds=5.0))
+    run_until_stuck(outboxq_database, jobs, config, replace(CUT_SOON, free_after_seconds=5.0), names="'stuck'")
     left = {thread for thread in threading.enumerate() if thread.name == "outboxq-slot"} - before
     assert len(left) == 1
     release.set()
@@ -848,8 +851,37 @@ def test_a_thread_that_never_ends_ends_its_relay(
     assert len(dead_errors(engine)) == 1
 
 
+def test_a_relay_that_ends_for_a_cancelled_handler_names_its_job(
+    engine: Engine, sessions: sessionmaker[OutboxSession], outboxq_database: Database, release: threading.Event
+) -> None:
+    """Its kind and its id, by which what blocks it is found in the log."""
+    jobs, begun = Jobs(), threading.Event()
+
+    @jobs.handler(queue="sync", timeout_seconds=None)
+    def deaf(ctx: Context) -> None:
+        begun.set()
+        release.wait(LONG)
+
+    with sessions.begin() as session:
+        handle = session.add_job(deaf)
+
+    def cancel_it() -> None:
+        assert begun.wait(PATIENCE)
+        with sessions.begin() as session:
+            cancel(session, handle)
+
+    threading.Thread(target=cancel_it).start()
+    names = rf"^the handler of 'deaf' \(job {handle.id}\)"
+    config = RelayConfig(slots_per_queue=1, poll_seconds=0.1)
+    run_until_stuck(outboxq_database, jobs, config, replace(CUT_SOON, free_after_seconds=0.5), names=names)
+    release.set()
+    assert rows(engine, "SELECT FROM outboxq.job") == []
+
+
 # Blocks the loop of its process.
 SPINNING = """
+import time
+
 from outboxq import AsyncContext, Backoff, Jobs, Relay
 from outboxq.relay.limits import RelayLimits
 from tests.support.app import Effect
@@ -863,7 +895,7 @@ async def spin(ctx: AsyncContext) -> None:
         ctx.session.add(Effect(name="spin"))
         await ctx.session.flush()
         while True:
-            pass
+            time.sleep(0.01)
     ctx.session.add(Effect(name="done"))
 """
 

@@ -71,6 +71,7 @@ def test_a_poisonous_job_among_many_is_dead_after_its_limit_and_charges_nobody(
     assert_nothing_left(engine, dead_letters=1, dead_relays=MAX_CRASHES + 1)
 
 
+@pytest.mark.large
 @pytest.mark.parametrize("kind", [faulty.work, faulty.work_leased], ids=["transaction", "lease"])
 def test_a_job_that_exhausts_memory_is_dead_in_the_end_and_doubles_nobody(
     engine: Engine, sessions: sessionmaker[OutboxSession], outboxq_database: Database, kind

@@ -260,8 +260,7 @@ def test_no_database_can_be_named() -> None:
 @pytest.mark.parametrize(
     ("mode", "jobs", "faults"),
     [
-        ("transaction", 1_000, 20),
-        ("mixed", 500, 25),
+        ("mixed", 300, 12),
         pytest.param("transaction", 5_000, 50, marks=pytest.mark.large),
         pytest.param("mixed", 2_000, 60, marks=pytest.mark.large),
     ],

@@ -180,6 +180,8 @@ def test_cron_texts_are_checked_at_the_decorator(cron: str, said: str) -> None:
     """When the module is imported."""
     with pytest.raises(ArgumentError, match=said):
         Jobs().schedule(cron)
+    with pytest.raises(ArgumentError, match=f"^schedule 'monthly': .*{said}"):
+        Jobs().schedule(cron, name="monthly")
 
 
 def test_two_schedules_of_one_name_are_refused() -> None:

@@ -76,6 +76,7 @@ def test_step_11_changes_nothing_that_was_there_before(database: Database, empty
         assert [row for row in after[part] if row in rows] == rows, part
 
 
+@pytest.mark.large
 def test_relays_producers_and_commands_of_before_work_on_the_tables_of_step_11(
     old_code: Path, outboxq_database: Database, engine: Engine
 ) -> None:

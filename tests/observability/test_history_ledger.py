@@ -120,6 +120,7 @@ def terminate_some(engine: Engine, draw: random.Random) -> None:
             connection.execute(TERMINATE, {"pid": pid})
 
 
+@pytest.mark.large
 @pytest.mark.parametrize("seed", [1])
 def test_under_kills_the_history_is_never_over_and_under_by_what_was_not_flushed(
     outboxq_database: Database, engine: Engine, seed: int

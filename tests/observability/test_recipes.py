@@ -89,6 +89,7 @@ def application(tmp_path: Path, outboxq_database: Database, fresh_processes: Non
     return drain
 
 
+@pytest.mark.large
 def test_sentry_is_told_each_failure_once_with_its_file_line_function_and_error(
     tmp_path: Path, application: Application, engine: Engine, sessions: sessionmaker[OutboxSession]
 ) -> None:

@@ -373,6 +373,7 @@ def test_the_python_of_a_guide_runs(page: str, outboxq_database: Database, tmp_p
     run_python(code, outboxq_database, tmp_path)
 
 
+@pytest.mark.large
 @pytest.mark.timeout(900)
 def test_the_tests_of_the_guide_pass(tmp_path: Path) -> None:
     """The file of tests that docs/testing.md shows passes as it stands there, crashes included."""

@@ -23,6 +23,7 @@ def shell_environment(database: Database) -> Mapping[str, str]:
     return {name: value for name, value in kept.items() if name != "PYTHONPATH"}
 
 
+@pytest.mark.large
 @pytest.mark.timeout(600)
 def test_the_application_of_ten_minutes_works_as_it_is_printed(outboxq_server: Server, tmp_path: Path) -> None:
     """Its files, written in their order between its commands, give what is printed beneath these."""
@@ -46,6 +47,7 @@ def masked(text: str) -> list[str]:
     return [line for line in shown if line]
 
 
+@pytest.mark.large
 @pytest.mark.timeout(600)
 def test_the_picture_of_the_demo_is_what_the_demo_prints() -> None:
     """Each line of it comes in this order, but for the numbers; `...` stands for the rest of a line."""

@@ -12,7 +12,19 @@ from sqlalchemy import Engine, text
 from sqlalchemy.ext.asyncio import create_async_engine
 from sqlalchemy.orm import sessionmaker
 
-from outboxq import AsyncContext, Backoff, BatchContext, BatchItem, Context, Jobs, OutboxSession, RelayConfig, cancel
+from outboxq import (
+    AsyncContext,
+    Backoff,
+    BatchContext,
+    BatchItem,
+    Context,
+    Jobs,
+    OutboxSession,
+    RelayConfig,
+    cancel,
+    find_job,
+    wait_for_result,
+)
 from outboxq.admin import dead_letters
 from outboxq.admin.dead_letters import DeadFilter
 from outboxq.errors import ArgumentError
@@ -517,6 +529,32 @@ def test_an_async_connection_cancels(outboxq_database: Database, sessions: sessi
             await engine.dispose()
 
     assert asyncio.run(run()) == "cancelled"
+
+
+def test_a_job_is_cancelled_by_its_id_as_text(engine: Engine, sessions: sessionmaker[OutboxSession]) -> None:
+    """As a request brings it; what came of it is told as for any other."""
+    jobs = Jobs()
+
+    @jobs.handler
+    def work(ctx: Context) -> None: ...
+
+    (waits,) = add(sessions, jobs, "work")
+    with engine.begin() as connection:
+        assert cancel(connection, str(waits.id)) == "cancelled"
+        assert cancel(connection, str(waits.id)) == "not_found"
+
+
+@pytest.mark.parametrize("given", ["no uuid", "", None, 7])
+def test_what_is_no_id_is_refused_at_the_call(engine: Engine, given: object) -> None:
+    """Before the database sees it, and with what an id looks like."""
+    form = "such as '0192"
+    with engine.begin() as connection:
+        with pytest.raises(ArgumentError, match=form):
+            cancel(connection, given)  # type: ignore[call-overload]
+        with pytest.raises(ArgumentError, match=form):
+            find_job(connection, given)  # type: ignore[call-overload]
+    with pytest.raises(ArgumentError, match=form):
+        wait_for_result(engine, given)  # type: ignore[call-overload]
 
 
 def test_another_outcome_is_refused(engine: Engine, sessions: sessionmaker[OutboxSession]) -> None:

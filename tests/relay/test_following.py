@@ -88,7 +88,9 @@ def test_deadlocks_do_not_make_a_slot_prepare_a_claim_for_each_number_of_jobs(
     for count in range(1, 501):
         planner.ask("ledger", script)
         planner.took("ledger", (_unit_test_job(),) * count, 0)
-        planner.next_claim(BatchState("ledger", (_unit_test_job(),) * count, None, has_deadlocked=True))
+        batch = BatchState("ledger", (_unit_test_job(),) * count, None)
+        batch.has_deadlocked = True
+        planner.next_claim(batch)
         for _ in range(10):
             limits.add(planner.ask("ledger", script).limit)
             planner.took("ledger", (_unit_test_job(),), 0)

@@ -20,7 +20,7 @@ from outboxq import AsyncContext, Backoff, Context, Jobs, OutboxSession, Relay, 
 from outboxq.emitter import Emitter
 from outboxq.events import Event, JobDied, JobDone, JobRetried, RelayStarted, RelayStopped
 from outboxq.handlers.hooks import HEARD, EventHook
-from outboxq.observability.logging import JsonFormatter, log_event
+from outboxq.observability.logging import EventLog, JsonFormatter, log_event
 from outboxq.postgres import Database
 from outboxq.relay.hook_thread import HookThread
 from outboxq.relay.limits import HookLimits, RelayLimits
@@ -364,3 +364,34 @@ def test_an_event_that_no_hook_asked_for_costs_nothing() -> None:
     assert len(events) == 1
     thread.finish()
     assert (thread.dropped, thread.failures) == (0, 0)
+
+
+@pytest.mark.parametrize("level", [logging.DEBUG, logging.INFO])
+def test_a_done_job_is_logged_at_the_level_that_the_logger_has_at_that_moment(
+    level: int, outboxq_database: Database, sessions: sessionmaker[OutboxSession], caplog: pytest.LogCaptureFixture
+) -> None:
+    """A log that would drop the event has no use for it; a change of the level holds for the next batch."""
+    jobs = Jobs()
+
+    @jobs.handler(queue="q")
+    def act(ctx: Context) -> None:
+        logging.getLogger("outboxq.relay").setLevel(level)
+
+    caplog.set_level(logging.INFO, "outboxq.relay")
+    caplog.handler.setLevel(logging.DEBUG)
+    with sessions.begin() as session:
+        session.add_job(act)
+    Relay(outboxq_database.url, jobs, RelayConfig(slots_per_queue=1)).drain()
+    logged = [record for record in caplog.records if record.getMessage().startswith("job done")]
+    assert len(logged) == (level == logging.DEBUG)
+
+
+def test_another_hook_is_told_what_the_log_has_no_use_for(
+    outboxq_database: Database, sessions: sessionmaker[OutboxSession]
+) -> None:
+    """One hook without a use for an event takes it from no other."""
+    jobs, told = with_handler(Jobs()), list[Event]()
+    with sessions.begin() as session:
+        session.add_job(next(iter(jobs.resolve().handlers.values())))
+    Relay(outboxq_database.url, jobs, RelayConfig(slots_per_queue=1), hooks=(EventLog(), told.append)).drain()
+    assert [type(event) for event in told if isinstance(event, JobDone)] == [JobDone]

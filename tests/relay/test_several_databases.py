@@ -2,11 +2,13 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 from sqlalchemy import create_engine, make_url, text
@@ -155,6 +157,59 @@ def test_stats_and_doctor_look_at_several_databases(outboxq_database: Database, 
     assert [each["database"] for each in partly.json["databases"]] == [f"{name}" for name in names[1:]]
     examined = call("doctor", "--json", *options).json["databases"]
     assert [each["database"] for each in examined] == names
+
+
+def test_each_line_about_one_of_several_databases_names_it(
+    outboxq_database: Database, outboxq_server: Server, tmp_path: Path
+) -> None:
+    """Of stats, of the doctor and of the relays, whatever is wrong with it; stats looks at the others all the same."""
+    name = make_url(outboxq_database.url).database
+    wrong = make_url(outboxq_database.url).set(query={"connect_timeout": "soon"}, database="wrong")
+    with outboxq_server.create_database() as empty:
+        bare = make_url(empty.url).database
+        urls = [empty.url, wrong.render_as_string(hide_password=False), outboxq_database.url]
+        options = [part for url in urls for part in ("--database-url", url)]
+        said = call("stats", *options)
+        assert said.exit_code == 2
+        without, unusable, nothing = said.stderr.splitlines()
+        assert without.startswith(f"{bare}: ")
+        assert "`outboxq migrate`" in without
+        assert unusable.startswith("wrong: the database URL cannot be used: bad value for connect_timeout")
+        assert nothing == f"{name}: no queues found"
+        assert call("stats", "--database-url", empty.url, "--database-url", outboxq_database.url).exit_code == 1
+        for command in (("doctor",), ("relay", "tests.support.app:jobs", "--drain")):
+            said = run(*command, *options[2:])
+            assert said.exit_code == 2
+            assert said.stderr.startswith("Error: wrong: the database URL cannot be used")
+        said = run("relay", "tests.support.app:jobs", "--drain", *options[:2], *options[-2:])
+        assert said.exit_code == 2
+        assert said.stderr.startswith(f"Error: {bare}: ")
+        # In a process of one of them, what its application does not allow.
+        (tmp_path / "broken.py").write_text("from outboxq import Jobs\njobs = Jobs()\njobs.limit('mail', running=0)\n")
+        app.prepare(empty.url)
+        said = run("relay", "broken:jobs", "--drain", *options[:2], *options[-2:], cwd=tmp_path)
+        errors = sorted(line for line in said.stderr.splitlines() if line.startswith("Error: "))
+        assert [line.split(": ")[1] for line in errors] == sorted([str(bare), str(name)])
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    ["root:hunter2", "://root:hunter2@x/y", "postgres_ql://root:hunter2@x/y", "postgresql://root:hunter2@x:port/y"],
+)
+@pytest.mark.parametrize("command", [("stats",), ("doctor",), ("relay", "tests.support.app:jobs", "--drain")])
+def test_garbage_among_several_urls_is_refused_without_a_word_of_it(
+    outboxq_database: Database, garbage: str, command: tuple[str, ...]
+) -> None:
+    """Which one it is, and what was expected; it may hold a password, and be taken for the name of a database."""
+    for said in (
+        run(*command, "--database-url", outboxq_database.url, "--database-url", garbage),
+        run(*command, env={"OUTBOXQ_DATABASE_URL": f"{outboxq_database.url} {garbage}"}),
+    ):
+        assert said.exit_code == 2
+        (line,) = said.stderr.splitlines()
+        assert re.match("Error: (URL 2 of 2: |what stands behind URL 1 and a space is no PostgreSQL URL)", line)
+        assert "postgresql://" in line
+        assert "hunter2" not in line
 
 
 def test_a_command_for_one_database_refuses_several(outboxq_database: Database, second: Database) -> None:

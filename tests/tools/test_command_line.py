@@ -10,6 +10,7 @@ from tests.tools import command_line
 from tests.tools.command_line import COLUMNS, PAGE, main, sections
 
 
+@pytest.mark.large
 @pytest.mark.timeout(1_200)
 def test_the_page_is_current(capsys: pytest.CaptureFixture[str]) -> None:
     """Its help and its samples are those of today's commands; if not: `python -m tests.tools.command_line`."""

@@ -162,6 +162,7 @@ def long_work(ctx: Context, name: str) -> None: ...
 def finding(session: Session, asynchronous: AsyncSession, handle: JobHandle) -> None:
     assert_type(find_job(session, handle), FoundJob | None)
     assert_type(find_job(session, handle.id), FoundJob | None)
+    assert_type(find_job(session, str(handle.id)), FoundJob | None)
     assert_type(find_job(asynchronous, handle), Awaitable[FoundJob | None])
 
 

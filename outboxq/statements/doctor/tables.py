@@ -33,10 +33,11 @@ WHERE namespace.nspname = :schema ORDER BY 1"""
 
 
 def triggers(schema: str) -> TextClause:
-    """The triggers of table `job` that fire in ordinary sessions."""
+    """The triggers of the schema's tables that fire in ordinary sessions, each with its table."""
     return text(
-        f"SELECT tgname::text {_OF_SCHEMA} JOIN pg_catalog.pg_trigger ON tgrelid = class.oid "
-        "WHERE namespace.nspname = :schema AND class.relname = 'job' AND tgenabled IN ('O', 'A')"
+        f"SELECT class.relname::text AS of_table, tgname::text AS name {_OF_SCHEMA} "
+        "JOIN pg_catalog.pg_trigger ON tgrelid = class.oid "
+        "WHERE namespace.nspname = :schema AND tgenabled IN ('O', 'A')"
     ).bindparams(schema_name(schema))
 
 

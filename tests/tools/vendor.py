@@ -1,4 +1,4 @@
-"""Compare the files of other projects in the dashboard with their packages on npm, or fetch them anew."""
+"""Compare files of other projects, in the dashboard and its tests, with their packages on npm, or fetch them anew."""
 
 import argparse
 import base64
@@ -12,7 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-DIRECTORY = Path(__file__).parents[2] / "outboxq" / "dashboard" / "static" / "vendor"
+_ROOT = Path(__file__).parents[2]
+DIRECTORIES = (_ROOT / "outboxq" / "dashboard" / "static" / "vendor", _ROOT / "tests" / "dashboard" / "vendor")
 
 _HELP = """\
 examples:
@@ -22,7 +23,7 @@ examples:
 Needs npm, whose `npm pack` fetches the packages. A new version is written into vendor.toml by hand."""
 
 
-def problems(package: dict[str, Any], *, write: bool) -> Iterator[str]:
+def problems(here: Path, package: dict[str, Any], *, write: bool) -> Iterator[str]:
     """What differs from the package as npm has it."""
     with tempfile.TemporaryDirectory() as directory:
         wanted = f"{package['name']}@{package['version']}"
@@ -39,10 +40,10 @@ def problems(package: dict[str, Any], *, write: bool) -> Iterator[str]:
                 assert member is not None
                 content = member.read()
                 if write:
-                    (DIRECTORY / each["name"]).write_bytes(content)
+                    (here / each["name"]).write_bytes(content)
                 if hashlib.sha256(content).hexdigest() != each["sha256"]:
                     yield f"{each['name']}: the sha256 of the package's file is {hashlib.sha256(content).hexdigest()}"
-                if (DIRECTORY / each["name"]).read_bytes() != content:
+                if (here / each["name"]).read_bytes() != content:
                     yield f"{each['name']}: the file differs from {wanted}"
 
 
@@ -51,8 +52,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, epilog=_HELP, formatter_class=formatter)
     parser.add_argument("--write", action="store_true", help="write the files")
     write = parser.parse_args().write
-    packages = tomllib.loads((DIRECTORY / "vendor.toml").read_text())["package"]
-    found = [problem for package in packages for problem in problems(package, write=write)]
+    found = [
+        problem
+        for here in DIRECTORIES
+        for package in tomllib.loads((here / "vendor.toml").read_text())["package"]
+        for problem in problems(here, package, write=write)
+    ]
     for problem in found:
         print(problem)
     return 1 if found else 0

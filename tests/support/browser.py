@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-import pytest
 from playwright.sync_api import Browser, BrowserContext, ConsoleMessage, Dialog, Page, Request, sync_playwright
 
 NEEDED = "Chromium is not installed, no page was tried in a browser: apt-get install --no-install-recommends chromium"
@@ -23,18 +22,21 @@ _AXE = Path(__file__).parents[1] / "dashboard" / "vendor" / "axe.min.js"
 _GRAVE = ("serious", "critical")
 
 
-def chromium() -> str:
-    """The path of Chromium; the test is skipped if there is none."""
-    found = next((path for path in map(shutil.which, _NAMES) if path is not None), None)
-    if found is None:
-        pytest.skip(NEEDED)
-    return found
+def chromium() -> str | None:
+    """The path of Chromium, if it is installed."""
+    return next((path for path in map(shutil.which, _NAMES) if path is not None), None)
 
 
 @contextmanager
 def open_browser() -> Iterator[Browser]:
-    """Chromium without a window. While it is open, this thread can run no event loop of its own."""
+    """Chromium without a window. While it is open, this thread can run no event loop of its own.
+
+    Raises:
+        FileNotFoundError: it is not installed.
+    """
     path = chromium()
+    if path is None:
+        raise FileNotFoundError(NEEDED)
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
         try:

@@ -73,7 +73,7 @@ FROM hostile AS p""",
   first_called_at, changed_at, error) SELECT p.t, p.t, 'unknown', true, gen_random_uuid(), 1, gen_random_uuid(),
   clock_timestamp() - interval '1 hour', clock_timestamp(), clock_timestamp(), p.t FROM hostile AS p""",
     """INSERT INTO outboxq.inbox (consumer, message_id, seen_at, expires_at)
-SELECT p.t, p.t, clock_timestamp(), clock_timestamp() + interval '1 day' FROM hostile AS p""",
+SELECT p.k, p.t, clock_timestamp(), clock_timestamp() + interval '1 day' FROM hostile AS p""",
     """INSERT INTO outboxq.schedule (name, kind, queue, args, options, cron, time_zone, missed,
   jitter_seconds, declared, next_at, created_at)
 SELECT p.k, p.k, p.q, jsonb_build_object(p.t, p.t), '{}', '0 6 * * 1', 'UTC', 'skip', 0, false,

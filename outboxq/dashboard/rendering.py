@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
-from datetime import datetime
+from datetime import UTC, datetime
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlencode
@@ -87,6 +87,7 @@ class Renderer:
             "latency": lambda value: "–" if value is None else in_short(Latency(value), None),
             "span": lambda value: "–" if value is None else duration(value),
             "moment": moment,
+            "clock": _clock,
             "short": _short,
             "percent": lambda value: f"{value:.1%}" if 0 < value < 0.1 else f"{value:.0%}",
         }
@@ -166,6 +167,16 @@ def templates() -> list[str]:
 def _age(value: datetime, now: datetime) -> str:
     seconds = (now - value).total_seconds()
     return age(value, now) if seconds < 0 else f"{age(value, now)} ago"
+
+
+def _clock(value: datetime | str) -> str:
+    """A time as people read it, in UTC; what is no time stays what it is."""
+    if isinstance(value, str):
+        try:
+            value = datetime.fromisoformat(value)
+        except ValueError:
+            return printable(value)
+    return f"{value.astimezone(UTC):%Y-%m-%d %H:%M:%S} UTC"
 
 
 def _number(value: float | None, *, estimated: bool = False) -> str:

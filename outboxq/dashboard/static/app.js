@@ -40,7 +40,7 @@
     run: (row) => [row.run_p50_seconds, row.run_p95_seconds, row.run_p99_seconds],
   };
   const inTime = (_, seconds) => (
-    seconds == null ? "–" : seconds < 1 ? `${(seconds * 1000).toPrecision(3)} ms` : `${seconds.toPrecision(3)} s`
+    seconds == null ? "" : !seconds ? "0" : seconds < 1 ? `${(seconds * 1000).toPrecision(3)} ms` : `${seconds.toPrecision(3)} s`
   );
   const draw = (figure, history) => {
     const name = figure.dataset.plot, svg = find("svg", figure);
@@ -61,14 +61,18 @@
     axis.stroke = getComputedStyle(find(".legend", figure)).color;
     axis.grid.stroke = getComputedStyle(figure.closest(".card")).borderTopColor;
     probe.remove();
-    // Times of a day with 24 hours, as everywhere else here.
-    axis.values = (_, splits) => splits.map((at) => new Date(at * 1000).toLocaleTimeString([], { timeStyle: "short", hour12: false }));
+    // In UTC, as everywhere else here: times of a day, or days.
+    const parts = data[0].at(-1) - data[0][0] > 172800 ? { month: "short", day: "numeric" } : { timeStyle: "short", hour12: false };
+    const clock = (time) => new Date(time * 1000).toLocaleString([], { ...parts, timeZone: "UTC" });
+    axis.values = (_, splits) => splits.map(clock);
+    axis.size = 28;
     const seconds = { ...axis, size: 64, values: (_, splits) => splits.map((each) => inTime(null, each)) };
     const legend = { markers: { width: 0, fill: (chart, place) => chart.series[place].stroke(chart, place) } };
+    const at = { label: "\u00a0", value: (_, time) => (time == null ? "" : clock(time)) };
     const box = document.createElement("div");
     box.className = "plot";
-    const size = () => ({ width: figure.clientWidth, height: 200 });
-    const plot = new window.uPlot({ ...size(), legend, series: [{}, ...series], axes: [axis, seconds] }, data, box);
+    const size = () => ({ width: figure.clientWidth - 32, height: 150 });
+    const plot = new window.uPlot({ ...size(), legend, series: [at, ...series], axes: [axis, seconds] }, data, box);
     svg.replaceWith(box);
     find(".legend", figure).hidden = true;
     new ResizeObserver(() => plot.setSize(size())).observe(figure);
@@ -123,6 +127,7 @@
       document.body.addEventListener("htmx:sseOpen", () => trouble(false));
       setLive();
     }
+    find(".side [aria-current]")?.scrollIntoView({ block: "nearest", inline: "center" });
     document.addEventListener("keydown", press);
     drawAll().catch(() => { /* the SVG stays */ });
   });

@@ -53,6 +53,8 @@ class Actions:
         action: BulkAction | Preview,
         *,
         check: bulk.CheckArgs | None = None,
+        entry: UUID | None = None,
+        expected: int | None = None,
         on_page: Callable[[Total], None] = lambda _: None,
     ) -> Total:
         """Retry or discard dead letters, cancel or change jobs: those of a filter, or of ids.
@@ -65,6 +67,9 @@ class Actions:
             action: A filter goes by way of `preview`, which keeps the action from rows that come later.
             check: Called with each kind that is meant, and the arguments that it is given, such as `check_args` of a
                 resolved registry.
+            entry: The id that its row in the audit is to have; an action whose id is there already is refused by the
+                table's primary key, before it has changed anything.
+            expected: How many rows an earlier preview has counted; a `Preview` says so itself.
             on_page: Called after each page.
 
         Raises:
@@ -72,12 +77,14 @@ class Actions:
             AuditNotFound: its row was deleted from the audit meanwhile.
             PayloadError, UnknownKind: `check` has refused the arguments; nothing was done.
         """
-        expected = action.count if isinstance(action, Preview) and not action.is_capped else None
         wanted = action.action if isinstance(action, Preview) else action
+        if isinstance(action, Preview) and not action.is_capped:
+            expected = action.count
         if check is not None:
             with begin() as connection:
                 bulk.check_args(connection, wanted, check)
-        return bulk.BulkRun(begin, wanted, self._journal, expected=expected, warn=self._warn).run(on_page)
+        run = bulk.BulkRun(begin, wanted, self._journal, expected=expected, warn=self._warn, entry=entry)
+        return run.run(on_page)
 
     def resume(
         self,
@@ -126,6 +133,10 @@ class Actions:
             if entry is not None:
                 self._journal.finish(connection, entry, changed=int(ended))
         return ended
+
+    def keeps_audit(self, connection: Connection) -> bool:
+        """Whether what is done is written into the audit; `warn` is told if it is not."""
+        return self._journal.may_write(connection)
 
     def pause_queues(self, connection: Connection, names: Sequence[str]) -> tuple[str, ...]:
         """Pause queues, as `queues.pause` does."""

@@ -118,6 +118,7 @@ class BulkRun:
         action: As a preview has it, so that nothing newer is touched.
         expected: How many rows the preview has counted.
         follows: The row of the audit of an action that was begun before, to be gone on with.
+        entry: The id of its row in the audit, if that was chosen before: an action begins once by it.
     """
 
     def __init__(
@@ -129,6 +130,7 @@ class BulkRun:
         expected: int | None = None,
         warn: Callable[[str], None],
         follows: AuditDetail | None = None,
+        entry: UUID | None = None,
     ) -> None:
         self._begin = begin
         self._action = action
@@ -139,7 +141,7 @@ class BulkRun:
         self._resumed = 0 if follows is None else follows.resumed
         self.total = Total(entry=None if follows is None else follows.entry.id)
         # Chosen before the first page, so that it can be told if the answer to its COMMIT is lost.
-        self._new_entry = new_entry_id()
+        self._new_entry = entry or new_entry_id()
         self._is_in_doubt = False
         self._ids = None if action.ids is None else sorted(dict.fromkeys(action.ids))
 

@@ -52,6 +52,16 @@ class DashboardOptions:
             "look secret; hidden: nothing; shown: everything.",
         ),
     ] = "redacted"
+    app: Annotated[
+        str | None,
+        typer.Option(
+            "--app",
+            metavar="REGISTRY",
+            help="The application's registry, such as myapp.jobs:jobs: what its kinds do is shown, and arguments that "
+            "are edited have to fit its handlers.",
+            show_default=False,
+        ),
+    ] = None
     users: Annotated[
         str | None,
         typer.Option(
@@ -162,6 +172,7 @@ def _print_password_line(name: str, role: "Role") -> None:
 def _serve(options: DashboardOptions, role: "Role") -> None:
     from outboxq.dashboard import TokenLogin, create_app
     from outboxq.dashboard.serving import announced, hosts_of, is_open, listen, serve
+    from outboxq.handlers.loading import load_jobs
     from outboxq.observability.metrics.server import parse_address
     from outboxq.relay.signals import stop_signals
 
@@ -173,11 +184,13 @@ def _serve(options: DashboardOptions, role: "Role") -> None:
             "--trusted-header; or listen on 127.0.0.1"
         )
     login = auth or TokenLogin(role=role)
+    jobs = None if options.app is None else load_jobs(options.app)
     engines = _engines(options)
     try:
         app = create_app(
             engines,
             auth=login,
+            jobs=jobs,
             schema=options.schema,
             environment=options.environment,
             payloads=options.payloads,

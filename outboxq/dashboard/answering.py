@@ -5,7 +5,7 @@ Every route passes here, in this order; what a route needs stands in the table o
 
 import inspect
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeAlias, TypeVar
 from urllib.parse import parse_qsl
@@ -17,24 +17,28 @@ from starlette.responses import Response
 
 from outboxq.admin.actions import Actions, Actor
 from outboxq.dashboard.databases import Database, Way
+from outboxq.dashboard.desk import Desk, KnownKinds
 from outboxq.dashboard.errors import Refused, answer_to
+from outboxq.dashboard.intents import Caller, Intents
 from outboxq.dashboard.live import Poller
 from outboxq.dashboard.logins import Auth, Login
 from outboxq.dashboard.origins import why_foreign
 from outboxq.dashboard.parameters import read_parameters
 from outboxq.dashboard.payloads import Payloads
 from outboxq.dashboard.rendering import Page, Renderer, as_redirect, wants_json
-from outboxq.dashboard.roles import Role, User
+from outboxq.dashboard.roles import User
 from outboxq.dashboard.route import Action, Done, Door, Route, Screen, Work
-from outboxq.dashboard.segments import name_in
+from outboxq.dashboard.runs import Runs
+from outboxq.dashboard.seals import Seal
+from outboxq.dashboard.segments import names_in
 from outboxq.dashboard.sessions import Flash, Session, Sessions
 from outboxq.dashboard.settings import Settings
-from outboxq.dashboard.view import as_json, look_at
+from outboxq.dashboard.view import Look, as_json, look_at
 from outboxq.errors import OutboxqError
 
 logger = logging.getLogger("outboxq.dashboard")
 
-Found = TypeVar("Found")
+Shown = TypeVar("Shown")
 Endpoint: TypeAlias = Callable[[Request], Awaitable[Response]]
 
 MAX_BODY_BYTES = 1_500_000
@@ -42,21 +46,37 @@ _FORM = "application/x-www-form-urlencoded"
 
 
 class Dashboard:
-    """Everything that requests share."""
+    """Everything that requests share.
+
+    Args:
+        databases: By the parts of their paths.
+        kinds: What is known of the kinds of each database, by the same parts.
+        routes: The table of routes.
+    """
 
     def __init__(
-        self, databases: Mapping[str, Database], auth: Auth | Login, sessions: Sessions, settings: Settings
+        self,
+        databases: Mapping[str, Database],
+        auth: Auth | Login,
+        seal: Seal,
+        settings: Settings,
+        kinds: Mapping[str, KnownKinds],
+        routes: Sequence[Route],
     ) -> None:
         if not callable(auth) and not isinstance(auth, Login):
             raise TypeError(f"auth takes a function of a request, or a login, got {type(auth).__name__}")
         self.databases = databases
         self.auth = auth
-        self.sessions = sessions
+        self.sessions = Sessions(seal, settings.origins)
         self.settings = settings
-        self.payloads = Payloads(settings.payloads, settings.redact)
+        self.routes = routes
+        payloads, intents = Payloads(settings.payloads, settings.redact), Intents(seal)
+        self.desks = {segment: Desk(settings, payloads, kinds[segment], intents) for segment in databases}
         names = {segment: each.name for segment, each in databases.items()}
-        self.renderer = Renderer(settings, names, has_login=isinstance(auth, Login))
+        actions = [each for each in routes if isinstance(each, Action)]
+        self.renderer = Renderer(settings, names, actions, has_login=isinstance(auth, Login))
         self.pollers = {segment: Poller(self, each) for segment, each in databases.items()}
+        self.runs = Runs()
 
     @property
     def login(self) -> Login | None:
@@ -112,8 +132,9 @@ class Dashboard:
         return found
 
     async def _show(self, route: Screen, database: Database, request: Request, page: Page) -> Response:
-        asked: Any = read_parameters(route.takes, {**request.query_params, **_names(request)})
-        view, look = await database.run(lambda way: look_at(way, self.payloads, lambda look: route.show(look, asked)))
+        given = page.form if route.method == "POST" else request.query_params
+        asked: Any = read_parameters(route.takes, {**given, **_names(request)})
+        view, look = await self._look(database, page, lambda look: route.show(look, asked))
         if wants_json(request):
             data = view.data
             if look.not_known:
@@ -126,16 +147,48 @@ class Dashboard:
             self.sessions.erase_flash(request, response)
         return response
 
+    async def _look(self, database: Database, page: Page, show: Callable[[Look], Shown]) -> tuple[Shown, Look]:
+        desk, caller = self.desks[database.segment], _caller(page, database)
+        return await database.run(lambda way: look_at(way, desk, show, caller))
+
     async def _act(self, route: Action, database: Database, request: Request, page: Page) -> Response:
-        assert page.user is not None
-        asked: Any = read_parameters(route.takes, {**page.form, **_names(request)})
-        actor = Actor(page.user.name, page.user.role.label, via="web")
-        done = await database.run(partial(_run, route, actor, asked))
-        logger.info("%s: user=%s database=%s", route.name, page.user.name, database.name)
+        try:
+            done = await self._done(route, database, request, page)
+        except (Refused, OutboxqError, DBAPIError, PoolTimeout) as error:
+            return await self._show_again(route, database, page, answer_to(error))
         if wants_json(request):
             return Response(as_json({"text": done.text, **done.data}), media_type="application/json")
         response = as_redirect(page.to(f"{database.segment}/{done.back}"))
         self.sessions.write_flash(request, response, Flash(done.text))
+        return response
+
+    async def _done(self, route: Action, database: Database, request: Request, page: Page) -> Done:
+        asked: Any = read_parameters(route.takes, {**page.form, **_names(request)})
+        caller = _caller(page, database)
+        done = await database.run(partial(_run, route, caller, self.desks[database.segment], asked))
+        if done.to_run is not None:
+            await self.runs.start(database, done.to_run)
+        logger.info("%s: user=%s database=%s", route.name, caller.user.name, database.name)
+        return done
+
+    async def _show_again(self, route: Action, database: Database, page: Page, refused: Refused) -> Response:
+        """The form as it was filled in, with what went wrong.
+
+        Raises:
+            Refused: what it was about is gone, or cannot be shown.
+        """
+        if wants_json(page.request) or refused.status == 404:
+            raise refused
+        given = {**page.form, **_names(page.request)}
+        try:
+            view, look = await self._look(database, page, lambda look: route.show_again(look, given))
+        except (Refused, OutboxqError, DBAPIError, PoolTimeout):
+            raise refused from None
+        if view is None:
+            raise refused
+        page.problem = refused
+        response = self.renderer.page(page, view, look, self.sessions.token(page.session, page.user))
+        response.status_code = refused.status
         return response
 
     async def _identify(self, request: Request, session: Session | None) -> User | None:
@@ -156,15 +209,22 @@ class Dashboard:
         return self.renderer.refusal(page, refused, self.sessions.token(page.session, page.user))
 
 
-def _run(route: Action, actor: Actor, asked: Any, way: Way) -> Done:
-    reason = getattr(asked, "reason", None)
-    return route.act(Work(way.begin, Actions(actor, reason or None)), asked)
+def _caller(page: Page, database: Database) -> Caller:
+    assert page.user is not None
+    return Caller(page.user, page.session.id, database.segment)
+
+
+def _run(route: Action, caller: Caller, desk: Desk, asked: Any, way: Way) -> Done:
+    reason: str | None = getattr(asked, "reason", None)
+    actor = Actor(caller.user.name, caller.user.role.label, via="web")
+    actions = Actions(actor, (reason or "").strip() or None)
+    return route.act(Work(way.begin, actions, caller, desk, logger.warning), asked)
 
 
 def _names(request: Request) -> dict[str, str]:
     """The names in a path, as they are."""
     try:
-        return {key: name_in(str(value)) for key, value in request.path_params.items() if key != "db"}
+        return names_in(request.path_params)
     except ValueError as error:
         raise Refused(404, str(error)) from None
 
@@ -186,8 +246,3 @@ async def read_form(request: Request) -> dict[str, str]:
         return dict(parse_qsl(body.decode(), keep_blank_values=True, errors="strict", max_num_fields=300))
     except ValueError:
         raise Refused(400, "The form cannot be read.") from None
-
-
-def role_of(user: User | None) -> Role | None:
-    """A user's role."""
-    return None if user is None else user.role

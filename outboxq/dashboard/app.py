@@ -1,6 +1,7 @@
 """The dashboard as an ASGI application: its hosts, the headers of every answer, and its routes."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from typing import Unpack
 
 from starlette.applications import Starlette
 from starlette.datastructures import Headers, MutableHeaders
@@ -8,16 +9,16 @@ from starlette.responses import PlainTextResponse
 from starlette.routing import Route as StarletteRoute
 from starlette.types import Message, Receive, Scope, Send
 
-from outboxq.config import check_schema
 from outboxq.dashboard.answering import Dashboard
 from outboxq.dashboard.databases import AnyEngine, name_engines
+from outboxq.dashboard.desk import KnownKinds
 from outboxq.dashboard.logins import Auth, Login
 from outboxq.dashboard.origins import is_served
-from outboxq.dashboard.payloads import Mode, Redact
 from outboxq.dashboard.routes import ROUTES
 from outboxq.dashboard.seals import Seal
-from outboxq.dashboard.sessions import Sessions
-from outboxq.dashboard.settings import Links, Settings
+from outboxq.dashboard.settings import Options, Settings
+from outboxq.errors import ConfigError
+from outboxq.handlers.registry import Jobs
 
 CONTENT_SECURITY_POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
@@ -76,44 +77,28 @@ def create_app(
     engine: AnyEngine | Mapping[str, AnyEngine],
     *,
     auth: Auth | Login,
-    schema: str = "outboxq",
-    title: str = "outboxq",
-    environment: str | None = None,
-    payloads: Mode = "redacted",
-    redact: Redact | None = None,
-    links: Links | None = None,
+    jobs: Jobs | Mapping[str, Jobs] | None = None,
     secret: bytes | None = None,
-    hosts: Sequence[str] | None = None,
-    origins: Sequence[str] = (),
-    live_seconds: float = 5.0,
+    **options: Unpack[Options],
 ) -> DashboardApp:
     """The dashboard, to be mounted in an ASGI application or to be served by itself.
 
     Args:
         engine: A SQLAlchemy engine with psycopg 3, sync or async; several by names, which their paths begin with.
         auth: A function of the Starlette request, async or not, that returns a `User` or None; or a login of ours.
-        environment: Shown on every page; in `production` what changes many things is confirmed by typing.
-        payloads: Hide what looks secret (`redacted`), all of arguments, headers, results and error texts, or nothing.
-        redact: Called with a kind and its arguments; returns what may be seen of them.
-        links: Called with the job of a page; returns links to other systems.
+        jobs: The application's registry, or one for each of the names: so pages say what a kind does, and which kinds
+            have no handler, and arguments that are edited are checked.
         secret: 32 random bytes or more, for all processes that serve it; without it sessions end with the process.
-        hosts: Names that the Host header may have; without it, any: then the application around it checks.
-        origins: Where browsers see it, such as `https://ops.example.com`, if a proxy changes the scheme or the host.
-        live_seconds: How often pages that are open are made anew, 2 to 60.
+        options: See `Options`.
 
     Raises:
         ConfigError: an engine or a value that cannot be used.
     """
-    settings = Settings(
-        schema=check_schema(schema),
-        title=title,
-        environment=environment,
-        payloads=payloads,
-        redact=redact,
-        links=links,
-        hosts=None if hosts is None else frozenset(map(str.lower, hosts)),
-        origins=frozenset(origins),
-        live_seconds=live_seconds,
-    )
+    settings = Settings.of(options)
     databases = name_engines(engine, settings.schema)
-    return DashboardApp(Dashboard(databases, auth, Sessions(Seal(secret), settings.origins), settings))
+    registries = jobs if isinstance(jobs, Mapping) else dict.fromkeys((each.name for each in databases.values()), jobs)
+    unknown = registries.keys() - {each.name for each in databases.values()}
+    if unknown:
+        raise ConfigError(f"jobs names databases that the dashboard does not have: {', '.join(sorted(unknown))}")
+    kinds = {segment: KnownKinds(registries.get(each.name)) for segment, each in databases.items()}
+    return DashboardApp(Dashboard(databases, auth, Seal(secret), settings, kinds, ROUTES))

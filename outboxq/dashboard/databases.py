@@ -34,6 +34,8 @@ _READING = (
     f"SET LOCAL jit = off; SET LOCAL timezone = 'UTC'; {BY_INDEX}"
 )
 _CHANGING = "SET LOCAL statement_timeout = '10s'; SET LOCAL lock_timeout = '5s'; SET LOCAL timezone = 'UTC'"
+# To find the next rows of a filter that matches few may take its time: nobody waits for that page.
+_CHANGING_PATIENTLY = "SET LOCAL statement_timeout = '5min'; SET LOCAL lock_timeout = '5s'; SET LOCAL timezone = 'UTC'"
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +66,13 @@ class Way:
             run_script(connection, _CHANGING)
             yield connection
 
+    @contextmanager
+    def begin_patiently(self) -> Iterator[Connection]:
+        """The same for a change that goes on behind the pages."""
+        with self.connect() as connection, connection.begin():
+            run_script(connection, _CHANGING_PATIENTLY)
+            yield connection
+
 
 class Database:
     """One database of a dashboard.
@@ -88,12 +97,19 @@ class Database:
 
     async def run(self, work: Callable[[Way], Found]) -> Found:
         """Do something that takes a way to the database."""
-        if isinstance(self._engine, AsyncEngine):
-            return await greenlet_spawn(work, Way(self._engine.sync_engine, self._schema, self.findings))
         if self._limiter is None:
             self._limiter = CapacityLimiter(_THREADS)
+        return await self._run(work, self._limiter)
+
+    async def run_aside(self, work: Callable[[Way], Found]) -> Found:
+        """Do something that takes long, beside the pages: not in one of their threads."""
+        return await self._run(work, CapacityLimiter(1))
+
+    async def _run(self, work: Callable[[Way], Found], limiter: CapacityLimiter) -> Found:
+        if isinstance(self._engine, AsyncEngine):
+            return await greenlet_spawn(work, Way(self._engine.sync_engine, self._schema, self.findings))
         way = Way(self._engine, self._schema, self.findings)
-        return await anyio.to_thread.run_sync(partial(work, way), limiter=self._limiter)
+        return await anyio.to_thread.run_sync(partial(work, way), limiter=limiter)
 
 
 def name_engines(given: AnyEngine | Mapping[str, AnyEngine], schema: str) -> dict[str, Database]:
@@ -112,7 +128,7 @@ def name_engines(given: AnyEngine | Mapping[str, AnyEngine], schema: str) -> dic
             raise ConfigError(f"a dashboard takes SQLAlchemy engines, got {type(engine).__name__}")
     made = [Database(name, engine, schema) for name, engine in named.items()]
     found = {each.segment: each for each in made}
-    reserved = {"login", "logout", "static"} & found.keys()
+    reserved = {"login", "logout", "static", "token"} & found.keys()
     if reserved:
         raise ConfigError(f"the dashboard has pages of its own at {', '.join(sorted(reserved))}: name it otherwise")
     return found

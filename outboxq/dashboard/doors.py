@@ -9,10 +9,13 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from outboxq.dashboard.errors import Refused
+from outboxq.dashboard.live import find_watched
+from outboxq.dashboard.origins import TOKEN_HEADER
 from outboxq.dashboard.parameters import read_parameters
 from outboxq.dashboard.rendering import Page, as_redirect
 from outboxq.dashboard.roles import User
 from outboxq.dashboard.static import TYPES, static_bytes, static_version
+from outboxq.dashboard.view import as_json
 
 if TYPE_CHECKING:
     from outboxq.dashboard.answering import Dashboard
@@ -76,6 +79,15 @@ async def log_in(dashboard: "Dashboard", request: Request) -> Response:
     return _let_in(dashboard, request, page, user)
 
 
+async def give_token(dashboard: "Dashboard", request: Request) -> Response:
+    """The token of this session for what changes something: for programs, which have no form to take it from."""
+    page = page_of(request)
+    body = {"token": dashboard.sessions.token(page.session, page.user), "header": TOKEN_HEADER}
+    response = Response(as_json(body), media_type="application/json")
+    dashboard.sessions.write(request, response, page.session)
+    return response
+
+
 async def log_out(dashboard: "Dashboard", request: Request) -> Response:
     """End the session."""
     page = page_of(request)
@@ -125,12 +137,9 @@ def _let_in(dashboard: "Dashboard", request: Request, page: Page, user: User) ->
 
 async def follow(dashboard: "Dashboard", request: Request) -> Response:
     """What changes on a screen, as it changes."""
-    # Screens know this module, by the table of routes.
-    from outboxq.dashboard.routes import LIVE_SCREENS
-
-    screen = LIVE_SCREENS.get(request.path_params["name"])
-    if screen is None:
+    watched = find_watched(dashboard.routes, request.path_params["page"], request.query_params)
+    if watched is None:
         raise Refused(404, "This page is not live.")
     database = dashboard.database(request)
-    events = dashboard.pollers[database.segment].stream(screen)
+    events = dashboard.pollers[database.segment].stream(watched)
     return StreamingResponse(events, media_type="text/event-stream", headers={"x-accel-buffering": "no"})

@@ -21,8 +21,10 @@ from outboxq.errors import (
     JobNotFound,
     MessageNotFound,
     OutboxqError,
+    PayloadError,
     ScheduleNotFound,
     SchemaError,
+    UnknownKind,
 )
 
 _NOT_FOUND = (AuditNotFound, BatchNotFound, EffectNotFound, JobNotFound, MessageNotFound, ScheduleNotFound)
@@ -44,6 +46,8 @@ def answer_to(error: Exception) -> Refused:
             return error
         case BadRequest() | InvalidKey() | ArgumentError():
             return Refused(400, str(error))
+        case PayloadError() | UnknownKind():
+            return Refused(400, f"The arguments do not fit: {error}")
         case SchemaError():
             return Refused(503, str(error))
         case DBAPIError() | PoolTimeout():
@@ -67,5 +71,9 @@ def _of_database(error: DBAPIError | PoolTimeout) -> Refused:
             return Refused(503, "The database did not answer in time. The doctor looks at what may be in the way.")
         case str() as state if state == LOCK_NOT_AVAILABLE:
             return Refused(503, "Another session has locked what this needs. Try again in a moment.")
+        case "23505":
+            return Refused(409, "It was done already, or another session has just done the same: look again.")
+        case str() as state if state.startswith("22"):
+            return Refused(400, f"The database cannot hold such a value: {describe_error(error)}.")
         case _:
             return Refused(503, f"The database did not answer: {describe_error(error)}.")

@@ -7,17 +7,19 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections import defaultdict
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
+from starlette.routing import compile_path
 
 from outboxq.dashboard.databases import Database, Way
 from outboxq.dashboard.errors import Refused, answer_to
 from outboxq.dashboard.parameters import read_parameters
-from outboxq.dashboard.route import Screen
+from outboxq.dashboard.route import Route, Screen
+from outboxq.dashboard.segments import names_in
 from outboxq.dashboard.view import look_at
 from outboxq.doctor import Finding, run_checks
 from outboxq.errors import OutboxqError
@@ -30,7 +32,48 @@ logger = logging.getLogger("outboxq.dashboard")
 # A stream ends after this time, and the browser comes again: then its user is asked for anew.
 STREAM_SECONDS = 600.0
 _BEAT_SECONDS, _DOCTOR_SECONDS = 15.0, 60.0
-_MOST_STREAMS = 500
+_MOST_STREAMS, _MOST_PAGES = 500, 50
+
+
+@dataclass(frozen=True, slots=True)
+class Watched:
+    """A page that is followed: a screen with what it was asked for.
+
+    Attributes:
+        path: Below the database's, as browsers have it.
+    """
+
+    screen: Screen
+    asked: Any
+    path: str
+
+
+@dataclass(eq=False, slots=True)
+class Follower:
+    """A browser. Its inbox has one place: one that does not keep up gets the latest."""
+
+    inbox: "asyncio.Queue[str]" = field(default_factory=lambda: asyncio.Queue(1))
+    was_told: bool = False
+
+
+def find_watched(routes: Sequence[Route], page: str, query: Mapping[str, str]) -> Watched | None:
+    """The page of a path, if it is one that can be followed; `overview` for the empty one.
+
+    Raises:
+        BadRequest: a parameter that cannot be.
+    """
+    path = "" if page == "overview" else page
+    for screen in routes:
+        if not isinstance(screen, Screen) or not screen.live:
+            continue
+        found = compile_path(screen.path)[0].match(path)
+        if found is not None:
+            try:
+                names = names_in(found.groupdict())
+            except ValueError:
+                return None
+            return Watched(screen, read_parameters(screen.takes, {**query, **names}), path)
+    return None
 
 
 class Poller:
@@ -39,18 +82,25 @@ class Poller:
     def __init__(self, dashboard: "Dashboard", database: Database) -> None:
         self._dashboard = dashboard
         self._database = database
-        self._watching: defaultdict[Screen, set[asyncio.Queue[str]]] = defaultdict(set)
-        self._last: dict[Screen, str] = {}
+        self._watching: dict[Watched, set[Follower]] = {}
+        self._last: dict[Watched, str] = {}
         self._task: asyncio.Task[None] | None = None
         self._doctor_at = 0.0
 
-    async def stream(self, screen: Screen) -> AsyncIterator[str]:
-        """The events of a screen, from now on."""
-        if sum(map(len, self._watching.values())) >= _MOST_STREAMS:
+    def stream(self, watched: Watched) -> AsyncIterator[str]:
+        """The events of a page, from now on.
+
+        Raises:
+            Refused: too many are followed already.
+        """
+        is_new = watched not in self._watching
+        if sum(map(len, self._watching.values())) >= _MOST_STREAMS or (is_new and len(self._watching) >= _MOST_PAGES):
             raise Refused(503, "Too many pages are open: this one is not live.")
-        # One place: a browser that does not keep up gets the latest.
-        inbox: asyncio.Queue[str] = asyncio.Queue(1)
-        self._watching[screen].add(inbox)
+        return self._events(watched)
+
+    async def _events(self, watched: Watched) -> AsyncIterator[str]:
+        follower = Follower()
+        self._watching.setdefault(watched, set()).add(follower)
         if self._task is None or self._task.done():
             self._task = asyncio.create_task(self._poll(), name="outboxq-dashboard-poller")
         ends_at = time.monotonic() + STREAM_SECONDS
@@ -58,20 +108,23 @@ class Poller:
             yield f"retry: {int(self._dashboard.settings.live_seconds * 1000)}\n\n"
             while time.monotonic() < ends_at:
                 try:
-                    yield await asyncio.wait_for(inbox.get(), _BEAT_SECONDS)
+                    yield await asyncio.wait_for(follower.inbox.get(), _BEAT_SECONDS)
                 except TimeoutError:
                     yield ": still here\n\n"
         finally:
-            self._watching[screen].discard(inbox)
+            self._leave(watched, follower)
+
+    def _leave(self, watched: Watched, follower: Follower) -> None:
+        followers = self._watching.get(watched, set())
+        followers.discard(follower)
+        if not followers:
+            self._watching.pop(watched, None)
+            self._last.pop(watched, None)
 
     async def _poll(self) -> None:
-        while True:
-            watched = [screen for screen, inboxes in self._watching.items() if inboxes]
-            if not watched:
-                self._last.clear()
-                return
-            for screen in watched:
-                await self._look(screen)
+        while self._watching:
+            for watched in list(self._watching):
+                await self._look(watched)
             await self._ask_doctor()
             await asyncio.sleep(self._dashboard.settings.live_seconds)
 
@@ -83,31 +136,34 @@ class Poller:
         with contextlib.suppress(OutboxqError, DBAPIError, PoolTimeout):
             self._database.findings = await self._database.run(examine)
 
-    async def _look(self, screen: Screen) -> None:
+    async def _look(self, watched: Watched) -> None:
         try:
-            event = await self._made(screen)
-        except (OutboxqError, DBAPIError, PoolTimeout) as error:
+            event = await self._made(watched)
+        except (OutboxqError, DBAPIError, PoolTimeout, Refused) as error:
             event = _event("trouble", answer_to(error).text)
         except Exception:
-            logger.exception("a page could not be made: path=%s", screen.path)
+            logger.exception("a page could not be made: path=%s", watched.screen.path)
             return
         # What has not changed is not sent, but to those who have just come.
-        is_new = self._last.get(screen) != event
-        self._last[screen] = event
-        for inbox in self._watching[screen]:
-            if is_new or not getattr(inbox, "was_told", False):
+        is_new = self._last.get(watched) != event
+        followers = self._watching.get(watched, set())
+        if followers:
+            self._last[watched] = event
+        for each in followers:
+            if is_new or not each.was_told:
                 with contextlib.suppress(asyncio.QueueEmpty):
-                    inbox.get_nowait()
-                inbox.put_nowait(event)
-                inbox.was_told = True  # type: ignore[attr-defined]  # what this inbox was given
+                    each.inbox.get_nowait()
+                each.inbox.put_nowait(event)
+                each.was_told = True
 
-    async def _made(self, screen: Screen) -> str:
-        asked: Any = read_parameters(screen.takes, {})
-        view, look = await self._database.run(
-            lambda way: look_at(way, self._dashboard.payloads, lambda look: screen.show(look, asked))
-        )
+    async def _made(self, watched: Watched) -> str:
         segment = self._database.segment
-        return _event("page", self._dashboard.renderer.fragment(f"/{segment}/{screen.path}", segment, view, look))
+        desk = self._dashboard.desks[segment]
+        view, look = await self._database.run(
+            lambda way: look_at(way, desk, lambda look: watched.screen.show(look, watched.asked))
+        )
+        fragments = self._dashboard.renderer.fragments(f"/{segment}/{watched.path}", segment, view, look)
+        return "".join(_event(name, text) for name, text in fragments.items())
 
 
 def examine(way: Way) -> Sequence[Finding]:

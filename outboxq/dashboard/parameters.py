@@ -20,6 +20,9 @@ Key: TypeAlias = Annotated[str, Meta(min_length=1, max_length=512)]
 SearchText: TypeAlias = Annotated[str, Meta(min_length=1, max_length=200)]
 ErrorText: TypeAlias = Annotated[str, Meta(min_length=1, max_length=2_500)]
 Reason: TypeAlias = Annotated[str, Meta(max_length=500)]
+RequiredReason: TypeAlias = Annotated[str, Meta(min_length=3, max_length=500)]
+# JSON; the database's functions know how much of it a job may have.
+Document: TypeAlias = Annotated[str, Meta(min_length=1, max_length=1_200_000)]
 Limit: TypeAlias = Annotated[int, Meta(ge=1, le=MAX_LIMIT)]
 Period: TypeAlias = Literal["1h", "6h", "24h", "7d", "30d"]
 _MAX_FIELDS = 50
@@ -46,6 +49,64 @@ class OfJob:
     """A job in the path."""
 
     job_id: UUID
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OfKind:
+    """A kind in the path."""
+
+    kind: Name
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OfSchedule:
+    """A schedule in the path."""
+
+    name: Scope
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OfEffect:
+    """A call in the path."""
+
+    scope: Scope
+    key: Key
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OfMessage:
+    """A message in the path."""
+
+    consumer: Scope
+    message_id: Key
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OfEntry:
+    """An action of the audit in the path."""
+
+    entry: UUID
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReasonedJob(OfJob):
+    """A job, and why it is changed."""
+
+    reason: Reason = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReasonedSchedule(OfSchedule):
+    """A schedule, and why it is changed."""
+
+    reason: Reason = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReasonedEntry(OfEntry):
+    """An action of the audit, and why it is stopped or gone on with."""
+
+    reason: Reason = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

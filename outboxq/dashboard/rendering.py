@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from datetime import UTC, datetime
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlencode
+from urllib.parse import quote, urlencode
 from uuid import UUID
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -24,7 +24,7 @@ from outboxq.dashboard.static import static_version
 from outboxq.dashboard.view import Look, View
 
 if TYPE_CHECKING:
-    from outboxq.dashboard.route import Route
+    from outboxq.dashboard.route import Action, Route
 
 NAVIGATION: Sequence[tuple[str, Sequence[tuple[str, str]]]] = (
     ("", (("overview", "Overview"), ("doctor", "Doctor"))),
@@ -34,6 +34,8 @@ NAVIGATION: Sequence[tuple[str, Sequence[tuple[str, str]]]] = (
     ("Operate", (("relays", "Relays"), ("bulk", "Bulk runs"), ("audit", "Audit"))),
 )
 
+# How many seconds may lie between two loads of a page.
+REFRESHES = ("5", "10", "30", "60")
 # The letters that lead to a screen, behind a g.
 KEYS: Mapping[str, str] = {
     "overview": "o", "doctor": "h", "queues": "q", "kinds": "k", "jobs": "j", "dead": "d", "done": "f",
@@ -54,6 +56,13 @@ class Page:
     asked: object = None
     flash: Flash | None = None
     form: Any = field(default_factory=dict)
+    problem: Refused | None = None
+
+    @property
+    def refresh(self) -> int | None:
+        """After how many seconds the browser is to load this page anew, if one has asked for that."""
+        given = self.request.query_params.get("refresh", "")
+        return int(given) if given in REFRESHES else None
 
     def to(self, path: str) -> str:
         """A path below the dashboard, relative to this page: so it holds behind any mount and any proxy."""
@@ -70,8 +79,15 @@ def relative(inner: str, path: str) -> str:
 class Renderer:
     """Makes pages from templates. A value that a template does not know is an error, and everything is escaped."""
 
-    def __init__(self, settings: Settings, databases: Mapping[str, str], *, has_login: bool) -> None:
+    def __init__(
+        self, settings: Settings, databases: Mapping[str, str], actions: Sequence["Action"], *, has_login: bool
+    ) -> None:
         self._settings = settings
+        # The forms that pages lead to, by the paths of those pages.
+        self._forms: dict[str, list[Action]] = {}
+        for each in actions:
+            if each.form is not None:
+                self._forms.setdefault(each.path.rpartition("/")[0], []).append(each)
         self._databases = databases
         self._environment = Environment(
             loader=PackageLoader("outboxq.dashboard"),
@@ -83,6 +99,8 @@ class Renderer:
         self._environment.filters |= {
             "segment": as_segment,
             "visible": lambda value: printable(str(value)),
+            "visible_lines": lambda value: "\n".join(printable(line) for line in str(value).split("\n")),
+            "combined": lambda given, more: {**given, **more},
             "number": _number,
             "latency": lambda value: "–" if value is None else in_short(Latency(value), None),
             "span": lambda value: "–" if value is None else duration(value),
@@ -97,6 +115,7 @@ class Renderer:
             "databases": list(databases.items()),
             "has_login": has_login,
             "keys": KEYS,
+            "forms_of": lambda path: self._forms.get(path, []),
             "asset": lambda name: f"static/{static_version(name)}/{name}",
             "charts": charts,
             "Role": Role,
@@ -109,12 +128,20 @@ class Renderer:
             context["my_role"] = Role.READER
         return self._response(page, view.template, token, context)
 
-    def fragment(self, inner: str, database: str, view: View, look: Look) -> str:
-        """The part of a screen that is shown anew while it is open, which is the same for all users."""
+    def fragments(self, inner: str, database: str, view: View, look: Look) -> dict[str, str]:
+        """The parts of a screen that are shown anew while it is open, which are the same for all users.
+
+        By the names of their events. What has become another page, such as a job that died, is linked.
+        """
         context = self._links(inner, database, look.now)
         template = self._environment.get_template(view.template)
+        if "live" not in template.blocks:
+            template = self._environment.get_template("moved.html")
         shared = template.new_context({**context, **view.data, **view.extra, "not_known": look.not_known})
-        return "".join(template.blocks["live"](shared))
+        blocks = {"page": "live", "rest": "rest"}
+        return {
+            event: "".join(template.blocks[name](shared)) for event, name in blocks.items() if name in template.blocks
+        }
 
     def refusal(self, page: Page, refused: Refused, token: str) -> HTMLResponse:
         """A page that says why there is none."""
@@ -133,7 +160,8 @@ class Renderer:
             "page": page,
             "token": token,
             "my_role": page.user.role if page.user else Role.READER,
-            "query": lambda **changes: _query(page.asked, changes),
+            "query": lambda **changes: _query(page.asked, page.refresh, changes),
+            "live_path": quote(inner.partition(f"/{page.database}/")[2] or "overview") + _query(page.asked, None, {}),
         }
         return HTMLResponse(self._environment.get_template(template).render({**common, **context}))
 
@@ -192,11 +220,11 @@ def _short(value: UUID | str) -> str:
     return f"…{str(value)[-12:]}"
 
 
-def _query(asked: object, changes: dict[str, Any]) -> str:
+def _query(asked: object, refresh: int | None, changes: dict[str, Any]) -> str:
     """The query of this page with other parameters; None takes one away."""
-    given: dict[str, Any] = {}
+    given: dict[str, Any] = {} if refresh is None else {"refresh": refresh}
     if is_dataclass(asked):
-        given = {
+        given |= {
             each.name: getattr(asked, each.name) for each in fields(asked) if getattr(asked, each.name) != each.default
         }
     wanted = {name: value for name, value in {**given, **changes}.items() if value not in (None, "", False)}

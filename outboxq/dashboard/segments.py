@@ -3,6 +3,7 @@
 import base64
 import binascii
 import re
+from collections.abc import Mapping
 
 _PLAIN = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]*")
 
@@ -27,3 +28,12 @@ def name_in(segment: str) -> str:
         return base64.b64decode(padded, altchars=b"-_", validate=True).decode()
     except (binascii.Error, UnicodeDecodeError) as error:
         raise ValueError("this part of the path is no name") from error
+
+
+def names_in(parts: Mapping[str, object]) -> dict[str, str]:
+    """The names in a path, as they are, without that of its database.
+
+    Raises:
+        ValueError: one is no such segment.
+    """
+    return {key: name_in(str(value)) for key, value in parts.items() if key != "db"}

@@ -2,10 +2,11 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import TypeAlias, TypedDict
 from urllib.parse import urlsplit
 from uuid import UUID
 
+from outboxq.config import check_schema
 from outboxq.dashboard.payloads import Mode, Redact
 from outboxq.errors import ConfigError
 
@@ -45,6 +46,32 @@ class Link:
 Links: TypeAlias = Callable[[JobRef], Sequence[Link]]
 
 
+class Options(TypedDict, total=False):
+    """What `create_app` takes by name, each with a value of its own without it.
+
+    Attributes:
+        schema: That of the tables.
+        title: In the corner of each page.
+        environment: Shown on every page; in `production` what changes many things is confirmed by typing.
+        payloads: Hide what looks secret (`redacted`), all of arguments, headers, results and error texts, or nothing.
+        redact: Called with a kind and its arguments; returns what may be seen of them.
+        links: Called with the job of a page; returns links to other systems.
+        hosts: Names that the Host header may have; without it, any: then the application around it checks.
+        origins: Where browsers see it, such as `https://ops.example.com`, if a proxy changes the scheme or the host.
+        live_seconds: How often pages that are open are made anew, 2 to 60.
+    """
+
+    schema: str
+    title: str
+    environment: str | None
+    payloads: Mode
+    redact: Redact | None
+    links: Links | None
+    hosts: Sequence[str] | None
+    origins: Sequence[str]
+    live_seconds: float
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
     """What `create_app` takes beside its engines and its way of logging in.
@@ -70,6 +97,26 @@ class Settings:
             raise ConfigError(
                 f"live_seconds takes {MIN_LIVE_SECONDS:.0f} to {MAX_LIVE_SECONDS:.0f}, got {self.live_seconds}"
             )
+
+    @classmethod
+    def of(cls, options: Options) -> "Settings":
+        """The settings that options say.
+
+        Raises:
+            ConfigError: a value that none can be.
+        """
+        hosts = options.get("hosts")
+        return cls(
+            schema=check_schema(options.get("schema", "outboxq")),
+            title=options.get("title", "outboxq"),
+            environment=options.get("environment"),
+            payloads=options.get("payloads", "redacted"),
+            redact=options.get("redact"),
+            links=options.get("links"),
+            hosts=None if hosts is None else frozenset(map(str.lower, hosts)),
+            origins=frozenset(options.get("origins", ())),
+            live_seconds=options.get("live_seconds", 5.0),
+        )
 
     @property
     def is_production(self) -> bool:

@@ -10,23 +10,33 @@ from sqlalchemy import Connection
 from outboxq.admin.browse import read_moment
 from outboxq.admin.sections import NotKnown, Sections
 from outboxq.dashboard.databases import Way
-from outboxq.dashboard.payloads import Document, Payloads
+from outboxq.dashboard.desk import Desk
+from outboxq.dashboard.intents import Caller
+from outboxq.dashboard.payloads import Document
 
 Part = TypeVar("Part")
+Shown = TypeVar("Shown")
 
 # Together, however many sections a page has.
 _PAGE_SECONDS = 6.0
 
 
 class Look:
-    """One look at a database, in a READ ONLY transaction."""
+    """One look at a database, in a READ ONLY transaction.
 
-    def __init__(self, connection: Connection, way: Way, payloads: Payloads) -> None:
+    Args:
+        caller: Who looks; None for what all see who follow a page.
+    """
+
+    def __init__(self, connection: Connection, way: Way, desk: Desk, caller: Caller | None = None) -> None:
         self.connection = connection
         self.connect = way.connect
         self.schema = way.schema
         self.findings = way.findings
-        self.payloads = payloads
+        self.desk = desk
+        self.payloads = desk.payloads
+        self.kinds = desk.kinds
+        self.caller = caller
         moment = read_moment(connection)
         self.now = moment.now
         # Everyone is a reader there.
@@ -59,10 +69,10 @@ class View:
     extra: Mapping[str, object] = field(default_factory=dict)
 
 
-def look_at(way: Way, payloads: Payloads, show: Callable[[Look], View]) -> tuple[View, Look]:
+def look_at(way: Way, desk: Desk, show: Callable[[Look], Shown], caller: Caller | None = None) -> tuple[Shown, Look]:
     """Run a screen in a transaction of its own."""
     with way.reading() as connection:
-        look = Look(connection, way, payloads)
+        look = Look(connection, way, desk, caller)
         return show(look), look
 
 

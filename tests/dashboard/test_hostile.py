@@ -28,7 +28,7 @@ _ALLOWED_TAGS = {
     "button", "main", "div", "h1", "h2", "p", "table", "caption", "thead", "tbody", "tr", "th", "td", "small",
     "strong", "time", "code", "dl", "dt", "dd", "pre", "details", "summary", "figure", "svg", "path", "rect",
     "polyline", "ol", "section", "form", "input", "label", "select", "option", "dialog", "kbd", "template", "progress",
-    "br",
+    "br", "noscript", "textarea",
 }  # fmt: skip
 
 

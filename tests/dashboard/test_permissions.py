@@ -12,46 +12,49 @@ from starlette.testclient import TestClient
 
 from outboxq.dashboard import Role, TokenLogin, User, create_app
 from outboxq.dashboard.route import Action, Door, Route, Screen
-from outboxq.dashboard.routes import ROUTES
-from tests.support.dashboard import ORIGIN, as_user, client_of, path_of, stage_dashboard, token_of
+from outboxq.dashboard.routes import ACTIONS, ROUTES
+from tests.support.dashboard import (
+    ACTION_FIELDS,
+    ORIGIN,
+    action_fields,
+    action_path,
+    as_user,
+    checksums,
+    client_of,
+    path_of,
+    preview_of,
+    stage_actions,
+    token_for,
+    token_of,
+)
 
-ACTIONS = [route for route in ROUTES if isinstance(route, Action)]
 _ROLES = (None, *Role)
-# Fields with which an action is done, if it may be.
-_FIELDS: dict[str, dict[str, str]] = {
-    "queues/{queue}/pause": {"reason": "because"},
-    "queues/{queue}/resume": {"reason": "because"},
-}
+_OF_ACTIONS = {action.path: action for action in ACTIONS}
 
 
 @pytest.fixture
 def staged(engine: Engine) -> Engine:
-    stage_dashboard(engine)
+    stage_actions(engine)
     return engine
 
 
 def _path(route: Route, engine: Engine) -> str:
+    if isinstance(route, Action) or (isinstance(route, Screen) and route.path in _OF_ACTIONS):
+        return action_path(_OF_ACTIONS[route.path])
     if isinstance(route, Screen):
         return path_of(route, engine, "orders")
+    named = {"{db}": "orders", "{page:path}": "no-such-page", "{name:path}": "none", "{version}": "0"}
+    path = route.path
+    for name, value in named.items():
+        path = path.replace(name, value)
+    return f"/{path}"
+
+
+def _fields(route: Route, client: TestClient, token: str) -> dict[str, str]:
+    """Fields with which a route does what it does, if it may be asked."""
     if isinstance(route, Action):
-        return "/orders/" + route.path.replace("{queue}", "accounts").replace("{kind}", "credit")
-    return "/" + route.path.replace("{db}", "orders").replace("{name}", "no-such-page").replace("{version}", "0")
-
-
-def _state(engine: Engine) -> list[str]:
-    """A checksum of every table."""
-    with engine.connect() as connection:
-        tables = connection.execute(
-            text("SELECT tablename FROM pg_catalog.pg_tables WHERE schemaname = 'outboxq' ORDER BY 1")
-        ).scalars()
-        return [
-            str(
-                connection.execute(
-                    text(f"SELECT md5(string_agg(t::text, '' ORDER BY t::text)) FROM outboxq.{name} t")
-                ).scalar()
-            )
-            for name in tables
-        ]
+        return action_fields(route, client, token)
+    return {"what": "dead.retry", "kind": "charge", "csrf": token}
 
 
 def test_the_application_has_the_routes_of_the_table_and_no_others(engine: Engine) -> None:
@@ -70,7 +73,14 @@ def test_the_application_has_the_routes_of_the_table_and_no_others(engine: Engin
 def test_every_action_needs_more_than_a_reader(engine: Engine) -> None:
     """Nothing changes a database by a role that only looks; and every action is tried below."""
     assert all(action.needs >= Role.OPERATOR for action in ACTIONS)
-    assert {action.path for action in ACTIONS} == _FIELDS.keys()
+    assert {action.path for action in ACTIONS} == ACTION_FIELDS.keys()
+    assert len({action.path for action in ACTIONS}) == len(ACTIONS)
+
+
+def test_what_cannot_be_taken_back_needs_an_admin() -> None:
+    """Discards, forgets, resolutions, arguments that are edited, and force."""
+    grave = {each.path.rpartition("/")[2] for each in ACTIONS if each.needs == Role.ADMIN}
+    assert grave == {"terminate", "args", "retry-with", "discard", "resolve", "forget"}
 
 
 @pytest.mark.parametrize("role", _ROLES, ids=lambda role: role.label if role else "stranger")
@@ -79,6 +89,8 @@ def test_each_role_reaches_what_the_table_gives_it(role: Role | None, staged: En
     app = create_app({"orders": staged}, auth=as_user(role))
     with client_of(app) as client:
         for route in ROUTES:
+            if isinstance(route, Action) and role is not None and role >= route.needs:
+                stage_actions(staged)
             answer = _ask(client, route, staged)
             if route.needs is None:
                 assert answer.status_code not in (401, 403), route
@@ -94,22 +106,7 @@ def _ask(client: TestClient, route: Route, engine: Engine) -> httpx.Response:
     path = _path(route, engine)
     if route.method == "GET":
         return client.get(path)
-    return client.post(path, data={**_FIELDS.get(route.path, {}), "csrf": _token(client)}, headers={"origin": ORIGIN})
-
-
-def _token(client: TestClient) -> str:
-    """The token of this browser: of a page with a form, whoever may see one."""
-    client.get("/orders/")
-    session = client.app.dashboard.sessions.read(_Request(client))  # type: ignore[attr-defined]  # our own application
-    user = client.app.dashboard.auth(None)  # type: ignore[attr-defined]
-    return "" if session is None else str(client.app.dashboard.sessions.token(session, user))  # type: ignore[attr-defined]
-
-
-class _Request:
-    """The cookies of a client, as a request has them."""
-
-    def __init__(self, client: TestClient) -> None:
-        self.cookies = dict(client.cookies)
+    return client.post(path, data=_fields(route, client, token_for(client)), headers={"origin": ORIGIN})
 
 
 Break = Callable[[dict[str, str], dict[str, str]], None]
@@ -163,21 +160,39 @@ def test_a_foreign_form_is_refused_and_changes_nothing(make_foreign: Break, stag
     """Each of the three checks alone is enough to refuse a form, for every route that takes one."""
     app = create_app({"orders": staged}, auth=as_user(Role.ADMIN))
     with client_of(app) as client:
-        before = _state(staged)
+        before = checksums(staged)
         for route in _POSTS:
-            form, headers = {**_FIELDS.get(route.path, {}), "csrf": _token(client)}, {"origin": ORIGIN}
+            form, headers = _fields(route, client, token_for(client)), {"origin": ORIGIN}
             make_foreign(form, headers)
             answer = client.post(_path(route, staged), data={"x": "1", **form}, headers=headers)
             assert answer.status_code == 403, route
-        assert _state(staged) == before
+        assert checksums(staged) == before
+
+
+@pytest.mark.parametrize(
+    "role", [None, Role.READER, Role.OPERATOR], ids=lambda role: role.label if role else "stranger"
+)
+def test_a_role_that_is_too_small_changes_nothing(role: Role | None, staged: Engine) -> None:
+    """Also with the token of a form, and with a preview that an admin has been shown."""
+    with client_of(create_app({"orders": staged}, auth=as_user(Role.ADMIN))) as admin:
+        shown = preview_of(admin, token_for(admin), what="dead.discard", kind="charge")["intent"]
+    app = create_app({"orders": staged}, auth=as_user(role))
+    with client_of(app) as client:
+        token, before = token_for(client), checksums(staged)
+        for action in ACTIONS:
+            if role is None or role < action.needs or action.path == "bulk/apply":
+                form = {**ACTION_FIELDS[action.path], "csrf": token, "reason": "x", "intent": shown}
+                answer = client.post(action_path(action), data=form, headers={"origin": ORIGIN})
+                assert answer.status_code in (400, 401, 403), action
+        assert checksums(staged) == before
 
 
 def test_a_token_of_another_browser_is_refused(staged: Engine) -> None:
     """A token is bound to its session, and to its user."""
     app = create_app({"orders": staged}, auth=as_user(Role.ADMIN))
     with client_of(app) as mine, client_of(app) as other:
-        mine.get("/orders/queues/accounts")
-        token = token_of(other.get("/orders/queues/accounts"))
+        mine.get("/orders/queues/accounts/pause")
+        token = token_of(other.get("/orders/queues/accounts/pause"))
         form = {"csrf": token}
         assert mine.post("/orders/queues/accounts/pause", data=form, headers={"origin": ORIGIN}).status_code == 403
         assert other.post("/orders/queues/accounts/pause", data=form, headers={"origin": ORIGIN}).status_code == 303
@@ -187,7 +202,7 @@ def test_a_body_that_is_no_form_is_refused(staged: Engine) -> None:
     """JSON and multipart, which other sites can send too, are no forms here."""
     app = create_app({"orders": staged}, auth=as_user(Role.ADMIN))
     with client_of(app) as client:
-        token = _token(client)
+        token = token_for(client)
         for arguments in ({"json": {"csrf": token}}, {"files": {"csrf": (None, token)}}, {"content": b""}):
             given: Any = arguments
             answer = client.post("/orders/queues/accounts/pause", headers={"origin": ORIGIN}, **given)
@@ -289,7 +304,7 @@ def test_at_a_replica_everyone_is_a_reader(staged: Engine) -> None:
     """No page offers what the server would refuse, and a form that comes all the same is told why."""
     app = create_app({"orders": staged}, auth=as_user(Role.ADMIN))
     with client_of(app) as client:
-        token = token_of(client.get("/orders/queues/accounts"))
+        token = token_of(client.get("/orders/queues/accounts/pause"))
         with staged.begin() as connection:
             name = connection.execute(text("SELECT current_database()")).scalar_one()
             connection.execute(text(f'ALTER DATABASE "{name}" SET default_transaction_read_only = on'))

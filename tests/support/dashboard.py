@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import httpx
 from sqlalchemy import Engine, text
@@ -10,11 +11,13 @@ from starlette.testclient import TestClient
 from starlette.types import ASGIApp
 
 from outboxq.admin.actions import Actions, Actor, RetryDead, preview
+from outboxq.admin.audit import Journal
 from outboxq.admin.dead_letters import DeadFilter
 from outboxq.dashboard import Role, User
-from outboxq.dashboard.route import Screen
-from outboxq.dashboard.routes import ROUTES
+from outboxq.dashboard.route import Action, Screen
+from outboxq.dashboard.routes import ACTIONS, ROUTES
 from outboxq.dashboard.segments import as_segment
+from outboxq.statements.paging import database_clock
 from tests.support.staged import numbered, stage
 
 ORIGIN = "http://ops.test"
@@ -89,9 +92,102 @@ def token_of(answer: httpx.Response) -> str:
     return found[1]
 
 
+# What each action is tried with: what its path names, by the rows of `stage`, and its fields.
+ACTION_PATHS = {
+    "{job_id}": {"jobs": str(numbered(3)), "dead": str(numbered(101)), "done": str(numbered(302))},
+    "{queue}": "accounts",
+    "{kind}": "credit",
+    "{name}": "report-7",
+    "{scope}": "stripe-charge",
+    "{key}": "order-1002",
+    "{consumer}": "payments",
+    "{message_id}": "evt_1Nq2",
+    "{entry}": str(numbered(501)),
+}
+ACTION_FIELDS: dict[str, dict[str, str]] = {
+    "jobs/{job_id}/cancel": {"outcome": "dead"},
+    "jobs/{job_id}/terminate": {"outcome": "discard"},
+    "jobs/{job_id}/run-now": {},
+    "jobs/{job_id}/priority": {"priority": "7"},
+    "jobs/{job_id}/run-at": {"run_at": "2030-01-31T08:00:00+01:00"},
+    "jobs/{job_id}/args": {"args": '{"account": 8}', "unchecked": "true"},
+    "dead/{job_id}/retry": {},
+    "dead/{job_id}/retry-with": {"args": '{"account": 8}', "unchecked": "true"},
+    "dead/{job_id}/discard": {},
+    "done/{job_id}/run-again": {},
+    "queues/{queue}/pause": {},
+    "queues/{queue}/resume": {},
+    "queues/{queue}/limits": {"limit": "4", "rate": "100/min"},
+    "kinds/{kind}/pause": {"queue": "accounts"},
+    "kinds/{kind}/resume": {"queue": "accounts"},
+    "schedules/{name}/pause": {},
+    "schedules/{name}/resume": {},
+    "schedules/{name}/run-now": {},
+    "effects/{scope}/{key}/resolve": {"verdict": "applied", "result": '{"charge": "ch_43"}'},
+    "inbox/{consumer}/{message_id}/forget": {},
+    "audit/{entry}/stop": {},
+    "audit/{entry}/resume": {},
+    "bulk/apply": {},
+}
+
+
+def stage_actions(engine: Engine) -> None:
+    """Fill a database with something for every action: also a change of many rows that was cut off."""
+    stage_dashboard(engine)
+    with engine.begin() as connection:
+        connection.execute(text("TRUNCATE outboxq.paused_kind, outboxq.cancel_request"))
+        # A queue and a kind that can be resumed, and a schedule.
+        connection.execute(text("INSERT INTO outboxq.paused_kind (queue, kind) VALUES ('accounts', 'credit_account')"))
+        journal = Journal(Actor("carl"), "before the release")
+        wanted = {"kind": "charge", "died_before": database_clock(connection)}
+        journal.write(connection, numbered(501), "dead.retry", None, wanted, None, {"expected": 1}, finished=False)
+
+
+def action_path(action: Action, database: str = "orders") -> str:
+    """The path of an action, with something that is there."""
+    path = action.path
+    for name, value in ACTION_PATHS.items():
+        path = path.replace(name, value if isinstance(value, str) else value.get(path.partition("/")[0], ""))
+    return f"/{database}/{path}"
+
+
+def action_fields(action: Action, client: TestClient, token: str) -> dict[str, str]:
+    """The fields with which an action is done, if it may be; those of a preview are that of its page."""
+    given = {**ACTION_FIELDS[action.path], "reason": "as agreed", "csrf": token}
+    if action.path == "bulk/apply":
+        given["intent"] = preview_of(client, token, what="dead.retry", kind="charge").get("intent", "")
+    return given
+
+
+def preview_of(client: TestClient, token: str, **asked: str) -> dict[str, Any]:
+    """What a preview of a change of many rows says, as a program sees it."""
+    headers = {"origin": ORIGIN, "accept": "application/json"}
+    answer = client.post("/orders/bulk/preview", data={**asked, "csrf": token}, headers=headers)
+    found: dict[str, Any] = answer.json()
+    return found
+
+
+def token_for(client: TestClient) -> str:
+    """The token of a browser, as programs ask for it."""
+    return str(client.get("/token").json()["token"])
+
+
+def checksums(engine: Engine) -> dict[str, str]:
+    """A checksum of every table."""
+    with engine.connect() as connection:
+        names = connection.execute(text("SELECT tablename FROM pg_catalog.pg_tables WHERE schemaname = 'outboxq'"))
+        count = "SELECT md5(string_agg(t::text, '' ORDER BY t::text)) FROM outboxq.{} t"
+        return {name: str(connection.execute(text(count.format(name))).scalar()) for name in names.scalars().all()}
+
+
 def screens() -> list[Screen]:
-    """Every screen of the table of routes."""
-    return [route for route in ROUTES if isinstance(route, Screen)]
+    """Every screen of the table of routes that a reader may look at."""
+    return [route for route in ROUTES if isinstance(route, Screen) and route.needs == Role.READER]
+
+
+def form_pages() -> list[Screen]:
+    """The page of every form."""
+    return [action.screen for action in ACTIONS if action.form is not None]
 
 
 def path_of(screen: Screen, engine: Engine, database: str) -> str:

@@ -1,14 +1,16 @@
 """What decides when jobs run: schedules, limits of queues, groups, batches."""
 
 from dataclasses import dataclass
+from datetime import datetime
+from itertools import islice
 from uuid import UUID
 
 from outboxq.admin.flow import list_blocked_groups, list_limits, list_paused_kinds
 from outboxq.admin.job_batches import list_batches, show_batch
 from outboxq.admin.queues import list_queues
-from outboxq.admin.schedules import list_schedules, show_schedule
+from outboxq.admin.schedules import Schedule, list_schedules, show_schedule
 from outboxq.cron import Cron
-from outboxq.dashboard.parameters import Name, Nothing, Scope
+from outboxq.dashboard.parameters import Name, Nothing, OfSchedule
 from outboxq.dashboard.view import Look, View, flat
 from outboxq.errors import ArgumentError
 
@@ -24,13 +26,6 @@ class AskedSchedules:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class AskedSchedule:
-    """One schedule."""
-
-    name: Scope
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class AskedBatch:
     """One batch."""
 
@@ -42,12 +37,16 @@ def show_schedules(look: Look, asked: AskedSchedules) -> View:
     find = lambda c: list_schedules(c, queue=asked.queue, kind=asked.kind, limit=_MOST_SCHEDULES + 1)  # noqa: E731
     found = look.at("the schedules", find) or []
     shown = found[:_MOST_SCHEDULES]
-    data = {"schedules": shown, "more": len(found) > _MOST_SCHEDULES}
+    data = {
+        "schedules": shown,
+        "more": len(found) > _MOST_SCHEDULES,
+        "next_fires": {each.name: _fires_after(each) for each in shown},
+    }
     is_filtered = asked != AskedSchedules()
     return View("schedules.html", "Schedules", data, {"is_filtered": is_filtered, "zone_is_known": zone_is_known})
 
 
-def show_one_schedule(look: Look, asked: AskedSchedule) -> View:
+def show_one_schedule(look: Look, asked: OfSchedule) -> View:
     """One schedule with its job, and when it is due."""
     detail = show_schedule(look.connection, asked.name)
     kind = detail.schedule.kind
@@ -56,6 +55,17 @@ def show_one_schedule(look: Look, asked: AskedSchedule) -> View:
         "options": look.payloads.document(kind, detail.options),
     }
     return View("schedule.html", asked.name, flat(detail, **documents))
+
+
+def _fires_after(schedule: Schedule) -> list[datetime]:
+    """The times that follow the next one; none of a schedule that is paused, or that cannot be read here."""
+    if schedule.paused_at is not None:
+        return []
+    try:
+        cron = Cron(schedule.cron, schedule.time_zone)
+    except ArgumentError:
+        return []
+    return list(islice(cron.times_from(schedule.next_at), 1, _FIRES))
 
 
 def zone_is_known(cron: str, time_zone: str) -> bool:

@@ -92,6 +92,7 @@ def _job_view(look: Look, detail: JobDetail, explanation: Explanation | None) ->
         "attempts": attempts,
         "steps": timeline(job.created_at, attempts, _now_of(job, relays)),
         "job": JobRef(id=job.id, queue=job.queue, kind=job.kind, headers=seen_headers(look, job.kind, detail.headers)),
+        "no_handler": look.kinds.lacks(job.kind),
     }
     data["explanation"] = seen_explanation(look, explanation, secrets)
     return View("job.html", "Job", data, extra)

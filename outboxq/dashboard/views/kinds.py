@@ -37,13 +37,14 @@ def show_kinds(look: Look, asked: AskedKinds) -> View:
     stats = look.at("the kinds that no relay knows", collect_stats)
     paused = look.at("the kinds that are paused", list_paused_kinds) or []
     relays = look.at("relays", list_relays) or []
-    known = {kind for relay in relays if relay.state != "dead" for kind in relay.kinds}
+    known = {kind for relay in relays if relay.state != "dead" for kind in relay.kinds} | set(look.kinds.names)
     quiet = sorted(known - {row.kind for row in history})
     data = {
         "kinds": sorted(history, key=lambda row: (row.kind or "", row.queue or "")),
         "quiet": quiet,
         "parked_kinds": () if stats is None else stats.parked_kinds,
         "paused_kinds": paused,
+        "unhandled": sorted({row.kind for row in history if row.kind and look.kinds.lacks(row.kind)}),
     }
     return View("kinds.html", "Kinds", data, {"period": asked.period, "failed": failed})
 
@@ -58,6 +59,8 @@ def show_kind(look: Look, asked: AskedKind) -> View:
     dead = look.at("the latest dead letters", lambda c: find_dead(c, DeadFilter(kind=name), limit=10, depth=10_000))
     data = {
         "kind": name,
+        "doc": look.kinds.doc(name),
+        "no_handler": look.kinds.lacks(name),
         "history": history,
         "queues": queues,
         "relays": seen_relays(look, [each for each in relays if name in each.kinds and each.state != "dead"]),

@@ -6,7 +6,7 @@ from typing import Literal
 from outboxq.admin.browse import find_effects, latest_messages
 from outboxq.admin.effects import EffectFilter, EffectRecord, show_effect
 from outboxq.admin.messages import MessageFilter, show_message
-from outboxq.dashboard.parameters import Key, Limit, Scope
+from outboxq.dashboard.parameters import Key, Limit, OfEffect, OfMessage, Scope
 from outboxq.dashboard.view import Look, View, flat
 
 STATUSES = ("unknown", "started", "retryable", "done", "failed")
@@ -24,28 +24,12 @@ class AskedEffects:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class AskedEffect:
-    """One call."""
-
-    scope: Scope
-    key: Key
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class AskedMessages:
     """Which messages are wanted."""
 
     consumer: Scope | None = None
     message_id: Key | None = None
     limit: Limit = 50
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class AskedMessage:
-    """One message."""
-
-    consumer: Scope
-    message_id: Key
 
 
 def show_effects(look: Look, asked: AskedEffects) -> View:
@@ -66,7 +50,7 @@ def show_effects(look: Look, asked: AskedEffects) -> View:
     return View("effects.html", "Effects", data, extra)
 
 
-def show_one_effect(look: Look, asked: AskedEffect) -> View:
+def show_one_effect(look: Look, asked: OfEffect) -> View:
     """One call, its result included."""
     detail = show_effect(look.connection, asked.scope, asked.key)
     result = None if detail.result is None else look.payloads.document(asked.scope, detail.result)
@@ -83,7 +67,7 @@ def show_messages(look: Look, asked: AskedMessages) -> View:
     return View("inbox.html", "Inbox", data, {"is_filtered": wanted != MessageFilter()})
 
 
-def show_one_message(look: Look, asked: AskedMessage) -> View:
+def show_one_message(look: Look, asked: OfMessage) -> View:
     """One message."""
     message = show_message(look.connection, asked.consumer, asked.message_id)
     return View("message.html", "Message", flat(message))

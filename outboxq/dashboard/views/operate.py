@@ -2,14 +2,13 @@
 
 from dataclasses import dataclass
 from functools import partial
-from uuid import UUID
 
 from outboxq.admin.audit import AuditEntry, AuditFilter, show_audit
 from outboxq.admin.browse import BULK_ACTIONS, Found, find_entries
 from outboxq.admin.explain import Explanation, explain_job
 from outboxq.admin.relays import list_relays
 from outboxq.dashboard.documents import read_tree, write_tree
-from outboxq.dashboard.parameters import Name, Nothing, Paged, Scope
+from outboxq.dashboard.parameters import Name, Nothing, OfEntry, Paged, Scope
 from outboxq.dashboard.payloads import Document
 from outboxq.dashboard.view import Look, View, flat
 from outboxq.dashboard.views.seen import seen_relays
@@ -26,13 +25,6 @@ class AskedAudit(Paged):
 
     actor: Scope | None = None
     action: Name | None = None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class AskedEntry:
-    """One action."""
-
-    entry: UUID
 
 
 def show_relays(look: Look, asked: Nothing) -> View:  # noqa: ARG001  # as every screen has it
@@ -64,7 +56,7 @@ def show_bulk_runs(look: Look, asked: AskedAudit) -> View:
     return _entries(look, asked, only_bulk=True)
 
 
-def show_entry(look: Look, asked: AskedEntry) -> View:
+def show_entry(look: Look, asked: OfEntry) -> View:
     """One action with what was meant, and how far it has come."""
     detail = show_audit(look.connection, asked.entry)
     data = flat(detail, filter=_document(detail.filter), change=_document(detail.change))

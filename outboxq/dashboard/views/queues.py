@@ -10,9 +10,7 @@ from outboxq.admin.queues import Queue, list_queues
 from outboxq.admin.relays import RelaySummary, list_relays
 from outboxq.admin.snapshot import QueueSnapshot, Snapshot, find_dead_groups, take_snapshot
 from outboxq.dashboard.charts import Series
-from outboxq.dashboard.parameters import Name, Nothing, Period, Reason
-from outboxq.dashboard.route import Done, Work
-from outboxq.dashboard.segments import as_segment
+from outboxq.dashboard.parameters import Name, Nothing, Period
 from outboxq.dashboard.view import Look, View
 from outboxq.dashboard.views.history import failed, series_in, span_of
 from outboxq.dashboard.views.seen import seen_explanation, seen_groups, seen_relays
@@ -25,14 +23,6 @@ class AskedQueue:
 
     queue: Name
     period: Period = "1h"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ChangeQueue:
-    """One queue, and why it is changed."""
-
-    queue: Name
-    reason: Reason = ""
 
 
 def show_queues(look: Look, asked: Nothing) -> View:  # noqa: ARG001  # as every screen has it
@@ -73,22 +63,6 @@ def show_queue(look: Look, asked: AskedQueue) -> View:
     ]
     extra = {"series": series_in(history, look.now, span), "depth": depth, "period": asked.period, "failed": failed}
     return View("queue.html", name, data, extra)
-
-
-def pause_queue(work: Work, asked: ChangeQueue) -> Done:
-    """Pause a queue."""
-    with work.begin() as connection:
-        changed = work.actions.pause_queues(connection, [asked.queue])
-    text = f"The queue {asked.queue} is paused." if changed else f"The queue {asked.queue} was paused already."
-    return Done(text, f"queues/{as_segment(asked.queue)}", {"paused": changed})
-
-
-def resume_queue(work: Work, asked: ChangeQueue) -> Done:
-    """Resume a queue."""
-    with work.begin() as connection:
-        changed = work.actions.resume_queues(connection, [asked.queue])
-    text = f"The queue {asked.queue} runs again." if changed else f"The queue {asked.queue} was not paused."
-    return Done(text, f"queues/{as_segment(asked.queue)}", {"resumed": changed})
 
 
 _DAY = timedelta(days=1)

@@ -1,7 +1,7 @@
 """The demo's market: what the shop has beside its orders, so that an operator has something to do.
 
-Cards are charged by a provider that does not always answer, prices come from suppliers whose lists are not always in
-order, and a report takes half a minute.
+Cards are charged by a provider that does not always answer, suppliers have prices of products that the shop does not
+know, and a report takes half a minute.
 """
 
 import random
@@ -10,11 +10,12 @@ from datetime import timedelta
 
 from outboxq import AsyncContext, Backoff, Context, Jobs
 from outboxq.demo import shop
+from outboxq.demo.shop import Product
 
 jobs = Jobs()
 CHARGES = jobs.scope("card-charge", retention=timedelta(days=30))
-# Of a hundred: calls whose answer is lost, and price lists that cannot be read.
-LOST_ANSWERS, BAD_LISTS = 3, 25
+# Of so many orders, the answer for one is lost.
+ORDERS_PER_LOSS = 33
 REPORT_SECONDS = 30.0
 _QUICKLY = Backoff(max_attempts=2, first_seconds=1.0)
 _STEP_SECONDS = 0.2
@@ -24,30 +25,30 @@ class ProviderSilent(Exception):
     """The provider did not answer: whether the card was charged is not known."""
 
 
-class BadPriceList(Exception):
-    """A supplier's list has a line that is no price."""
-
-
-def _charge(provider_key: str) -> dict[str, str]:
-    time.sleep(random.uniform(0.02, 0.2))
-    if random.randrange(100) < LOST_ANSWERS:
-        raise ProviderSilent("the provider did not answer within 5 seconds")
-    return {"charge": f"ch_{provider_key[:8]}"}
+class UnknownProduct(Exception):
+    """A supplier sells what the shop does not know."""
 
 
 @jobs.handler(queue="payments", claim="lease", retry=_QUICKLY)
 def charge_card(ctx: Context, order_id: int) -> None:
     """Charge the card of an order, once."""
-    ctx.once(CHARGES, key=f"order-{order_id}", call=_charge)
+
+    def charge(provider_key: str) -> dict[str, str]:
+        time.sleep(random.uniform(0.02, 0.2))
+        if order_id % ORDERS_PER_LOSS == 0:
+            raise ProviderSilent("the provider did not answer within 5 seconds")
+        return {"charge": f"ch_{provider_key[:8]}"}
+
+    ctx.once(CHARGES, key=f"order-{order_id}", call=charge)
 
 
 @jobs.handler(queue="imports", retry=_QUICKLY)
-def import_prices(_ctx: Context, supplier: str, line: str) -> None:
+def import_price(ctx: Context, supplier: str, sku: str, price: int) -> None:
     """Take a price from a supplier's list."""
+    assert price > 0
     time.sleep(random.uniform(0.01, 0.1))
-    name, _, price = line.partition(";")
-    if not price.replace(".", "", 1).isdigit():
-        raise BadPriceList(f"{supplier}: the price of {name!r} is no number")
+    if ctx.session.get(Product, sku) is None:
+        raise UnknownProduct(f"{supplier} sells a product that the shop does not know: {sku}")
 
 
 @jobs.handler(queue="reports", claim="lease", keep=timedelta(hours=1), timeout_seconds=300)

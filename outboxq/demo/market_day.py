@@ -11,8 +11,8 @@ from sqlalchemy.orm import sessionmaker
 
 from outboxq import OutboxSession
 from outboxq.config import RelayConfig
-from outboxq.demo.customers import CUSTOMERS, CardDeclined, PlannedOrder, place_order, plan_orders
-from outboxq.demo.market import BAD_LISTS, charge_card, import_prices, make_report
+from outboxq.demo.customers import CUSTOMERS, PRODUCTS, CardDeclined, PlannedOrder, place_order, plan_orders
+from outboxq.demo.market import charge_card, import_price, make_report
 from outboxq.demo.story import check_runs, described, prepared, wait_until_it_serves
 from outboxq.postgres import start_embedded
 from outboxq.testing.relay_process import RelayProcess
@@ -22,6 +22,8 @@ KILL_SECONDS = 45.0
 _TARGET = "outboxq.demo.market:jobs"
 _SLOTS_PER_QUEUE = 2
 _SUPPLIERS = ("Ada & Sons", "Lovelace Ltd", "Hopper Imports")
+# What the shop does not know yet: a row in shop.product mends it.
+NEW_PRODUCTS = ("golden kettle", "golden teapot", "silver spoon")
 _MONTHS = ("2026-01", "2026-02", "2026-03")
 # An order every quarter of a second, a price list every second, a report every minute.
 _ORDER_SECONDS, _ORDERS_PER_LIST, _ORDERS_PER_REPORT = 0.25, 4, 240
@@ -70,13 +72,10 @@ class Market:
         with self._sessions.begin() as session:
             session.add_job(charge_card, order_id=number)
             if number % _ORDERS_PER_LIST == 0:
-                session.add_job(import_prices, supplier=self._dice.choice(_SUPPLIERS), line=self._line())
+                sku, price = self._dice.choice((*PRODUCTS, *NEW_PRODUCTS)), self._dice.randint(1, 99)
+                session.add_job(import_price, supplier=self._dice.choice(_SUPPLIERS), sku=sku, price=price)
             if number % _ORDERS_PER_REPORT == 0:
                 session.add_job(make_report, month=self._dice.choice(_MONTHS))
-
-    def _line(self) -> str:
-        is_bad = self._dice.randrange(100) < BAD_LISTS
-        return f"teapot;{'twelve' if is_bad else self._dice.randint(1, 99)}"
 
 
 @contextmanager

@@ -201,7 +201,7 @@ def _clock(value: datetime | str) -> str:
     """A time as people read it, in UTC; what is no time stays what it is."""
     if isinstance(value, str):
         try:
-            value = datetime.fromisoformat(value)
+            return _clock(datetime.fromisoformat(value))
         except ValueError:
             return printable(value)
     return f"{value.astimezone(UTC):%Y-%m-%d %H:%M:%S} UTC"

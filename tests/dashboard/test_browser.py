@@ -18,7 +18,7 @@ from outboxq.dashboard import DashboardApp, Role, create_app
 from tests.support.browser import Watch, open_page
 from tests.support.crawl import Crawl
 from tests.support.dashboard import as_user, screens, stage_dashboard
-from tests.support.hostile import PAYLOADS, fill_hostile
+from tests.support.hostile_rows import PAYLOADS, fill_hostile
 from tests.support.http_server import serve
 
 LISTS = [f"/orders/{screen.path}" for screen in screens() if "{" not in screen.path]

@@ -1,7 +1,6 @@
 """Names, keys, errors and reasons that are made to break out of a page: they are text, wherever they stand."""
 
 import re
-from html.parser import HTMLParser
 
 import pytest
 from sqlalchemy import Engine, text
@@ -10,6 +9,7 @@ from outboxq.dashboard import Link, Role, create_app
 from outboxq.dashboard.segments import as_segment, name_in
 from outboxq.errors import ConfigError
 from tests.support.dashboard import as_user, client_of, screens, stage_dashboard
+from tests.support.hostile import Tags
 
 # Names take 63 bytes, and no control characters.
 NAMES = (
@@ -23,37 +23,6 @@ NAMES = (
     "a/b?c#d&e;f%2e%2e",
     "\u202eevil\u2066 name",
 )
-_ALLOWED_TAGS = {
-    "html", "head", "meta", "title", "link", "script", "body", "a", "header", "nav", "span", "img", "ul", "li",
-    "button", "main", "div", "h1", "h2", "p", "table", "caption", "thead", "tbody", "tr", "th", "td", "small",
-    "strong", "time", "code", "dl", "dt", "dd", "pre", "details", "summary", "figure", "svg", "path", "rect",
-    "polyline", "ol", "section", "form", "input", "label", "select", "option", "dialog", "kbd", "template", "progress",
-    "br", "noscript", "textarea",
-}  # fmt: skip
-
-
-class Tags(HTMLParser):
-    """The tags and attributes of a page."""
-
-    def __init__(self, page: str) -> None:
-        super().__init__()
-        self.problems: list[str] = []
-        self.links: list[str] = []
-        self.feed(page)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        if tag not in _ALLOWED_TAGS:
-            self.problems.append(f"<{tag}>")
-        for name, value in attrs:
-            if name.startswith("on") or name in ("style", "srcdoc"):
-                self.problems.append(f"{tag} {name}={value}")
-            if name in ("href", "src", "action"):
-                if name == "href":
-                    self.links.append(value or "")
-                if re.match(r"\s*(?:[a-z]+:|//)", value or "", re.IGNORECASE):
-                    self.problems.append(f"{tag} {name}={value}")
-
-
 _UPDATES = """
 UPDATE outboxq.job SET kind = :name, queue = :q, args = jsonb_build_object(:name, :text);
 UPDATE outboxq.dead_job SET kind = :name, queue = :q, reason = :text, errors = jsonb_build_array(jsonb_build_object(

@@ -117,15 +117,15 @@ def in_words(action: BulkAction, now: datetime) -> str:
         parts = _named(kind=wanted.kind, queue=wanted.queue)
         parts += [f"that died of {wanted.error}"] if wanted.error else []
         parts += [f"whose reason contains {wanted.reason!r}"] if wanted.reason else []
-        things, when = "dead letters", "that died"
+        things, when = "dead letters", "given up"
         until = wanted.died_before
     else:
         parts = _named(kind=wanted.kind, queue=wanted.queue, group=wanted.group)
         parts += [f"in the state {wanted.state}"] if wanted.state else []
-        things, when = "jobs", "that were added"
+        things, when = "jobs", "added"
         until = wanted.created_before
-    every = [] if parts else ["of every queue"]
-    said = " ".join([_VERBS[action.name], "all", things, *parts, *every, when, "until", moment(until or now)])
+    which = ", ".join(parts or ["of every queue"])
+    said = f"{_VERBS[action.name]} all {things} {which}, {when} until {moment(until or now)}"
     return f"{said}{_change_in_words(action)}."
 
 

@@ -5,15 +5,19 @@ from typing import Unpack
 
 from starlette.applications import Starlette
 from starlette.datastructures import Headers, MutableHeaders
-from starlette.responses import PlainTextResponse
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route as StarletteRoute
 from starlette.types import Message, Receive, Scope, Send
 
+from outboxq.dashboard import doors
 from outboxq.dashboard.answering import Dashboard
 from outboxq.dashboard.databases import AnyEngine, name_engines
 from outboxq.dashboard.desk import KnownKinds
 from outboxq.dashboard.logins import Auth, Login
 from outboxq.dashboard.origins import is_served
+from outboxq.dashboard.roles import Role
+from outboxq.dashboard.route import Door
 from outboxq.dashboard.routes import ROUTES
 from outboxq.dashboard.seals import Seal
 from outboxq.dashboard.settings import Options, Settings
@@ -37,15 +41,22 @@ HEADERS = {
 }
 
 
+_NOWHERE = Door(path="", answer=doors.find_nothing, needs=Role.READER)
+
+
 class DashboardApp(Starlette):
     """The ASGI application that `create_app` makes."""
 
     def __init__(self, dashboard: Dashboard) -> None:
+        async def find_nothing(request: Request, _: Exception) -> Response:
+            return await dashboard.endpoint(_NOWHERE)(request)
+
         super().__init__(
             routes=[
                 StarletteRoute(each.whole_path, dashboard.endpoint(each), methods=[each.method], name=each.whole_path)
                 for each in ROUTES
-            ]
+            ],
+            exception_handlers={404: find_nothing},
         )
         self.dashboard = dashboard
 

@@ -110,6 +110,11 @@ async def send_file(dashboard: "Dashboard", request: Request) -> Response:  # no
     return Response(content, media_type=kind, headers={"cache-control": _FOR_GOOD})
 
 
+async def find_nothing(dashboard: "Dashboard", request: Request) -> Response:  # noqa: ARG001  # as every door has it
+    """A path that is none."""
+    raise Refused(404, "There is no such page.")
+
+
 def page_of(request: Request) -> Page:
     """The page of a request to a door."""
     page = request.state.page

@@ -105,3 +105,22 @@ def test_several_databases_have_pages_of_their_own(staged: Engine) -> None:
         assert segment is not None
         assert client.get(f"/{segment[1]}/").status_code == 200
         assert client.get("/nowhere/").status_code == 404
+
+
+def test_arguments_are_columns_of_the_list_of_jobs(staged: Engine) -> None:
+    """Numbers as well as texts, and nothing for a job that has no such argument."""
+    with client_of(create_app({"orders": staged}, auth=as_user(Role.READER))) as client:
+        page = client.get("/orders/jobs?q=account:7&columns=account,nothing")
+    assert page.status_code == 200, page.text
+    assert '<td class="mono clip" title="7">7</td><td class="mono clip" title=""></td>' in page.text.replace("\n", "")
+
+
+def test_a_path_that_is_none_is_a_page_that_says_so(staged: Engine) -> None:
+    """For those who may look; strangers are asked who they are, and learn nothing of paths."""
+    with client_of(create_app({"orders": staged}, auth=as_user(Role.READER))) as client:
+        page = client.get("/orders/nothing/here")
+        assert (page.status_code, "There is no such page." in page.text) == (404, True)
+        assert "<h1>" in page.text
+        assert client.get("/orders/nothing", headers={"accept": "application/json"}).json()["status"] == 404
+    with client_of(create_app({"orders": staged}, auth=as_user(None))) as client:
+        assert client.get("/orders/nothing").status_code == 401

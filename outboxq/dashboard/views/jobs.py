@@ -5,15 +5,13 @@ from dataclasses import dataclass, replace
 from typing import Literal
 from uuid import UUID
 
-import msgspec
-
 from outboxq.admin.browse import Found, Wanted, find_jobs, read_wanted
 from outboxq.admin.explain import Explanation, explain_job
 from outboxq.admin.finished import FinishedDetail, show_finished
 from outboxq.admin.jobs import JobDetail, JobFilter, WaitingJob, show_job
 from outboxq.admin.relays import RelaySummary, list_relays
 from outboxq.admin.stats import collect_stats
-from outboxq.dashboard.documents import Tree, read_tree
+from outboxq.dashboard.documents import Tree, read_tree, write_tree
 from outboxq.dashboard.errors import Refused
 from outboxq.dashboard.parameters import Key, Name, OfJob, Paged, SearchText
 from outboxq.dashboard.payloads import hide_errors
@@ -170,7 +168,7 @@ def _cell(look: Look, kind: str, args: str, name: str) -> str:
         found = found.get(key) if isinstance(found, dict) else None
     if found is None:
         return ""
-    return found if isinstance(found, str) else msgspec.json.encode(found).decode()[:200]
+    return found if isinstance(found, str) else write_tree(found)[:200]
 
 
 def _counts(look: Look, queue: str | None) -> dict[str, tuple[int, bool]]:

@@ -82,6 +82,7 @@ def test_a_page_that_escapes_too_little_is_noticed(browser: Browser, engine: Eng
 
 
 @pytest.mark.large
+@pytest.mark.timeout(900)
 def test_no_text_breaks_out_of_any_page(browser: Browser, engine: Engine) -> None:
     """Every page with forty payloads in every text: no dialog, no refused script, no request to others, no odd link."""
     fill_hostile(engine)

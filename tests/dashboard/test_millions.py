@@ -56,6 +56,11 @@ _FILTERED = (
 )  # fmt: skip
 
 
+def _is_doctors(read: str) -> bool:
+    """Calls that were abandoned have no index: the doctor reads `effect` for them, while it is below 256 MiB."""
+    return read.startswith("effect: ") and "min(locked_until)" in read
+
+
 @contextmanager
 def explained(engine: Engine) -> Iterator[set[str]]:
     """The large tables that statements read from end to end while the block runs."""
@@ -95,7 +100,8 @@ def test_a_million_jobs_slow_no_page_down(filled: Engine) -> None:
             with explained(filled) as whole:
                 page = client.get(path)
             assert page.status_code == 200, (path, page.text[-300:])
-            assert not whole, path
+            assert {each for each in whole if not _is_doctors(each)} == set(), path
+            assert path.endswith("/doctor") or not whole, path
             assert 'class="notice warn"' not in page.text or path.endswith(("/orders/", "/doctor")), (path, page.text)
             took[path] = min(_median(client, path) for _ in range(3))
     for path, seconds in took.items():

@@ -17,11 +17,13 @@ class Crawl:
 
     Attributes:
         root: Where the dashboard is; links to elsewhere are collected and not followed.
+        inside: Links of pages that are not below this are not followed.
         most: More pages than that are not opened.
         most_forms: Of forms with the same verb, such as `retry`, more than that are not opened.
     """
 
     root: str
+    inside: str
     most: int = 2_000
     most_forms: int = 4
     seen: set[str] = field(default_factory=set)
@@ -38,7 +40,8 @@ class Crawl:
             self.seen.add(address)
             page.goto(address)
             yield address
-            todo += [link for link in self._links(page) if link not in self.seen and not _repeats(address, link)]
+            links = [link for link in self._links(page) if link not in self.seen and not _repeats(address, link)]
+            todo += links if address.startswith(self.inside) else []
 
     def _is_one_form_more(self, address: str) -> bool:
         verb = address.partition("?")[0].rpartition("/")[2]
@@ -58,4 +61,4 @@ class Crawl:
 
 def _repeats(address: str, link: str) -> bool:
     """Whether a link leads to the same list with one more filter: there is no end to those."""
-    return "?" in link and ("?" in address or "period=" in link)
+    return "?" in link and ("?" in address or "period=" in link or "refresh=" in link)

@@ -131,8 +131,8 @@ NOT_RUN = {
     "pip install 'outboxq[dashboard]'": INSTALLS,
     "outboxq dashboard": "it serves until Ctrl-C; tests/dashboard/test_command.py serves it",
     "curl -c jar -b jar https://ops.example.com/token": A_DASHBOARD_OF_YOURS,
-    "curl -c jar -b jar -H 'Accept: application/json' -H 'Origin: https://ops.example.com' -H \"X-CSRF-Token: $TOKEN\" -d "
-    "'reason=the provider is down' https://ops.example.com/orders/queues/mail/pause": A_DASHBOARD_OF_YOURS,
+    "curl -c jar -b jar -H 'Accept: application/json' -H 'Origin: https://ops.example.com' -H \"X-CSRF-Token: $TOKEN\" "
+    "-d 'reason=the provider is down' https://ops.example.com/orders/queues/mail/pause": A_DASHBOARD_OF_YOURS,
     "outboxq dashboard --hash-password anna --role operator >> users.txt": "it asks for a password at a terminal",
     "outboxq dashboard --listen 0.0.0.0:8484 --host-name ops.example.com --users users.txt": "it serves until Ctrl-C, "
     "on every address of the machine",

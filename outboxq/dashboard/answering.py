@@ -6,6 +6,7 @@ Every route passes here, in this order; what a route needs stands in the table o
 import inspect
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeAlias, TypeVar
 from urllib.parse import parse_qsl
@@ -166,8 +167,10 @@ class Dashboard:
         asked: Any = read_parameters(route.takes, {**page.form, **_names(request)})
         caller = _caller(page, database)
         done = await database.run(partial(_run, route, caller, self.desks[database.segment], asked))
-        if done.to_run is not None:
-            await self.runs.start(database, done.to_run)
+        if done.to_run is not None and not await self.runs.start(database, done.to_run):
+            done = replace(
+                done, text="It has begun, and is listed here as soon as its first page is done.", back="bulk"
+            )
         logger.info("%s: user=%s database=%s", route.name, caller.user.name, database.name)
         return done
 

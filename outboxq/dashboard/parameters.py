@@ -1,5 +1,6 @@
 """What a request asks for: every parameter of a path, a query or a form, by one typed and bounded parser."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Literal, TypeAlias, TypeVar
@@ -20,12 +21,14 @@ Key: TypeAlias = Annotated[str, Meta(min_length=1, max_length=512)]
 SearchText: TypeAlias = Annotated[str, Meta(min_length=1, max_length=200)]
 ErrorText: TypeAlias = Annotated[str, Meta(min_length=1, max_length=2_500)]
 Reason: TypeAlias = Annotated[str, Meta(max_length=500)]
-RequiredReason: TypeAlias = Annotated[str, Meta(min_length=3, max_length=500)]
+RequiredReason: TypeAlias = Annotated[str, Meta(min_length=3, max_length=500, pattern=r"\S")]
 # JSON; the database's functions know how much of it a job may have.
 Document: TypeAlias = Annotated[str, Meta(min_length=1, max_length=1_200_000)]
 Limit: TypeAlias = Annotated[int, Meta(ge=1, le=MAX_LIMIT)]
 Period: TypeAlias = Literal["1h", "6h", "24h", "7d", "30d"]
 _MAX_FIELDS = 50
+_MISSING = re.compile(r"Object missing required field `(?P<name>\w+)`")
+_WRONG = re.compile(r"(?P<what>.+) - at `\$\.(?P<name>\w+)`", re.DOTALL)
 
 
 class BadRequest(OutboxqError):
@@ -132,4 +135,13 @@ def read_parameters(kind: type[Parameters], given: Mapping[str, str]) -> Paramet
     try:
         return msgspec.convert(values, type=kind, strict=False)
     except msgspec.ValidationError as error:
-        raise BadRequest(str(error)) from None
+        raise BadRequest(_in_words(str(error))) from None
+
+
+def _in_words(problem: str) -> str:
+    """What is wrong with a parameter, its name first."""
+    missing = _MISSING.fullmatch(problem)
+    if missing is not None:
+        return f"{missing['name']} is missing: fill it in"
+    wrong = _WRONG.fullmatch(problem)
+    return problem if wrong is None else f"{wrong['name']}: {wrong['what'][:1].lower()}{wrong['what'][1:]}"

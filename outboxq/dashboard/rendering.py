@@ -161,7 +161,8 @@ class Renderer:
             "token": token,
             "my_role": page.user.role if page.user else Role.READER,
             "query": lambda **changes: _query(page.asked, page.refresh, changes),
-            "live_path": quote(inner.partition(f"/{page.database}/")[2] or "overview") + _query(page.asked, None, {}),
+            "live_path": quote(inner.partition(f"/{page.database}/")[2] or "overview")
+            + _query(page.asked, None, {}).removesuffix("?"),
         }
         return HTMLResponse(self._environment.get_template(template).render({**common, **context}))
 

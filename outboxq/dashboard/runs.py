@@ -23,6 +23,8 @@ from outboxq.errors import OutboxqError
 logger = logging.getLogger("outboxq.dashboard")
 
 MOST_RUNS = 2
+# A filter that matches few of many rows may take longer to find the first ones.
+_FIRST_PAGE_SECONDS = 15.0
 
 OnPage: TypeAlias = Callable[[Total], None]
 
@@ -54,8 +56,8 @@ class Runs:
         """Whether a change goes on here."""
         return (database.segment, entry) in self._running
 
-    async def start(self, database: Database, wanted: ToRun) -> None:
-        """Begin a change, and wait for its first page.
+    async def start(self, database: Database, wanted: ToRun) -> bool:
+        """Begin a change, and wait for its first page, but not for long; whether it is done.
 
         Raises:
             Refused: it goes on here already, or two others do.
@@ -73,10 +75,11 @@ class Runs:
         self._running[key] = task
         task.add_done_callback(lambda done: self._ended(key, done))
         waiting = asyncio.create_task(began.wait())
-        await asyncio.wait({task, waiting}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({task, waiting}, timeout=_FIRST_PAGE_SECONDS, return_when=asyncio.FIRST_COMPLETED)
         waiting.cancel()
-        if not began.is_set():
+        if task.done() and not began.is_set():
             await task
+        return began.is_set()
 
     def _ended(self, key: tuple[str, UUID], task: asyncio.Task[Total]) -> None:
         del self._running[key]

@@ -8,7 +8,7 @@ import msgspec
 from sqlalchemy import Connection
 
 from outboxq.admin.browse import read_moment
-from outboxq.admin.sections import NotKnown, Sections
+from outboxq.admin.sections import BY_INDEX, NotKnown, Sections
 from outboxq.dashboard.databases import Way
 from outboxq.dashboard.desk import Desk
 from outboxq.dashboard.intents import Caller
@@ -41,7 +41,7 @@ class Look:
         self.now = moment.now
         # Everyone is a reader there.
         self.is_read_only = moment.is_read_only
-        self.sections = Sections(connection, settings="SET LOCAL enable_seqscan = off", seconds=_PAGE_SECONDS)
+        self.sections = Sections(connection, settings=BY_INDEX, seconds=_PAGE_SECONDS)
 
     def at(self, name: str, look: Callable[[Connection], Part]) -> Part | None:
         """A section; None if the database refuses it or takes too long, which the page then says."""

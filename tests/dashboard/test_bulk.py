@@ -12,12 +12,14 @@ import httpx
 import msgspec
 import pytest
 from sqlalchemy import Engine, text
+from sqlalchemy.ext.asyncio import create_async_engine
 from starlette.testclient import TestClient
 
 from outboxq.dashboard import Role, create_app
 from outboxq.dashboard.app import DashboardApp
 from outboxq.dashboard.intents import Intent
 from outboxq.dashboard.seals import Seal
+from outboxq.postgres import Database
 from tests.support.dashboard import ORIGIN, as_user, checksums, client_of, preview_of, stage_dashboard, token_for
 from tests.support.many_dead import add_dead, count_dead, slow_down, until
 
@@ -290,3 +292,21 @@ def test_without_an_audit_nothing_goes_on_unseen(operator: Operator, engine: Eng
     refused = operator.post("bulk/apply", intent=found["intent"])
     assert (refused.status_code, "outboxq migrate" in refused.json()["error"]) == (409, True)
     assert count_dead(engine) == 3
+
+
+def test_an_async_engine_changes_many_rows_too(engine: Engine, outboxq_database: Database) -> None:
+    """In a greenlet of the event loop, which goes on to answer pages."""
+    stage_dashboard(engine)
+    add_dead(engine, 900)
+    slow_down(engine, 0.1)
+    asynchronous = create_async_engine(outboxq_database.url, use_native_hstore=False)
+    app = create_app({"orders": asynchronous}, auth=as_user(Role.ADMIN))  # type: ignore[arg-type]  # a way to log in
+    with client_of(app) as client:
+        operator = Operator(client, token_for(client))
+        found = operator.look(what="dead.discard", kind="bulk")
+        entry = operator.post("bulk/apply", intent=found["intent"]).json()["audit"]
+        assert operator.entry(entry)["changed"] < 900
+        assert operator.await_end(entry)["changed"] == 900
+        assert client.portal is not None
+        client.portal.call(asynchronous.dispose)
+    assert count_dead(engine) == 0

@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import httpx
+import pytest
 from sqlalchemy import Engine, text
 
 from outboxq.postgres import Database
@@ -17,8 +18,9 @@ _LINK = re.compile(r"(http://[^/\s]+)/login\?token=(\S+)")
 _TOTAL = 3_000
 
 
-def test_a_dashboard_that_is_killed_leaves_an_audit_that_counts_and_that_is_gone_on_with(
-    outboxq_database: Database, engine: Engine
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM], ids=lambda how: how.name)
+def test_a_dashboard_that_ends_leaves_an_audit_that_counts_and_that_is_gone_on_with(
+    how: signal.Signals, outboxq_database: Database, engine: Engine
 ) -> None:
     """`changed` is the number of rows that were changed; the command line does the rest, and nothing newer."""
     stage_dashboard(engine)
@@ -34,8 +36,9 @@ def test_a_dashboard_that_is_killed_leaves_an_audit_that_counts_and_that_is_gone
         _add_newer(engine)
         until(lambda: _changed(engine, entry) >= 600)
     finally:
-        process.send_signal(signal.SIGKILL)
+        process.send_signal(how)
         process.communicate(timeout=30)
+    assert process.returncode == (-signal.SIGKILL if how is signal.SIGKILL else 0)
     until(lambda: not _is_connected(engine))
     changed = _changed(engine, entry)
     assert 600 <= changed < _TOTAL

@@ -13,8 +13,9 @@ from sqlalchemy import Engine, event, text
 
 from outboxq.dashboard import DashboardApp, Role, create_app
 from outboxq.dashboard.route import Screen
-from tests.support.dashboard import as_user, stage_dashboard
+from tests.support.dashboard import as_user, client_of, stage_dashboard
 from tests.support.http_server import serve
+from tests.support.staged import numbered
 
 _LIVE_SECONDS = 2.0
 _PATIENCE_SECONDS = 30.0
@@ -123,3 +124,56 @@ def test_a_page_that_is_not_live_has_no_stream(app: DashboardApp) -> None:
     with serve(app) as address:
         assert httpx.get(f"{address}/orders/live/jobs").status_code == 404
         assert httpx.get(f"{address}/nowhere/live/overview").status_code == 404
+
+
+def test_a_page_with_parameters_is_followed_too(app: DashboardApp, engine: Engine) -> None:
+    """A queue, a kind, a job and a change of many rows: each with its own events, in the parts that it has."""
+    with engine.connect() as connection:
+        (entry,) = connection.execute(text("SELECT id FROM outboxq.audit ORDER BY id LIMIT 1")).one()
+    pages = {
+        "queues/accounts?period=6h": {"event: page", "event: rest"},
+        "kinds/credit": {"event: page"},
+        f"jobs/{numbered(2)}": {"event: page"},
+        f"audit/{entry}": {"event: page"},
+    }
+
+    async def run(address: str) -> None:
+        async with httpx.AsyncClient(base_url=address, timeout=None) as client:
+            for page, expected in pages.items():
+                shown = (await client.get(f"/orders/{page}")).text
+                assert f'sse-connect="../../orders/live/{page}"' in shown.replace("&amp;", "&")
+                async with following(client, page) as events:
+                    await _until(events, len(expected))
+                assert set(events) == expected
+            assert (await client.get("/orders/live/doctor")).status_code == 404
+            assert (await client.get("/orders/live/jobs/nonsense")).status_code == 400
+
+    with serve(app) as address:
+        asyncio.run(run(address))
+
+
+def test_a_job_that_is_over_is_told_to_those_who_follow_it(app: DashboardApp, engine: Engine) -> None:
+    """Its page becomes another one, which the event leads to; nothing fails."""
+
+    async def run(address: str) -> None:
+        async with httpx.AsyncClient(base_url=address, timeout=None) as client:
+            async with client.stream("GET", f"/orders/live/jobs/{numbered(101)}") as answer:
+                async with asyncio.timeout(_PATIENCE_SECONDS):
+                    async for line in answer.aiter_lines():
+                        if "Load the page again" in line:
+                            return
+            raise AssertionError("nothing was told")
+
+    with serve(app) as address:
+        asyncio.run(run(address))
+
+
+def test_a_page_is_loaded_again_by_the_browser_if_it_is_asked_to(app: DashboardApp) -> None:
+    """Without a script, by a time of a short list; links keep it."""
+    with client_of(app) as client:
+        plain = client.get("/orders/doctor").text
+        assert 'http-equiv="refresh"' not in plain
+        assert 'href="?refresh=10"' in plain
+        asked = client.get("/orders/kinds/credit?refresh=10&period=6h").text
+        assert '<meta http-equiv="refresh" content="10">' in asked
+        assert 'http-equiv="refresh"' not in client.get("/orders/doctor?refresh=1").text

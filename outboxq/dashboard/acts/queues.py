@@ -128,7 +128,7 @@ def set_limits(work: Work, asked: SetLimits) -> Done:
     """Set the limits of a queue that are given, and take the others away."""
     limits = make_limits(running=asked.limit, per_group=asked.per_group, rate=asked.rate, burst=asked.burst)
     given: dict[Limit, object] = {"running": asked.limit, "per_group": asked.per_group, "rate": asked.rate}
-    drop = [name for name, value in given.items() if value is None]
+    drop: list[Limit] = [name for name, value in given.items() if value is None]
     with work.begin() as connection:
         changed = work.actions.set_limits(connection, [asked.queue], limits, drop)
     text = f"Operators limit {asked.queue}: {limits}." if changed else "It had these limits already."

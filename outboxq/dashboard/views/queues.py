@@ -7,8 +7,7 @@ from outboxq.admin.browse import next_jobs, next_scheduled, read_gauges
 from outboxq.admin.explain import explain_queue
 from outboxq.admin.history import read_history
 from outboxq.admin.queues import Queue, list_queues
-from outboxq.admin.relays import RelaySummary, list_relays
-from outboxq.admin.snapshot import QueueSnapshot, Snapshot, find_dead_groups, take_snapshot
+from outboxq.admin.snapshot import QueueSnapshot, Snapshot, take_snapshot
 from outboxq.dashboard.charts import Series
 from outboxq.dashboard.parameters import Name, Nothing, Period
 from outboxq.dashboard.view import Look, View
@@ -38,24 +37,23 @@ def show_queues(look: Look, asked: Nothing) -> View:  # noqa: ARG001  # as every
 def show_queue(look: Look, asked: AskedQueue) -> View:
     """One queue: why it runs or not, what becomes of its jobs, and what is to run next."""
     name, span = asked.queue, span_of(asked.period)
-    snapshot = take_snapshot(look.connection)
+    snapshot = take_snapshot(look.connection, queue=name)
     look.sections.refused += snapshot.not_known
     queue = next((each for each in snapshot.queues if each.queue == name), QueueSnapshot(queue=name))
     history = look.at("the history", lambda c: read_history(c, queue=name, since=span.back, by=span.by)) or []
     kinds = look.at("the kinds", lambda c: read_history(c, queue=name, since=span.back, by="kind")) or []
     gauges = look.at("the depth", lambda c: read_gauges(c, name, seconds=min(span.back, _DAY).total_seconds())) or []
     known = next((each for each in look.at("its settings", list_queues) or [] if each.queue == name), None)
-    groups = look.at("dead letters", find_dead_groups) or []
     data = {
         "queue": queue,
         "explanation": seen_explanation(look, look.at("why", lambda c: explain_queue(c, name))),
         "operator_settings": None if known is None else _setting(known),
         "history": history,
         "kinds": kinds,
-        "relays": seen_relays(look, _serving(look, name)),
+        "relays": seen_relays(look, [each for each in snapshot.relays if name in each.queues and each.state != "dead"]),
         "next": look.at("the next jobs", lambda c: next_jobs(c, name)) or [],
         "scheduled": look.at("the scheduled jobs", lambda c: next_scheduled(c, name)) or [],
-        "dead_groups": seen_groups(look, [each for each in groups if each.queue == name]),
+        "dead_groups": seen_groups(look, [each for each in snapshot.dead_groups if each.queue == name]),
     }
     depth = [
         Series("waiting", [each.ready + each.due for each in gauges], "a"),
@@ -83,11 +81,6 @@ def _setting(queue: Queue) -> dict[str, object]:
         "keep_dead": None if queue.keep_dead_seconds is None else keep_text(queue.keep_dead_seconds),
     }
     return {name: value for name, value in found.items() if value is not None}
-
-
-def _serving(look: Look, queue: str) -> list[RelaySummary]:
-    relays = look.at("relays", list_relays) or []
-    return [each for each in relays if queue in each.queues and each.state != "dead"]
 
 
 STATES = tuple(

@@ -58,6 +58,7 @@ def test_a_page_in_a_browser_is_live_and_breaks_no_rule(browser: Browser, engine
         expect(page.locator("#live")).to_have_text("Live, every 2 s")
         page.get_by_role("link", name="accounts").first.click()
         expect(page.locator(".plot").first).to_be_visible()
+        page.get_by_role("link", name="Pause…").click()
         page.get_by_label("Reason").fill("the bank is down")
         page.get_by_role("button", name="Pause").click()
         expect(page.get_by_role("status")).to_contain_text("accounts is paused")

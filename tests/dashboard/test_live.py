@@ -12,7 +12,7 @@ import pytest
 from sqlalchemy import Engine, event, text
 
 from outboxq.dashboard import DashboardApp, Role, create_app
-from outboxq.dashboard.route import Screen
+from outboxq.dashboard.live import Watched
 from tests.support.dashboard import as_user, client_of, stage_dashboard
 from tests.support.http_server import serve
 from tests.support.staged import numbered
@@ -81,9 +81,9 @@ def test_fifty_watchers_cost_what_one_costs_and_none_cost_nothing(app: Dashboard
     looks: list[tuple[float, int]] = []
     made = poller._made
 
-    async def counted(screen: Screen) -> str:
+    async def counted(watched: Watched) -> str:
         begun, before = time.monotonic(), len(statements)
-        page = await made(screen)
+        page = await made(watched)
         looks.append((begun, len(statements) - before))
         return page
 

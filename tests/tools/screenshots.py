@@ -23,6 +23,7 @@ THEMES = ("light", "dark")
 WIDTHS = (1280, 390, 2560)
 _HEIGHTS = {390: 844, 2560: 1300}
 _SETTLE_MS = 400
+_DOCS_SIZE = {"width": 1280, "height": 860}
 
 _HELP = """\
 examples:
@@ -40,16 +41,12 @@ class Shot:
     name: str
     screen: str
     theme: str = "light"
-    width: int = 1280
-    height: int = 860
 
 
 SHOTS = (
     Shot("overview", ""),
-    Shot("overview-dark", "", "dark"),
     Shot("job", "jobs/{job_id}"),
     Shot("dead", "dead/{job_id}", "dark"),
-    Shot("phone", "queues/{queue}", width=390, height=844),
 )
 
 
@@ -105,8 +102,7 @@ def take_docs(browser: Browser) -> None:
     with staged_dashboard() as (address, engine):
         by_screen = {screen.path: path_of(screen, engine, "orders") for screen in screens()}
         for shot in SHOTS:
-            size = {"width": shot.width, "height": shot.height}
-            with open_page(browser, viewport=size, color_scheme=shot.theme) as page:
+            with open_page(browser, viewport=_DOCS_SIZE, color_scheme=shot.theme) as page:
                 take(page, f"{address}{by_screen[shot.screen]}", DOCS / f"{shot.name}.png", whole=False)
 
 

@@ -177,3 +177,12 @@ def test_a_page_is_loaded_again_by_the_browser_if_it_is_asked_to(app: DashboardA
         asked = client.get("/orders/kinds/credit?refresh=10&period=6h").text
         assert '<meta http-equiv="refresh" content="10">' in asked
         assert 'http-equiv="refresh"' not in client.get("/orders/doctor?refresh=1").text
+
+
+def test_a_form_is_not_loaded_again_while_it_is_filled_in(engine: Engine) -> None:
+    """Whatever the address says, and it offers no link to that."""
+    stage_dashboard(engine)
+    with client_of(create_app({"orders": engine}, auth=as_user(Role.ADMIN))) as client:  # type: ignore[arg-type]
+        form = client.get("/orders/queues/accounts/limits?refresh=5").text
+    assert 'http-equiv="refresh"' not in form
+    assert "Load again" not in form

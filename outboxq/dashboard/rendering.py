@@ -96,19 +96,7 @@ class Renderer:
             trim_blocks=True,
             lstrip_blocks=True,
         )
-        self._environment.filters |= {
-            "segment": as_segment,
-            "visible": lambda value: printable(str(value)),
-            "visible_lines": lambda value: "\n".join(printable(line) for line in str(value).split("\n")),
-            "combined": lambda given, more: {**given, **more},
-            "number": _number,
-            "latency": lambda value: "–" if value is None else in_short(Latency(value), None),
-            "span": lambda value: "–" if value is None else duration(value),
-            "moment": moment,
-            "clock": _clock,
-            "short": _short,
-            "percent": lambda value: f"{value:.1%}" if 0 < value < 0.1 else f"{value:.0%}",
-        }
+        self._environment.filters |= _filters()
         self._environment.globals |= {
             "navigation": NAVIGATION,
             "settings": settings,
@@ -175,6 +163,23 @@ class Renderer:
             "database_name": self._databases.get(database or "", ""),
             "inner": inner,
         }
+
+
+def _filters() -> dict[str, Any]:
+    """Values as people read them."""
+    return {
+        "segment": as_segment,
+        "visible": lambda value: printable(str(value)),
+        "visible_lines": lambda value: "\n".join(printable(line) for line in str(value).split("\n")),
+        "combined": lambda given, more: {**given, **more},
+        "number": _number,
+        "latency": lambda value: "–" if value is None else in_short(Latency(value), None),
+        "span": lambda value: "–" if value is None else duration(value),
+        "moment": moment,
+        "clock": _clock,
+        "short": _short,
+        "percent": lambda value: f"{value:.1%}" if 0 < value < 0.1 else f"{value:.0%}",
+    }
 
 
 def wants_json(request: Request) -> bool:

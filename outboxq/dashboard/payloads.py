@@ -28,10 +28,15 @@ _WORDS = (
 _SECRET_KEY = re.compile(rf"(?:^|_)(?:{_WORDS})s?(?:$|_)")
 _CAPITAL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 _ALWAYS = re.compile(r"password|passwd|secret|token|authorization|api_?key|card|iban|ssn")
-_SECRET_TEXT = re.compile(
-    r"(?i)\b((?:[\w-]*(?:password|passwd|secret|token|authorization|api[_-]?key|card|iban|ssn)[\w-]*)"
-    r"[\"']?\s*(?:=|:|=>)\s*)(\"[^\"]*\"|'[^']*'|(?:bearer|basic)\s+\S+|[^\s,;&}]+)"
+# Every part is bounded or ends for good, so that a text takes a time in proportion to its length: arguments are written
+# by strangers, and a match of Python's keeps every thread waiting.
+_SEPARATOR = re.compile(r"\\{0,4}[\"']?\s{0,8}(?:=>|[=:])\s{0,8}")
+_WORD_BEFORE = re.compile(r"(?<![\w-])[\w-]+\Z")
+_VALUE = re.compile(
+    rf"{MASK}|\\{{1,4}}\"[^\"]*\"?|\"(?:[^\"\\]|\\.)*\"?|'(?:[^'\\]|\\.)*'?|(?i:bearer|basic)\s+\S+|[^\s,;&}}]+",
+    re.DOTALL,
 )
+_MAX_WORD_CHARACTERS = 64
 _BEARER = re.compile(r"(?i)\b(bearer|basic)\s+[A-Za-z0-9._~+/=-]{8,}")
 _URL_PASSWORD = re.compile(r"(?<=://)([^\s:/@]*):[^\s@/]+@")
 # A reason without the text of an error, which may have values in it.
@@ -188,7 +193,23 @@ def without_secrets(text: str, hidden: Iterable[str]) -> str:
     for value in hidden:
         text = text.replace(value, MASK)
     text = _URL_PASSWORD.sub(rf"\1:{MASK}@", text)
-    return _SECRET_TEXT.sub(rf"\1{MASK}", _BEARER.sub(rf"\1 {MASK}", text))
+    return _without_named(_BEARER.sub(rf"\1 {MASK}", text))
+
+
+def _without_named(text: str) -> str:
+    """A text without what stands behind a secret word and a separator: each is looked at once, from left to right."""
+    parts: list[str] = []
+    end = 0
+    for found in _SEPARATOR.finditer(text):
+        start = found.start()
+        if start < end:
+            continue
+        word = _WORD_BEFORE.search(text[max(end, start - _MAX_WORD_CHARACTERS) : start])
+        value = _VALUE.match(text, found.end()) if word is not None and is_secret(word.group()) else None
+        if value is not None:
+            parts += [text[end : found.end()], MASK]
+            end = value.end()
+    return "".join([*parts, text[end:]])
 
 
 def _secrets(tree: Tree, depth: int = 0, *, below: bool = False) -> Iterator[str]:

@@ -1,6 +1,7 @@
 """What must not be seen is on no page, in no JSON and in no search, whichever way it is written down."""
 
 import json
+import time
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ from sqlalchemy import Engine, text
 
 from outboxq.dashboard import Role, create_app
 from outboxq.dashboard.documents import read_tree, write_tree
-from outboxq.dashboard.payloads import MASK, Payloads, is_secret, redacted
+from outboxq.dashboard.payloads import MASK, Payloads, is_secret, redacted, without_secrets
 from tests.support.dashboard import as_user, client_of, path_of, screens, stage_dashboard
 from tests.support.staged import numbered
 
@@ -170,3 +171,45 @@ def test_what_is_written_is_what_was_read(tree: Any) -> None:
     assert json.loads(write_tree(read_tree(document))) == tree
     once = redacted(read_tree(document))
     assert redacted(once) == once
+
+
+_HOSTILE = (
+    "token-", "a-", "token ", "token = ", "token:", 'token="', "token=\\\"", "password: '", "\\\\'", "=", ": ", " ",
+    "=>", "bearer ", "basic a", "://a:", "://", "://a:b@", "a" * 64 + ":", '\\"token\\":',
+)  # fmt: skip
+
+
+def _seconds(text: str) -> float:
+    started = time.process_time()
+    without_secrets(text, ())
+    return time.process_time() - started
+
+
+@pytest.mark.parametrize("unit", _HOSTILE)
+@pytest.mark.parametrize("start", ["", "["])
+def test_a_text_takes_a_time_in_proportion_to_its_length(start: str, unit: str) -> None:
+    """Arguments are written by strangers: one text of theirs does not hold up the process."""
+    short, long = ((start + unit * size)[:size] for size in (20_000, 40_000))
+    once = max(0.05, min(_seconds(short) for _ in range(2)))
+    assert once < 2
+    assert min(_seconds(long) for _ in range(2)) < 3 * once
+
+
+@pytest.mark.parametrize(
+    ("said", "seen"),
+    [
+        ("password=hunter22 is wrong", "password=••• is wrong"),
+        ("db_password: hunter22, user: bob", "db_password: •••, user: bob"),
+        ('{"password": "ab\\"cd", "n": 1}', '{"password": •••, "n": 1}'),
+        ('{\\"token\\": \\"ab cd\\", \\"n\\": 1}', '{\\"token\\": •••, \\"n\\": 1}'),
+        ("secret => 'a b' now", "secret => ••• now"),
+        ("token: 'a b", "token: •••"),
+        ('message="password=hunter22"', 'message="password=•••'),
+        ("x" * 80 + "_token=hunter22", "x" * 80 + "_token=•••"),
+        ("Authorization: Bearer abcdefgh.ijk", "Authorization: •••"),
+        ("order_id=7, shipping: fast", "order_id=7, shipping: fast"),
+    ],
+)
+def test_what_stands_behind_a_secret_word_is_hidden(said: str, seen: str) -> None:
+    """In a text, with and without quotes; what is no secret stays."""
+    assert without_secrets(said, ()) == seen

@@ -5,10 +5,10 @@ function is one look or two in the caller's transaction, and locks nothing.
 """
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Literal, TypeAlias, TypeVar
 from uuid import UUID
 
 from sqlalchemy import Connection, Executable, Table
@@ -29,7 +29,12 @@ from outboxq.tables import HISTORY_VERSION, audit, dead_job, done_job, job
 
 Thing = TypeVar("Thing")
 
+Listed: TypeAlias = Literal["job", "dead_job"]
+
 DEPTH = 100_000
+# How often it is looked for more, if rows were found that may not be seen.
+_MOST_LOOKS = 10
+_ROWS: Mapping[Listed, Table] = {"job": job, "dead_job": dead_job}
 BULK_ACTIONS = ("dead.retry", "dead.discard", "job.cancel", "job.cancel_running", "job.change")
 
 
@@ -125,6 +130,47 @@ def find_jobs(
     return _page(connection, statement, _job_and_args, job, before, limit, depth)
 
 
+def find_seen(
+    connection: Connection,
+    find: Callable[[UUID | None], Found[Thing]],
+    sees: Callable[[Thing], bool],
+    of: Listed,
+    *,
+    before: UUID | None,
+    limit: int,
+    depth: int = DEPTH,
+) -> Found[Thing]:
+    """The rows that may be seen among those that `find` returns, and nothing that tells of the others.
+
+    The next page begins behind a row of this one, or where the walk ends, and never behind one that is left out.
+
+    Args:
+        find: The rows before an id.
+        of: The table that they are of.
+    """
+    end: UUID | None = connection.execute(statements.end_of_walk(_ROWS[of], before=before, depth=depth)).scalar()
+    seen: list[tuple[UUID, Thing]] = []
+    at = before
+    for _ in range(_MOST_LOOKS):
+        found = find(at)
+        ids = ((_id_of(each), each) for each in found.rows)
+        seen += [(row_id, each) for row_id, each in ids if (end is None or row_id >= end) and sees(each)]
+        at = found.before
+        if len(seen) > limit or at is None or (end is not None and at <= end):
+            break
+    if len(seen) > limit:
+        return Found([each for _, each in seen[:limit]], seen[limit - 1][0])
+    return Found([each for _, each in seen], end, is_cut=end is not None)
+
+
+def read_documents(
+    connection: Connection, of: Listed, ids: Sequence[UUID], *, most_bytes: int = 64 * 1024
+) -> dict[UUID, tuple[str, str]]:
+    """The arguments and headers of rows that are there, but for those that are longer."""
+    rows = connection.execute(statements.documents_of(_ROWS[of], ids, most_bytes=most_bytes))
+    return {row_id: (args, headers) for row_id, args, headers in rows}
+
+
 def next_jobs(connection: Connection, queue: str, *, limit: int = 20) -> list[WaitingJob]:
     """The jobs of a queue that are to run next, in the order of claims."""
     return [WaitingJob(*row) for row in connection.execute(jobs.next_jobs(queue, limit=limit))]
@@ -213,6 +259,11 @@ def _page(
         return Found(things, found[limit - 1].id)
     end: UUID | None = connection.execute(statements.end_of_walk(rows, before=before, depth=depth)).scalar()
     return Found(things, end, is_cut=end is not None)
+
+
+def _id_of(found: Any) -> UUID:
+    row_id: UUID = (found[0] if isinstance(found, tuple) else found).id
+    return row_id
 
 
 def _job_and_args(row: Any) -> tuple[WaitingJob, str]:

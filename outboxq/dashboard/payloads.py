@@ -40,7 +40,11 @@ _MAX_WORD_CHARACTERS = 64
 _BEARER = re.compile(r"(?i)\b(bearer|basic)\s+[A-Za-z0-9._~+/=-]{8,}")
 _URL_PASSWORD = re.compile(r"(?<=://)([^\s:/@]*):[^\s@/]+@")
 # A reason without the text of an error, which may have values in it.
-_SAFE_REASON = re.compile(r"gave up after \d+ of \d+ attempts: [\w.]+|another attempt cannot help: [\w.]+")
+_SAFE_REASON = re.compile(
+    r"gave up after \d+ of \d+ attempts: [A-Za-z_][\w.]*|another attempt cannot help: [A-Za-z_][\w.]*|"
+    r"crashed \d+ of \d+ times while it ran alone\Z|cancelled\Z"
+)
+_TYPE_NAME = re.compile(r"[A-Za-z_][\w.]*")
 _MIN_HIDDEN_CHARACTERS = 4
 _MAX_SHOWN_CHARACTERS = 200_000
 
@@ -142,12 +146,22 @@ class Payloads:
             return MASK
         return without_secrets(said, hidden)
 
-    def reason(self, said: str) -> str:
-        """Why a job died: in the mode `hidden` without the text of its error."""
-        if self.mode == "hidden":
-            found = _SAFE_REASON.match(said)
-            return found.group() if found else MASK
-        return self.text(said) or ""
+    def reason(self, said: str, hidden: Iterable[str] | None = None) -> str:
+        """Why a job died: without the text of its error in the mode `hidden`, or if its secrets are not known.
+
+        Args:
+            hidden: Values of the same job that are hidden; None if they were not read.
+        """
+        if self.mode == "shown":
+            return said
+        if self.mode == "redacted" and hidden is not None:
+            return without_secrets(said, hidden)
+        found = _SAFE_REASON.match(said)
+        return found.group() if found else MASK
+
+    def error(self, said: str) -> str:
+        """The error of a group: the name of a type, or the reason of a job that has none."""
+        return said if _TYPE_NAME.fullmatch(said) else self.reason(said)
 
     def secrets_of(self, *texts: str | None) -> tuple[str, ...]:
         """The values in these documents that are hidden, the longest first: error texts may repeat them."""

@@ -78,8 +78,8 @@ def test_a_preview_says_what_is_meant_and_locks_nothing(operator: Operator, engi
 _EVERY_PREVIEW = (
     (
         "dead.retry",
-        {"contains": "BROKE"},
-        "Retry all dead letters of the kind k, in the queue q, whose reason contains",
+        {"error": "ValueError"},
+        "Retry all dead letters of the kind k, in the queue q, that died of ValueError",
     ),
     ("dead.discard", {}, "Discard all dead letters of the kind k, in the queue q"),
     ("job.cancel", {"state": "ready"}, "Cancel all jobs of the kind k, in the queue q, in the state ready"),

@@ -1,13 +1,14 @@
 """Jobs that wait or run: the list, and one job with why it does not run and what has become of it so far."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 from uuid import UUID
 
 import msgspec
+from sqlalchemy import Connection
 
-from outboxq.admin.browse import Found, Wanted, find_jobs, read_wanted
+from outboxq.admin.browse import Found, Wanted, find_jobs, find_seen, read_wanted
 from outboxq.admin.explain import Explanation, explain_job
 from outboxq.admin.finished import FinishedDetail, show_finished
 from outboxq.admin.jobs import JobDetail, JobFilter, WaitingJob, show_job
@@ -16,11 +17,11 @@ from outboxq.admin.stats import collect_stats
 from outboxq.dashboard.documents import Tree, read_tree
 from outboxq.dashboard.errors import Refused
 from outboxq.dashboard.parameters import Key, Name, OfJob, Paged, SearchText
-from outboxq.dashboard.payloads import hide_errors
+from outboxq.dashboard.payloads import hide_errors, is_secret
 from outboxq.dashboard.settings import JobRef
 from outboxq.dashboard.view import Look, View, flat
 from outboxq.dashboard.views.dead import dead_view, find_dead_letter
-from outboxq.dashboard.views.seen import seen_explanation
+from outboxq.dashboard.views.seen import seen_explanation, seen_jobs
 from outboxq.dashboard.views.timeline import Step, seen_headers, timeline
 from outboxq.error_record import read_attempts
 from outboxq.errors import ArgumentError, JobNotFound
@@ -49,18 +50,27 @@ def show_jobs(look: Look, asked: AskedJobs) -> View:
     """The newest jobs that match."""
     wanted = JobFilter(queue=asked.queue, kind=asked.kind, state=asked.state, group=asked.group)
     contains = _search(look, asked.q)
-    found = look.at(
-        "the jobs", lambda c: find_jobs(c, wanted, contains=contains, before=asked.before, limit=asked.limit)
-    ) or Found(())
-    if contains is not None:
-        seen = [each for each in found.rows if _still_matches(look, each, contains)]
-        found = replace(found, rows=seen)
+    found = look.at("the jobs", lambda c: _find(look, c, wanted, contains, asked)) or Found(())
     names = _columns(look, asked.columns)
     cells = [[_cell(look, job.kind, args, name) for name in names] for job, args in found.rows]
-    jobs = [replace(job, note=look.payloads.text(job.note)) for job, _ in found.rows]
+    jobs = seen_jobs(look, [job for job, _ in found.rows])
     data = {"jobs": jobs, "more": found.before is not None, "next_before": found.before}
     extra = {"found": found, "cells": cells, "columns": names, "counts": _counts(look, asked.queue), "states": STATES}
     return View("jobs.html", "Jobs", data, extra)
+
+
+def _find(
+    look: Look, connection: Connection, wanted: JobFilter, contains: Wanted | None, asked: AskedJobs
+) -> Found[tuple[WaitingJob, str]]:
+    """The jobs that match by what may be seen of them: else a search would tell what is hidden."""
+
+    def find(before: UUID | None) -> Found[tuple[WaitingJob, str]]:
+        return find_jobs(connection, wanted, contains=contains, before=before, limit=asked.limit)
+
+    if contains is None:
+        return find(asked.before)
+    sees = lambda each: look.payloads.still_has(each[0].kind, each[1], contains.path, contains.values)  # noqa: E731
+    return find_seen(connection, find, sees, "job", before=asked.before, limit=asked.limit)
 
 
 def show_one_job(look: Look, asked: OfJob) -> View:
@@ -149,13 +159,10 @@ def _search(look: Look, text: str | None) -> Wanted | None:
         return None
     if not look.payloads.may_search:
         raise ArgumentError("arguments are hidden here, and cannot be searched")
-    return read_wanted(text)
-
-
-def _still_matches(look: Look, found: tuple[WaitingJob, str], contains: Wanted) -> bool:
-    """Whether a job matches by what may be seen of it: else a search would tell what is hidden."""
-    job, args = found
-    return look.payloads.still_has(job.kind, args, contains.path, contains.values)
+    wanted = read_wanted(text)
+    if look.payloads.mode == "redacted" and any(map(is_secret, wanted.path)):
+        raise ArgumentError("the values of this name are hidden here, and cannot be searched")
+    return wanted
 
 
 def _columns(look: Look, text: str | None) -> list[str]:

@@ -33,6 +33,7 @@ from outboxq.dashboard.seals import Seal
 from outboxq.dashboard.segments import names_in
 from outboxq.dashboard.sessions import Flash, Session, Sessions
 from outboxq.dashboard.settings import Settings
+from outboxq.dashboard.tries import Tries
 from outboxq.dashboard.view import Look, as_json, look_at
 from outboxq.errors import OutboxqError
 
@@ -77,6 +78,7 @@ class Dashboard:
         self.renderer = Renderer(settings, names, actions, has_login=isinstance(auth, Login))
         self.pollers = {segment: Poller(self, each) for segment, each in databases.items()}
         self.runs = Runs()
+        self.tries = Tries()
 
     @property
     def login(self) -> Login | None:

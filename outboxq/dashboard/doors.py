@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
-import anyio.to_thread
 from msgspec import Meta
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
@@ -61,7 +60,9 @@ async def ask_login(dashboard: "Dashboard", request: Request) -> Response:
             return _let_in(dashboard, request, page, user)
     if page.user is not None and not token:
         return as_redirect(page.to(""))
-    return _login_page(dashboard, request, page, "This link was used before, or is none." if token else None)
+    return _login_page(
+        dashboard, request, page, "This link was used before, is too old, or is none." if token else None
+    )
 
 
 async def log_in(dashboard: "Dashboard", request: Request) -> Response:
@@ -71,7 +72,8 @@ async def log_in(dashboard: "Dashboard", request: Request) -> Response:
     if login is None:
         raise Refused(404, "One logs in at the application here.")
     given = read_parameters(Credentials, page.form)
-    user = await anyio.to_thread.run_sync(login.log_in, given.name, given.password)
+    address = "" if request.client is None else request.client.host
+    user = await dashboard.tries.log_in(login, given.name, given.password, address)
     if user is None:
         response = _login_page(dashboard, request, page, "That did not match. Try again.")
         response.status_code = 401

@@ -24,6 +24,7 @@ Auth: TypeAlias = Callable[[Request], Awaitable[User | None] | User | None]
 
 # scrypt with 16 MiB and some 50 ms a try.
 _COST, _BLOCK, _PARALLEL, _SALT_BYTES = 2**14, 8, 1, 16
+_MIN_PASSWORD_CHARACTERS = 10
 _LINE = re.compile(r"(?P<name>[^:]+):(?P<role>[a-z]+):scrypt:(?P<salt>[0-9a-f]{32}):(?P<hash>[0-9a-f]{64})")
 
 
@@ -173,8 +174,10 @@ def password_line(name: str, role: Role, password: str) -> str:
     """A line for the file of `PasswordLogin`.
 
     Raises:
-        ConfigError: a name with a colon.
+        ConfigError: a name with a colon, or a password of less than ten characters.
     """
+    if len(password) < _MIN_PASSWORD_CHARACTERS:
+        raise ConfigError(f"a password has {_MIN_PASSWORD_CHARACTERS} characters or more")
     if ":" in name:
         raise ConfigError(f"a user's name has no colon, got {name!r}")
     salt = secrets.token_bytes(_SALT_BYTES)

@@ -1,16 +1,21 @@
 """Ways in that the dashboard brings along: who is believed, and who is not."""
 
+import asyncio
+import logging
 import time
 from typing import Any
 
+import anyio.to_thread
+import httpx
 import pytest
 from sqlalchemy import Engine, create_engine
 
-from outboxq.dashboard import HeaderAuth, Role, TokenLogin, create_app
+from outboxq.dashboard import HeaderAuth, PasswordLogin, Role, TokenLogin, create_app
+from outboxq.dashboard.logins import password_line
 from outboxq.dashboard.seals import Seal
 from outboxq.dashboard.sessions import Session, Sessions
 from outboxq.errors import ConfigError
-from tests.support.dashboard import as_user, client_of
+from tests.support.dashboard import ORIGIN, as_user, client_of, token_of
 
 
 class _Client:
@@ -45,7 +50,7 @@ def test_a_header_is_believed_from_a_proxy_alone() -> None:
 
 @pytest.mark.parametrize("make", [
     lambda: HeaderAuth("x-user", []), lambda: HeaderAuth("x-user", ["nowhere"]), lambda: TokenLogin("short"),
-    lambda: Seal(b"short"),
+    lambda: Seal(b"short"), lambda: password_line("anna", Role.ADMIN, "nine char"),
 ])  # fmt: skip
 def test_what_would_be_weak_is_refused(make: Any) -> None:
     """A header without proxies, a token and a secret that can be guessed."""
@@ -99,3 +104,48 @@ def test_another_driver_is_refused() -> None:
     """The message says how to make the engine."""
     with pytest.raises(ConfigError, match=r"psycopg 3"):
         create_app(create_engine("postgresql+psycopg2://127.0.0.1/shop"), auth=as_user(Role.READER))
+
+
+_ENGINE = create_engine("postgresql+psycopg://127.0.0.1:1/shop")
+
+
+def test_tries_to_log_in_hold_up_nothing_else_and_are_few() -> None:
+    """The application's own threads stay free; what comes on top is refused, and who is right gets in."""
+    login = PasswordLogin([password_line("anna", Role.ADMIN, "correct horse")])
+    app = create_app(_ENGINE, auth=login)
+
+    async def run() -> tuple[list[int], int, int]:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url=ORIGIN, timeout=None) as client:
+            token = token_of(await client.get("/login"))
+
+            async def post(password: str) -> int:
+                form = {"csrf": token, "name": "anna", "password": password}
+                return (await client.post("/login", data=form, headers={"origin": ORIGIN})).status_code
+
+            tries = [asyncio.create_task(post("wrong")) for _ in range(30)]
+            threads = anyio.to_thread.current_default_thread_limiter()
+            busy = 0
+            while not all(each.done() for each in tries):
+                busy = max(busy, threads.borrowed_tokens)
+                await asyncio.sleep(0.005)
+            return [each.result() for each in tries], busy, await post("correct horse")
+
+    answers, busy, right = asyncio.run(run())
+    assert (answers.count(401), answers.count(429)) == (10, 20)
+    assert busy == 0
+    assert right == 303
+
+
+def test_a_login_that_fails_is_logged_and_the_next_one_takes_longer(caplog: pytest.LogCaptureFixture) -> None:
+    """Neither what was typed as the name nor the password is in the log."""
+    app = create_app(_ENGINE, auth=TokenLogin("a token of some length"))
+    seconds = list[float]()
+    with client_of(app) as client, caplog.at_level(logging.WARNING, "outboxq.dashboard"):
+        form = {"csrf": token_of(client.get("/login")), "name": "hunter22", "password": "hunter23"}
+        for _ in range(4):
+            started = time.monotonic()
+            assert client.post("/login", data=form, headers={"origin": ORIGIN}).status_code == 401
+            seconds.append(time.monotonic() - started)
+    assert seconds[3] >= 0.8
+    assert caplog.text.count("a login failed: address=testclient") == 4
+    assert "hunter" not in caplog.text

@@ -10,6 +10,7 @@ import ipaddress
 import re
 import secrets
 import threading
+import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,7 @@ Auth: TypeAlias = Callable[[Request], Awaitable[User | None] | User | None]
 # scrypt with 16 MiB and some 50 ms a try.
 _COST, _BLOCK, _PARALLEL, _SALT_BYTES = 2**14, 8, 1, 16
 _MIN_PASSWORD_CHARACTERS = 10
+LINK_SECONDS = 600.0
 _LINE = re.compile(r"(?P<name>[^:]+):(?P<role>[a-z]+):scrypt:(?P<salt>[0-9a-f]{32}):(?P<hash>[0-9a-f]{64})")
 
 
@@ -47,10 +49,10 @@ class Login(Protocol):
 
 
 class TokenLogin:
-    """One token for all who have it, and a link that logs in once.
+    """One token for all who have it; without one, a link that logs in once, within ten minutes.
 
     Args:
-        token: 16 characters at least; a random one without it, so that only the link lets in.
+        token: 16 characters at least; if there is none, only the link lets in.
         name: What the audit calls them.
 
     Raises:
@@ -64,13 +66,15 @@ class TokenLogin:
             raise ConfigError("a token has 16 characters or more; `openssl rand -hex 32` prints one")
         self._token = token or secrets.token_urlsafe(32)
         self._user = User(name, role)
-        self._link: str | None = secrets.token_urlsafe(32)
+        # Whoever reads the first lines of a log would get in by it, so it is there only if nothing else lets in.
+        self._link = secrets.token_urlsafe(32) if token is None else None
+        self._link_until = time.monotonic() + LINK_SECONDS
         self._lock = threading.Lock()
 
     @property
     def link_token(self) -> str | None:
-        """What the link has as its token; None once it was used."""
-        return self._link
+        """What the link has as its token; None if there is none, or none any more."""
+        return self._link if time.monotonic() < self._link_until else None
 
     def log_in(self, name: str, password: str) -> User | None:  # noqa: ARG002  # as `Login` has it
         """The user, if the password is the token."""
@@ -79,7 +83,7 @@ class TokenLogin:
     def take_link(self, token: str) -> User | None:
         """The user, if the link was not used before."""
         with self._lock:
-            if self._link is None or not _is_same(token, self._link):
+            if self.link_token is None or not _is_same(token, self.link_token):
                 return None
             self._link = None
         return self._user

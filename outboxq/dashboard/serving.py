@@ -41,7 +41,8 @@ def listen(host: str, port: int) -> Iterator[tuple[socket.socket, str]]:
 def announced(address: str, login: object) -> str:
     """What is said at the start: where it is, and the link that logs in."""
     if isinstance(login, TokenLogin) and login.link_token is not None:
-        return f"The dashboard is at {address}/login?token={login.link_token}\nThe link logs in once. Ctrl-C ends it."
+        link = f"{address}/login?token={login.link_token}"
+        return f"The dashboard is at {link}\nThe link logs in once, within ten minutes. Ctrl-C ends it."
     return f"The dashboard is at {address}/\nCtrl-C ends it."
 
 

@@ -13,6 +13,7 @@ from sqlalchemy import Engine, create_engine
 from outboxq.dashboard import HeaderAuth, PasswordLogin, Role, TokenLogin, create_app
 from outboxq.dashboard.logins import password_line
 from outboxq.dashboard.seals import Seal
+from outboxq.dashboard.serving import announced
 from outboxq.dashboard.sessions import Session, Sessions
 from outboxq.errors import ConfigError
 from tests.support.dashboard import ORIGIN, as_user, client_of, token_of
@@ -149,3 +150,17 @@ def test_a_login_that_fails_is_logged_and_the_next_one_takes_longer(caplog: pyte
     assert seconds[3] >= 0.8
     assert caplog.text.count("a login failed: address=testclient") == 4
     assert "hunter" not in caplog.text
+
+
+def test_a_link_is_there_only_without_a_token_and_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ten minutes after it was made nothing lets in by it."""
+    assert TokenLogin("a token of some length").link_token is None
+    assert "token=" not in announced("http://0.0.0.0:8484", TokenLogin("a token of some length"))
+    login = TokenLogin()
+    token = login.link_token
+    assert token is not None
+    assert token in announced("http://127.0.0.1:8484", login)
+    now = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now + 601)
+    assert login.take_link(token) is None
+    assert login.link_token is None

@@ -32,6 +32,8 @@ Thing = TypeVar("Thing")
 Listed: TypeAlias = Literal["job", "dead_job"]
 
 DEPTH = 100_000
+# Arguments that are no longer than this are read for lists.
+SHORT_BYTES = 64 * 1024
 # How often it is looked for more, if rows were found that may not be seen.
 _MOST_LOOKS = 10
 _ROWS: Mapping[Listed, Table] = {"job": job, "dead_job": dead_job}
@@ -120,13 +122,16 @@ def find_jobs(
     wanted: JobFilter,
     *,
     contains: Wanted | None = None,
+    args_bytes: int = 0,
     before: UUID | None = None,
     limit: int = 50,
     depth: int = DEPTH,
-) -> Found[tuple[WaitingJob, str]]:
-    """The newest jobs that match, each with its arguments as JSON text."""
+) -> Found[tuple[WaitingJob, str | None]]:
+    """The newest jobs that match, each with its arguments as JSON text; None if they are longer than `args_bytes`."""
     documents = [] if contains is None else contains.documents
-    statement = jobs.newest_jobs(wanted, contains=documents, before=before, limit=limit + 1, depth=depth)
+    statement = jobs.newest_jobs(
+        wanted, contains=documents, args_bytes=args_bytes, before=before, limit=limit + 1, depth=depth
+    )
     return _page(connection, statement, _job_and_args, job, before, limit, depth)
 
 
@@ -164,7 +169,7 @@ def find_seen(
 
 
 def read_documents(
-    connection: Connection, of: Listed, ids: Sequence[UUID], *, most_bytes: int = 64 * 1024
+    connection: Connection, of: Listed, ids: Sequence[UUID], *, most_bytes: int = SHORT_BYTES
 ) -> dict[UUID, tuple[str, str]]:
     """The arguments and headers of rows that are there, but for those that are longer."""
     rows = connection.execute(statements.documents_of(_ROWS[of], ids, most_bytes=most_bytes))
@@ -266,7 +271,7 @@ def _id_of(found: Any) -> UUID:
     return row_id
 
 
-def _job_and_args(row: Any) -> tuple[WaitingJob, str]:
+def _job_and_args(row: Any) -> tuple[WaitingJob, str | None]:
     *summary, args = row
     return WaitingJob(*summary), args
 

@@ -6,7 +6,7 @@ shown. The application's own hook comes after that, and what it hides cannot be 
 """
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
@@ -122,16 +122,18 @@ class Payloads:
         except Exception as error:  # noqa: BLE001  # users' code, which is not to show what it was to hide
             raise HookFailed(f"hidden, because the hook `redact` failed: {type(error).__name__}") from None
 
-    def still_has(self, kind: str, text: str, path: tuple[str, ...], wanted: tuple[object, ...]) -> bool:
-        """Whether arguments still have one of these values at a path after all that is not to be seen was taken out."""
+    def seen_args(self, kind: str, text: str) -> Any:
+        """Arguments without what is not to be seen; None if nothing of them is, or they cannot be read."""
+        if self.mode == "hidden":
+            return None
         try:
-            found: Any = self._seen(kind, read_tree(text), hook=True)
+            return self._seen(kind, read_tree(text), hook=True)
         except (ValueError, HookFailed):
-            return False
-        for key in path:
-            if not isinstance(found, dict) or key not in found:
-                return False
-            found = found[key]
+            return None
+
+    def still_has(self, kind: str, text: str, path: Sequence[str], wanted: Sequence[object]) -> bool:
+        """Whether arguments still have one of these values at a path after all that is not to be seen was taken out."""
+        found = at_path(self.seen_args(kind, text), path)
         return any(found == each and isinstance(found, bool) is isinstance(each, bool) for each in wanted)
 
     def text(self, said: str | None, hidden: Iterable[str] = ()) -> str | None:
@@ -174,6 +176,13 @@ class Payloads:
             except ValueError:
                 continue
         return tuple(sorted((each for each in found if len(each) >= _MIN_HIDDEN_CHARACTERS), key=len, reverse=True))
+
+
+def at_path(tree: Any, path: Sequence[str]) -> Any:
+    """What stands in a document behind these keys; None if nothing does."""
+    for key in path:
+        tree = tree.get(key) if isinstance(tree, dict) else None
+    return tree
 
 
 class HookFailed(Exception):

@@ -112,6 +112,33 @@ def test_a_search_does_not_tell_what_is_hidden(staged: Engine) -> None:
         assert client.get("/orders/dead?reason=hunter").status_code == 400
 
 
+def test_columns_show_arguments_of_any_type(staged: Engine) -> None:
+    """Numbers with their digits, lists as JSON; each document is redacted once, with no transaction open."""
+    calls = list[tuple[str, int]]()
+
+    def hook(kind: str, args: Any) -> Any:
+        calls.append((kind, staged.pool.checkedout()))  # type: ignore[attr-defined]  # of a QueuePool
+        return args
+
+    app = create_app({"orders": staged}, auth=as_user(Role.READER), redact=hook)
+    args = '{"order_id": 10000000000000000000000000000001, "n": 1.50, "list": [1, {"pin": 4711}], "text": "a"}'
+    with staged.begin() as connection:
+        connection.execute(text("UPDATE outboxq.job SET args = CAST(:args AS jsonb)"), {"args": args})
+        rows = connection.execute(text(
+            "UPDATE outboxq.job SET args = args || jsonb_build_object('long', repeat('x', 70000)) "
+            "WHERE queue = 'mail' RETURNING id")).all()  # fmt: skip
+    with client_of(app) as client:
+        assert client.get("/orders/jobs").status_code == 200
+        assert calls == []
+        page = client.get("/orders/jobs?columns=order_id,n,list,text,absent,list.deep")
+    assert page.status_code == 200
+    for cell in ("10000000000000000000000000000001", "1.50", "[1, {&#34;pin&#34;: &#34;•••&#34;}]"):
+        assert f">{cell}</td>" in page.text
+    assert len(calls) == page.text.count(">1.50</td>") > 0
+    assert page.text.count('scope="row"') == len(calls) + len(rows)
+    assert {connections for _, connections in calls} == {0}
+
+
 def test_a_hook_that_fails_hides_everything(staged: Engine) -> None:
     """An error in the application's hook is no reason to show what it was to hide."""
 

@@ -5,19 +5,18 @@ from dataclasses import dataclass
 from typing import Literal
 from uuid import UUID
 
-import msgspec
 from sqlalchemy import Connection
 
-from outboxq.admin.browse import Found, Wanted, find_jobs, find_seen, read_wanted
+from outboxq.admin.browse import SHORT_BYTES, Found, Wanted, find_jobs, find_seen, read_wanted
 from outboxq.admin.explain import Explanation, explain_job
 from outboxq.admin.finished import FinishedDetail, show_finished
 from outboxq.admin.jobs import JobDetail, JobFilter, WaitingJob, show_job
 from outboxq.admin.relays import RelaySummary, list_relays
 from outboxq.admin.stats import collect_stats
-from outboxq.dashboard.documents import Tree, read_tree
+from outboxq.dashboard.documents import write_tree
 from outboxq.dashboard.errors import Refused
 from outboxq.dashboard.parameters import Key, Name, OfJob, Paged, SearchText
-from outboxq.dashboard.payloads import hide_errors, is_secret
+from outboxq.dashboard.payloads import Payloads, at_path, hide_errors, is_secret
 from outboxq.dashboard.settings import JobRef
 from outboxq.dashboard.view import Look, View, flat
 from outboxq.dashboard.views.dead import dead_view, find_dead_letter
@@ -26,6 +25,7 @@ from outboxq.dashboard.views.timeline import Step, seen_headers, timeline
 from outboxq.error_record import read_attempts
 from outboxq.errors import ArgumentError, JobNotFound
 
+_MAX_CELL_CHARACTERS = 200
 STATES = ("ready", "grouped", "running", "scheduled", "due", "leased", "orphaned", "suspect")
 
 
@@ -50,26 +50,36 @@ def show_jobs(look: Look, asked: AskedJobs) -> View:
     """The newest jobs that match."""
     wanted = JobFilter(queue=asked.queue, kind=asked.kind, state=asked.state, group=asked.group)
     contains = _search(look, asked.q)
-    found = look.at("the jobs", lambda c: _find(look, c, wanted, contains, asked)) or Found(())
     names = _columns(look, asked.columns)
-    cells = [[_cell(look, job.kind, args, name) for name in names] for job, args in found.rows]
+    args_bytes = SHORT_BYTES if names or contains is not None else 0
+    found = look.at("the jobs", lambda c: _find(look, c, wanted, contains, asked, args_bytes)) or Found(())
     jobs = seen_jobs(look, [job for job, _ in found.rows])
     data = {"jobs": jobs, "more": found.before is not None, "next_before": found.before}
-    extra = {"found": found, "cells": cells, "columns": names, "counts": _counts(look, asked.queue), "states": STATES}
-    return View("jobs.html", "Jobs", data, extra)
+    extra = {"found": found, "columns": names, "counts": _counts(look, asked.queue), "states": STATES}
+    cells = lambda: {"cells": [_cells(look.payloads, job.kind, args, names) for job, args in found.rows]}  # noqa: E731
+    return View("jobs.html", "Jobs", data, extra, cells)
 
 
 def _find(
-    look: Look, connection: Connection, wanted: JobFilter, contains: Wanted | None, asked: AskedJobs
-) -> Found[tuple[WaitingJob, str]]:
+    look: Look,
+    connection: Connection,
+    wanted: JobFilter,
+    contains: Wanted | None,
+    asked: AskedJobs,
+    args_bytes: int,
+) -> Found[tuple[WaitingJob, str | None]]:
     """The jobs that match by what may be seen of them: else a search would tell what is hidden."""
 
-    def find(before: UUID | None) -> Found[tuple[WaitingJob, str]]:
-        return find_jobs(connection, wanted, contains=contains, before=before, limit=asked.limit)
+    def find(before: UUID | None) -> Found[tuple[WaitingJob, str | None]]:
+        return find_jobs(connection, wanted, contains=contains, args_bytes=args_bytes, before=before, limit=asked.limit)
 
     if contains is None:
         return find(asked.before)
-    sees = lambda each: look.payloads.still_has(each[0].kind, each[1], contains.path, contains.values)  # noqa: E731
+
+    def sees(found: tuple[WaitingJob, str | None]) -> bool:
+        job, args = found
+        return args is not None and look.payloads.still_has(job.kind, args, contains.path, contains.values)
+
     return find_seen(connection, find, sees, "job", before=asked.before, limit=asked.limit)
 
 
@@ -171,13 +181,22 @@ def _columns(look: Look, text: str | None) -> list[str]:
     return [name for each in text.split(",") if (name := each.strip().removeprefix("args."))][:6]
 
 
-def _cell(look: Look, kind: str, args: str, name: str) -> str:
-    found: Tree = read_tree(look.payloads.document(kind, args, hook=True).raw)
-    for key in name.split("."):
-        found = found.get(key) if isinstance(found, dict) else None
+def _cells(payloads: Payloads, kind: str, args: str | None, names: Sequence[str]) -> list[str]:
+    """The columns of a job."""
+    if not names:
+        return []
+    seen = None if args is None else payloads.seen_args(kind, args)
+    return [_cell(at_path(seen, name.split("."))) for name in names]
+
+
+def _cell(found: object) -> str:
     if found is None:
         return ""
-    return found if isinstance(found, str) else msgspec.json.encode(found).decode()[:200]
+    try:
+        return (found if isinstance(found, str) else write_tree(found))[:_MAX_CELL_CHARACTERS]
+    except (TypeError, ValueError):
+        # What the application's hook returned.
+        return ""
 
 
 def _counts(look: Look, queue: str | None) -> dict[str, tuple[int, bool]]:

@@ -74,6 +74,13 @@ def _withheld(why: str) -> Document:
     return Document("", "null", why)
 
 
+def _document(pretty: str, raw: str) -> Document:
+    if len(pretty) <= _MAX_SHOWN_CHARACTERS:
+        return Document(escaped_json(pretty), raw)
+    cut = f"{_MAX_SHOWN_CHARACTERS:,} of {len(pretty):,} characters are shown"
+    return Document(escaped_json(pretty[:_MAX_SHOWN_CHARACTERS]), raw, cut)
+
+
 @dataclass(frozen=True, slots=True)
 class Payloads:
     """What may be seen of payloads.
@@ -99,19 +106,14 @@ class Payloads:
         if self.mode == "hidden":
             return _withheld("hidden")
         try:
-            tree = read_tree(text)
-            seen = self._seen(kind, tree, hook=hook)
-            pretty, raw = write_tree(seen, indent=2), write_tree(seen)
+            seen = self._seen(kind, read_tree(text), hook=hook)
+            return _document(write_tree(seen, indent=2), write_tree(seen))
         except TooDeep as error:
             return _withheld(str(error))
         except HookFailed as error:
             return _withheld(str(error))
         except (ValueError, TypeError):
             return _withheld("it cannot be read")
-        if len(pretty) > _MAX_SHOWN_CHARACTERS:
-            cut = f"{_MAX_SHOWN_CHARACTERS:,} of {len(pretty):,} characters are shown"
-            return Document(escaped_json(pretty[:_MAX_SHOWN_CHARACTERS]), raw, cut)
-        return Document(escaped_json(pretty), raw)
 
     def _seen(self, kind: str, tree: Tree, *, hook: bool) -> Any:
         seen = redacted(tree) if self.mode == "redacted" else tree

@@ -158,6 +158,21 @@ def test_numbers_keep_their_digits() -> None:
     assert Payloads().document("k", document).raw == document
 
 
+def test_half_a_pair_of_surrogates_is_shown_as_it_is_stored(engine: Engine) -> None:
+    """In JSON inside of a string, as no text of PostgreSQL can have it: the page, its JSON and columns answer."""
+    stage_dashboard(engine)
+    args = json.dumps({"b": '{"password": "x", "b": "\\ud800"}'})
+    with engine.begin() as connection:
+        connection.execute(text("UPDATE outboxq.job SET args = CAST(:args AS jsonb)"), {"args": args})
+    with client_of(create_app({"orders": engine}, auth=as_user(Role.READER))) as client:
+        for path in (f"jobs/{numbered(1)}", "jobs?columns=b"):
+            answer = client.get(f"/orders/{path}")
+            assert answer.status_code == 200
+            assert "ud800" in answer.text
+        document = client.get(f"/orders/jobs/{numbered(1)}", headers={"accept": "application/json"})
+    assert "ud800" in document.text
+
+
 def test_a_document_that_is_nested_too_deeply_is_not_shown() -> None:
     """It takes neither the page nor the process down."""
     for depth in (202, 5_000, 200_000):

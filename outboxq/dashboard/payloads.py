@@ -21,11 +21,11 @@ Redact: TypeAlias = Callable[[str, Any], Any]
 
 MASK = "•••"
 _WORDS = (
-    r"pass_?(?:word|wd|phrase|code)|passwd|pwd|secret|token|auth(?:orization)?|credentials?|api_?-?key|private_?-?key|"
+    r"pass_?(?:word|wd|phrase|code)|passwd|pwd|secret|token|auth(?:orization)?|credentials?|api_?-?key|private_?-?key|access_?-?key|pw|"
     r"cookie|session_?id|signature|card|cvc|cvv|iban|bic|ssn|otp|pin"
 )
 # A key is taken apart at underscores, dashes and capitals, so that `pin` does not hide `shipping`.
-_SECRET_KEY = re.compile(rf"(?:^|_)(?:{_WORDS})s?(?:$|_)")
+_SECRET_KEY = re.compile(rf"(?:^|_)(?:{_WORDS})s?(?:$|_)|(?:^|_)pass$")
 _CAPITAL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 _ALWAYS = re.compile(r"password|passwd|secret|token|authorization|api_?key|card|iban|ssn")
 # Every part is bounded or ends for good, so that a text takes a time in proportion to its length: arguments are written
@@ -37,8 +37,10 @@ _VALUE = re.compile(
     re.DOTALL,
 )
 _MAX_WORD_CHARACTERS = 64
+_WITHOUT_SPACES = re.compile(r"\S+")
 _BEARER = re.compile(r"(?i)\b(bearer|basic)\s+[A-Za-z0-9._~+/=-]{8,}")
-_URL_PASSWORD = re.compile(r"(?<=://)([^\s:/@]*):[^\s@/]+@")
+# Documents that name a value beside it, as {"name": "password", "value": "..."} does.
+_NAMES, _VALUES = ("name", "key", "header", "field"), ("value", "values")
 # A reason without the text of an error, which may have values in it.
 _SAFE_REASON = re.compile(
     r"gave up after \d+ of \d+ attempts: [A-Za-z_][\w.]*|another attempt cannot help: [A-Za-z_][\w.]*|"
@@ -46,6 +48,8 @@ _SAFE_REASON = re.compile(
 )
 _TYPE_NAME = re.compile(r"[A-Za-z_][\w.]*")
 _MIN_HIDDEN_CHARACTERS = 4
+# Of a job with more, no text is shown: each would be looked for in each of them.
+_MOST_HIDDEN = 1_000
 _MAX_SHOWN_CHARACTERS = 200_000
 
 
@@ -138,7 +142,7 @@ class Payloads:
         found = at_path(self.seen_args(kind, text), path)
         return any(found == each and isinstance(found, bool) is isinstance(each, bool) for each in wanted)
 
-    def text(self, said: str | None, hidden: Iterable[str] = ()) -> str | None:
+    def text(self, said: str | None, hidden: Sequence[str] = ()) -> str | None:
         """An error's text, or a note, without what is not to be seen.
 
         Args:
@@ -146,11 +150,11 @@ class Payloads:
         """
         if said is None or self.mode == "shown":
             return said
-        if self.mode == "hidden":
+        if self.mode == "hidden" or len(hidden) > _MOST_HIDDEN:
             return MASK
         return without_secrets(said, hidden)
 
-    def reason(self, said: str, hidden: Iterable[str] | None = None) -> str:
+    def reason(self, said: str, hidden: Sequence[str] | None = None) -> str:
         """Why a job died: without the text of its error in the mode `hidden`, or if its secrets are not known.
 
         Args:
@@ -158,7 +162,7 @@ class Payloads:
         """
         if self.mode == "shown":
             return said
-        if self.mode == "redacted" and hidden is not None:
+        if self.mode == "redacted" and hidden is not None and len(hidden) <= _MOST_HIDDEN:
             return without_secrets(said, hidden)
         found = _SAFE_REASON.match(said)
         return found.group() if found else MASK
@@ -174,7 +178,7 @@ class Payloads:
         found: set[str] = set()
         for text in texts:
             try:
-                found.update(_secrets(read_tree(text or "null")))
+                redacted(read_tree(text or "null"), taken=found)
             except ValueError:
                 continue
         return tuple(sorted((each for each in found if len(each) >= _MIN_HIDDEN_CHARACTERS), key=len, reverse=True))
@@ -191,34 +195,67 @@ class HookFailed(Exception):
     """The application's hook has raised an error."""
 
 
-def redacted(tree: Tree, depth: int = 0) -> Tree:
-    """A document without the values of secret keys."""
+def redacted(tree: Tree, depth: int = 0, taken: set[str] | None = None) -> Tree:
+    """A document without the values of secret keys.
+
+    Args:
+        taken: What was taken out is added to it.
+    """
     check_depth(depth)
     if isinstance(tree, dict):
-        return {key: MASK if is_secret(key) else redacted(value, depth + 1) for key, value in tree.items()}
+        is_named = any(is_secret(name) for each in _NAMES if isinstance(name := tree.get(each), str))
+        return {
+            key: _masked(value, depth, taken)
+            if is_secret(key) or (is_named and key in _VALUES)
+            else redacted(value, depth + 1, taken)
+            for key, value in tree.items()
+        }
     if isinstance(tree, list):
-        return [redacted(each, depth + 1) for each in tree]
-    return _redacted_text(tree, depth) if isinstance(tree, str) else tree
+        return [
+            _masked(each, depth, taken) if _is_named(tree, at) else redacted(each, depth + 1, taken)
+            for at, each in enumerate(tree)
+        ]
+    return _redacted_text(tree, depth, taken) if isinstance(tree, str) else tree
 
 
-def _redacted_text(text: str, depth: int) -> str:
-    """A string: JSON inside of it is redacted like the rest, and so is the password of a URL."""
-    if text[:1] in ("{", "["):
+def _is_named(values: list[Tree], at: int) -> bool:
+    """Whether a value is behind its name: in a pair such as ["X-Api-Key", "..."], or behind a word like --password."""
+    name = values[at - 1] if at else None
+    return isinstance(name, str) and (len(values) == 2 or name.startswith("-")) and is_secret(name)
+
+
+def _masked(tree: Tree, depth: int, taken: set[str] | None) -> str:
+    if taken is not None:
+        taken.update(_leaves(tree, depth))
+    return MASK
+
+
+def _redacted_text(text: str, depth: int, taken: set[str] | None) -> str:
+    """A string: JSON inside of it is redacted like the rest, also JSON of a string, and other text as texts are."""
+    if text.lstrip()[:1] in ("{", "[", '"'):
         try:
             inner = read_tree(text)
         except ValueError:
             return without_secrets(text, ())
-        found = redacted(inner, depth + 1)
-        return text if found == inner else write_tree(found)
-    return _BEARER.sub(rf"\1 {MASK}", _URL_PASSWORD.sub(rf"\1:{MASK}@", text))
+        # Written anew even if nothing was taken out: of a key that is there twice, only the last was looked at.
+        return write_tree(redacted(inner, depth + 1, taken))
+    return without_secrets(text, ())
 
 
 def without_secrets(text: str, hidden: Iterable[str]) -> str:
     """A text without these values, the passwords of URLs, and what stands behind a word such as `password=`."""
     for value in hidden:
         text = text.replace(value, MASK)
-    text = _URL_PASSWORD.sub(rf"\1:{MASK}@", text)
+    if "://" in text:
+        text = _WITHOUT_SPACES.sub(_without_url_password, text)
     return _without_named(_BEARER.sub(rf"\1 {MASK}", text))
+
+
+def _without_url_password(found: re.Match[str]) -> str:
+    """The part of a text that may be a URL: its password ends at the last @, and may have any other sign."""
+    before, scheme, rest = found.group().partition("://")
+    user, colon, _ = rest.rpartition("@")[0].partition(":")
+    return f"{before}{scheme}{user}:{MASK}@{rest.rpartition('@')[2]}" if colon else found.group()
 
 
 def _without_named(text: str) -> str:
@@ -237,15 +274,12 @@ def _without_named(text: str) -> str:
     return "".join([*parts, text[end:]])
 
 
-def _secrets(tree: Tree, depth: int = 0, *, below: bool = False) -> Iterator[str]:
+def _leaves(tree: Tree, depth: int) -> Iterator[str]:
     check_depth(depth)
-    if isinstance(tree, dict):
-        for key, value in tree.items():
-            yield from _secrets(value, depth + 1, below=below or is_secret(key))
-    elif isinstance(tree, list):
-        for each in tree:
-            yield from _secrets(each, depth + 1, below=below)
-    elif below and tree is not None and not isinstance(tree, bool):
+    if isinstance(tree, dict | list):
+        for each in tree.values() if isinstance(tree, dict) else tree:
+            yield from _leaves(each, depth + 1)
+    elif tree is not None and not isinstance(tree, bool):
         yield tree if isinstance(tree, str) else write_tree(tree)
 
 

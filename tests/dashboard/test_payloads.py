@@ -183,8 +183,8 @@ def test_a_document_that_is_nested_too_deeply_is_not_shown() -> None:
 _SECRET = (
     "password", "Password", "db_password", "userPassword", "api_key", "apiKey", "API-KEY", "x-api-key", "accessToken",
     "refresh_tokens", "Authorization", "client.secret", "cardNumber", "iban", "ssn", "pin", "cvv", "session_id",
+    "pass", "db_pass", "pw", "accessKey", "access_key",
 )  # fmt: skip
-_PLAIN = ("order_id", "shipping", "opinion", "pass_through", "author", "key", "name", "spinning")
 
 
 @pytest.mark.parametrize("key", _SECRET)
@@ -194,11 +194,53 @@ def test_keys_that_look_secret(key: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "key", ["order_id", "shipping", "opinion", "pass_through", "author", "key", "name", "spinning"]
+    "key", ["order_id", "shipping", "opinion", "pass_through", "author", "key", "name", "spinning", "compass"]
 )
 def test_keys_that_do_not(key: str) -> None:
     """What only has such letters in it is shown."""
     assert not is_secret(key)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        '  {"password": "hunter22"}',
+        json.dumps(json.dumps({"password": "hunter22"})),
+        '{"a": {"password": "hunter22"}, "a": 1}',
+        "password=hunter22&x=1",
+        "https://host/?access_token=hunter22",
+        "--token=hunter22",
+        ["--verbose", "--password", "hunter22"],
+        ["X-Api-Key", "hunter22"],
+        [["Authorization", "hunter22"]],
+        {"name": "password", "value": "hunter22"},
+        {"key": "X-Api-Key", "values": ["hunter22"]},
+        "postgres://bob:p@hunter22@host/db",
+        "postgres://bob:a/hunter22@host/db",
+        '"password": "ab\\"hunter22"',
+    ],
+    ids=str,
+)
+def test_a_secret_is_hidden_however_it_is_named(value: Any) -> None:
+    """In JSON inside of a string, in forms, in URLs, in words of a command, in pairs."""
+    seen = Payloads().document("k", json.dumps({"it": value}), hook=True)
+    assert seen.why is None
+    assert "hunter22" not in seen.raw
+
+
+def test_an_error_may_repeat_what_was_hidden_in_a_string() -> None:
+    """What is taken out of JSON inside of a string, or of a pair, is taken out of texts too."""
+    body = json.dumps({"body": json.dumps({"password": "hunter22"}), "pair": ["X-Api-Key", "hunter23"]})
+    assert Payloads().secrets_of(body) == ("hunter22", "hunter23")
+
+
+def test_hiding_takes_a_time_in_proportion_to_what_is_hidden() -> None:
+    """A job with very many secrets has none of its texts shown: to look for each in each would take long."""
+    many = Payloads().secrets_of(json.dumps({"token": [f"secret {number}" for number in range(100_000)]}))
+    started = time.process_time()
+    assert Payloads().text("the error" * 1_000, many) == MASK
+    assert Payloads().reason("cancelled", many) == "cancelled"
+    assert time.process_time() - started < 1
 
 
 @given(

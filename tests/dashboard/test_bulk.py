@@ -290,3 +290,27 @@ def test_without_an_audit_nothing_goes_on_unseen(operator: Operator, engine: Eng
     refused = operator.post("bulk/apply", intent=found["intent"])
     assert (refused.status_code, "outboxq migrate" in refused.json()["error"]) == (409, True)
     assert count_dead(engine) == 3
+
+
+def test_rows_that_come_after_the_preview_do_not_make_more_of_it_than_was_agreed(engine: Engine) -> None:
+    """It ends before it is more than one confirms without typing, or than the role may; an admin may go on."""
+    stage_dashboard(engine)
+    add_dead(engine, 10)
+    with client_of(_app(engine, Role.OPERATOR)) as client:
+        operator = Operator(client, token_for(client))
+        found = operator.look(what="dead.retry", kind="bulk")
+        add_dead(engine, 1_200)
+        entry = operator.post("bulk/apply", intent=found["intent"]).json()["audit"]
+        until(lambda: operator.entry(entry)["error"] is not None)
+        assert "more rows match by now than the 1,000" in operator.entry(entry)["error"]
+        assert (operator.entry(entry)["changed"], count_dead(engine)) == (1_000, 210)
+        with engine.begin() as connection:
+            connection.execute(text("UPDATE outboxq.audit SET changed = 9900 WHERE id = :id"), {"id": entry})
+        refused = operator.post(f"audit/{entry}/resume")
+        assert (refused.status_code, count_dead(engine)) == (409, 210)
+        assert "10,000" in refused.json()["error"]
+    with client_of(_app(engine, Role.ADMIN)) as client:
+        admin = Operator(client, token_for(client))
+        assert admin.post(f"audit/{entry}/resume").status_code == 200
+        admin.await_end(entry)
+    assert count_dead(engine) == 0

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from msgspec import Meta
 from starlette.requests import Request
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import Response
 
 from outboxq.dashboard.errors import Refused
 from outboxq.dashboard.live import find_watched
@@ -143,5 +143,6 @@ async def follow(dashboard: "Dashboard", request: Request) -> Response:
     if watched is None:
         raise Refused(404, "This page is not live.")
     database = dashboard.database(request)
-    events = dashboard.pollers[database.segment].stream(watched)
-    return StreamingResponse(events, media_type="text/event-stream", headers={"x-accel-buffering": "no"})
+    user = page_of(request).user
+    assert user is not None
+    return dashboard.pollers[database.segment].stream(watched, user.name)

@@ -136,6 +136,8 @@ class Dashboard:
     async def _show(self, route: Screen, database: Database, request: Request, page: Page) -> Response:
         given = page.form if route.method == "POST" else request.query_params
         asked: Any = read_parameters(route.takes, {**given, **_names(request)})
+        if route.examines:
+            await database.examine()
         view, look = await self._look(database, page, lambda look: route.show(look, asked))
         if wants_json(request):
             data = view.data

@@ -18,13 +18,12 @@ from starlette.responses import StreamingResponse
 from starlette.routing import compile_path
 from starlette.types import Receive, Scope, Send
 
-from outboxq.dashboard.databases import Database, Way
+from outboxq.dashboard.databases import FINDINGS_SECONDS, Database
 from outboxq.dashboard.errors import Refused, answer_to
 from outboxq.dashboard.parameters import read_parameters
 from outboxq.dashboard.route import Route, Screen
 from outboxq.dashboard.segments import names_in
 from outboxq.dashboard.view import look_at
-from outboxq.doctor import Finding, run_checks
 from outboxq.errors import OutboxqError
 
 if TYPE_CHECKING:
@@ -34,7 +33,7 @@ logger = logging.getLogger("outboxq.dashboard")
 
 # A stream ends after this time, and the browser comes again: then its user is asked for anew.
 STREAM_SECONDS = 600.0
-_BEAT_SECONDS, _DOCTOR_SECONDS = 15.0, 60.0
+_BEAT_SECONDS = 15.0
 _MOST_STREAMS, _MOST_PAGES = 500, 50
 _MOST_STREAMS_OF_USER, _MOST_PAGES_OF_USER = 10, 5
 
@@ -157,9 +156,9 @@ class Poller:
         """Have the findings for the overview, once a minute."""
         if time.monotonic() < self._doctor_at:
             return
-        self._doctor_at = time.monotonic() + _DOCTOR_SECONDS
+        self._doctor_at = time.monotonic() + FINDINGS_SECONDS
         with contextlib.suppress(OutboxqError, DBAPIError, PoolTimeout):
-            self._database.findings = await self._database.run(examine)
+            await self._database.examine()
 
     async def _look(self, watched: Watched) -> None:
         try:
@@ -189,11 +188,6 @@ class Poller:
         )
         fragments = self._dashboard.renderer.fragments(f"/{segment}/{watched.path}", segment, view, look)
         return "".join(_event(name, text) for name, text in fragments.items())
-
-
-def examine(way: Way) -> Sequence[Finding]:
-    """What the doctor finds."""
-    return run_checks(way.connect, schema=way.schema, use="reader")
 
 
 def _event(name: str, text: str) -> str:

@@ -68,6 +68,7 @@ class Screen:
         section: Which entry of the navigation it belongs to.
         live: Whether it is shown anew while it is open.
         method: POST for a look whose parameters are a form's.
+        examines: Whether it takes what the doctor finds, which is looked for before the transaction begins.
     """
 
     path: str
@@ -77,6 +78,7 @@ class Screen:
     section: str = ""
     live: bool = False
     method: Method = "GET"
+    examines: bool = False
 
     @property
     def whole_path(self) -> str:

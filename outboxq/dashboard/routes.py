@@ -32,7 +32,7 @@ _PAGES: tuple[Route, ...] = (
     Door(path="static/{version}/{name:path}", answer=doors.send_file, needs=None),
     Door(path="{db}/live/{page:path}", answer=doors.follow, needs=Role.READER),
     Screen(path="", show=overview.show_overview, section="overview", live=True),
-    Screen(path="doctor", show=operate.show_doctor, section="doctor"),
+    Screen(path="doctor", show=operate.show_doctor, section="doctor", examines=True),
     Screen(path="queues", show=queues.show_queues, section="queues", live=True),
     Screen(path="queues/{queue}", show=queues.show_queue, takes=queues.AskedQueue, section="queues", live=True),
     Screen(path="kinds", show=kinds.show_kinds, takes=kinds.AskedKinds, section="kinds"),

@@ -119,6 +119,22 @@ class Payloads:
         except (ValueError, TypeError):
             return _withheld("it cannot be read")
 
+    def callback(self, kind: str, text: str) -> Document:
+        """The job that follows a batch: its options, and its arguments, which the hook is asked about."""
+        try:
+            job = read_tree(text)
+        except ValueError:
+            return _withheld("it cannot be read")
+        if not isinstance(job, dict) or "args" not in job or self.mode == "hidden":
+            return self.document(kind, text)
+        try:
+            # Redacted as a whole once more, for what is beside them.
+            return self.document(kind, write_tree({**job, "args": self._seen(kind, job["args"], hook=True)}))
+        except HookFailed as error:
+            return _withheld(str(error))
+        except (ValueError, TypeError):
+            return _withheld("it cannot be read")
+
     def _seen(self, kind: str, tree: Tree, *, hook: bool) -> Any:
         seen = redacted(tree) if self.mode == "redacted" else tree
         if not hook or self.redact is None:

@@ -152,6 +152,35 @@ def test_a_hook_that_fails_hides_everything(staged: Engine) -> None:
     assert "order_id" not in page
 
 
+def test_the_hook_is_asked_about_the_job_that_follows_a_batch(staged: Engine) -> None:
+    """About its arguments alone; if it fails, nothing of that job is shown."""
+    asked = list[Any]()
+
+    def hook(kind: str, args: Any) -> Any:
+        asked.append((kind, args))
+        return dict.fromkeys(args, "by the hook")
+
+    def failing(kind: str, args: Any) -> Any:
+        raise KeyError(args)
+
+    path = f"/orders/batches/{numbered(201)}"
+    for redact, seen in ((hook, {"run": "by the hook"}), (failing, None)):
+        with client_of(create_app({"orders": staged}, auth=as_user(Role.READER), redact=redact)) as client:
+            callback = client.get(path, headers={"accept": "application/json"}).json()["callback"]
+        assert (callback and callback["args"]) == seen
+    assert asked == [("report", {"run": 7})]
+
+
+def test_json_has_documents_as_they_are(staged: Engine) -> None:
+    """As --json of the command line has them: arguments, headers, and the filter of an action."""
+    with client_of(create_app({"orders": staged}, auth=as_user(Role.READER))) as client:
+        found = client.get(f"/orders/jobs/{numbered(1)}", headers={"accept": "application/json"}).json()
+        batch = client.get(f"/orders/batches/{numbered(201)}", headers={"accept": "application/json"}).json()
+    assert (found["args"]["order_id"], found["args"]["password"]) == (7, MASK)
+    assert isinstance(found["errors"], list)
+    assert batch["callback"]["args"] == {"run": 7}
+
+
 def test_numbers_keep_their_digits() -> None:
     """What a float cannot hold is shown as it is stored."""
     document = '{"a": 12345678901234567890123, "b": 0.10000000000000000001, "c": 1e400, "d": 1.50}'

@@ -197,7 +197,7 @@ class Dashboard:
 
     async def _identify(self, request: Request, session: Session | None) -> User | None:
         if isinstance(self.auth, Login):
-            return None if session is None else session.logged_in
+            return None if session is None else self.sessions.user_of(self.auth, session)
         found = self.auth(request)
         user: User | None = await found if inspect.isawaitable(found) else found
         return user

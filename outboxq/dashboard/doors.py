@@ -133,7 +133,8 @@ def _login_page(dashboard: "Dashboard", request: Request, page: Page, problem: s
 def _let_in(dashboard: "Dashboard", request: Request, page: Page, user: User) -> Response:
     # A session of its own: one that a stranger may know does not become the user's.
     response = as_redirect(page.to(""))
-    dashboard.sessions.write(request, response, dashboard.sessions.new(user))
+    assert dashboard.login is not None
+    dashboard.sessions.write(request, response, dashboard.sessions.begin(dashboard.login, user))
     return response
 
 
@@ -145,4 +146,6 @@ async def follow(dashboard: "Dashboard", request: Request) -> Response:
     database = dashboard.database(request)
     user = page_of(request).user
     assert user is not None
+    if user.role < watched.screen.needs:
+        raise Refused(403, f"This takes the role {watched.screen.needs.label}, and yours is {user.role.label}.")
     return dashboard.pollers[database.segment].stream(watched, user.name)

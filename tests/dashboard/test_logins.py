@@ -1,6 +1,7 @@
 """Ways in that the dashboard brings along: who is believed, and who is not."""
 
 import asyncio
+import hashlib
 import logging
 import time
 from typing import Any
@@ -68,7 +69,7 @@ def test_a_session_that_was_changed_or_is_old_is_none() -> None:
             self.cookies = {sessions.cookie: cookie}
 
     seal = sessions._seal
-    good = Session("id", time.time() + 60, "anna", 1)
+    good = Session("id", time.time() + 60, "anna", "mark")
     text = seal.close("session", good)
     read: Any = sessions.read
     assert read(Request(text)) == good
@@ -76,7 +77,7 @@ def test_a_session_that_was_changed_or_is_old_is_none() -> None:
     assert read(Request("A" + text[1:])) is None
     assert read(Request(seal.close("flash", good))) is None
     assert read(Request(others._seal.close("session", good))) is None
-    assert read(Request(seal.close("session", Session("id", time.time() - 1, "anna", 3)))) is None
+    assert read(Request(seal.close("session", Session("id", time.time() - 1, "anna", "mark")))) is None
     assert read(Request("")) is None
 
 
@@ -164,3 +165,46 @@ def test_a_link_is_there_only_without_a_token_and_ends(monkeypatch: pytest.Monke
     monkeypatch.setattr(time, "monotonic", lambda: now + 601)
     assert login.take_link(token) is None
     assert login.link_token is None
+
+
+def test_a_session_has_the_user_as_the_login_knows_it_today() -> None:
+    """With one secret for several processes: one that was removed, or has another password, is out."""
+    lines = {
+        "then": password_line("anna", Role.ADMIN, "correct horse"),
+        "other password": password_line("anna", Role.ADMIN, "correct horse"),
+        "other user": password_line("bob", Role.ADMIN, "correct horse"),
+    }
+    lines["other role"] = lines["then"].replace(":admin:", ":reader:")
+    apps = {name: create_app(_ENGINE, auth=PasswordLogin([line]), secret=b"s" * 32) for name, line in lines.items()}
+    with client_of(apps["then"]) as client:
+        form = {"csrf": token_of(client.get("/login")), "name": "anna", "password": "correct horse"}
+        assert client.post("/login", data=form, headers={"origin": ORIGIN}).status_code == 303
+        kept = dict(client.cookies)
+    seen = dict[str, int]()
+    for name, app in apps.items():
+        with client_of(app) as client:
+            client.cookies.update(kept)
+            seen[name] = client.post("/shop/bulk/preview").status_code
+    # 415: the role may, and the body is no form.
+    assert seen == {"then": 415, "other password": 401, "other user": 401, "other role": 403}
+
+
+def test_a_line_says_how_it_was_hashed() -> None:
+    """Lines of other parameters go on to hold; those that would take too much memory are refused."""
+    line = password_line("anna", Role.ADMIN, "correct horse")
+    assert line.startswith("anna:admin:scrypt:14:8:5:")
+    salt = bytes(16)
+    weak = hashlib.scrypt(b"correct horse", salt=salt, n=2**12, r=8, p=1, dklen=32)
+    login = PasswordLogin([line, f"bob:reader:scrypt:12:8:1:{salt.hex()}:{weak.hex()}"])
+    for name in ("anna", "bob"):
+        assert login.log_in(name, "correct horse") is not None
+        assert login.log_in(name, "wrong") is None
+    with pytest.raises(ConfigError):
+        PasswordLogin([line.replace(":14:8:5:", ":20:8:5:")])
+
+
+def test_the_cookie_is_secure_behind_a_proxy_that_sends_another_host() -> None:
+    """If all that browsers see is TLS."""
+    for origins, is_secure in ((["https://ops.example.com"], True), (["https://a.test", "http://b.test"], False)):
+        with client_of(create_app(_ENGINE, auth=TokenLogin("a token of some length"), origins=origins)) as client:
+            assert ("Secure" in client.get("/login").headers["set-cookie"]) is is_secure

@@ -27,7 +27,7 @@ from outboxq.dashboard.parameters import read_parameters
 from outboxq.dashboard.payloads import Payloads
 from outboxq.dashboard.rendering import Page, Renderer, as_redirect, wants_json
 from outboxq.dashboard.roles import User
-from outboxq.dashboard.route import Action, Done, Door, Route, Screen, Work
+from outboxq.dashboard.route import MAX_FORM_BYTES, Action, Done, Door, Route, Screen, Work
 from outboxq.dashboard.runs import Runs
 from outboxq.dashboard.seals import Seal
 from outboxq.dashboard.segments import names_in
@@ -42,7 +42,6 @@ logger = logging.getLogger("outboxq.dashboard")
 Shown = TypeVar("Shown")
 Endpoint: TypeAlias = Callable[[Request], Awaitable[Response]]
 
-MAX_BODY_BYTES = 1_500_000
 _FORM = "application/x-www-form-urlencoded"
 
 
@@ -111,7 +110,7 @@ class Dashboard:
                 raise Refused(403, f"This takes the role {route.needs.label}, and yours is {page.user.role.label}.")
         form: Mapping[str, str] = {}
         if route.method == "POST":
-            form = await read_form(request)
+            form = await read_form(request, route.form_bytes if isinstance(route, Door) else MAX_FORM_BYTES)
             why = why_foreign(request, form, self.sessions, session, page.user, self.settings.origins)
             if why is not None:
                 logger.warning("a form was refused: path=%s reason=%s", route.path, why)
@@ -233,7 +232,7 @@ def _names(request: Request) -> dict[str, str]:
         raise Refused(404, str(error)) from None
 
 
-async def read_form(request: Request) -> dict[str, str]:
+async def read_form(request: Request, most_bytes: int) -> dict[str, str]:
     """The fields of a form.
 
     Raises:
@@ -244,8 +243,8 @@ async def read_form(request: Request) -> dict[str, str]:
     body = bytearray()
     async for part in request.stream():
         body += part
-        if len(body) > MAX_BODY_BYTES:
-            raise Refused(413, f"A form takes up to {MAX_BODY_BYTES:,} bytes.")
+        if len(body) > most_bytes:
+            raise Refused(413, f"This form takes up to {most_bytes:,} bytes.")
     try:
         return dict(parse_qsl(body.decode(), keep_blank_values=True, errors="strict", max_num_fields=300))
     except ValueError:

@@ -47,6 +47,11 @@ async def home(dashboard: "Dashboard", request: Request) -> Response:
     return dashboard.renderer.other(page, "databases.html", token, title="Databases")
 
 
+async def enter(dashboard: "Dashboard", request: Request) -> Response:
+    """The overview of a database, whose path ends with a slash."""
+    return as_redirect(page_of(request).to(f"{dashboard.database(request).segment}/"))
+
+
 async def ask_login(dashboard: "Dashboard", request: Request) -> Response:
     """The form that logs in; with a token that holds, the user is in."""
     page = page_of(request)

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 Method: TypeAlias = Literal["GET", "POST"]
 
+MAX_FORM_BYTES = 1_500_000
+
 
 @dataclass(frozen=True, slots=True)
 class Work:
@@ -139,12 +141,14 @@ class Door:
 
     Attributes:
         needs: None for strangers too.
+        form_bytes: How long a form it takes.
     """
 
     path: str
     answer: Callable[["Dashboard", Request], Awaitable[Response]]
     needs: Role | None
     method: Method = "GET"
+    form_bytes: int = MAX_FORM_BYTES
 
     @property
     def whole_path(self) -> str:

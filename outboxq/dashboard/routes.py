@@ -26,9 +26,10 @@ from outboxq.dashboard.views import dead, finished, flow, jobs, kinds, once, ope
 _PAGES: tuple[Route, ...] = (
     Door(path="", answer=doors.home, needs=Role.READER),
     Door(path="login", answer=doors.ask_login, needs=None),
-    Door(path="login", answer=doors.log_in, needs=None, method="POST"),
+    Door(path="login", answer=doors.log_in, needs=None, method="POST", form_bytes=8_192),
     Door(path="token", answer=doors.give_token, needs=None),
     Door(path="logout", answer=doors.log_out, needs=Role.READER, method="POST"),
+    Door(path="{db}", answer=doors.enter, needs=Role.READER),
     Door(path="static/{version}/{name:path}", answer=doors.send_file, needs=None),
     Door(path="{db}/live/{page:path}", answer=doors.follow, needs=Role.READER),
     Screen(path="", show=overview.show_overview, section="overview", live=True),

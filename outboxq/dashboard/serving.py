@@ -11,6 +11,8 @@ from outboxq.dashboard.logins import TokenLogin
 from outboxq.dashboard.origins import is_loopback
 
 _BACKLOG, _GRACE_SECONDS = 128, 2
+# Those of live pages included, of which there are 500 at the most.
+_MOST_CONNECTIONS = 1_000
 
 
 def is_open(host: str) -> bool:
@@ -73,6 +75,7 @@ def serve(
         lifespan="off",
         ws="none",
         timeout_graceful_shutdown=_GRACE_SECONDS,
+        limit_concurrency=_MOST_CONNECTIONS,
     )
     server = _Server(config)
 

@@ -260,7 +260,7 @@ def test_a_secret_is_hidden_however_it_is_named(value: Any) -> None:
 def test_an_error_may_repeat_what_was_hidden_in_a_string() -> None:
     """What is taken out of JSON inside of a string, or of a pair, is taken out of texts too."""
     body = json.dumps({"body": json.dumps({"password": "hunter22"}), "pair": ["X-Api-Key", "hunter23"]})
-    assert Payloads().secrets_of(body) == ("hunter22", "hunter23")
+    assert set(Payloads().secrets_of(body)) == {"hunter22", "hunter23"}
 
 
 def test_hiding_takes_a_time_in_proportion_to_what_is_hidden() -> None:

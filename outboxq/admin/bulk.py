@@ -295,8 +295,7 @@ def resume(
 
     Args:
         args: The arguments that it gives, if it gives some: the audit does not keep them.
-        check: Called with each kind and these arguments.
-        most: How many rows it may change, those that it has changed before included.
+        check: Called with each kind and these arguments. `most` is that of `BulkRun`.
 
     Raises:
         AuditNotFound: no action has this id.

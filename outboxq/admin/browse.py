@@ -5,10 +5,10 @@ function is one look or two in the caller's transaction, and locks nothing.
 """
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Literal, TypeAlias, TypeVar
 from uuid import UUID
 
 from sqlalchemy import Connection, Executable, Table
@@ -29,7 +29,14 @@ from outboxq.tables import HISTORY_VERSION, audit, dead_job, done_job, job
 
 Thing = TypeVar("Thing")
 
+Listed: TypeAlias = Literal["job", "dead_job"]
+
 DEPTH = 100_000
+# Arguments that are no longer than this are read for lists.
+SHORT_BYTES = 64 * 1024
+# How often it is looked for more, if rows were found that may not be seen.
+_MOST_LOOKS = 10
+_ROWS: Mapping[Listed, Table] = {"job": job, "dead_job": dead_job}
 BULK_ACTIONS = ("dead.retry", "dead.discard", "job.cancel", "job.cancel_running", "job.change")
 
 
@@ -115,14 +122,58 @@ def find_jobs(
     wanted: JobFilter,
     *,
     contains: Wanted | None = None,
+    args_bytes: int = 0,
     before: UUID | None = None,
     limit: int = 50,
     depth: int = DEPTH,
-) -> Found[tuple[WaitingJob, str]]:
-    """The newest jobs that match, each with its arguments as JSON text."""
+) -> Found[tuple[WaitingJob, str | None]]:
+    """The newest jobs that match, each with its arguments as JSON text; None if they are longer than `args_bytes`."""
     documents = [] if contains is None else contains.documents
-    statement = jobs.newest_jobs(wanted, contains=documents, before=before, limit=limit + 1, depth=depth)
+    statement = jobs.newest_jobs(
+        wanted, contains=documents, args_bytes=args_bytes, before=before, limit=limit + 1, depth=depth
+    )
     return _page(connection, statement, _job_and_args, job, before, limit, depth)
+
+
+def find_seen(
+    connection: Connection,
+    find: Callable[[UUID | None], Found[Thing]],
+    sees: Callable[[Thing], bool],
+    of: Listed,
+    *,
+    before: UUID | None,
+    limit: int,
+    depth: int = DEPTH,
+) -> Found[Thing]:
+    """The rows that may be seen among those that `find` returns, and nothing that tells of the others.
+
+    The next page begins behind a row of this one, or where the walk ends, and never behind one that is left out.
+
+    Args:
+        find: The rows before an id.
+        of: The table that they are of.
+    """
+    end: UUID | None = connection.execute(statements.end_of_walk(_ROWS[of], before=before, depth=depth)).scalar()
+    seen: list[tuple[UUID, Thing]] = []
+    at = before
+    for _ in range(_MOST_LOOKS):
+        found = find(at)
+        ids = ((_id_of(each), each) for each in found.rows)
+        seen += [(row_id, each) for row_id, each in ids if (end is None or row_id >= end) and sees(each)]
+        at = found.before
+        if len(seen) > limit or at is None or (end is not None and at <= end):
+            break
+    if len(seen) > limit:
+        return Found([each for _, each in seen[:limit]], seen[limit - 1][0])
+    return Found([each for _, each in seen], end, is_cut=end is not None)
+
+
+def read_documents(
+    connection: Connection, of: Listed, ids: Sequence[UUID], *, most_bytes: int = SHORT_BYTES
+) -> dict[UUID, tuple[str, str]]:
+    """The arguments and headers of rows that are there, but for those that are longer."""
+    rows = connection.execute(statements.documents_of(_ROWS[of], ids, most_bytes=most_bytes))
+    return {row_id: (args, headers) for row_id, args, headers in rows}
 
 
 def next_jobs(connection: Connection, queue: str, *, limit: int = 20) -> list[WaitingJob]:
@@ -215,7 +266,12 @@ def _page(
     return Found(things, end, is_cut=end is not None)
 
 
-def _job_and_args(row: Any) -> tuple[WaitingJob, str]:
+def _id_of(found: Any) -> UUID:
+    row_id: UUID = (found[0] if isinstance(found, tuple) else found).id
+    return row_id
+
+
+def _job_and_args(row: Any) -> tuple[WaitingJob, str | None]:
     *summary, args = row
     return WaitingJob(*summary), args
 

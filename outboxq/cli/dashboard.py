@@ -136,9 +136,10 @@ class DashboardOptions:
 def dashboard(options: DashboardOptions) -> None:
     """Show queues, jobs, dead letters and relays in a browser.
 
-    On the loopback address it prints a link that logs in once. Any other address needs a way to log in: the variable
-    OUTBOXQ_DASHBOARD_TOKEN with a token of 16 characters or more, --users, or --trusted-header. Needs
-    outboxq[dashboard], and a database role that may read (outboxq_reader), or that may act (outboxq_operator).
+    On the loopback address, without another way to log in, it prints a link that logs in once, within ten minutes. Any
+    other address needs a way to log in: the variable OUTBOXQ_DASHBOARD_TOKEN with a token of 16 characters or more,
+    --users, or --trusted-header. Needs outboxq[dashboard], and a database role that may read (outboxq_reader), or that
+    may act (outboxq_operator).
 
     Exit codes: 0 it was stopped; 2 wrong usage, also an address that others can reach without a way to log in.
 

@@ -28,12 +28,13 @@ from outboxq.dashboard.parameters import read_parameters
 from outboxq.dashboard.payloads import Payloads
 from outboxq.dashboard.rendering import Page, Renderer, as_redirect, wants_json
 from outboxq.dashboard.roles import User
-from outboxq.dashboard.route import Action, Done, Door, Route, Screen, Work
+from outboxq.dashboard.route import MAX_FORM_BYTES, Action, Done, Door, Route, Screen, Work
 from outboxq.dashboard.runs import Runs
 from outboxq.dashboard.seals import Seal
 from outboxq.dashboard.segments import names_in
 from outboxq.dashboard.sessions import Flash, Session, Sessions
 from outboxq.dashboard.settings import Settings
+from outboxq.dashboard.tries import Tries
 from outboxq.dashboard.view import Look, as_json, look_at
 from outboxq.errors import OutboxqError
 
@@ -42,7 +43,6 @@ logger = logging.getLogger("outboxq.dashboard")
 Shown = TypeVar("Shown")
 Endpoint: TypeAlias = Callable[[Request], Awaitable[Response]]
 
-MAX_BODY_BYTES = 1_500_000
 _FORM = "application/x-www-form-urlencoded"
 
 
@@ -78,6 +78,7 @@ class Dashboard:
         self.renderer = Renderer(settings, names, actions, has_login=isinstance(auth, Login))
         self.pollers = {segment: Poller(self, each) for segment, each in databases.items()}
         self.runs = Runs()
+        self.tries = Tries()
 
     @property
     def login(self) -> Login | None:
@@ -110,7 +111,7 @@ class Dashboard:
                 raise Refused(403, f"This takes the role {route.needs.label}, and yours is {page.user.role.label}.")
         form: Mapping[str, str] = {}
         if route.method == "POST":
-            form = await read_form(request)
+            form = await read_form(request, route.form_bytes if isinstance(route, Door) else MAX_FORM_BYTES)
             why = why_foreign(request, form, self.sessions, session, page.user, self.settings.origins)
             if why is not None:
                 logger.warning("a form was refused: path=%s reason=%s", route.path, why)
@@ -135,6 +136,8 @@ class Dashboard:
     async def _show(self, route: Screen, database: Database, request: Request, page: Page) -> Response:
         given = page.form if route.method == "POST" else request.query_params
         asked: Any = read_parameters(route.takes, {**given, **_names(request)})
+        if route.examines:
+            await database.examine()
         view, look = await self._look(database, page, lambda look: route.show(look, asked))
         if wants_json(request):
             data = view.data
@@ -196,7 +199,7 @@ class Dashboard:
 
     async def _identify(self, request: Request, session: Session | None) -> User | None:
         if isinstance(self.auth, Login):
-            return None if session is None else session.logged_in
+            return None if session is None else self.sessions.user_of(self.auth, session)
         found = self.auth(request)
         user: User | None = await found if inspect.isawaitable(found) else found
         return user
@@ -232,7 +235,7 @@ def _names(request: Request) -> dict[str, str]:
         raise Refused(404, str(error)) from None
 
 
-async def read_form(request: Request) -> dict[str, str]:
+async def read_form(request: Request, most_bytes: int) -> dict[str, str]:
     """The fields of a form.
 
     Raises:
@@ -243,8 +246,8 @@ async def read_form(request: Request) -> dict[str, str]:
     body = bytearray()
     async for part in request.stream():
         body += part
-        if len(body) > MAX_BODY_BYTES:
-            raise Refused(413, f"A form takes up to {MAX_BODY_BYTES:,} bytes.")
+        if len(body) > most_bytes:
+            raise Refused(413, f"This form takes up to {most_bytes:,} bytes.")
     try:
         return dict(parse_qsl(body.decode(), keep_blank_values=True, errors="strict", max_num_fields=300))
     except ValueError:

@@ -58,6 +58,8 @@ class DashboardApp(Starlette):
             ],
             exception_handlers={404: find_nothing},
         )
+        # Its redirects have the host that the server knows, which is not the one of the browser behind a proxy.
+        self.router.redirect_slashes = False
         self.dashboard = dashboard
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -1,9 +1,12 @@
 """The databases of a dashboard: how a page looks at one, and how an action changes it.
 
-A page is a function of a SQLAlchemy connection, for sync and async engines alike. With a sync engine it runs in a
-thread, four at a time; with an async one in a greenlet of the event loop, as `run_sync` does it.
+A page is a function of a SQLAlchemy connection, for sync and async engines alike. Four run at a time: with a sync
+engine in threads; with an async one in greenlets of the event loop, as `run_sync` does it.
 """
 
+import asyncio
+import math
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -17,9 +20,10 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from sqlalchemy.util import greenlet_spawn
 
 from outboxq.admin.sections import BY_INDEX
+from outboxq.dashboard.errors import Refused
 from outboxq.dashboard.segments import as_segment
 from outboxq.database.driver import run_script
-from outboxq.doctor import Finding
+from outboxq.doctor import Finding, run_checks
 from outboxq.errors import ConfigError
 from outboxq.tables import SCHEMA
 
@@ -27,7 +31,8 @@ Found = TypeVar("Found")
 AnyEngine: TypeAlias = Engine | AsyncEngine
 Connect: TypeAlias = Callable[[], AbstractContextManager[Connection]]
 
-_THREADS = 4
+_AT_ONCE, _MOST_WAITING = 4, 50
+FINDINGS_SECONDS = 60.0
 # LOCAL, because a transaction pooler would keep anything else for the next client.
 _READING = (
     "SET TRANSACTION READ ONLY; SET LOCAL statement_timeout = '2s'; SET LOCAL lock_timeout = '200ms'; "
@@ -92,14 +97,36 @@ class Database:
         self._engine = engine
         self._schema = schema
         self._limiter: CapacityLimiter | None = None
+        self._under_way = 0
         # What the doctor found last; None if it has not been asked.
         self.findings: Sequence[Finding] | None = None
+        self._examined_at = -math.inf
+        self._examining = asyncio.Lock()
 
     async def run(self, work: Callable[[Way], Found]) -> Found:
-        """Do something that takes a way to the database."""
+        """Do something that takes a way to the database.
+
+        Raises:
+            Refused: too many wait for that.
+        """
         if self._limiter is None:
-            self._limiter = CapacityLimiter(_THREADS)
-        return await self._run(work, self._limiter)
+            self._limiter = CapacityLimiter(_AT_ONCE)
+        if self._under_way >= _AT_ONCE + _MOST_WAITING:
+            raise Refused(503, "Too many pages are looked at here at this moment. Try again in some seconds.")
+        self._under_way += 1
+        try:
+            return await self._run(work, self._limiter)
+        finally:
+            self._under_way -= 1
+
+    async def examine(self) -> Sequence[Finding]:
+        """What the doctor finds, or has found within a minute. However many ask, it looks once at a time."""
+        async with self._examining:
+            if self.findings is None or time.monotonic() > self._examined_at + FINDINGS_SECONDS:
+                # Beside the pages, which do not wait for it.
+                self.findings = await self.run_aside(_examine)
+                self._examined_at = time.monotonic()
+            return self.findings
 
     async def run_aside(self, work: Callable[[Way], Found]) -> Found:
         """Do something that takes long, beside the pages: not in one of their threads."""
@@ -107,9 +134,15 @@ class Database:
 
     async def _run(self, work: Callable[[Way], Found], limiter: CapacityLimiter) -> Found:
         if isinstance(self._engine, AsyncEngine):
-            return await greenlet_spawn(work, Way(self._engine.sync_engine, self._schema, self.findings))
+            # The pool is the application's: pages take few of its connections.
+            async with limiter:
+                return await greenlet_spawn(work, Way(self._engine.sync_engine, self._schema, self.findings))
         way = Way(self._engine, self._schema, self.findings)
         return await anyio.to_thread.run_sync(partial(work, way), limiter=limiter)
+
+
+def _examine(way: Way) -> Sequence[Finding]:
+    return run_checks(way.connect, schema=way.schema, use="reader")
 
 
 def name_engines(given: AnyEngine | Mapping[str, AnyEngine], schema: str) -> dict[str, Database]:

@@ -1,11 +1,13 @@
 """JSON as PostgreSQL has stored it, read so that it can be changed and written again without changing a number."""
 
 import json
+import re
 from collections.abc import Callable
 from typing import Self, TypeAlias
 
 Tree: TypeAlias = "dict[str, Tree] | list[Tree] | str | int | float | bool | None"
 
+_SURROGATE = re.compile("[\ud800-\udfff]")
 # Deeper documents are not shown: they are made to break what reads them.
 MAX_DEPTH = 200
 
@@ -96,4 +98,6 @@ def _joined(start: str, parts: list[str], end: str, indent: int | None, depth: i
 
 
 def _text(value: object) -> str:
-    return json.dumps(value, ensure_ascii=False, allow_nan=False)
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    # Half of a pair stands in JSON as an escape, and cannot be sent as UTF-8 otherwise.
+    return text if text.isascii() else _SURROGATE.sub(lambda found: f"\\u{ord(found.group()):04x}", text)

@@ -3,10 +3,9 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
-import anyio.to_thread
 from msgspec import Meta
 from starlette.requests import Request
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import Response
 
 from outboxq.dashboard.errors import Refused
 from outboxq.dashboard.live import find_watched
@@ -48,6 +47,11 @@ async def home(dashboard: "Dashboard", request: Request) -> Response:
     return dashboard.renderer.other(page, "databases.html", token, title="Databases")
 
 
+async def enter(dashboard: "Dashboard", request: Request) -> Response:
+    """The overview of a database, whose path ends with a slash."""
+    return as_redirect(page_of(request).to(f"{dashboard.database(request).segment}/"))
+
+
 async def ask_login(dashboard: "Dashboard", request: Request) -> Response:
     """The form that logs in; with a token that holds, the user is in."""
     page = page_of(request)
@@ -61,7 +65,9 @@ async def ask_login(dashboard: "Dashboard", request: Request) -> Response:
             return _let_in(dashboard, request, page, user)
     if page.user is not None and not token:
         return as_redirect(page.to(""))
-    return _login_page(dashboard, request, page, "This link was used before, or is none." if token else None)
+    return _login_page(
+        dashboard, request, page, "This link was used before, is too old, or is none." if token else None
+    )
 
 
 async def log_in(dashboard: "Dashboard", request: Request) -> Response:
@@ -71,7 +77,8 @@ async def log_in(dashboard: "Dashboard", request: Request) -> Response:
     if login is None:
         raise Refused(404, "One logs in at the application here.")
     given = read_parameters(Credentials, page.form)
-    user = await anyio.to_thread.run_sync(login.log_in, given.name, given.password)
+    address = "" if request.client is None else request.client.host
+    user = await dashboard.tries.log_in(login, given.name, given.password, address)
     if user is None:
         response = _login_page(dashboard, request, page, "That did not match. Try again.")
         response.status_code = 401
@@ -136,7 +143,8 @@ def _login_page(dashboard: "Dashboard", request: Request, page: Page, problem: s
 def _let_in(dashboard: "Dashboard", request: Request, page: Page, user: User) -> Response:
     # A session of its own: one that a stranger may know does not become the user's.
     response = as_redirect(page.to(""))
-    dashboard.sessions.write(request, response, dashboard.sessions.new(user))
+    assert dashboard.login is not None
+    dashboard.sessions.write(request, response, dashboard.sessions.begin(dashboard.login, user))
     return response
 
 
@@ -146,5 +154,8 @@ async def follow(dashboard: "Dashboard", request: Request) -> Response:
     if watched is None:
         raise Refused(404, "This page is not live.")
     database = dashboard.database(request)
-    events = dashboard.pollers[database.segment].stream(watched)
-    return StreamingResponse(events, media_type="text/event-stream", headers={"x-accel-buffering": "no"})
+    user = page_of(request).user
+    assert user is not None
+    if user.role < watched.screen.needs:
+        raise Refused(403, f"This takes the role {watched.screen.needs.label}, and yours is {user.role.label}.")
+    return dashboard.pollers[database.segment].stream(watched, user.name)

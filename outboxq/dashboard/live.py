@@ -7,21 +7,23 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import anyio
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
+from starlette.responses import StreamingResponse
 from starlette.routing import compile_path
+from starlette.types import Receive, Scope, Send
 
-from outboxq.dashboard.databases import Database, Way
+from outboxq.dashboard.databases import FINDINGS_SECONDS, Database
 from outboxq.dashboard.errors import Refused, answer_to
 from outboxq.dashboard.parameters import read_parameters
 from outboxq.dashboard.route import Route, Screen
 from outboxq.dashboard.segments import names_in
 from outboxq.dashboard.view import look_at
-from outboxq.doctor import Finding, run_checks
 from outboxq.errors import OutboxqError
 
 if TYPE_CHECKING:
@@ -31,8 +33,9 @@ logger = logging.getLogger("outboxq.dashboard")
 
 # A stream ends after this time, and the browser comes again: then its user is asked for anew.
 STREAM_SECONDS = 600.0
-_BEAT_SECONDS, _DOCTOR_SECONDS = 15.0, 60.0
+_BEAT_SECONDS = 15.0
 _MOST_STREAMS, _MOST_PAGES = 500, 50
+_MOST_STREAMS_OF_USER, _MOST_PAGES_OF_USER = 10, 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,10 +53,30 @@ class Watched:
 
 @dataclass(eq=False, slots=True)
 class Follower:
-    """A browser. Its inbox has one place: one that does not keep up gets the latest."""
+    """A browser of a user. Its inbox has one place: one that does not keep up gets the latest."""
 
+    user: str
     inbox: "asyncio.Queue[str]" = field(default_factory=lambda: asyncio.Queue(1))
     was_told: bool = False
+
+
+class Stream(StreamingResponse):
+    """The response with the events of a page.
+
+    It ends in time also if its browser does not read, and `leave` is called however it ends.
+    """
+
+    def __init__(self, events: AsyncIterator[str], leave: Callable[[], None]) -> None:
+        super().__init__(events, media_type="text/event-stream", headers={"x-accel-buffering": "no"})
+        self._leave = leave
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the events."""
+        try:
+            with anyio.move_on_after(STREAM_SECONDS + 2 * _BEAT_SECONDS):
+                await super().__call__(scope, receive, send)
+        finally:
+            self._leave()
 
 
 def find_watched(routes: Sequence[Route], page: str, query: Mapping[str, str]) -> Watched | None:
@@ -87,32 +110,33 @@ class Poller:
         self._task: asyncio.Task[None] | None = None
         self._doctor_at = 0.0
 
-    def stream(self, watched: Watched) -> AsyncIterator[str]:
-        """The events of a page, from now on.
+    def stream(self, watched: Watched, user: str) -> "Stream":
+        """The events of a page, from now on. It counts from now on too, and until its response is over.
 
         Raises:
-            Refused: too many are followed already.
+            Refused: too many are followed already, by all or by this user.
         """
-        is_new = watched not in self._watching
-        if sum(map(len, self._watching.values())) >= _MOST_STREAMS or (is_new and len(self._watching) >= _MOST_PAGES):
+        pages = [{each.user for each in followers} for page, followers in self._watching.items() if page != watched]
+        streams = [each.user for followers in self._watching.values() for each in followers]
+        mine = [users for users in pages if user in users]
+        if len(streams) >= _MOST_STREAMS or len(pages) >= _MOST_PAGES:
             raise Refused(503, "Too many pages are open: this one is not live.")
-        return self._events(watched)
-
-    async def _events(self, watched: Watched) -> AsyncIterator[str]:
-        follower = Follower()
+        if streams.count(user) >= _MOST_STREAMS_OF_USER or len(mine) >= _MOST_PAGES_OF_USER:
+            raise Refused(429, "You have many live pages open: this one is not live.")
+        follower = Follower(user)
         self._watching.setdefault(watched, set()).add(follower)
+        return Stream(self._events(follower), lambda: self._leave(watched, follower))
+
+    async def _events(self, follower: Follower) -> AsyncIterator[str]:
         if self._task is None or self._task.done():
             self._task = asyncio.create_task(self._poll(), name="outboxq-dashboard-poller")
         ends_at = time.monotonic() + STREAM_SECONDS
-        try:
-            yield f"retry: {int(self._dashboard.settings.live_seconds * 1000)}\n\n"
-            while time.monotonic() < ends_at:
-                try:
-                    yield await asyncio.wait_for(follower.inbox.get(), _BEAT_SECONDS)
-                except TimeoutError:
-                    yield ": still here\n\n"
-        finally:
-            self._leave(watched, follower)
+        yield f"retry: {int(self._dashboard.settings.live_seconds * 1000)}\n\n"
+        while time.monotonic() < ends_at:
+            try:
+                yield await asyncio.wait_for(follower.inbox.get(), _BEAT_SECONDS)
+            except TimeoutError:
+                yield ": still here\n\n"
 
     def _leave(self, watched: Watched, follower: Follower) -> None:
         followers = self._watching.get(watched, set())
@@ -132,9 +156,9 @@ class Poller:
         """Have the findings for the overview, once a minute."""
         if time.monotonic() < self._doctor_at:
             return
-        self._doctor_at = time.monotonic() + _DOCTOR_SECONDS
+        self._doctor_at = time.monotonic() + FINDINGS_SECONDS
         with contextlib.suppress(OutboxqError, DBAPIError, PoolTimeout):
-            self._database.findings = await self._database.run(examine)
+            await self._database.examine()
 
     async def _look(self, watched: Watched) -> None:
         try:
@@ -164,11 +188,6 @@ class Poller:
         )
         fragments = self._dashboard.renderer.fragments(f"/{segment}/{watched.path}", segment, view, look)
         return "".join(_event(name, text) for name, text in fragments.items())
-
-
-def examine(way: Way) -> Sequence[Finding]:
-    """What the doctor finds."""
-    return run_checks(way.connect, schema=way.schema, use="reader")
 
 
 def _event(name: str, text: str) -> str:

@@ -10,6 +10,7 @@ import ipaddress
 import re
 import secrets
 import threading
+import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,9 +23,13 @@ from outboxq.errors import ConfigError, InvalidKey
 
 Auth: TypeAlias = Callable[[Request], Awaitable[User | None] | User | None]
 
-# scrypt with 16 MiB and some 50 ms a try.
-_COST, _BLOCK, _PARALLEL, _SALT_BYTES = 2**14, 8, 1, 16
-_LINE = re.compile(r"(?P<name>[^:]+):(?P<role>[a-z]+):scrypt:(?P<salt>[0-9a-f]{32}):(?P<hash>[0-9a-f]{64})")
+_SALT_BYTES = 16
+_MIN_PASSWORD_CHARACTERS = 10
+LINK_SECONDS = 600.0
+_LINE = re.compile(
+    r"(?P<name>[^:]+):(?P<role>[a-z]+):scrypt:(?P<cost>1[0-6]):(?P<block>[1-8]):(?P<parallel>[1-9]|1[0-6])"
+    r":(?P<salt>[0-9a-f]{32}):(?P<hash>[0-9a-f]{64})"
+)
 
 
 @runtime_checkable
@@ -44,12 +49,19 @@ class Login(Protocol):
         """The user of a link with a token, which may hold once; None if it does not hold."""
         ...
 
+    def find(self, name: str) -> tuple[User, str] | None:
+        """A user as it is now, and a secret text that changes with the password; None if there is none of this name.
+
+        Asked at each request: what a session began with may be over.
+        """
+        ...
+
 
 class TokenLogin:
-    """One token for all who have it, and a link that logs in once.
+    """One token for all who have it; without one, a link that logs in once, within ten minutes.
 
     Args:
-        token: 16 characters at least; a random one without it, so that only the link lets in.
+        token: 16 characters at least; if there is none, only the link lets in.
         name: What the audit calls them.
 
     Raises:
@@ -63,13 +75,15 @@ class TokenLogin:
             raise ConfigError("a token has 16 characters or more; `openssl rand -hex 32` prints one")
         self._token = token or secrets.token_urlsafe(32)
         self._user = User(name, role)
-        self._link: str | None = secrets.token_urlsafe(32)
+        # Whoever reads the first lines of a log would get in by it, so it is there only if nothing else lets in.
+        self._link = secrets.token_urlsafe(32) if token is None else None
+        self._link_until = time.monotonic() + LINK_SECONDS
         self._lock = threading.Lock()
 
     @property
     def link_token(self) -> str | None:
-        """What the link has as its token; None once it was used."""
-        return self._link
+        """What the link has as its token; None if there is none, or none any more."""
+        return self._link if time.monotonic() < self._link_until else None
 
     def log_in(self, name: str, password: str) -> User | None:  # noqa: ARG002  # as `Login` has it
         """The user, if the password is the token."""
@@ -78,21 +92,42 @@ class TokenLogin:
     def take_link(self, token: str) -> User | None:
         """The user, if the link was not used before."""
         with self._lock:
-            if self._link is None or not _is_same(token, self._link):
+            if self.link_token is None or not _is_same(token, self.link_token):
                 return None
             self._link = None
         return self._user
+
+    def find(self, name: str) -> tuple[User, str] | None:
+        """The user of the token."""
+        return (self._user, self._token) if name == self._user.name else None
+
+
+@dataclass(frozen=True, slots=True)
+class _Scrypt:
+    """How a password is hashed: with 16 MiB, five times, which takes some 250 ms. `cost`: as a power of two."""
+
+    cost: int = 14
+    block: int = 8
+    parallel: int = 5
+
+    def hash(self, password: str, salt: bytes) -> bytes:
+        given = password.encode(errors="replace")
+        memory = 128 * self.block * (2**self.cost + self.parallel + 2)
+        return hashlib.scrypt(
+            given, salt=salt, n=2**self.cost, r=self.block, p=self.parallel, maxmem=2 * memory, dklen=32
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class _Known:
     user: User
+    scrypt: _Scrypt
     salt: bytes
     hash: bytes
 
 
 class PasswordLogin:
-    """Users with a password each, from lines `name:role:scrypt:salt:hash`, as `password_line` makes them."""
+    """Users with a password each, from lines `name:role:scrypt:14:8:5:salt:hash`, as `password_line` makes them."""
 
     asks_name = True
 
@@ -121,14 +156,19 @@ class PasswordLogin:
         """The user, if name and password belong together."""
         known = self._known.get(name)
         # A name that is not known takes as long as a wrong password.
-        salt = known.salt if known else bytes(_SALT_BYTES)
+        like = known or next(iter(self._known.values()))
         with self._lock:
-            made = _hash(password, salt)
+            made = like.scrypt.hash(password, like.salt)
         return known.user if known is not None and hmac.compare_digest(made, known.hash) else None
 
     def take_link(self, token: str) -> User | None:  # noqa: ARG002  # as `Login` has it
         """There is no link."""
         return None
+
+    def find(self, name: str) -> tuple[User, str] | None:
+        """The user of a line, and its hash."""
+        known = self._known.get(name)
+        return None if known is None else (known.user, known.hash.hex())
 
 
 class HeaderAuth:
@@ -173,25 +213,28 @@ def password_line(name: str, role: Role, password: str) -> str:
     """A line for the file of `PasswordLogin`.
 
     Raises:
-        ConfigError: a name with a colon.
+        ConfigError: a name with a colon, or a password of less than ten characters.
     """
+    if len(password) < _MIN_PASSWORD_CHARACTERS:
+        raise ConfigError(f"a password has {_MIN_PASSWORD_CHARACTERS} characters or more")
     if ":" in name:
         raise ConfigError(f"a user's name has no colon, got {name!r}")
     salt = secrets.token_bytes(_SALT_BYTES)
-    return f"{User(name).name}:{role.label}:scrypt:{salt.hex()}:{_hash(password, salt).hex()}"
+    scrypt = _Scrypt()
+    numbers = f"{scrypt.cost}:{scrypt.block}:{scrypt.parallel}"
+    return f"{User(name).name}:{role.label}:scrypt:{numbers}:{salt.hex()}:{scrypt.hash(password, salt).hex()}"
 
 
 def _read_line(line: str) -> _Known:
     found = _LINE.fullmatch(line)
     if found is None:
-        raise ConfigError("a line of the file of users is name:role:scrypt:salt:hash, and one is not")
+        raise ConfigError(
+            "a line of the file of users is name:role:scrypt:cost:block:parallel:salt:hash, and one is not: "
+            "`outboxq dashboard --hash-password` prints such lines"
+        )
     user = User(found["name"], role_named(found["role"]))
-    return _Known(user, bytes.fromhex(found["salt"]), bytes.fromhex(found["hash"]))
-
-
-def _hash(password: str, salt: bytes) -> bytes:
-    given = password.encode(errors="replace")
-    return hashlib.scrypt(given, salt=salt, n=_COST, r=_BLOCK, p=_PARALLEL, maxmem=64 * 2**20, dklen=32)
+    scrypt = _Scrypt(int(found["cost"]), int(found["block"]), int(found["parallel"]))
+    return _Known(user, scrypt, bytes.fromhex(found["salt"]), bytes.fromhex(found["hash"]))
 
 
 def _is_same(given: str, wanted: str) -> bool:

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 Method: TypeAlias = Literal["GET", "POST"]
 
+MAX_FORM_BYTES = 1_500_000
+
 
 @dataclass(frozen=True, slots=True)
 class Work:
@@ -68,6 +70,7 @@ class Screen:
         section: Which entry of the navigation it belongs to.
         live: Whether it is shown anew while it is open.
         method: POST for a look whose parameters are a form's.
+        examines: Whether it takes what the doctor finds, which is looked for before the transaction begins.
     """
 
     path: str
@@ -77,6 +80,7 @@ class Screen:
     section: str = ""
     live: bool = False
     method: Method = "GET"
+    examines: bool = False
 
     @property
     def whole_path(self) -> str:
@@ -137,12 +141,14 @@ class Door:
 
     Attributes:
         needs: None for strangers too.
+        form_bytes: How long a form it takes.
     """
 
     path: str
     answer: Callable[["Dashboard", Request], Awaitable[Response]]
     needs: Role | None
     method: Method = "GET"
+    form_bytes: int = MAX_FORM_BYTES
 
     @property
     def whole_path(self) -> str:

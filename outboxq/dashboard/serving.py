@@ -11,6 +11,8 @@ from outboxq.dashboard.logins import TokenLogin
 from outboxq.dashboard.origins import is_loopback
 
 _BACKLOG, _GRACE_SECONDS = 128, 2
+# Those of live pages included, of which there are 500 at the most.
+_MOST_CONNECTIONS = 1_000
 
 
 def is_open(host: str) -> bool:
@@ -41,7 +43,8 @@ def listen(host: str, port: int) -> Iterator[tuple[socket.socket, str]]:
 def announced(address: str, login: object) -> str:
     """What is said at the start: where it is, and the link that logs in."""
     if isinstance(login, TokenLogin) and login.link_token is not None:
-        return f"The dashboard is at {address}/login?token={login.link_token}\nThe link logs in once. Ctrl-C ends it."
+        link = f"{address}/login?token={login.link_token}"
+        return f"The dashboard is at {link}\nThe link logs in once, within ten minutes. Ctrl-C ends it."
     return f"The dashboard is at {address}/\nCtrl-C ends it."
 
 
@@ -72,6 +75,7 @@ def serve(
         lifespan="off",
         ws="none",
         timeout_graceful_shutdown=_GRACE_SECONDS,
+        limit_concurrency=_MOST_CONNECTIONS,
     )
     server = _Server(config)
 

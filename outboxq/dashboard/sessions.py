@@ -14,7 +14,8 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from outboxq.dashboard.roles import Role, User
+from outboxq.dashboard.logins import Login
+from outboxq.dashboard.roles import User
 from outboxq.dashboard.seals import Seal
 
 LIFE_SECONDS = 12 * 3_600
@@ -28,17 +29,13 @@ class Session(msgspec.Struct, frozen=True):
 
     Attributes:
         until: When it ends, in seconds since 1970.
+        mark: Made of what the login knows of the user; another one if the password is another.
     """
 
     id: str
     until: float
     user: str | None = None
-    role: int = Role.READER
-
-    @property
-    def logged_in(self) -> User | None:
-        """Who has logged in."""
-        return None if self.user is None else User(self.user, Role(self.role))
+    mark: str = ""
 
 
 class Flash(msgspec.Struct, frozen=True):
@@ -74,12 +71,25 @@ class Sessions:
             return None
         return found
 
-    def new(self, user: User | None = None) -> Session:
+    def new(self) -> Session:
         """A session that nobody has had before."""
-        until = time.time() + LIFE_SECONDS
-        if user is None:
-            return Session(secrets.token_urlsafe(24), until)
-        return Session(secrets.token_urlsafe(24), until, user.name, int(user.role))
+        return Session(secrets.token_urlsafe(24), time.time() + LIFE_SECONDS)
+
+    def begin(self, login: Login, user: User) -> Session:
+        """A session that nobody has had before, of a user who has logged in."""
+        found = login.find(user.name)
+        mark = "" if found is None else self._mark(*found)
+        return msgspec.structs.replace(self.new(), user=user.name, mark=mark)
+
+    def user_of(self, login: Login, session: Session) -> User | None:
+        """Who has logged in, with the role of today; None if the login does not know that user any more."""
+        found = None if session.user is None else login.find(session.user)
+        if found is None or not secrets.compare_digest(self._mark(*found), session.mark):
+            return None
+        return found[0]
+
+    def _mark(self, user: User, secret: str) -> str:
+        return self._seal.mac("login", f"{user.name}\n{secret}")[:32]
 
     def end(self, session: Session) -> None:
         """Forget a session in this process, whatever still has its cookie."""
@@ -120,7 +130,10 @@ class Sessions:
 
     def _is_secure(self, request: Request) -> bool:
         """Whether the browser speaks TLS, with us or with the proxy in front."""
-        return request.url.scheme == "https" or f"https://{request.headers.get('host', '')}" in self._origins
+        if request.url.scheme == "https" or f"https://{request.headers.get('host', '')}" in self._origins:
+            return True
+        # A proxy may send another host than browsers do.
+        return bool(self._origins) and all(each.startswith("https://") for each in self._origins)
 
     def _set(self, request: Request, response: Response, name: str, value: str, seconds: int) -> None:
         response.set_cookie(

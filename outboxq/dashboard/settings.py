@@ -1,5 +1,6 @@
 """The settings of a dashboard."""
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias, TypedDict
@@ -11,6 +12,8 @@ from outboxq.dashboard.payloads import Mode, Redact
 from outboxq.errors import ConfigError
 
 MIN_LIVE_SECONDS, MAX_LIVE_SECONDS = 2.0, 60.0
+
+logger = logging.getLogger("outboxq.dashboard")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,6 +120,14 @@ class Settings:
             origins=frozenset(options.get("origins", ())),
             live_seconds=options.get("live_seconds", 5.0),
         )
+
+    def links_of(self, job: JobRef) -> Sequence[Link]:
+        """The links of a job; none if the application's function fails, which is logged."""
+        try:
+            return () if self.links is None else tuple(self.links(job))
+        except Exception:
+            logger.exception("links= failed: kind=%s", job.kind)
+            return ()
 
     @property
     def is_production(self) -> bool:

@@ -1,8 +1,8 @@
 """What a screen works on, and what it returns: the same data for a page and for JSON."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, is_dataclass
-from typing import Any, TypeVar
+from dataclasses import asdict, dataclass, field, is_dataclass, replace
+from typing import TypeVar, cast
 
 import msgspec
 from sqlalchemy import Connection
@@ -60,6 +60,7 @@ class View:
     Attributes:
         data: By the names that the command line's --json has. The template has them too.
         extra: For the template alone.
+        later: Returns more of that; called when the transaction is over, for what takes long and needs no database.
         title: Of the page.
     """
 
@@ -67,13 +68,21 @@ class View:
     title: str
     data: Mapping[str, object]
     extra: Mapping[str, object] = field(default_factory=dict)
+    later: Callable[[], Mapping[str, object]] | None = None
+
+    @property
+    def whole(self) -> "View":
+        """The same with what came later."""
+        return self if self.later is None else replace(self, extra={**self.extra, **self.later()}, later=None)
 
 
 def look_at(way: Way, desk: Desk, show: Callable[[Look], Shown], caller: Caller | None = None) -> tuple[Shown, Look]:
     """Run a screen in a transaction of its own."""
     with way.reading() as connection:
         look = Look(connection, way, desk, caller)
-        return show(look), look
+        shown = show(look)
+    # The connection is free again.
+    return (cast("Shown", shown.whole) if isinstance(shown, View) else shown), look
 
 
 def flat(detail: object, **documents: Document | None) -> dict[str, object]:
@@ -88,11 +97,9 @@ def flat(detail: object, **documents: Document | None) -> dict[str, object]:
 
 
 def as_json(data: Mapping[str, object]) -> bytes:
-    """The JSON of a view."""
-    return msgspec.json.format(msgspec.json.encode(data, enc_hook=_encode), indent=2)
-
-
-def _encode(value: object) -> Any:
-    if isinstance(value, Document):
-        return msgspec.Raw(value.raw.encode())
-    raise NotImplementedError(f"no JSON for {type(value).__name__}")
+    """The JSON of a view: its documents as they are."""
+    # By hand: msgspec knows dataclasses, and asks no hook about them.
+    whole = {
+        name: msgspec.Raw(value.raw.encode()) if isinstance(value, Document) else value for name, value in data.items()
+    }
+    return msgspec.json.format(msgspec.json.encode(whole), indent=2)

@@ -11,6 +11,7 @@ from sqlalchemy import (
     Executable,
     Subquery,
     Table,
+    Text,
     cast,
     literal,
     literal_column,
@@ -72,6 +73,12 @@ def end_of_walk(rows: Table, *, before: UUID | None, depth: int) -> Executable:
     """The last id of a walk over `depth` rows; no row if the table ends before. Index: the primary key, backwards."""
     start = [] if before is None else [rows.c.id < before]
     return select(rows.c.id).where(*start).order_by(rows.c.id.desc()).offset(depth - 1).limit(1)
+
+
+def documents_of(rows: Table, ids: Sequence[UUID], *, most_bytes: int) -> Executable:
+    """The id, arguments and headers of rows, but for longer documents. Index: the primary key; no locks."""
+    short = [pg.octet_length(cast(rows.c[name], Text())) <= most_bytes for name in ("args", "headers")]
+    return select(rows.c.id, rows.c.args, rows.c.headers).where(rows.c.id.in_(list(ids)), *short)
 
 
 def effects_after(wanted: EffectFilter, *, after: tuple[str, str] | None, limit: int, depth: int) -> Executable:

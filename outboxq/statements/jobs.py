@@ -32,6 +32,7 @@ from sqlalchemy import (
     literal,
     literal_column,
     not_,
+    null,
     or_,
     select,
     table,
@@ -169,12 +170,13 @@ def select_jobs(wanted: JobFilter, *, running: bool, limit: int) -> Executable:
 
 
 def newest_jobs(
-    wanted: JobFilter, *, contains: Sequence[str], before: UUID | None, limit: int, depth: int
+    wanted: JobFilter, *, contains: Sequence[str], args_bytes: int, before: UUID | None, limit: int, depth: int
 ) -> Executable:
     """The newest jobs that match, among the `depth` newest before an id, with the backend that runs each.
 
     Args:
         contains: JSON of objects: the arguments contain one of them, if there is any.
+        args_bytes: Of those whose text is longer, the arguments are NULL.
 
     Index: the primary key, backwards from `before`, up to `depth` rows or the first `limit` that match; then by id.
     """
@@ -190,11 +192,16 @@ def newest_jobs(
     first = select(walked.c.id).where(*conditions).order_by(walked.c.id.desc()).limit(limit)
     seen = first.cte("seen").prefix_with("MATERIALIZED")
     return (
-        select(*_shown(SUMMARY_COLUMNS), *_runner(), listed.c.args)
+        select(*_shown(SUMMARY_COLUMNS), *_runner(), _short_args(args_bytes))
         .select_from(_with_runners)
         .where(listed.c.id == any_(func.array(select(seen.c.id).scalar_subquery())))
         .order_by(listed.c.id.desc())
     )
+
+
+def _short_args(most_bytes: int) -> ColumnElement[Any]:
+    is_short = pg.octet_length(cast(listed.c.args, Text())) <= most_bytes
+    return case((is_short, listed.c.args)) if most_bytes else null()
 
 
 def next_jobs(queue: str, *, limit: int) -> Executable:

@@ -80,8 +80,8 @@ def test_a_preview_says_what_is_meant_and_locks_nothing(operator: Operator, engi
 _EVERY_PREVIEW = (
     (
         "dead.retry",
-        {"contains": "BROKE"},
-        "Retry all dead letters of the kind k, in the queue q, whose reason contains",
+        {"error": "ValueError"},
+        "Retry all dead letters of the kind k, in the queue q, that died of ValueError",
     ),
     ("dead.discard", {}, "Discard all dead letters of the kind k, in the queue q"),
     ("job.cancel", {"state": "ready"}, "Cancel all jobs of the kind k, in the queue q, in the state ready"),
@@ -309,4 +309,29 @@ def test_an_async_engine_changes_many_rows_too(engine: Engine, outboxq_database:
         assert operator.await_end(entry)["changed"] == 900
         assert client.portal is not None
         client.portal.call(asynchronous.dispose)
+    assert count_dead(engine) == 0
+
+
+def test_rows_that_come_after_the_preview_do_not_make_more_of_it_than_was_agreed(engine: Engine) -> None:
+    """It ends before it is more than one confirms without typing, or than the role may; an admin may go on."""
+    stage_dashboard(engine)
+    add_dead(engine, 10)
+    with client_of(_app(engine, Role.OPERATOR)) as client:
+        operator = Operator(client, token_for(client))
+        found = operator.look(what="dead.retry", kind="bulk")
+        add_dead(engine, 1_200)
+        entry = operator.post("bulk/apply", intent=found["intent"]).json()["audit"]
+        until(lambda: operator.entry(entry)["error"] is not None)
+        assert "more rows match by now than the 1,000" in operator.entry(entry)["error"]
+        assert (operator.entry(entry)["changed"], count_dead(engine)) == (1_000, 210)
+        with engine.begin() as connection:
+            connection.execute(text("UPDATE outboxq.audit SET changed = 9900 WHERE id = :id"), {"id": entry})
+        refused = operator.post(f"audit/{entry}/resume")
+        assert (refused.status_code, count_dead(engine)) == (409, 210)
+        assert "10,000" in refused.json()["error"]
+    app = _app(engine, Role.ADMIN)
+    with client_of(app) as client:
+        admin = Operator(client, token_for(client))
+        assert admin.post(f"audit/{entry}/resume").status_code == 200
+        until(lambda: not app.dashboard.runs.has(app.dashboard.databases["orders"], UUID(entry)))
     assert count_dead(engine) == 0

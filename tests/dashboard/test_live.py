@@ -6,13 +6,16 @@ import math
 import time
 from collections.abc import AsyncIterator
 from itertools import pairwise
+from typing import Any
 
 import httpx
 import pytest
 from sqlalchemy import Engine, event, text
 
-from outboxq.dashboard import DashboardApp, Role, create_app
-from outboxq.dashboard.live import Watched
+from outboxq.dashboard import DashboardApp, Role, User, create_app
+from outboxq.dashboard import live as live_pages
+from outboxq.dashboard.errors import Refused
+from outboxq.dashboard.live import Watched, find_watched
 from tests.support.dashboard import as_user, client_of, stage_dashboard
 from tests.support.http_server import serve
 from tests.support.staged import numbered
@@ -22,12 +25,12 @@ _PATIENCE_SECONDS = 30.0
 
 
 @contextlib.asynccontextmanager
-async def following(client: httpx.AsyncClient, page: str) -> AsyncIterator[list[str]]:
+async def following(client: httpx.AsyncClient, page: str, user: str = "anna") -> AsyncIterator[list[str]]:
     """A browser that follows a page; the names of its events."""
     events: list[str] = []
 
     async def follow() -> None:
-        async with client.stream("GET", f"/orders/live/{page}") as answer:
+        async with client.stream("GET", f"/orders/live/{page}", headers={"x-user": user}) as answer:
             async for line in answer.aiter_lines():
                 events.extend([line] if line.startswith("event: ") else [])
 
@@ -49,7 +52,9 @@ async def _until(events: list[str], number: int) -> None:
 @pytest.fixture
 def app(engine: Engine) -> DashboardApp:
     stage_dashboard(engine)
-    return create_app({"orders": engine}, auth=as_user(Role.READER), live_seconds=_LIVE_SECONDS)
+    return create_app(
+        {"orders": engine}, auth=lambda request: User(request.headers.get("x-user", "anna")), live_seconds=_LIVE_SECONDS
+    )
 
 
 def test_a_change_is_told_and_the_page_comes_first(app: DashboardApp, engine: Engine) -> None:
@@ -91,7 +96,10 @@ def test_fifty_watchers_cost_what_one_costs_and_none_cost_nothing(app: Dashboard
 
     async def cost(client: httpx.AsyncClient, watchers: int) -> set[int]:
         async with contextlib.AsyncExitStack() as stack:
-            watching = [await stack.enter_async_context(following(client, "overview")) for _ in range(watchers)]
+            watching = [
+                await stack.enter_async_context(following(client, "overview", f"user {number}"))
+                for number in range(watchers)
+            ]
             for events in watching:
                 await _until(events, 1)
             looks.clear()
@@ -186,3 +194,45 @@ def test_a_form_is_not_loaded_again_while_it_is_filled_in(engine: Engine) -> Non
         form = client.get("/orders/queues/accounts/limits?refresh=5").text
     assert 'http-equiv="refresh"' not in form
     assert "Load again" not in form
+
+
+def _follow(app: DashboardApp, page: str, user: str) -> live_pages.Stream:
+    watched = find_watched(app.dashboard.routes, page, {})
+    assert watched is not None
+    return app.dashboard.pollers["orders"].stream(watched, user)
+
+
+def test_a_user_does_not_take_live_pages_from_others(app: DashboardApp) -> None:
+    """Five pages and ten streams of one user, and what is asked for counts before it is read."""
+    for number in range(5):
+        _follow(app, f"queues/q{number}", "eve")
+    for page in ("queues/q5", "overview"):
+        with pytest.raises(Refused):
+            _follow(app, page, "eve")
+    for _ in range(5):
+        _follow(app, "queues/q0", "eve")
+    with pytest.raises(Refused):
+        _follow(app, "queues/q0", "eve")
+    for number in range(490):
+        _follow(app, "overview", f"user {number}")
+    with pytest.raises(Refused):
+        _follow(app, "overview", "anna")
+
+
+def test_a_browser_that_does_not_read_is_let_go(app: DashboardApp, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its stream ends in time, and counts no more."""
+    monkeypatch.setattr(live_pages, "STREAM_SECONDS", 0.05)
+    monkeypatch.setattr(live_pages, "_BEAT_SECONDS", 0.05)
+
+    async def forever(*_: object) -> object:
+        return await asyncio.Event().wait()
+
+    async def run() -> None:
+        stream: Any = _follow(app, "overview", "eve")
+        scope = {"type": "http", "asgi": {"spec_version": "2.4"}}
+        async with asyncio.timeout(_PATIENCE_SECONDS):
+            await stream(scope, forever, forever)
+            await stream({**scope, "asgi": {}}, forever, forever)
+
+    asyncio.run(run())
+    assert app.dashboard.pollers["orders"]._watching == {}

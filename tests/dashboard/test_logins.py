@@ -1,16 +1,23 @@
 """Ways in that the dashboard brings along: who is believed, and who is not."""
 
+import asyncio
+import hashlib
+import logging
 import time
 from typing import Any
 
+import anyio.to_thread
+import httpx
 import pytest
 from sqlalchemy import Engine, create_engine
 
-from outboxq.dashboard import HeaderAuth, Role, TokenLogin, create_app
+from outboxq.dashboard import HeaderAuth, PasswordLogin, Role, TokenLogin, create_app
+from outboxq.dashboard.logins import password_line
 from outboxq.dashboard.seals import Seal
+from outboxq.dashboard.serving import announced
 from outboxq.dashboard.sessions import Session, Sessions
 from outboxq.errors import ConfigError
-from tests.support.dashboard import as_user, client_of
+from tests.support.dashboard import ORIGIN, as_user, client_of, token_of
 
 
 class _Client:
@@ -45,7 +52,7 @@ def test_a_header_is_believed_from_a_proxy_alone() -> None:
 
 @pytest.mark.parametrize("make", [
     lambda: HeaderAuth("x-user", []), lambda: HeaderAuth("x-user", ["nowhere"]), lambda: TokenLogin("short"),
-    lambda: Seal(b"short"),
+    lambda: Seal(b"short"), lambda: password_line("anna", Role.ADMIN, "nine char"),
 ])  # fmt: skip
 def test_what_would_be_weak_is_refused(make: Any) -> None:
     """A header without proxies, a token and a secret that can be guessed."""
@@ -62,7 +69,7 @@ def test_a_session_that_was_changed_or_is_old_is_none() -> None:
             self.cookies = {sessions.cookie: cookie}
 
     seal = sessions._seal
-    good = Session("id", time.time() + 60, "anna", 1)
+    good = Session("id", time.time() + 60, "anna", "mark")
     text = seal.close("session", good)
     read: Any = sessions.read
     assert read(Request(text)) == good
@@ -70,7 +77,7 @@ def test_a_session_that_was_changed_or_is_old_is_none() -> None:
     assert read(Request("A" + text[1:])) is None
     assert read(Request(seal.close("flash", good))) is None
     assert read(Request(others._seal.close("session", good))) is None
-    assert read(Request(seal.close("session", Session("id", time.time() - 1, "anna", 3)))) is None
+    assert read(Request(seal.close("session", Session("id", time.time() - 1, "anna", "mark")))) is None
     assert read(Request("")) is None
 
 
@@ -99,3 +106,105 @@ def test_another_driver_is_refused() -> None:
     """The message says how to make the engine."""
     with pytest.raises(ConfigError, match=r"psycopg 3"):
         create_app(create_engine("postgresql+psycopg2://127.0.0.1/shop"), auth=as_user(Role.READER))
+
+
+_ENGINE = create_engine("postgresql+psycopg://127.0.0.1:1/shop")
+
+
+def test_tries_to_log_in_hold_up_nothing_else_and_are_few() -> None:
+    """The application's own threads stay free; what comes on top is refused, and who is right gets in."""
+    login = PasswordLogin([password_line("anna", Role.ADMIN, "correct horse")])
+    app = create_app(_ENGINE, auth=login)
+
+    async def run() -> tuple[list[int], int, int]:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url=ORIGIN, timeout=None) as client:
+            token = token_of(await client.get("/login"))
+
+            async def post(password: str) -> int:
+                form = {"csrf": token, "name": "anna", "password": password}
+                return (await client.post("/login", data=form, headers={"origin": ORIGIN})).status_code
+
+            tries = [asyncio.create_task(post("wrong")) for _ in range(30)]
+            threads = anyio.to_thread.current_default_thread_limiter()
+            busy = 0
+            while not all(each.done() for each in tries):
+                busy = max(busy, threads.borrowed_tokens)
+                await asyncio.sleep(0.005)
+            return [each.result() for each in tries], busy, await post("correct horse")
+
+    answers, busy, right = asyncio.run(run())
+    assert (answers.count(401), answers.count(429)) == (10, 20)
+    assert busy == 0
+    assert right == 303
+
+
+def test_a_login_that_fails_is_logged_and_the_next_one_takes_longer(caplog: pytest.LogCaptureFixture) -> None:
+    """Neither what was typed as the name nor the password is in the log."""
+    app = create_app(_ENGINE, auth=TokenLogin("a token of some length"))
+    seconds = list[float]()
+    with client_of(app) as client, caplog.at_level(logging.WARNING, "outboxq.dashboard"):
+        form = {"csrf": token_of(client.get("/login")), "name": "hunter22", "password": "hunter23"}
+        for _ in range(4):
+            started = time.monotonic()
+            assert client.post("/login", data=form, headers={"origin": ORIGIN}).status_code == 401
+            seconds.append(time.monotonic() - started)
+    assert seconds[3] >= 0.8
+    assert caplog.text.count("a login failed: address=testclient") == 4
+    assert "hunter" not in caplog.text
+
+
+def test_a_link_is_there_only_without_a_token_and_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ten minutes after it was made nothing lets in by it."""
+    assert TokenLogin("a token of some length").link_token is None
+    assert "token=" not in announced("http://0.0.0.0:8484", TokenLogin("a token of some length"))
+    login = TokenLogin()
+    token = login.link_token
+    assert token is not None
+    assert token in announced("http://127.0.0.1:8484", login)
+    now = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now + 601)
+    assert login.take_link(token) is None
+    assert login.link_token is None
+
+
+def test_a_session_has_the_user_as_the_login_knows_it_today() -> None:
+    """With one secret for several processes: one that was removed, or has another password, is out."""
+    lines = {
+        "then": password_line("anna", Role.ADMIN, "correct horse"),
+        "other password": password_line("anna", Role.ADMIN, "correct horse"),
+        "other user": password_line("bob", Role.ADMIN, "correct horse"),
+    }
+    lines["other role"] = lines["then"].replace(":admin:", ":reader:")
+    apps = {name: create_app(_ENGINE, auth=PasswordLogin([line]), secret=b"s" * 32) for name, line in lines.items()}
+    with client_of(apps["then"]) as client:
+        form = {"csrf": token_of(client.get("/login")), "name": "anna", "password": "correct horse"}
+        assert client.post("/login", data=form, headers={"origin": ORIGIN}).status_code == 303
+        kept = dict(client.cookies)
+    seen = dict[str, int]()
+    for name, app in apps.items():
+        with client_of(app) as client:
+            client.cookies.update(kept)
+            seen[name] = client.post("/shop/bulk/preview").status_code
+    # 415: the role may, and the body is no form.
+    assert seen == {"then": 415, "other password": 401, "other user": 401, "other role": 403}
+
+
+def test_a_line_says_how_it_was_hashed() -> None:
+    """Lines of other parameters go on to hold; those that would take too much memory are refused."""
+    line = password_line("anna", Role.ADMIN, "correct horse")
+    assert line.startswith("anna:admin:scrypt:14:8:5:")
+    salt = bytes(16)
+    weak = hashlib.scrypt(b"correct horse", salt=salt, n=2**12, r=8, p=1, dklen=32)
+    login = PasswordLogin([line, f"bob:reader:scrypt:12:8:1:{salt.hex()}:{weak.hex()}"])
+    for name in ("anna", "bob"):
+        assert login.log_in(name, "correct horse") is not None
+        assert login.log_in(name, "wrong") is None
+    with pytest.raises(ConfigError):
+        PasswordLogin([line.replace(":14:8:5:", ":20:8:5:")])
+
+
+def test_the_cookie_is_secure_behind_a_proxy_that_sends_another_host() -> None:
+    """If all that browsers see is TLS."""
+    for origins, is_secure in ((["https://ops.example.com"], True), (["https://a.test", "http://b.test"], False)):
+        with client_of(create_app(_ENGINE, auth=TokenLogin("a token of some length"), origins=origins)) as client:
+            assert ("Secure" in client.get("/login").headers["set-cookie"]) is is_secure

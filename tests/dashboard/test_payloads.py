@@ -1,16 +1,17 @@
 """What must not be seen is on no page, in no JSON and in no search, whichever way it is written down."""
 
 import json
+import time
 from typing import Any
 
 import pytest
 from hypothesis import given, strategies
-from sqlalchemy import Engine
+from sqlalchemy import Engine, text
 
 from outboxq.dashboard import Role, create_app
 from outboxq.dashboard.documents import read_tree, write_tree
-from outboxq.dashboard.payloads import MASK, Payloads, is_secret, redacted
-from tests.support.dashboard import as_user, client_of, path_of, screens
+from outboxq.dashboard.payloads import MASK, Payloads, is_secret, redacted, without_secrets
+from tests.support.dashboard import as_user, client_of, path_of, screens, stage_dashboard
 from tests.support.secrets import CANARY, give_words, stage_secrets
 from tests.support.staged import numbered
 
@@ -66,6 +67,33 @@ def test_a_search_does_not_tell_what_is_hidden(staged: Engine) -> None:
         assert client.get("/orders/dead?reason=hunter").status_code == 400
 
 
+def test_columns_show_arguments_of_any_type(staged: Engine) -> None:
+    """Numbers with their digits, lists as JSON; each document is redacted once, with no transaction open."""
+    calls = list[tuple[str, int]]()
+
+    def hook(kind: str, args: Any) -> Any:
+        calls.append((kind, staged.pool.checkedout()))  # type: ignore[attr-defined]  # of a QueuePool
+        return args
+
+    app = create_app({"orders": staged}, auth=as_user(Role.READER), redact=hook)
+    args = '{"order_id": 10000000000000000000000000000001, "n": 1.50, "list": [1, {"pin": 4711}], "text": "a"}'
+    with staged.begin() as connection:
+        connection.execute(text("UPDATE outboxq.job SET args = CAST(:args AS jsonb)"), {"args": args})
+        rows = connection.execute(text(
+            "UPDATE outboxq.job SET args = args || jsonb_build_object('long', repeat('x', 70000)) "
+            "WHERE queue = 'mail' RETURNING id")).all()  # fmt: skip
+    with client_of(app) as client:
+        assert client.get("/orders/jobs").status_code == 200
+        assert calls == []
+        page = client.get("/orders/jobs?columns=order_id,n,list,text,absent,list.deep")
+    assert page.status_code == 200
+    for cell in ("10000000000000000000000000000001", "1.50", "[1, {&#34;pin&#34;: &#34;•••&#34;}]"):
+        assert f">{cell}</td>" in page.text
+    assert len(calls) == page.text.count(">1.50</td>") > 0
+    assert page.text.count('scope="row"') == len(calls) + len(rows)
+    assert {connections for _, connections in calls} == {0}
+
+
 def test_a_hook_that_fails_hides_everything(staged: Engine) -> None:
     """An error in the application's hook is no reason to show what it was to hide."""
 
@@ -79,10 +107,54 @@ def test_a_hook_that_fails_hides_everything(staged: Engine) -> None:
     assert "order_id" not in page
 
 
+def test_the_hook_is_asked_about_the_job_that_follows_a_batch(staged: Engine) -> None:
+    """About its arguments alone; if it fails, nothing of that job is shown."""
+    asked = list[Any]()
+
+    def hook(kind: str, args: Any) -> Any:
+        asked.append((kind, args))
+        return dict.fromkeys(args, "by the hook")
+
+    def failing(kind: str, args: Any) -> Any:
+        raise KeyError(args)
+
+    path = f"/orders/batches/{numbered(201)}"
+    for redact, seen in ((hook, {"run": "by the hook"}), (failing, None)):
+        with client_of(create_app({"orders": staged}, auth=as_user(Role.READER), redact=redact)) as client:
+            callback = client.get(path, headers={"accept": "application/json"}).json()["callback"]
+        assert (callback and callback["args"]) == seen
+    assert asked == [("report", {"run": 7})]
+
+
+def test_json_has_documents_as_they_are(staged: Engine) -> None:
+    """As --json of the command line has them: arguments, headers, and the filter of an action."""
+    with client_of(create_app({"orders": staged}, auth=as_user(Role.READER))) as client:
+        found = client.get(f"/orders/jobs/{numbered(1)}", headers={"accept": "application/json"}).json()
+        batch = client.get(f"/orders/batches/{numbered(201)}", headers={"accept": "application/json"}).json()
+    assert (found["args"]["order_id"], found["args"]["password"]) == (7, MASK)
+    assert isinstance(found["errors"], list)
+    assert batch["callback"]["args"] == {"run": 7}
+
+
 def test_numbers_keep_their_digits() -> None:
     """What a float cannot hold is shown as it is stored."""
     document = '{"a": 12345678901234567890123, "b": 0.10000000000000000001, "c": 1e400, "d": 1.50}'
     assert Payloads().document("k", document).raw == document
+
+
+def test_half_a_pair_of_surrogates_is_shown_as_it_is_stored(engine: Engine) -> None:
+    """In JSON inside of a string, as no text of PostgreSQL can have it: the page, its JSON and columns answer."""
+    stage_dashboard(engine)
+    args = json.dumps({"b": '{"password": "x", "b": "\\ud800"}'})
+    with engine.begin() as connection:
+        connection.execute(text("UPDATE outboxq.job SET args = CAST(:args AS jsonb)"), {"args": args})
+    with client_of(create_app({"orders": engine}, auth=as_user(Role.READER))) as client:
+        for path in (f"jobs/{numbered(1)}", "jobs?columns=b"):
+            answer = client.get(f"/orders/{path}")
+            assert answer.status_code == 200
+            assert "ud800" in answer.text
+        document = client.get(f"/orders/jobs/{numbered(1)}", headers={"accept": "application/json"})
+    assert "ud800" in document.text
 
 
 def test_a_document_that_is_nested_too_deeply_is_not_shown() -> None:
@@ -95,8 +167,8 @@ def test_a_document_that_is_nested_too_deeply_is_not_shown() -> None:
 _SECRET = (
     "password", "Password", "db_password", "userPassword", "api_key", "apiKey", "API-KEY", "x-api-key", "accessToken",
     "refresh_tokens", "Authorization", "client.secret", "cardNumber", "iban", "ssn", "pin", "cvv", "session_id",
+    "pass", "db_pass", "pw", "accessKey", "access_key",
 )  # fmt: skip
-_PLAIN = ("order_id", "shipping", "opinion", "pass_through", "author", "key", "name", "spinning")
 
 
 @pytest.mark.parametrize("key", _SECRET)
@@ -106,11 +178,53 @@ def test_keys_that_look_secret(key: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "key", ["order_id", "shipping", "opinion", "pass_through", "author", "key", "name", "spinning"]
+    "key", ["order_id", "shipping", "opinion", "pass_through", "author", "key", "name", "spinning", "compass"]
 )
 def test_keys_that_do_not(key: str) -> None:
     """What only has such letters in it is shown."""
     assert not is_secret(key)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        '  {"password": "hunter22"}',
+        json.dumps(json.dumps({"password": "hunter22"})),
+        '{"a": {"password": "hunter22"}, "a": 1}',
+        "password=hunter22&x=1",
+        "https://host/?access_token=hunter22",
+        "--token=hunter22",
+        ["--verbose", "--password", "hunter22"],
+        ["X-Api-Key", "hunter22"],
+        [["Authorization", "hunter22"]],
+        {"name": "password", "value": "hunter22"},
+        {"key": "X-Api-Key", "values": ["hunter22"]},
+        "postgres://bob:p@hunter22@host/db",
+        "postgres://bob:a/hunter22@host/db",
+        '"password": "ab\\"hunter22"',
+    ],
+    ids=str,
+)
+def test_a_secret_is_hidden_however_it_is_named(value: Any) -> None:
+    """In JSON inside of a string, in forms, in URLs, in words of a command, in pairs."""
+    seen = Payloads().document("k", json.dumps({"it": value}), hook=True)
+    assert seen.why is None
+    assert "hunter22" not in seen.raw
+
+
+def test_an_error_may_repeat_what_was_hidden_in_a_string() -> None:
+    """What is taken out of JSON inside of a string, or of a pair, is taken out of texts too."""
+    body = json.dumps({"body": json.dumps({"password": "hunter22"}), "pair": ["X-Api-Key", "hunter23"]})
+    assert set(Payloads().secrets_of(body)) == {"hunter22", "hunter23"}
+
+
+def test_hiding_takes_a_time_in_proportion_to_what_is_hidden() -> None:
+    """A job with very many secrets has none of its texts shown: to look for each in each would take long."""
+    many = Payloads().secrets_of(json.dumps({"token": [f"secret {number}" for number in range(100_000)]}))
+    started = time.process_time()
+    assert Payloads().text("the error" * 1_000, many) == MASK
+    assert Payloads().reason("cancelled", many) == "cancelled"
+    assert time.process_time() - started < 1
 
 
 @given(
@@ -125,3 +239,45 @@ def test_what_is_written_is_what_was_read(tree: Any) -> None:
     assert json.loads(write_tree(read_tree(document))) == tree
     once = redacted(read_tree(document))
     assert redacted(once) == once
+
+
+_HOSTILE = (
+    "token-", "a-", "token ", "token = ", "token:", 'token="', "token=\\\"", "password: '", "\\\\'", "=", ": ", " ",
+    "=>", "bearer ", "basic a", "://a:", "://", "://a:b@", "a" * 64 + ":", '\\"token\\":',
+)  # fmt: skip
+
+
+def _seconds(text: str) -> float:
+    started = time.process_time()
+    without_secrets(text, ())
+    return time.process_time() - started
+
+
+@pytest.mark.parametrize("unit", _HOSTILE)
+@pytest.mark.parametrize("start", ["", "["])
+def test_a_text_takes_a_time_in_proportion_to_its_length(start: str, unit: str) -> None:
+    """Arguments are written by strangers: one text of theirs does not hold up the process."""
+    short, long = ((start + unit * size)[:size] for size in (20_000, 40_000))
+    once = max(0.05, min(_seconds(short) for _ in range(2)))
+    assert once < 2
+    assert min(_seconds(long) for _ in range(2)) < 3 * once
+
+
+@pytest.mark.parametrize(
+    ("said", "seen"),
+    [
+        ("password=hunter22 is wrong", "password=••• is wrong"),
+        ("db_password: hunter22, user: bob", "db_password: •••, user: bob"),
+        ('{"password": "ab\\"cd", "n": 1}', '{"password": •••, "n": 1}'),
+        ('{\\"token\\": \\"ab cd\\", \\"n\\": 1}', '{\\"token\\": •••, \\"n\\": 1}'),
+        ("secret => 'a b' now", "secret => ••• now"),
+        ("token: 'a b", "token: •••"),
+        ('message="password=hunter22"', 'message="password=•••'),
+        ("x" * 80 + "_token=hunter22", "x" * 80 + "_token=•••"),
+        ("Authorization: Bearer abcdefgh.ijk", "Authorization: •••"),
+        ("order_id=7, shipping: fast", "order_id=7, shipping: fast"),
+    ],
+)
+def test_what_stands_behind_a_secret_word_is_hidden(said: str, seen: str) -> None:
+    """In a text, with and without quotes; what is no secret stays."""
+    assert without_secrets(said, ()) == seen

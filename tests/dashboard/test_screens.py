@@ -6,10 +6,11 @@ import pytest
 from sqlalchemy import Engine, text
 from sqlalchemy.ext.asyncio import create_async_engine
 
-from outboxq.dashboard import Role, create_app
+from outboxq.dashboard import Link, Role, TokenLogin, create_app
 from outboxq.dashboard.route import Screen
 from outboxq.postgres import Database
-from tests.support.dashboard import as_user, client_of, path_of, screens, stage_dashboard
+from tests.support.dashboard import ORIGIN, as_user, client_of, path_of, screens, stage_dashboard, token_of
+from tests.support.staged import numbered
 
 SCREENS = screens()
 _IDS = [screen.path or "overview" for screen in SCREENS]
@@ -124,3 +125,30 @@ def test_a_path_that_is_none_is_a_page_that_says_so(staged: Engine) -> None:
         assert client.get("/orders/nothing", headers={"accept": "application/json"}).json()["status"] == 404
     with client_of(create_app({"orders": staged}, auth=as_user(None))) as client:
         assert client.get("/orders/nothing").status_code == 401
+
+
+def test_a_link_that_cannot_be_made_is_left_out(staged: Engine, caplog: pytest.LogCaptureFixture) -> None:
+    """The page of a job stands without the application's links."""
+    app = create_app({"orders": staged}, auth=as_user(Role.READER), links=lambda _: [Link("trace", "javascript:x")])
+    with client_of(app) as client:
+        page = client.get(f"/orders/jobs/{numbered(1)}")
+    assert page.status_code == 200
+    assert "javascript:" not in page.text
+    assert "links= failed" in caplog.text
+
+
+def test_a_path_without_its_slash_leads_on_by_a_relative_link(staged: Engine) -> None:
+    """Behind a proxy the address that the server knows is not the one of the browser."""
+    with client_of(create_app({"orders": staged}, auth=as_user(Role.READER))) as client:
+        answer = client.get("/orders")
+        assert (answer.status_code, answer.headers["location"]) == (303, "orders/")
+        assert client.get("/nowhere").status_code == 404
+        for path in ("/orders/queues/", "/login/", "/orders/jobs//"):
+            assert client.get(path).status_code == 404
+
+
+def test_a_login_takes_a_short_form(staged: Engine) -> None:
+    """Strangers send no megabytes."""
+    with client_of(create_app({"orders": staged}, auth=TokenLogin("a token of some length"))) as client:
+        form = {"csrf": token_of(client.get("/login")), "password": "x" * 8_200}
+        assert client.post("/login", data=form, headers={"origin": ORIGIN}).status_code == 413

@@ -10,11 +10,13 @@ from msgspec import Meta
 from outboxq.admin.actions import Total
 from outboxq.admin.audit import AuditDetail, show_audit
 from outboxq.admin.browse import BULK_ACTIONS
+from outboxq.admin.bulk import MAX_COUNT
 from outboxq.admin.marks import Begin
 from outboxq.dashboard.errors import Refused
 from outboxq.dashboard.forms import About, Form
-from outboxq.dashboard.intents import Intent, needed_for
+from outboxq.dashboard.intents import ASKED_ABOVE, Intent, needed_for
 from outboxq.dashboard.parameters import OfEntry, Reason, ReasonedEntry
+from outboxq.dashboard.roles import Role
 from outboxq.dashboard.route import Done, Work
 from outboxq.dashboard.runs import OnPage, ToRun
 from outboxq.dashboard.view import Look
@@ -100,11 +102,20 @@ def resume_run(work: Work, asked: ReasonedEntry) -> Done:
 
 
 def _run(work: Work, intent: Intent, begin: Begin, on_page: OnPage) -> Total:
-    return work.actions.run(begin, intent.action, entry=intent.entry, expected=intent.expected, on_page=on_page)
+    was_typed = bool(intent.words(is_production=work.desk.settings.is_production))
+    most = _most_of(work) if was_typed else ASKED_ABOVE
+    return work.actions.run(
+        begin, intent.action, entry=intent.entry, expected=intent.expected, most=most, on_page=on_page
+    )
 
 
 def _resume(work: Work, entry: UUID, begin: Begin, on_page: OnPage) -> Total:
-    return work.actions.resume(begin, entry, on_page=on_page)
+    return work.actions.resume(begin, entry, most=_most_of(work), on_page=on_page)
+
+
+def _most_of(work: Work) -> int | None:
+    """How many rows the user may change at once."""
+    return None if work.caller.user.role >= Role.ADMIN else MAX_COUNT
 
 
 def _check(work: Work, intent: Intent, typed: str | None) -> None:

@@ -1,10 +1,12 @@
 """Dead letters: grouped by what they died of, listed, and one of them."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from uuid import UUID
 
-from outboxq.admin.browse import Found, find_dead
-from outboxq.admin.dead_letters import DeadDetail, DeadFilter, show_dead
+from sqlalchemy import Connection
+
+from outboxq.admin.browse import Found, find_dead, find_seen
+from outboxq.admin.dead_letters import DeadDetail, DeadFilter, DeadJob, show_dead
 from outboxq.admin.explain import Explanation
 from outboxq.admin.snapshot import NEWEST_DEAD, find_dead_groups
 from outboxq.dashboard.parameters import ErrorText, Name, OfJob, Paged, SearchText
@@ -37,16 +39,30 @@ def show_dead_letters(look: Look, asked: AskedDead) -> View:
     if asked.reason is not None and not look.payloads.may_search:
         raise ArgumentError("texts of errors are hidden here, and cannot be searched")
     wanted = DeadFilter(queue=asked.queue, kind=asked.kind, error=asked.error, reason=asked.reason)
-    found = look.at("dead letters", lambda c: find_dead(c, wanted, before=asked.before, limit=asked.limit)) or Found(())
+    found = look.at("dead letters", lambda c: _find(look, c, wanted, asked)) or Found(())
     is_filtered = wanted != DeadFilter()
     groups = [] if is_filtered else look.at("the groups", find_dead_groups) or []
     data = {
-        "dead": seen_dead(look, found.rows),
+        "dead": found.rows,
         "more": found.before is not None,
         "next_before": found.before,
         "dead_groups": seen_groups(look, groups),
     }
     return View("dead.html", "Dead letters", data, {"found": found, "is_filtered": is_filtered, "newest": NEWEST_DEAD})
+
+
+def _find(look: Look, connection: Connection, wanted: DeadFilter, asked: AskedDead) -> Found[DeadJob]:
+    """The dead letters as they may be seen; one that only matches by what is hidden is left out."""
+
+    def find(before: UUID | None) -> Found[DeadJob]:
+        found = find_dead(connection, wanted, before=before, limit=asked.limit)
+        return replace(found, rows=seen_dead(look, found.rows))
+
+    if wanted.reason is None:
+        return find(asked.before)
+    text = wanted.reason.lower()
+    sees = lambda each: text in each.reason.lower()  # noqa: E731
+    return find_seen(connection, find, sees, "dead_job", before=asked.before, limit=asked.limit)
 
 
 def show_dead_letter(look: Look, asked: OfJob) -> View:
@@ -73,8 +89,7 @@ def dead_view(look: Look, detail: DeadDetail, explanation: Explanation | None) -
         headers=payloads.document(dead.kind, detail.headers),
         errors=payloads.document(dead.kind, errors),
     )
-    reason = payloads.reason(dead.reason)
-    data["reason"] = reason if payloads.mode == "hidden" else payloads.text(reason, secrets)
+    data["reason"] = payloads.reason(dead.reason, secrets)
     attempts = read_attempts(errors)
     headers = seen_headers(look, dead.kind, detail.headers)
     extra = {

@@ -98,6 +98,6 @@ def show_batches(look: Look, asked: Nothing) -> View:  # noqa: ARG001  # as ever
 def show_one_batch(look: Look, asked: AskedBatch) -> View:
     """One open batch, and its members by their states."""
     detail = show_batch(look.connection, asked.batch_id)
-    callback = look.payloads.document(detail.batch.kind, detail.callback)
+    callback = look.payloads.callback(detail.batch.kind, detail.callback)
     data = {**flat(detail, callback=callback), "states": dict(detail.states)}
     return View("batch.html", "Batch", data)

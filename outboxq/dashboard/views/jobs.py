@@ -1,28 +1,31 @@
 """Jobs that wait or run: the list, and one job with why it does not run and what has become of it so far."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 from uuid import UUID
 
-from outboxq.admin.browse import Found, Wanted, find_jobs, read_wanted
+from sqlalchemy import Connection
+
+from outboxq.admin.browse import SHORT_BYTES, Found, Wanted, find_jobs, find_seen, read_wanted
 from outboxq.admin.explain import Explanation, explain_job
 from outboxq.admin.finished import FinishedDetail, show_finished
 from outboxq.admin.jobs import JobDetail, JobFilter, WaitingJob, show_job
 from outboxq.admin.relays import RelaySummary, list_relays
 from outboxq.admin.stats import collect_stats
-from outboxq.dashboard.documents import Tree, read_tree, write_tree
+from outboxq.dashboard.documents import write_tree
 from outboxq.dashboard.errors import Refused
 from outboxq.dashboard.parameters import Key, Name, OfJob, Paged, SearchText
-from outboxq.dashboard.payloads import hide_errors
+from outboxq.dashboard.payloads import Payloads, at_path, hide_errors, is_secret
 from outboxq.dashboard.settings import JobRef
 from outboxq.dashboard.view import Look, View, flat
 from outboxq.dashboard.views.dead import dead_view, find_dead_letter
-from outboxq.dashboard.views.seen import seen_explanation
+from outboxq.dashboard.views.seen import seen_explanation, seen_jobs
 from outboxq.dashboard.views.timeline import Step, seen_headers, timeline
 from outboxq.error_record import read_attempts
 from outboxq.errors import ArgumentError, JobNotFound
 
+_MAX_CELL_CHARACTERS = 200
 STATES = ("ready", "grouped", "running", "scheduled", "due", "leased", "orphaned", "suspect")
 
 
@@ -47,18 +50,37 @@ def show_jobs(look: Look, asked: AskedJobs) -> View:
     """The newest jobs that match."""
     wanted = JobFilter(queue=asked.queue, kind=asked.kind, state=asked.state, group=asked.group)
     contains = _search(look, asked.q)
-    found = look.at(
-        "the jobs", lambda c: find_jobs(c, wanted, contains=contains, before=asked.before, limit=asked.limit)
-    ) or Found(())
-    if contains is not None:
-        seen = [each for each in found.rows if _still_matches(look, each, contains)]
-        found = replace(found, rows=seen)
     names = _columns(look, asked.columns)
-    cells = [[_cell(look, job.kind, args, name) for name in names] for job, args in found.rows]
-    jobs = [replace(job, note=look.payloads.text(job.note)) for job, _ in found.rows]
+    args_bytes = SHORT_BYTES if names or contains is not None else 0
+    found = look.at("the jobs", lambda c: _find(look, c, wanted, contains, asked, args_bytes)) or Found(())
+    jobs = seen_jobs(look, [job for job, _ in found.rows])
     data = {"jobs": jobs, "more": found.before is not None, "next_before": found.before}
-    extra = {"found": found, "cells": cells, "columns": names, "counts": _counts(look, asked.queue), "states": STATES}
-    return View("jobs.html", "Jobs", data, extra)
+    extra = {"found": found, "columns": names, "counts": _counts(look, asked.queue), "states": STATES}
+    cells = lambda: {"cells": [_cells(look.payloads, job.kind, args, names) for job, args in found.rows]}  # noqa: E731
+    return View("jobs.html", "Jobs", data, extra, cells)
+
+
+def _find(
+    look: Look,
+    connection: Connection,
+    wanted: JobFilter,
+    contains: Wanted | None,
+    asked: AskedJobs,
+    args_bytes: int,
+) -> Found[tuple[WaitingJob, str | None]]:
+    """The jobs that match by what may be seen of them: else a search would tell what is hidden."""
+
+    def find(before: UUID | None) -> Found[tuple[WaitingJob, str | None]]:
+        return find_jobs(connection, wanted, contains=contains, args_bytes=args_bytes, before=before, limit=asked.limit)
+
+    if contains is None:
+        return find(asked.before)
+
+    def sees(found: tuple[WaitingJob, str | None]) -> bool:
+        job, args = found
+        return args is not None and look.payloads.still_has(job.kind, args, contains.path, contains.values)
+
+    return find_seen(connection, find, sees, "job", before=asked.before, limit=asked.limit)
 
 
 def show_one_job(look: Look, asked: OfJob) -> View:
@@ -147,13 +169,10 @@ def _search(look: Look, text: str | None) -> Wanted | None:
         return None
     if not look.payloads.may_search:
         raise ArgumentError("arguments are hidden here, and cannot be searched")
-    return read_wanted(text)
-
-
-def _still_matches(look: Look, found: tuple[WaitingJob, str], contains: Wanted) -> bool:
-    """Whether a job matches by what may be seen of it: else a search would tell what is hidden."""
-    job, args = found
-    return look.payloads.still_has(job.kind, args, contains.path, contains.values)
+    wanted = read_wanted(text)
+    if look.payloads.mode == "redacted" and any(map(is_secret, wanted.path)):
+        raise ArgumentError("the values of this name are hidden here, and cannot be searched")
+    return wanted
 
 
 def _columns(look: Look, text: str | None) -> list[str]:
@@ -162,13 +181,22 @@ def _columns(look: Look, text: str | None) -> list[str]:
     return [name for each in text.split(",") if (name := each.strip().removeprefix("args."))][:6]
 
 
-def _cell(look: Look, kind: str, args: str, name: str) -> str:
-    found: Tree = read_tree(look.payloads.document(kind, args, hook=True).raw)
-    for key in name.split("."):
-        found = found.get(key) if isinstance(found, dict) else None
+def _cells(payloads: Payloads, kind: str, args: str | None, names: Sequence[str]) -> list[str]:
+    """The columns of a job."""
+    if not names:
+        return []
+    seen = None if args is None else payloads.seen_args(kind, args)
+    return [_cell(at_path(seen, name.split("."))) for name in names]
+
+
+def _cell(found: object) -> str:
     if found is None:
         return ""
-    return found if isinstance(found, str) else write_tree(found)[:200]
+    try:
+        return (found if isinstance(found, str) else write_tree(found))[:_MAX_CELL_CHARACTERS]
+    except (TypeError, ValueError):
+        # What the application's hook returned.
+        return ""
 
 
 def _counts(look: Look, queue: str | None) -> dict[str, tuple[int, bool]]:

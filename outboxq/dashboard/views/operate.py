@@ -12,7 +12,6 @@ from outboxq.dashboard.parameters import Name, Nothing, OfEntry, Paged, Scope
 from outboxq.dashboard.payloads import Document
 from outboxq.dashboard.view import Look, View, flat
 from outboxq.dashboard.views.seen import seen_relays
-from outboxq.doctor import Limits, run_checks
 
 # How many of the jobs that run longest are asked what blocks them.
 _EXPLAINED = 10
@@ -42,8 +41,7 @@ def show_relays(look: Look, asked: Nothing) -> View:  # noqa: ARG001  # as every
 
 def show_doctor(look: Look, asked: Nothing) -> View:  # noqa: ARG001  # as every screen has it
     """What keeps jobs from running, or will, and what to do about it."""
-    findings = run_checks(look.connect, schema=look.schema, limits=Limits(), use="reader")
-    return View("doctor.html", "Doctor", {"findings": findings})
+    return View("doctor.html", "Doctor", {"findings": look.findings or ()})
 
 
 def show_entries(look: Look, asked: AskedAudit) -> View:

@@ -1,7 +1,7 @@
 """What a change of many rows would do: a look, whose result is signed, so that it can be done as it was shown."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import datetime
 from typing import Annotated, Literal, TypeAlias
 
@@ -25,7 +25,7 @@ from outboxq.dashboard.errors import Refused
 from outboxq.dashboard.intents import LIFE_SECONDS, needed_for
 from outboxq.dashboard.parameters import ErrorText, Key, Name, SearchText
 from outboxq.dashboard.view import Look, View
-from outboxq.dashboard.views.seen import seen_dead
+from outboxq.dashboard.views.seen import seen_dead, seen_jobs
 from outboxq.database.driver import run_script
 from outboxq.errors import ArgumentError
 from outboxq.outbox.options import MAX_PRIORITY
@@ -62,8 +62,11 @@ class AskedPreview:
 
 def show_preview(look: Look, asked: AskedPreview) -> View:
     """How many rows would be changed, some of them, and the form that does it."""
-    if asked.contains is not None and not look.payloads.may_search:
-        raise ArgumentError("texts of errors are hidden here, and cannot be searched")
+    if asked.contains is not None and look.payloads.mode != "shown":
+        # The number of rows would tell what is hidden in their reasons.
+        raise ArgumentError(
+            "parts of reasons are hidden here: a change of many rows takes a kind, a queue or the type of an error"
+        )
     return _show(look, _action(asked))
 
 
@@ -180,6 +183,4 @@ def _seen(look: Look, found: Preview) -> Sequence[object]:
     dead = [each for each in found.samples if isinstance(each, DeadJob)]
     if dead:
         return seen_dead(look, dead)
-    return [
-        replace(each, note=look.payloads.text(each.note)) for each in found.samples if not isinstance(each, DeadJob)
-    ]
+    return seen_jobs(look, [each for each in found.samples if not isinstance(each, DeadJob)])

@@ -12,7 +12,7 @@ from outboxq.dashboard.charts import Series
 from outboxq.dashboard.parameters import Name, Nothing, Period
 from outboxq.dashboard.view import Look, View
 from outboxq.dashboard.views.history import failed, series_in, span_of
-from outboxq.dashboard.views.seen import seen_explanation, seen_groups, seen_relays
+from outboxq.dashboard.views.seen import seen_explanation, seen_groups, seen_jobs, seen_relays
 from outboxq.queue_limits import keep_text
 
 
@@ -51,8 +51,8 @@ def show_queue(look: Look, asked: AskedQueue) -> View:
         "history": history,
         "kinds": kinds,
         "relays": seen_relays(look, [each for each in snapshot.relays if name in each.queues and each.state != "dead"]),
-        "next": look.at("the next jobs", lambda c: next_jobs(c, name)) or [],
-        "scheduled": look.at("the scheduled jobs", lambda c: next_scheduled(c, name)) or [],
+        "next": seen_jobs(look, look.at("the next jobs", lambda c: next_jobs(c, name)) or []),
+        "scheduled": seen_jobs(look, look.at("the scheduled jobs", lambda c: next_scheduled(c, name)) or []),
         "dead_groups": seen_groups(look, [each for each in snapshot.dead_groups if each.queue == name]),
     }
     depth = [

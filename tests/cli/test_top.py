@@ -23,6 +23,9 @@ from tests.support.staged import stage
 from tests.support.terminal import run_at_terminal
 from tests.support.waiting import PATIENCE, wait_until
 
+# Whole programs.
+pytestmark = pytest.mark.large
+
 _JOB = "INSERT INTO outboxq.job (id, queue, kind, args) VALUES (gen_random_uuid(), :queue, 'k', '{}')"
 
 

@@ -11,6 +11,9 @@ from tests.migrations.project import HISTORIES, make_project, run_psql
 
 histories = pytest.mark.parametrize("history", HISTORIES.values(), ids=list(HISTORIES))
 
+# Whole programs.
+pytestmark = pytest.mark.large
+
 
 @histories
 def test_a_history_goes_up_down_one_by_one_to_base_and_up_again(

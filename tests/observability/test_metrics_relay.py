@@ -22,6 +22,9 @@ from tests.support.ledger import enqueue
 from tests.support.metrics import Series, Serving, promtool, serving, value
 from tests.support.waiting import PATIENCE, wait_until
 
+# Whole programs.
+pytestmark = pytest.mark.large
+
 TARGET = "tests.support.app:jobs"
 CANARY = "canary-7f3d"
 

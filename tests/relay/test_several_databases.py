@@ -22,6 +22,9 @@ from tests.support.cli import call, run
 from tests.support.own_server import own_database, own_server
 from tests.support.waiting import PATIENCE, wait_until
 
+# Whole programs.
+pytestmark = pytest.mark.large
+
 
 @pytest.fixture
 def second(outboxq_server: Server) -> Iterator[Database]:

@@ -103,14 +103,8 @@ def change_jobs(options: JobsChangeOptions) -> None:
 
 def _report(total: "Total", *, as_json: bool) -> None:
     if as_json:
-        print_json(
-            {
-                "changed": total.changed,
-                "running": total.held,
-                "refused": total.refused,
-                "not_found": total.not_found,
-            }
-        )
+        others = {"running": total.held, "refused": total.refused, "not_found": total.not_found}
+        print_json({"changed": total.changed, **others})
     else:
         typer.echo(f"changed {several(total.changed, 'job', 'jobs')}")
     for job_id in total.not_found:

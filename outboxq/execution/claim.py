@@ -355,9 +355,8 @@ def park_unknown(
     Args:
         only_marks: Only clear the marks that a failed parking left in their rows.
     """
-    scripts = [
-        park_head(schema, queue, state, known_kinds, limit, only_marks=only_marks) for state in ("ready", "scheduled")
-    ]
+    states = ("ready", "scheduled")
+    scripts = [park_head(schema, queue, state, known_kinds, limit, only_marks=only_marks) for state in states]
     results = run_script(connection, UNTIMED + "; ".join(scripts))
     return sum(cast("int", result.rows[0][0]) for result in results[1:])
 

@@ -98,7 +98,7 @@ def test_older_tables_give_the_command_that_brings_them_up(outboxq_database: Dat
 
 
 def test_what_the_database_refuses_is_told_without_a_traceback(outboxq_database: Database, engine: Engine) -> None:
-    """A role without rights reads what it may not touch, and what gives it the right; whoever migrates, who may."""
+    """A role without rights is told what it may not touch and what gives it the right; for `migrate`, who may."""
     role = f"reader_{make_url(outboxq_database.url).database}"
     with engine.begin() as connection:
         connection.execute(text(f"CREATE ROLE {role} LOGIN PASSWORD '{PASSWORD}'"))

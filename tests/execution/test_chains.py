@@ -143,7 +143,7 @@ def test_a_last_job_whose_key_is_taken_is_told(
     assert kind in (alone, leased, leased_idle, shared, lines)
     with sessions.begin() as session:
         standing = session.add_job(report.options(unique="taken", delay=timedelta(hours=1)))
-        before = kind.job(name="before")  # type: ignore[attr-defined]
+        before = kind.job(name="before")  # type: ignore[attr-defined]  # of the parameter: an object
         ends = session.add_jobs([before.then(report.options(unique="taken").job())])[0]
         session.add_jobs([before.then(report.options(unique="free").job())])
     events = drain(jobs, batch_size=10)

@@ -550,11 +550,11 @@ def test_what_is_no_id_is_refused_at_the_call(engine: Engine, given: object) -> 
     form = "such as '0192"
     with engine.begin() as connection:
         with pytest.raises(ArgumentError, match=form):
-            cancel(connection, given)  # type: ignore[call-overload]
+            cancel(connection, given)  # type: ignore[call-overload]  # what is no id is refused at run time
         with pytest.raises(ArgumentError, match=form):
-            find_job(connection, given)  # type: ignore[call-overload]
+            find_job(connection, given)  # type: ignore[call-overload]  # what is no id is refused at run time
     with pytest.raises(ArgumentError, match=form):
-        wait_for_result(engine, given)  # type: ignore[call-overload]
+        wait_for_result(engine, given)  # type: ignore[call-overload]  # what is no id is refused at run time
 
 
 def test_another_outcome_is_refused(engine: Engine, sessions: sessionmaker[OutboxSession]) -> None:

@@ -99,8 +99,12 @@ class Slot:
 
     def wants_work(self) -> bool:
         """Whether there is something to do: to claim, or to find out what became of a lost connection's jobs."""
-        is_in_doubt = self.batch is not None or self.leased_batch is not None or self._lost_since is not None
-        return is_in_doubt or self._goes_on or self.sleep.has_work()
+        return self.is_in_doubt or self._lost_since is not None or self._goes_on or self.sleep.has_work()
+
+    @property
+    def is_in_doubt(self) -> bool:
+        """Whether a lost connection left jobs of which it is not known what became of them."""
+        return self.batch is not None or self.leased_batch is not None
 
     # The slot's connection.
 
@@ -169,6 +173,11 @@ class Slot:
             self._told.add(left)
             logger.info("a handler's %s may outlive its transaction: its slot takes a new connection", left)
         return True
+
+    def settle(self, connected: SlotConnection) -> None:
+        """Find out what became of the jobs of a lost connection, and claim nothing."""
+        with self._on(connected):
+            pass
 
     # The slot's claims.
 

@@ -22,6 +22,8 @@ from outboxq.relay.state import RelayState
 
 # Errors that a slot survives: its connection is lost, or refuses a statement.
 _CONNECTION_ERRORS = (psycopg.Error, SQLAlchemyError, ConnectionLost, NoConnection, OSError)
+# For a server that drops a connection, and takes the next: one that is away leaves its jobs for the next relay.
+_LAST_TRIES, _LAST_PAUSE_SECONDS = 5, 0.1
 
 
 class WakeEvent(Protocol):
@@ -54,6 +56,10 @@ class SlotLoop:
         self._fail = fail
 
     def _serve(self) -> None:
+        self._work()
+        self._find_out()
+
+    def _work(self) -> None:
         slot, stopping, until_empty = self.slot, self._state.stopping, self._state.until_empty
         work = slot.drain if until_empty else slot.work_all
         while not (stopping.is_set() or slot.is_seized()):
@@ -74,6 +80,22 @@ class SlotLoop:
                 if slot.is_seized():
                     return
                 self._wait_after(error)
+
+    def _find_out(self) -> None:
+        """Settle jobs whose connection was lost as the relay was told to stop: it alone can tell what they came to."""
+        slot = self.slot
+        for _ in range(_LAST_TRIES):
+            if not slot.is_in_doubt or slot.is_seized():
+                return
+            try:
+                with self._connections.borrow() as slot_connection:
+                    slot.settle(slot_connection)
+            except Abandoned:
+                return
+            except _CONNECTION_ERRORS as error:
+                slot.lost(error)
+                self._wake_event.clear()
+                self._wake_event.wait(_LAST_PAUSE_SECONDS)
 
     def _sleep(self) -> None:
         """Sleep until woken, or until a poll found something; without a connection except to poll."""

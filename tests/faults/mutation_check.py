@@ -1076,6 +1076,13 @@ MUTANTS = (
         ),
     ),
     Mutant(
+        "what became of the jobs of a lost connection, before a slot ends",
+        "outboxq/relay/slot_loop.py",
+        "        self._work()\n        self._find_out()\n",
+        "        self._work()\n",
+        ("tests/faults/test_unknown_commit.py::test_a_relay_that_is_told_to_stop_finds_out_first",),
+    ),
+    Mutant(
         "the connection of a slot, given back when it sleeps",
         "outboxq/relay/slot_loop.py",
         "                if is_over:\n                    self._sleep()",

@@ -10,7 +10,7 @@ from sqlalchemy import Connection, Engine, NullPool, create_engine, select, text
 from sqlalchemy.exc import OperationalError
 from sqlalchemy.orm import Session, sessionmaker
 
-from outboxq import JobHandle, OutboxSession, RelayConfig, SlotGroup, find_job
+from outboxq import AsyncContext, Context, JobHandle, Jobs, OutboxSession, RelayConfig, SlotGroup, find_job
 from outboxq.events import JobDone
 from outboxq.postgres import Database
 from outboxq.testing import CommitProxy, RelayProcess, Trap
@@ -56,11 +56,40 @@ def test_a_relay_cut_off_at_commit_finds_out_what_stands(
     with start_relay(config=config, engine=proxy.url) as running:
         assert trap.reached.wait(PATIENCE)
         wait_until(lambda: left(engine) == 0, "the jobs to be done")
-        # A relay that is stopped before it has its connection back does not tell.
-        wait_until(lambda: len(running.of(JobDone)) >= len(names), "the relay to know it")
     assert ledger(engine) == names
     assert len(running.of(JobDone)) == len(names), "told as done, once each"
     assert trap.count == (3 if "thrice" in cut else 1)
+
+
+@pytest.mark.parametrize(("claim", "writes"), [("transaction", True), ("lease", True), ("lease", False)])
+@pytest.mark.parametrize("flavour", ["sync", "async"])
+@pytest.mark.parametrize("cut", ["cut-before-it-arrives", "reply-lost"])
+def test_a_relay_that_is_told_to_stop_finds_out_first(
+    engine: Engine, sessions: sessionmaker[OutboxSession], proxy: CommitProxy, start_relay, cut, flavour, claim, writes
+) -> None:
+    """What stands is told before it ends: no other relay could count the job, or tell its hooks. What does not, waits."""
+    jobs = Jobs()
+
+    @jobs.handler(queue="stopped", claim=claim)
+    def stop(ctx: Context) -> None:
+        ctx.session.add_all([Effect(name="stop")] * writes)
+        running.relay.stop()
+
+    @jobs.handler(queue="stopped-async", claim=claim)
+    async def stop_async(ctx: AsyncContext) -> None:
+        ctx.session.add_all([Effect(name="stop")] * writes)
+        running.relay.stop()
+
+    trap = CUTS[cut](proxy, COMMIT_SCRIPT if writes else "WITH oq_held")
+    config = RelayConfig(groups=(SlotGroup(("stopped",)), SlotGroup(("stopped-async",))), poll_seconds=0.1)
+    with start_relay(jobs, config, engine=proxy.url) as running:
+        with sessions.begin() as session:
+            session.add_job(stop if flavour == "sync" else stop_async)
+        assert trap.reached.wait(PATIENCE)
+    assert trap.count == 1
+    # What a leased job without rows came to is settled again.
+    is_done = cut == "reply-lost" or not writes
+    assert (left(engine), len(running.of(JobDone))) == ((0, 1) if is_done else (1, 0))
 
 
 @pytest.mark.parametrize("then", ["cut", "release"])

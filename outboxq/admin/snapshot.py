@@ -5,39 +5,26 @@ two seconds.
 """
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime, timedelta
-from typing import TypeVar
 
-import psycopg
 from sqlalchemy import Connection
-from sqlalchemy.exc import DBAPIError
 
 from outboxq.admin.history import HistoryRow, read_history
 from outboxq.admin.relays import RelaySummary, list_relays
+from outboxq.admin.sections import NotKnown as NotKnown
+from outboxq.admin.sections import Sections
 from outboxq.admin.stats import QueueStats, Stats, collect_stats
-from outboxq.database.driver import is_lost, run_script
-from outboxq.database.errors import (
-    INSUFFICIENT_PRIVILEGE,
-    LOCK_NOT_AVAILABLE,
-    QUERY_CANCELED,
-    describe_error,
-    sqlstate_of,
-)
-from outboxq.errors import SchemaError
 from outboxq.statements.dead_groups import group_newest
 from outboxq.statements.paging import database_clock
 from outboxq.tables import mapped_schema
-
-Part = TypeVar("Part")
 
 # Rates are those of the last five minutes that began, and of the one that goes on.
 RATE_MINUTES = 5
 # Dead letters are grouped among those of the newest jobs.
 NEWEST_DEAD = 1_000
 _MOST_GROUPS, _MOST_RELAYS = 100, 1_000
-_SETTINGS = "SET LOCAL statement_timeout = '2s'; SET LOCAL lock_timeout = '200ms'; SET LOCAL jit = off"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +47,7 @@ class DeadGroup:
     """Dead letters that died of the same.
 
     Args:
-        error: The type of the last error, or the reason if there was none.
+        error: The type of the last error, or the reason up to its first colon if there was none.
         line: The innermost line of the handler's own code, if it is known.
     """
 
@@ -71,14 +58,6 @@ class DeadGroup:
     jobs: int
     first_died_at: datetime
     last_died_at: datetime
-
-
-@dataclass(frozen=True, slots=True)
-class NotKnown:
-    """A part of a snapshot that is empty, and why."""
-
-    part: str
-    reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,11 +80,15 @@ class Snapshot:
     not_known: tuple[NotKnown, ...] = ()
 
 
-def take_snapshot(connection: Connection) -> Snapshot:
-    """Look at queues, kinds, relays and dead letters, in the caller's transaction, which it leaves as it was."""
-    looks = _Looks(connection)
+def take_snapshot(connection: Connection, *, queue: str | None = None) -> Snapshot:
+    """Look at queues, kinds, relays and dead letters, in the caller's transaction, which it leaves as it was.
+
+    Args:
+        queue: Count the jobs of this queue alone, which costs less if there are many queues.
+    """
+    looks = Sections(connection)
     now = database_clock(connection)
-    stats = looks.at("queues", lambda: collect_stats(connection)) or Stats((), (), 0)
+    stats = looks.at("queues", lambda: collect_stats(connection, queue=queue)) or Stats((), (), 0)
     since = timedelta(minutes=RATE_MINUTES)
     kinds = looks.at("kinds", lambda: read_history(connection, by="kind", since=since)) or []
     relays = looks.at("relays", lambda: list_relays(connection, limit=_MOST_RELAYS)) or []
@@ -125,50 +108,6 @@ def find_dead_groups(connection: Connection, *, newest: int = NEWEST_DEAD) -> li
     """What the dead letters of the newest jobs died of, the largest group first; 100 groups at most."""
     statement = group_newest(mapped_schema(connection), newest=newest, limit=_MOST_GROUPS)
     return [DeadGroup(*row) for row in connection.execute(statement)]
-
-
-class _Looks:
-    """Looks in a savepoint each, which is rolled back, and its settings with it."""
-
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
-        self.refused: list[NotKnown] = []
-
-    def at(self, name: str, look: Callable[[], Part]) -> Part | None:
-        """What a look finds; None if the database refuses it.
-
-        Raises:
-            DBAPIError: the connection is lost.
-        """
-        savepoint = self._connection.begin_nested()
-        try:
-            run_script(self._connection, _SETTINGS)
-            return look()
-        except SchemaError as error:
-            self.refused.append(NotKnown(name, str(error)))
-            return None
-        except (DBAPIError, psycopg.Error) as error:
-            if sqlstate_of(error) is None or is_lost(self._connection):
-                raise
-            self.refused.append(NotKnown(name, _why_refused(error)))
-            return None
-        finally:
-            if not is_lost(self._connection):
-                savepoint.rollback()
-
-
-def _why_refused(error: DBAPIError | psycopg.Error) -> str:
-    """In a sentence: the right that is missing, or what is in the way."""
-    sqlstate = sqlstate_of(error)
-    if sqlstate == INSUFFICIENT_PRIVILEGE:
-        original = error.orig if isinstance(error, DBAPIError) else error
-        said = original.diag.message_primary if isinstance(original, psycopg.Error) else "permission denied"
-        return f"{said}: a reader needs SELECT there, which the SQL of `outboxq roles --sql` gives"
-    if sqlstate == QUERY_CANCELED:
-        return "not known in 2 s; `outboxq doctor` looks at what may be in the way"
-    if sqlstate == LOCK_NOT_AVAILABLE:
-        return "another session has locked a table; `outboxq doctor` looks at what may be in the way"
-    return f"refused by the database: {describe_error(error)}"
 
 
 def _queues(

@@ -65,7 +65,7 @@ def settle_result(connection: Connection, job: Job, result: Result, runtime: Run
             return JobSnoozed(job, delay.total_seconds(), seconds)
         case DeadLetter(reason):
             described = runtime.reason(reason, job)
-            dead_letter(connection, job, described)
+            dead_letter(connection, job, described, ErrorRecord(job.attempt, "outboxq.DeadLetter", described))
             return JobDied(job, described, seconds=seconds)
         case CancelledResult() | ExpiredResult():
             return _drop(connection, job, result, runtime, seconds)

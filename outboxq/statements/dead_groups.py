@@ -4,16 +4,18 @@ from sqlalchemy import TextClause, text
 
 from outboxq.statements.doctor.sessions import qualified
 
-# A job that died without an error, as one that crashed its relays did, has its reason instead.
+# A job that died without an error, as one that crashed its relays did, has its reason instead, up to what it quotes.
 _GROUPS = """\
 WITH newest AS MATERIALIZED (
-  SELECT queue, kind, reason, died_at, pg_catalog.jsonb_extract_path_text(errors, '-1', 'type') AS type,
+  SELECT queue, kind, died_at, COALESCE(
+      pg_catalog.jsonb_extract_path_text(errors, '-1', 'type'), pg_catalog.split_part(reason, ':', 1)
+    ) AS error,
     pg_catalog.jsonb_extract_path_text(errors, '-1', 'where', '-1') AS line
   FROM {dead} ORDER BY id DESC LIMIT :newest
 )
-SELECT queue, kind, COALESCE(type, reason) AS error, line, pg_catalog.count(*) AS jobs,
+SELECT queue, kind, error, line, pg_catalog.count(*) AS jobs,
   pg_catalog.min(died_at) AS first_died_at, pg_catalog.max(died_at) AS last_died_at
-FROM newest GROUP BY queue, kind, COALESCE(type, reason), line
+FROM newest GROUP BY queue, kind, error, line
 ORDER BY jobs DESC, queue, kind, error, line LIMIT :limit"""
 
 

@@ -4,21 +4,36 @@ from dataclasses import dataclass
 from datetime import datetime
 from uuid import UUID
 
-from sqlalchemy import ColumnElement, Executable, case, delete, exists, func, literal, literal_column, or_, select, true
-from sqlalchemy.dialects.postgresql import insert
+from sqlalchemy import (
+    ColumnElement,
+    Executable,
+    FromClause,
+    case,
+    delete,
+    exists,
+    func,
+    literal,
+    literal_column,
+    or_,
+    select,
+    true,
+    type_coerce,
+)
+from sqlalchemy.dialects.postgresql import JSONB, insert
 
 from outboxq.statements.builtin import pg
 from outboxq.statements.paging import count_kinds, matching, page_outcome, pick_page
 from outboxq.statements.unique import key_is_free, stored_key, take_for_dead
-from outboxq.tables import JOB_SIZES, dead_job, job
+from outboxq.tables import JOB_SIZES, StoredText, dead_job, job
 
 
 @dataclass(frozen=True, slots=True)
 class DeadFilter:
     """Which dead letters are meant; without any value, all of them.
 
-    `reason` is any part of the reason, in upper or lower case. `died_before` keeps a command that takes several pages
-    from chasing the jobs that die meanwhile.
+    `reason` is any part of the reason, in upper or lower case. `error` is the type of the last error, or the reason up
+    to its first colon if there was none, as `dead_groups` counts them. `died_before` keeps a command that takes several
+    pages from chasing the jobs that die meanwhile.
     """
 
     queue: str | None = None
@@ -26,17 +41,23 @@ class DeadFilter:
     reason: str | None = None
     ids: tuple[UUID, ...] | None = None
     died_before: datetime | None = None
+    error: str | None = None
 
-    def conditions(self) -> list[ColumnElement[bool]]:
-        """The filter as conditions on the table `dead_job`."""
-        found = matching(dead_job, queue=self.queue, kind=self.kind)
+    def conditions(self, dead: FromClause = dead_job) -> list[ColumnElement[bool]]:
+        """The filter as conditions on the table `dead_job`, or a part of it."""
+        found = matching(dead, queue=self.queue, kind=self.kind)
         if self.reason is not None:
             # strpos and not LIKE: the text is data, without wildcards.
-            found.append(pg.strpos(pg.lower(dead_job.c.reason), pg.lower(self.reason)) > 0)
+            found.append(pg.strpos(pg.lower(dead.c.reason), pg.lower(self.reason)) > 0)
         if self.ids is not None:
-            found.append(dead_job.c.id.in_(self.ids))
+            found.append(dead.c.id.in_(self.ids))
         if self.died_before is not None:
-            found.append(dead_job.c.died_at <= self.died_before)
+            found.append(dead.c.died_at <= self.died_before)
+        if self.error is not None:
+            errors = type_coerce(dead.c.errors, JSONB())
+            last = pg.jsonb_extract_path_text(errors, "-1", "type", type_=StoredText())
+            # Without an error it is up to what it quotes, as the groups have it: a guess at the rest finds nothing.
+            found.append(func.coalesce(last, pg.split_part(dead.c.reason, ":", 1)) == self.error)
         return found
 
 

@@ -4,9 +4,13 @@ from uuid import uuid4
 
 import pytest
 from sqlalchemy import Engine, create_engine, text
+from sqlalchemy.orm import sessionmaker
 
+from outboxq import Backoff, Context, DeadLetter, Jobs, OutboxSession
+from outboxq.admin.dead_letters import DeadFilter, list_dead, show_dead
 from outboxq.admin.snapshot import NEWEST_DEAD, find_dead_groups, take_snapshot
 from outboxq.admin.stats import collect_stats
+from outboxq.error_record import read_attempts
 from outboxq.observability.metrics.exporter import DatabaseExporter
 from outboxq.observability.metrics.exposition import expose, registry_of
 from outboxq.observability.metrics.tables import PARTS
@@ -72,6 +76,43 @@ def test_dead_letters_are_grouped_by_what_they_died_of(engine: Engine) -> None:
     )  # fmt: skip
     assert (second.error, second.line, second.jobs) == ("crashed 3 of 3 times", None, 2)
     assert first.first_died_at <= first.last_died_at
+
+
+def test_what_a_reason_quotes_makes_no_groups(engine: Engine) -> None:
+    """A reason without an error counts up to its first colon: behind it is what differs from job to job."""
+    with engine.begin() as connection:
+        for number, why in ((2, "no row 7"), (1, "no row 8")):
+            values = {"errors": "[]", "reason": f"it could not be claimed: {why}"}
+            connection.execute(text(_DEAD.format(number=number)), values)
+    with engine.connect() as connection:
+        (group,) = find_dead_groups(connection)
+        assert (group.error, group.jobs) == ("it could not be claimed", 3)
+        assert len(list_dead(connection, DeadFilter(error=group.error))) == 3
+        assert list_dead(connection, DeadFilter(error="it could not be claimed: no row 8")) == []
+
+
+def test_a_job_that_its_handler_gave_up_died_of_that(
+    engine: Engine, sessions: sessionmaker[OutboxSession], drain
+) -> None:
+    """Not of an earlier error, nor of a text of its own."""
+    jobs = Jobs()
+
+    @jobs.handler(queue="given-up", retry=Backoff(first_seconds=0))
+    def give_up(ctx: Context, name: str) -> DeadLetter:
+        if ctx.job.attempt == 1:
+            raise ValueError
+        return DeadLetter(f"nothing can be done for {name}")
+
+    with sessions.begin() as session:
+        session.add_jobs(give_up.job(name=name) for name in ("anna", "bob"))
+    drain(jobs)
+    with engine.connect() as connection:
+        (group,) = find_dead_groups(connection)
+        assert (group.error, group.jobs) == ("outboxq.DeadLetter", 2)
+        (one, _) = list_dead(connection, DeadFilter(error="outboxq.DeadLetter"))
+        errors = read_attempts(show_dead(connection, one.id).errors)
+    assert [each.type for each in errors] == ["ValueError", "outboxq.DeadLetter"]
+    assert errors[1].message == one.reason
 
 
 def test_a_part_that_takes_too_long_is_left_out(engine: Engine, outboxq_database: Database) -> None:

@@ -22,6 +22,7 @@ HEARTBEAT_PIPE_VARIABLE = "OUTBOXQ_HEARTBEAT_PIPE"
 METRICS_SOCKET_VARIABLE = "OUTBOXQ_METRICS_SOCKET"
 DATABASE_LABEL_VARIABLE = "OUTBOXQ_DATABASE_LABEL"
 ACTOR_VARIABLE = "OUTBOXQ_ACTOR"
+DASHBOARD_TOKEN_VARIABLE = "OUTBOXQ_DASHBOARD_TOKEN"  # noqa: S105  # its name
 
 # How long messages and effects are remembered.
 DEFAULT_RETENTION = timedelta(days=30)
@@ -142,6 +143,11 @@ def actor_name() -> str:
         return pwd.getpwuid(user).pw_name
     except KeyError:
         return f"uid {user}"
+
+
+def dashboard_token() -> str | None:
+    """The token that logs in to the dashboard, if one is set."""
+    return os.environ.get(DASHBOARD_TOKEN_VARIABLE) or None
 
 
 def parent_pipe() -> int | None:

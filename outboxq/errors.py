@@ -372,7 +372,7 @@ class RunElsewhere(OutboxqError):
 
 
 class RunNotResumable(OutboxqError):
-    """A change that is over, or was none of many rows, cannot go on."""
+    """A change that is over, was none of many rows, or came to more than were agreed to, cannot go on."""
 
     def __init__(self, entry: UUID, reason: str) -> None:
         super().__init__(f"{entry} cannot go on: {reason}")

@@ -53,6 +53,9 @@ class Actions:
         action: BulkAction | Preview,
         *,
         check: bulk.CheckArgs | None = None,
+        entry: UUID | None = None,
+        expected: int | None = None,
+        most: int | None = None,
         on_page: Callable[[Total], None] = lambda _: None,
     ) -> Total:
         """Retry or discard dead letters, cancel or change jobs: those of a filter, or of ids.
@@ -65,6 +68,10 @@ class Actions:
             action: A filter goes by way of `preview`, which keeps the action from rows that come later.
             check: Called with each kind that is meant, and the arguments that it is given, such as `check_args` of a
                 resolved registry.
+            entry: The id that its row in the audit is to have; an action whose id is there already is refused by the
+                table's primary key, before it has changed anything.
+            expected: How many rows an earlier preview has counted; a `Preview` says so itself.
+            most: It ends before a page by which it may change more rows than these.
             on_page: Called after each page.
 
         Raises:
@@ -72,12 +79,14 @@ class Actions:
             AuditNotFound: its row was deleted from the audit meanwhile.
             PayloadError, UnknownKind: `check` has refused the arguments; nothing was done.
         """
-        expected = action.count if isinstance(action, Preview) and not action.is_capped else None
         wanted = action.action if isinstance(action, Preview) else action
+        if isinstance(action, Preview) and not action.is_capped:
+            expected = action.count
         if check is not None:
             with begin() as connection:
                 bulk.check_args(connection, wanted, check)
-        return bulk.BulkRun(begin, wanted, self._journal, expected=expected, warn=self._warn).run(on_page)
+        run = bulk.BulkRun(begin, wanted, self._journal, expected=expected, warn=self._warn, entry=entry, most=most)
+        return run.run(on_page)
 
     def resume(
         self,
@@ -86,6 +95,7 @@ class Actions:
         *,
         args: str | None = None,
         check: bulk.CheckArgs | None = None,
+        most: int | None = None,
         on_page: Callable[[Total], None] = lambda _: None,
     ) -> Total:
         """Go on with what was stopped or cut off, behind the last page that the audit has.
@@ -95,14 +105,15 @@ class Actions:
         Args:
             args: The arguments that it gives jobs, if it gives some: the audit does not keep them.
             check: As `run` takes it.
+            most: As `run` takes it; what was changed before counts too.
 
         Raises:
             AuditNotFound: no action has this id.
-            RunNotResumable: it is over, or was none of many rows.
+            RunNotResumable: it is over, was none of many rows, or may change more than `most`.
             RunElsewhere: a page of it is under way, or another process has taken it over.
             ArgumentError: it gives arguments, and `args` does not, or the other way round.
         """
-        run = bulk.resume(begin, self._journal, entry, args=args, check=check, warn=self._warn)
+        run = bulk.resume(begin, self._journal, entry, args=args, check=check, warn=self._warn, most=most)
         return run.run(on_page)
 
     def stop(self, connection: Connection, entry: UUID) -> bulk.Stopped:
@@ -126,6 +137,10 @@ class Actions:
             if entry is not None:
                 self._journal.finish(connection, entry, changed=int(ended))
         return ended
+
+    def keeps_audit(self, connection: Connection) -> bool:
+        """Whether what is done is written into the audit; `warn` is told if it is not."""
+        return self._journal.may_write(connection)
 
     def pause_queues(self, connection: Connection, names: Sequence[str]) -> tuple[str, ...]:
         """Pause queues, as `queues.pause` does."""

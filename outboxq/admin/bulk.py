@@ -118,6 +118,8 @@ class BulkRun:
         action: As a preview has it, so that nothing newer is touched.
         expected: How many rows the preview has counted.
         follows: The row of the audit of an action that was begun before, to be gone on with.
+        entry: The id of its row in the audit, if that was chosen before: an action begins once by it.
+        most: How many rows it may change, those from before it was taken over included; None for all.
     """
 
     def __init__(
@@ -129,6 +131,8 @@ class BulkRun:
         expected: int | None = None,
         warn: Callable[[str], None],
         follows: AuditDetail | None = None,
+        entry: UUID | None = None,
+        most: int | None = None,
     ) -> None:
         self._begin = begin
         self._action = action
@@ -137,9 +141,11 @@ class BulkRun:
         self._warn = warn
         self._position = None if follows is None else follows.position
         self._resumed = 0 if follows is None else follows.resumed
+        self._changed_before = 0 if follows is None else follows.entry.changed
+        self._most = most
         self.total = Total(entry=None if follows is None else follows.entry.id)
         # Chosen before the first page, so that it can be told if the answer to its COMMIT is lost.
-        self._new_entry = new_entry_id()
+        self._new_entry = entry or new_entry_id()
         self._is_in_doubt = False
         self._ids = None if action.ids is None else sorted(dict.fromkeys(action.ids))
 
@@ -152,11 +158,13 @@ class BulkRun:
         Raises:
             RunElsewhere: another process has taken it over.
             AuditNotFound: the row of the audit was deleted.
+            RunNotResumable: with its next page it may change more rows than it may.
         """
         try:
             while True:
                 ids = self._find()
                 is_last = len(ids) < MAX_PAGE_ROWS
+                self._check_most(ids)
                 if not self._change(ids, is_last=is_last):
                     self.total.is_stopped = True
                     on_page(self.total)
@@ -177,6 +185,14 @@ class BulkRun:
             return [each for each in self._ids if after is None or each > after][:MAX_PAGE_ROWS]
         with self._begin() as connection:
             return self._action.find(connection, after)
+
+    def _check_most(self, ids: Sequence[UUID]) -> None:
+        # Rows can come into a filter after it was looked at, such as jobs that become ready.
+        if self._most is not None and self._changed_before + self.total.changed + len(ids) > self._most:
+            raise RunNotResumable(
+                self.total.entry or self._new_entry,
+                f"more rows match by now than the {self._most:,} that were agreed to; look at what is left once more",
+            )
 
     def _change(self, ids: Sequence[UUID], *, is_last: bool) -> bool:
         """Change a page; False if an operator has stopped it."""
@@ -230,8 +246,9 @@ class BulkRun:
         if self.total.entry is None:
             return
         # The server is gone, perhaps: what counts is the error itself.
+        said = str(error) if isinstance(error, RunNotResumable) else describe_error(error)
         with contextlib.suppress(Exception), self._begin() as connection:
-            connection.execute(statements.note_error(self.total.entry, self._resumed, describe_error(error)))
+            connection.execute(statements.note_error(self.total.entry, self._resumed, said))
 
 
 def check_args(connection: Connection, action: BulkAction, check: CheckArgs) -> None:
@@ -270,6 +287,7 @@ def resume(
     args: str | None = None,
     check: CheckArgs | None = None,
     warn: Callable[[str], None],
+    most: int | None = None,
 ) -> BulkRun:
     """Take over a change of many rows that was stopped or cut off, to go on behind its last page.
 
@@ -277,7 +295,7 @@ def resume(
 
     Args:
         args: The arguments that it gives, if it gives some: the audit does not keep them.
-        check: Called with each kind and these arguments.
+        check: Called with each kind and these arguments. `most` is that of `BulkRun`.
 
     Raises:
         AuditNotFound: no action has this id.
@@ -300,4 +318,4 @@ def resume(
             check_args(connection, action, check)
         found = replace(found, resumed=connection.execute(statements.reopen(entry)).scalar_one())
         journal.record(connection, "bulk.resume", str(entry), changed=1)
-    return BulkRun(begin, action, journal, warn=warn, follows=found)
+    return BulkRun(begin, action, journal, warn=warn, follows=found, most=most)

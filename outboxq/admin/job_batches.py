@@ -35,7 +35,7 @@ class OpenBatch:
 
 @dataclass(frozen=True, slots=True)
 class BatchDetail:
-    """A batch, the members that are left by their states, and its callback as JSON text."""
+    """A batch, its callback as JSON text, and its members by their states: up to 10,000 of those that are left."""
 
     batch: OpenBatch
     states: Mapping[str, int]

@@ -90,23 +90,27 @@ def count_left(connection: Connection, served: Sequence[str]) -> dict[str, int]:
     return {row.sort: row.jobs for row in connection.execute(statements.count_left(served))}
 
 
-def collect_stats(connection: Connection, *, exact: bool = False) -> Stats:
+def collect_stats(connection: Connection, *, exact: bool = False, queue: str | None = None) -> Stats:
     """Count the jobs, in the caller's transaction.
 
     The oldest job, the parked ones and those that run are looked for among the first 10,000 that relays would claim.
 
     Args:
         exact: Count every job. That reads the whole tables, so its cost grows with the backlog.
+        queue: Count those of this queue alone, if they are not all counted.
     """
-    return _count_all(connection) if exact else _count_first(connection)
+    return _count_all(connection) if exact else _count_first(connection, queue)
 
 
-def _count_first(connection: Connection) -> Stats:
-    found = {row.queue: row._asdict() for row in connection.execute(statements.count_first_jobs(COUNTED_MOST))}
-    dead = {row.queue: row.dead for row in connection.execute(statements.count_first_dead(COUNTED_MOST))}
+def _count_first(connection: Connection, only: str | None) -> Stats:
+    jobs = connection.execute(statements.count_first_jobs(COUNTED_MOST, only))
+    found = {row.queue: row._asdict() for row in jobs}
+    dead = {row.queue: row.dead for row in connection.execute(statements.count_first_dead(COUNTED_MOST, only))}
     paused = {row.name: row.paused_at for row in connection.execute(statements.paused_queues())}
+    if only is not None:
+        paused = {name: at for name, at in paused.items() if name == only}
     walked = {name: {walk: row.pop(f"walked_{walk}") for walk in statements.WALKS} for name, row in found.items()}
-    estimates = {walk: _estimate(connection, walk, walked) for walk in statements.WALKS}
+    estimates = {walk: _estimate(connection, walk, walked, only) for walk in statements.WALKS}
     queues: list[QueueStats] = []
     for name in sorted({*found, *dead, *paused}):
         counts = QueueStats(
@@ -116,12 +120,14 @@ def _count_first(connection: Connection) -> Stats:
         if counts.dead > COUNTED_MOST:
             more["dead"] = _plan_rows(connection, statements.estimate_dead(mapped_schema(connection), name))
         queues.append(_with_estimates(counts, more))
-    parked = tuple(ParkedKind(*row) for row in connection.execute(statements.first_parked_kinds(COUNTED_MOST)))
+    parked = tuple(ParkedKind(*row) for row in connection.execute(statements.first_parked_kinds(COUNTED_MOST, only)))
     unknown: int = connection.execute(statements.count_first_unknown_effects(COUNTED_MOST)).scalar_one()
     return Stats(tuple(queues), parked, unknown)
 
 
-def _estimate(connection: Connection, walk: str, walked: Mapping[str, Mapping[str, int]]) -> dict[str, int]:
+def _estimate(
+    connection: Connection, walk: str, walked: Mapping[str, Mapping[str, int]], only: str | None
+) -> dict[str, int]:
     """How many jobs a walk would have found in those queues of which it has not counted all.
 
     The planner knows how many jobs of all queues have a state, and how the queues share the table. What the other
@@ -131,6 +137,9 @@ def _estimate(connection: Connection, walk: str, walked: Mapping[str, Mapping[st
     if not full:
         return {}
     schema = mapped_schema(connection)
+    if only is not None:
+        # The others were not counted, so that nothing can be taken off.
+        return {only: _plan_rows(connection, statements.estimate_jobs(schema, only, walk))}
     counted = sum(counts[walk] for name, counts in walked.items() if name not in full)
     left = _plan_rows(connection, statements.estimate_jobs(schema, None, walk)) - counted
     shares = {name: _plan_rows(connection, statements.estimate_jobs(schema, name, walk)) for name in full}

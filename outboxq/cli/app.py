@@ -9,6 +9,7 @@ from outboxq import __version__
 from outboxq.cli import (
     audit,
     batches,
+    dashboard,
     dead,
     doctor,
     done,
@@ -36,7 +37,7 @@ class _Root(PlainGroup):
 
     sections: ClassVar[Mapping[str, Sequence[str]]] = {
         "Start": ("demo", "torture", "migrate", "roles"),
-        "Run": ("relay", "health", "metrics"),
+        "Run": ("relay", "health", "metrics", "dashboard"),
         "Look": (
             "top",
             "stats",
@@ -124,6 +125,7 @@ app.command("roles")(roles.roles)
 app.command("relay")(relay.relay)
 app.command("health")(relay.health)
 app.command("metrics")(metrics.metrics)
+app.command("dashboard")(dashboard.dashboard)
 app.command("top")(top.top)
 app.command("stats")(queues.stats)
 app.command("history")(history.history)

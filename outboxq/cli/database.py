@@ -1,10 +1,10 @@
 """The connection of a command: one, with short transactions that give up soon if a table is locked."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, TypeAlias
 
-from outboxq.cli.errors import CommandFailed, DatabaseUnreachable, explain
+from outboxq.cli.errors import CommandFailed, DatabaseUnreachable, WrongUsage, explain
 from outboxq.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -76,6 +76,28 @@ def connect(url: "URL") -> "Iterator[Connection]":
     finally:
         connection.close()
         engine.dispose()
+
+
+def named_databases(given: "Sequence[str] | None", urls: "Sequence[str] | None") -> "dict[str, URL]":
+    """Databases by their names: those of --database NAME=URL, else of --database-url or OUTBOXQ_DATABASE_URL.
+
+    Raises:
+        ConfigError: none is named, or one twice.
+    """
+    from outboxq import config
+    from outboxq.database.urls import psycopg_url
+
+    if not given:
+        return config.database_urls(urls)
+    if urls:
+        raise WrongUsage("--database and --database-url name databases twice: leave one out")
+    named: dict[str, URL] = {}
+    for each in given:
+        name, equals, url = each.partition("=")
+        if not name or not equals or name in named:
+            raise WrongUsage("--database takes NAME=URL, each name once, such as orders=postgresql://host/orders")
+        named[name] = psycopg_url(url)
+    return named
 
 
 @contextmanager

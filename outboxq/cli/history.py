@@ -11,7 +11,7 @@ from outboxq.cli.errors import WrongUsage
 from outboxq.cli.options import DatabaseOptions, KindFilter, QueueFilter, Since, Wide, since_option, takes
 from outboxq.cli.output import notice, print_json
 from outboxq.cli.tables import Column, print_table
-from outboxq.cli.values import Latency, in_full
+from outboxq.codec.display import Latency, in_full
 
 if TYPE_CHECKING:
     from outboxq.admin.history import HistoryRow

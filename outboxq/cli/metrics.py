@@ -7,13 +7,11 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from outboxq.cli.errors import CommandFailed, WrongUsage
+from outboxq.cli.errors import CommandFailed
 from outboxq.cli.options import DEFAULT_SCHEMA, DatabaseUrls, Schema, takes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-
-    from sqlalchemy import URL
 
     from outboxq.observability.metrics.exporter import DatabaseExporter
     from outboxq.observability.metrics.server import Expose
@@ -135,7 +133,7 @@ def _serve(options: MetricsOptions, exporters: "Mapping[str, DatabaseExporter]",
 
 def _exporters(options: MetricsOptions) -> "dict[str, DatabaseExporter]":
     from outboxq import config
-    from outboxq.cli.database import connect
+    from outboxq.cli.database import connect, named_databases
     from outboxq.doctor import run_checks
     from outboxq.observability.metrics.exporter import DatabaseExporter
     from outboxq.observability.metrics.minutes import MinuteSums
@@ -148,25 +146,8 @@ def _exporters(options: MetricsOptions) -> "dict[str, DatabaseExporter]":
             find=partial(run_checks, partial(connect, url), schema=schema, use="reader"),
             minutes=MinuteSums() if options.from_history else None,
         )
-        for name, url in _databases(options).items()
+        for name, url in named_databases(options.databases, options.database_url).items()
     }
-
-
-def _databases(options: MetricsOptions) -> "dict[str, URL]":
-    from outboxq import config
-    from outboxq.database.urls import psycopg_url
-
-    if not options.databases:
-        return config.database_urls(options.database_url)
-    if options.database_url:
-        raise WrongUsage("--database and --database-url name databases twice: leave one out")
-    named: dict[str, URL] = {}
-    for given in options.databases:
-        name, equals, url = given.partition("=")
-        if not name or not equals or name in named:
-            raise WrongUsage("--database takes NAME=URL, each name once, such as orders=postgresql://host/orders")
-        named[name] = psycopg_url(url)
-    return named
 
 
 def _print_shipped(what: Literal["dashboard", "rules"]) -> None:

@@ -17,7 +17,7 @@ from typing import Any, TextIO
 import msgspec
 import typer
 
-from outboxq.cli.values import in_full, moment
+from outboxq.codec.display import in_full, moment
 from outboxq.codec.text import escaped_json, printable
 from outboxq.error_record import read_attempts
 

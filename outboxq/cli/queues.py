@@ -12,7 +12,7 @@ from outboxq.cli.help import Commands
 from outboxq.cli.options import ActingOptions, DatabaseOptions, DatabaseUrls, Wide, takes
 from outboxq.cli.output import notice, print_json
 from outboxq.cli.tables import Column, print_table
-from outboxq.cli.values import Estimate, age, duration, in_short
+from outboxq.codec.display import Estimate, age, duration, in_short
 from outboxq.codec.text import printable, several
 
 if TYPE_CHECKING:

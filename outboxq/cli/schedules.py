@@ -13,7 +13,7 @@ from outboxq.cli.options import ActingOptions, KindFilter, QueueFilter, takes
 from outboxq.cli.output import notice, print_json, print_wrapped
 from outboxq.cli.reading import lists, shows
 from outboxq.cli.tables import Column
-from outboxq.cli.values import moment
+from outboxq.codec.display import moment
 
 if TYPE_CHECKING:
     from sqlalchemy import Connection

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 import typer
 
 from outboxq.cli.output import print_wrapped
-from outboxq.cli.values import in_full, in_short
+from outboxq.codec.display import in_full, in_short
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -22,7 +22,7 @@ from outboxq.cli.errors import explain
 from outboxq.cli.tables import Column, is_number
 from outboxq.cli.top import TopOptions, look, not_known, summary
 from outboxq.cli.top_views import VIEWS, View
-from outboxq.cli.values import in_full
+from outboxq.codec.display import in_full
 from outboxq.codec.text import printable
 from outboxq.errors import OutboxqError
 

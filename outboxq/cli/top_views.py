@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from outboxq.cli.tables import Column
-from outboxq.cli.values import Estimate, Latency, Rate
+from outboxq.codec.display import Estimate, Latency, Rate
 
 if TYPE_CHECKING:
     from outboxq.admin.snapshot import Snapshot

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from outboxq.cli.errors import WrongUsage
 from outboxq.cli.options import AsJson, takes
 from outboxq.cli.output import notice, print_fields, print_json
 from outboxq.cli.tables import Column, print_table
@@ -22,6 +23,13 @@ def demo(
         int | None,
         typer.Option("--seed", metavar="NUMBER", help="Repeat an earlier run's customers.", show_default=False),
     ] = None,
+    with_dashboard: Annotated[
+        bool,
+        typer.Option(
+            "--dashboard",
+            help="Instead of counting, go on until Ctrl-C and show all of it in a browser. Needs outboxq[dashboard].",
+        ),
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Kill a relay at work, and count that nothing was lost or done twice.
@@ -29,12 +37,39 @@ def demo(
     Starts a PostgreSQL server of its own, and leaves nothing behind. Needs outboxq[demo].
 
     \b
-    Example:
+    Examples:
       outboxq demo --jobs 5000
+      outboxq demo --dashboard
     """
+    if with_dashboard:
+        if as_json:
+            raise WrongUsage("--dashboard goes on until Ctrl-C, and has nothing to print as JSON")
+        _show_market()
+        return
     from outboxq.demo.story import run_demo
 
     raise typer.Exit(run_demo(jobs=jobs, seed=seed, json=as_json))
+
+
+def _show_market() -> None:
+    """The demo's market and its dashboard, on a free port, until a signal."""
+    try:
+        from outboxq.dashboard import Role, TokenLogin, create_app
+        from outboxq.dashboard.serving import announced, listen, serve
+    except ModuleNotFoundError as error:
+        raise WrongUsage(str(error)) from error
+    from outboxq.demo.market_day import open_market, trading
+    from outboxq.relay.signals import stop_signals
+
+    login = TokenLogin(role=Role.ADMIN)
+    host = "127.0.0.1"
+    with open_market(notice) as market, listen(host, 0) as (listening, address):
+        app = create_app({"market": market.engine}, auth=login, environment="demo", hosts=[host], live_seconds=2)
+        # As it is: a terminal that is narrow must not break the link.
+        typer.echo(announced(address, login), err=True)
+        with trading(market):
+            serve(app, listening, stop_signals)
+    notice("The relays and the server were ended, nothing is left.")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -13,7 +13,7 @@ import typer
 from outboxq.cli.errors import WrongUsage
 from outboxq.cli.options import DatabaseOptions, KindFilter, QueueFilter, takes
 from outboxq.cli.output import notice, print_json_line, print_wrapped
-from outboxq.cli.values import age, moment
+from outboxq.codec.display import age, moment
 from outboxq.codec.text import printable, several
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any, NamedTuple, TypeAlias
 
@@ -79,6 +79,18 @@ def driver_connection(connection: Connection) -> DriverConnection:
     if not isinstance(driver, _DRIVERS):
         raise TypeError(f"expected a psycopg connection, got {type(driver).__module__}")
     return driver
+
+
+@contextmanager
+def unprepared(connection: Connection) -> Iterator[None]:
+    """No statement is prepared on the server: behind a pooler the next transaction may have another backend."""
+    driver = driver_connection(connection)
+    before = driver.prepare_threshold
+    driver.prepare_threshold = None
+    try:
+        yield
+    finally:
+        driver.prepare_threshold = before
 
 
 def run_script(connection: Connection, script: str) -> list[ScriptResult]:

@@ -78,7 +78,7 @@ def run_demo(*, jobs: int, seed: int | None = None, json: bool = False) -> int:
         except Interrupted:
             show.say("Interrupted: the relays and the server were ended, nothing is left.")
             return INTERRUPTED
-        facts = {"server": _described(server), "seed": seed, "seconds": round(time.monotonic() - begun, 1)}
+        facts = {"server": described(server), "seed": seed, "seconds": round(time.monotonic() - begun, 1)}
         show.finish(proof, facts)
     return 0 if proof.holds else 1
 
@@ -92,8 +92,8 @@ class Interrupted(OutboxqError):
 
 
 def _play_on(server: Server, show: Show, orders: list[PlannedOrder], seed: int, interrupted: threading.Event) -> Proof:
-    show.say(f"Server: {_described(server)}, started for this run alone (pid {server.pid}).")
-    with _prepared(server) as (url, engine), ExitStack() as stack:
+    show.say(f"Server: {described(server)}, started for this run alone (pid {server.pid}).")
+    with prepared(server) as (url, engine), ExitStack() as stack:
         story = _Story(url, engine, show, orders, stack)
         story.start_relays()
         show.say(f"{len(CUSTOMERS)} customers place {len(orders)} orders (seed {seed}), some of which are rolled back.")
@@ -119,7 +119,7 @@ class _Story:
         for _ in range(2):
             self._start_relay()
         for relay in self._relays:
-            self._wait_until_it_serves(relay)
+            wait_until_it_serves(self._engine, relay)
         names = " and ".join(f"{relay.name} (pid {relay.pid})" for relay in self._relays)
         self._show.say(f"{names} serve the queues warehouse (sync handlers) and mail (async handlers).")
 
@@ -131,7 +131,7 @@ class _Story:
             [seen] = self._ask(_PROGRESS)
             self._show.progress(seen.done, self._jobs)
             for relay in self._relays:
-                _check(relay)
+                check_runs(relay)
             if kill is None and seen.done >= self._jobs // 2:
                 kill = self._kill_second_relay(seen.done)
             # In this order: what is enqueued after the look is not missed.
@@ -173,17 +173,6 @@ class _Story:
         self._show.say(f"{third.name} (pid {third.pid}) started in its place: {others} take over.")
         return kill
 
-    def _wait_until_it_serves(self, relay: RelayProcess) -> None:
-        """Wait for its connections, one a slot."""
-        deadline = time.monotonic() + _START_SECONDS
-        while len(self._ask(_CONNECTIONS, relay=relay.name)) < _SLOTS:
-            _check(relay)
-            if time.monotonic() > deadline:
-                raise DemoFailed(
-                    f"{relay.name} was to serve within {_START_SECONDS:.0f} s: is this machine overloaded?"
-                )
-            time.sleep(_POLL_SECONDS)
-
     def _kill_at_work(self, relay: RelayProcess) -> Kill | None:
         """Kill the relay with SIGKILL if it runs jobs at this moment, else let it go on and return None.
 
@@ -207,16 +196,37 @@ class _Story:
             return connection.execute(question, parameters).all()
 
 
-def _check(relay: RelayProcess) -> None:
-    """Check that the relay runs; the error holds the end of its log."""
+def check_runs(relay: RelayProcess) -> None:
+    """Check that the relay runs.
+
+    Raises:
+        DemoFailed: it does not; the error holds the end of its log.
+    """
     code = relay.returncode
     if code is not None:
         raise DemoFailed(f"{relay.name} (pid {relay.pid}) was to run, but ended with code {code}:\n{relay.log}")
 
 
+def wait_until_it_serves(engine: Engine, relay: RelayProcess, slots: int = _SLOTS) -> None:
+    """Wait for a relay's connections, one a slot.
+
+    Raises:
+        DemoFailed: it ended, or takes too long.
+    """
+    deadline = time.monotonic() + _START_SECONDS
+    while True:
+        with engine.connect() as connection:
+            if len(connection.execute(_CONNECTIONS, {"relay": relay.name}).all()) >= slots:
+                return
+        check_runs(relay)
+        if time.monotonic() > deadline:
+            raise DemoFailed(f"{relay.name} was to serve within {_START_SECONDS:.0f} s: is this machine overloaded?")
+        time.sleep(_POLL_SECONDS)
+
+
 @contextmanager
-def _prepared(server: Server) -> Iterator[tuple[str, Engine]]:
-    """A database with outboxq's tables and the shop's."""
+def prepared(server: Server) -> Iterator[tuple[str, Engine]]:
+    """The address and an engine of a database with outboxq's tables and the shop's."""
     database = server.create_database()
     engine = create_engine(database.url, pool_size=len(CUSTOMERS) + 1, connect_args={"application_name": "shop"})
     try:
@@ -230,5 +240,5 @@ def _prepared(server: Server) -> Iterator[tuple[str, Engine]]:
         engine.dispose()
 
 
-def _described(server: Server) -> str:
+def described(server: Server) -> str:
     return f"PostgreSQL {server.version} from {server.source}, with fsync on"

@@ -9,7 +9,7 @@ from sqlalchemy import Connection
 from sqlalchemy.exc import DBAPIError
 
 from outboxq.admin.roles import Part
-from outboxq.database.driver import driver_connection, is_lost, run_script
+from outboxq.database.driver import is_lost, run_script, unprepared
 from outboxq.doctor import (
     cancellation,
     dead_letters,
@@ -129,9 +129,7 @@ def run_checks(
         registry: Kinds that wait are compared with it.
         listen_connect: Opens a connection by the URL that relays listen on, if they have one.
     """
-    with connect() as given:
-        # A pooler's next backend does not know what was prepared on this one.
-        driver_connection(given).prepare_threshold = None
+    with connect() as given, unprepared(given):
         connection = given.execution_options(isolation_level="READ COMMITTED", schema_translate_map={SCHEMA: schema})
         context = CheckContext(
             connection=connection, schema=schema, limits=limits or Limits(), use=use, registry=registry

@@ -70,6 +70,7 @@ class CheckContext:
         use: What the role is for, which decides the rights that it needs.
         tables: Those of outboxq that exist and can be read.
         is_current: The tables are at the latest step that this version of the code knows.
+        kept: What one check has found and others look at too, by its name.
     """
 
     connection: Connection
@@ -79,6 +80,13 @@ class CheckContext:
     registry: Registry | None
     tables: frozenset[str] = frozenset()
     is_current: bool = False
+    kept: dict[str, Sequence[Row[Any]]] = field(default_factory=dict)
+
+    def once(self, name: str, find: Callable[[], Sequence[Row[Any]]]) -> Sequence[Row[Any]]:
+        """What costs much, looked for by the first check that needs it."""
+        if name not in self.kept:
+            self.kept[name] = find()
+        return self.kept[name]
 
     def rows(self, statement: Executable) -> Sequence[Row[Any]]:
         """All rows of a query."""

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from sqlalchemy import Connection
 
-from outboxq.database.driver import driver_connection
+from outboxq.database.driver import unprepared
 from outboxq.doctor.findings import Connect, Finding
 from outboxq.errors import OutboxqError
 from outboxq.statements.doctor import sessions as statements
@@ -87,8 +87,7 @@ def _look_at_listen_url(connect: Connect) -> Iterator[Finding]:
 def shares_backends(first: Connection, connect: Connect) -> bool:
     """Whether `first` and another connection to the same place change backends between transactions."""
     mine, others = set[int](), set[int]()
-    with connect() as second:
-        driver_connection(second).prepare_threshold = None
+    with connect() as second, unprepared(second):
         for _ in range(_ROUNDS):
             mine.add(_backend(first))
             others.add(_backend(second))

@@ -6,7 +6,19 @@ from datetime import datetime
 from typing import Any
 from uuid import UUID
 
-from sqlalchemy import ColumnElement, Executable, TextClause, delete, insert, null, or_, select, text, update
+from sqlalchemy import (
+    ColumnElement,
+    Executable,
+    FromClause,
+    TextClause,
+    delete,
+    insert,
+    null,
+    or_,
+    select,
+    text,
+    update,
+)
 
 from outboxq.statements.builtin import pg
 from outboxq.statements.paging import matching
@@ -22,14 +34,14 @@ class AuditFilter:
     action: str | None = None
     actor: str | None = None
 
-    def conditions(self) -> list[ColumnElement[bool]]:
-        """The filter as conditions on the table `audit`."""
-        found = matching(audit, actor=self.actor)
+    def conditions(self, entries: FromClause = audit) -> list[ColumnElement[bool]]:
+        """The filter as conditions on the table `audit`, or a part of it."""
+        found = matching(entries, actor=self.actor)
         if self.since is not None:
-            found.append(audit.c.at >= self.since)
+            found.append(entries.c.at >= self.since)
         if self.action is not None:
-            first = pg.split_part(audit.c.action, ".", 1, type_=audit.c.action.type)
-            found.append(or_(audit.c.action == self.action, first == self.action))
+            first = pg.split_part(entries.c.action, ".", 1, type_=audit.c.action.type)
+            found.append(or_(entries.c.action == self.action, first == self.action))
         return found
 
 

@@ -6,7 +6,7 @@ from datetime import datetime
 from typing import Any, LiteralString, NamedTuple
 from uuid import UUID
 
-from sqlalchemy import ColumnElement, Select, Text, TextClause, cast, insert, literal, select, text
+from sqlalchemy import ColumnElement, FromClause, Select, Text, TextClause, cast, insert, literal, select, text
 from sqlalchemy.dialects.postgresql import ARRAY, JSONB, array
 from sqlalchemy.sql.dml import ReturningInsert
 
@@ -127,11 +127,11 @@ class DoneFilter:
     outcome: str | None = None
     since: datetime | None = None
 
-    def conditions(self) -> list[ColumnElement[bool]]:
-        """The filter as conditions on the table `done_job`."""
-        found = matching(done_job, queue=self.queue, kind=self.kind, outcome=self.outcome)
+    def conditions(self, done: FromClause = done_job) -> list[ColumnElement[bool]]:
+        """The filter as conditions on the table `done_job`, or a part of it."""
+        found = matching(done, queue=self.queue, kind=self.kind, outcome=self.outcome)
         if self.since is not None:
-            found.append(done_job.c.finished_at >= self.since)
+            found.append(done.c.finished_at >= self.since)
         return found
 
 

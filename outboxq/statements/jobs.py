@@ -18,6 +18,7 @@ from sqlalchemy import (
     Executable,
     FromClause,
     Select,
+    Subquery,
     Text,
     Uuid,
     and_,
@@ -31,12 +32,15 @@ from sqlalchemy import (
     literal,
     literal_column,
     not_,
+    null,
     or_,
     select,
     table,
+    type_coerce,
     union_all,
     update,
 )
+from sqlalchemy.dialects.postgresql import JSONB
 from sqlalchemy.types import UserDefinedType
 
 from outboxq.statements.builtin import count, pg, seconds
@@ -139,6 +143,7 @@ SUMMARY_COLUMNS = (
     "expires_at",
 )  # fmt: skip
 DETAIL_COLUMNS = ("unique_key", "group_key", "args", "headers", "errors")
+_WALKED = ("id", "queue", "kind", "state", "group_key", "created_at", "run_at", "lease_owner", "args")
 
 
 def select_jobs(wanted: JobFilter, *, running: bool, limit: int) -> Executable:
@@ -162,6 +167,63 @@ def select_jobs(wanted: JobFilter, *, running: bool, limit: int) -> Executable:
     )
     shown = (column for column in oldest.c if column.key != "seq")
     return select(*shown).order_by(oldest.c.seq)
+
+
+def newest_jobs(
+    wanted: JobFilter, *, contains: Sequence[str], args_bytes: int, before: UUID | None, limit: int, depth: int
+) -> Executable:
+    """The newest jobs that match, among the `depth` newest before an id, with the backend that runs each.
+
+    Args:
+        contains: JSON of objects: the arguments contain one of them, if there is any.
+        args_bytes: Of those whose text is longer, the arguments are NULL.
+
+    Index: the primary key, backwards from `before`, up to `depth` rows or the first `limit` that match; then by id.
+    """
+    walked = _walk_of_jobs(before, depth)
+    conditions = wanted.conditions(walked)
+    if wanted.state not in (None, "running"):
+        conditions.append(~_in_state(walked, "running"))
+    if contains:
+        args = type_coerce(walked.c.args, JSONB())
+        conditions.append(
+            or_(*(args.op("@>", is_comparison=True)(cast(literal(each, Text()), JSONB())) for each in contains))
+        )
+    first = select(walked.c.id).where(*conditions).order_by(walked.c.id.desc()).limit(limit)
+    seen = first.cte("seen").prefix_with("MATERIALIZED")
+    return (
+        select(*_shown(SUMMARY_COLUMNS), *_runner(), _short_args(args_bytes))
+        .select_from(_with_runners)
+        .where(listed.c.id == any_(func.array(select(seen.c.id).scalar_subquery())))
+        .order_by(listed.c.id.desc())
+    )
+
+
+def _short_args(most_bytes: int) -> ColumnElement[Any]:
+    is_short = pg.octet_length(cast(listed.c.args, Text())) <= most_bytes
+    return case((is_short, listed.c.args)) if most_bytes else null()
+
+
+def next_jobs(queue: str, *, limit: int) -> Executable:
+    """The jobs of a queue that are ready, in the order of claims. Index: job_ready, from its start; `limit` rows."""
+    first = (
+        select(job.c.id)
+        .where(job.c.queue == queue, job.c.state == literal_column("'ready'"))
+        .order_by(literal_column("(-priority)"), job.c.seq)
+        .limit(limit)
+    )
+    return _jobs_of(first).order_by(literal_column("(-listed.priority)"), listed.c.seq)
+
+
+def next_scheduled(queue: str, *, limit: int) -> Executable:
+    """The jobs of a queue that wait for their time, the next first. Index: job_scheduled, from its start."""
+    first = (
+        select(job.c.id)
+        .where(job.c.queue == queue, job.c.state == literal_column("'scheduled'"))
+        .order_by(job.c.run_at)
+        .limit(limit)
+    )
+    return _jobs_of(first).order_by(listed.c.run_at)
 
 
 def select_ids(wanted: JobFilter, *, after: UUID | None, limit: int) -> Executable:
@@ -319,3 +381,20 @@ def _end_of_millisecond(job_id: ColumnElement[UUID]) -> ColumnElement[UUID]:
 def _runner() -> Sequence[ColumnElement[Any]]:
     # xact_start is hidden from roles that may not read it (pg_read_all_stats); the pid is not.
     return _activity.c.pid, seconds(pg.clock_timestamp() - _activity.c.xact_start).label("running_seconds")
+
+
+def _walk_of_jobs(before: UUID | None, depth: int) -> Subquery:
+    each = job.alias("each")
+    start = [] if before is None else [each.c.id < before]
+    columns: list[ColumnElement[Any]] = [each.c[name] for name in _WALKED]
+    walked = select(*columns, _xmax(each).label("xmax")).where(*start).order_by(each.c.id.desc()).limit(depth)
+    return walked.subquery("walked")
+
+
+def _jobs_of(first: Select[tuple[UUID]]) -> Select[Any]:
+    seen = first.cte("seen").prefix_with("MATERIALIZED")
+    return (
+        select(*_shown(SUMMARY_COLUMNS), *_runner())
+        .select_from(_with_runners)
+        .where(listed.c.id == any_(func.array(select(seen.c.id).scalar_subquery())))
+    )

@@ -45,6 +45,12 @@ def paused_kinds() -> Select[Any]:
     return select(paused_kind, jobs.label("jobs")).order_by(paused_kind.c.queue, paused_kind.c.kind)
 
 
+def paused_names() -> Executable:
+    """The kinds that are paused: queue, kind and since when. Reads the small table `paused_kind`; no locks."""
+    columns = (paused_kind.c.queue, paused_kind.c.kind, paused_kind.c.paused_at)
+    return select(*columns).order_by(paused_kind.c.queue, paused_kind.c.kind)
+
+
 def bring_back_page(queue: str, kinds: Sequence[str], ids: Sequence[UUID]) -> Executable:
     """Let those of these jobs that are of these kinds, and were put off, run now.
 

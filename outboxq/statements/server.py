@@ -21,6 +21,9 @@ _EPOCH = text(
     "SELECT extract(epoch FROM pg_catalog.pg_postmaster_start_time())::text || ' '"
     " || coalesce((SELECT extract(epoch FROM stats_reset)::text FROM pg_catalog.pg_stat_bgwriter), '')"
 )
+_READ_ONLY = text(
+    "SELECT pg_catalog.pg_is_in_recovery() OR pg_catalog.current_setting('default_transaction_read_only')::bool"
+)
 _MARKER = text("SELECT pg_catalog.to_regclass(:marker)::text")
 _TRY_LOCK = text(
     "SELECT pg_catalog.pg_try_advisory_xact_lock("
@@ -104,3 +107,9 @@ def lock_version(connection: Connection, schema: str) -> None:
 def version_lock_holders(connection: Connection, schema: str) -> list[str]:
     """The sessions that have the lock of `lock_version`, a text for each, as far as this role may know."""
     return [str(holder) for holder in connection.execute(_HOLDERS, {"schema": schema}).scalars()]
+
+
+def is_read_only(connection: Connection) -> bool:
+    """Whether this server takes no changes: a replica, or one that was set so. Reads no table."""
+    found: bool = connection.execute(_READ_ONLY).scalar_one()
+    return found

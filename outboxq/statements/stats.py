@@ -52,17 +52,19 @@ _WALKS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
 WALKS = (*(name for name, _, _ in _WALKS), "leased")
 
 
-def count_first_jobs(most: int) -> Executable:
+def count_first_jobs(most: int, only: str | None = None) -> Executable:
     """One row per queue with jobs, as `count_jobs` has it, of up to `most` jobs that each of six walks finds.
+
+    With `only`, of this queue alone.
 
     `walked_...`: how many each walk has found, up to `most` + 1. A walk follows one index from the first job of a queue
     to the last that it counts, and from one queue to the next by a probe; the leased jobs of all queues are one walk.
     Indexes: job_ready, job_scheduled, job_suspect, job_group, job_group_state, job_leased. No locks.
     """
-    walks = [_walk(*walk, most) for walk in _WALKS]
+    walks = [_walk(*walk, most, only) for walk in _WALKS]
     leased = (
         select(literal("leased", StoredText()).label("walk"), listed.c.queue, listed.c.run_at, listed.c.parked, state)
-        .where(_condition("listed.state = 'leased'"))
+        .where(_condition("listed.state = 'leased'"), *([] if only is None else [listed.c.queue == only]))
         .limit(most + 1)
         .subquery("first_leased")
     )
@@ -78,9 +80,9 @@ def count_first_jobs(most: int) -> Executable:
     ).group_by(jobs.c.queue)
 
 
-def _walk(name: str, condition: str, order: tuple[str, ...], most: int) -> Select[Any]:
-    """The first jobs of each queue, in the order of an index."""
-    queues = _queues(name, listed, _condition(condition))
+def _walk(name: str, condition: str, order: tuple[str, ...], most: int, only: str | None) -> Select[Any]:
+    """The first jobs of each queue, or of one, in the order of an index."""
+    queues = _queues(name, listed, _condition(condition), only)
     first = (
         select(literal(name, StoredText()).label("walk"), listed.c.queue, listed.c.run_at, listed.c.parked, state)
         .where(listed.c.queue == queues.c.queue, _condition(condition))
@@ -96,8 +98,10 @@ def _condition(predicate: str) -> ColumnElement[bool]:
     return literal_column(predicate, Boolean())
 
 
-def _queues(name: str, rows: FromClause, condition: ColumnElement[bool]) -> CTE:
+def _queues(name: str, rows: FromClause, condition: ColumnElement[bool], only: str | None = None) -> CTE:
     """The queues of the rows of an index that begins with them, each found by a probe behind the one before."""
+    if only is not None:
+        return select(literal(only, StoredText()).label("queue")).cte(f"queues_{name}")
     column = rows.c.queue
     probe = select(column).where(condition).order_by(column).limit(1)
     found = select(probe.scalar_subquery().label("queue")).cte(f"queues_{name}", recursive=True)
@@ -105,9 +109,9 @@ def _queues(name: str, rows: FromClause, condition: ColumnElement[bool]) -> CTE:
     return found.union_all(select(following).where(found.c.queue.is_not(None)))
 
 
-def count_first_dead(most: int) -> Executable:
-    """One row per queue with dead letters: how many, up to `most` + 1. Index: dead_job_queue; no locks."""
-    queues = _queues("dead", dead_job, true())
+def count_first_dead(most: int, only: str | None = None) -> Executable:
+    """One row per queue with dead letters, or for one: how many, up to `most` + 1. Index: dead_job_queue; no locks."""
+    queues = _queues("dead", dead_job, true(), only)
     first = select(dead_job.c.died_at).where(dead_job.c.queue == queues.c.queue).limit(most + 1).lateral("first")
     return (
         select(queues.c.queue, count().label("dead")).select_from(queues.join(first, true())).group_by(queues.c.queue)
@@ -129,23 +133,22 @@ def estimate_dead(schema: str, name: str) -> str:
     return render(schema, _ESTIMATE_DEAD, name=name)
 
 
-def first_parked_kinds(most: int) -> Executable:
-    """`parked_kinds`, of the first `most` scheduled jobs of each queue. Index: job_scheduled; no locks."""
-    queues = _queues("parked", listed, _condition("listed.state = 'scheduled'"))
-    is_paused = exists().where(paused_kind.c.queue == listed.c.queue, paused_kind.c.kind == listed.c.kind)
+def first_parked_kinds(most: int, only: str | None = None) -> Executable:
+    """`parked_kinds`, of the first `most` scheduled jobs of each queue, or of one. Index: job_scheduled; no locks."""
+    queues = _queues("parked", listed, _condition("listed.state = 'scheduled'"), only)
     first = (
-        select(
-            listed.c.queue, listed.c.kind, listed.c.run_at, listed.c.parked, xmax.label("held_by"), is_paused.label("p")
-        )
+        select(listed.c.queue, listed.c.kind, listed.c.run_at, listed.c.parked, xmax.label("held_by"))
         .where(listed.c.queue == queues.c.queue, _condition("listed.state = 'scheduled'"))
         .order_by(listed.c.run_at)
         .limit(most)
         .lateral("first")
     )
+    # Behind the walk: few jobs are put off, and each of these alone is looked up.
+    is_paused = exists().where(paused_kind.c.queue == first.c.queue, paused_kind.c.kind == first.c.kind)
     return (
         select(first.c.queue, first.c.kind, count().label("jobs"), pg.min(first.c.run_at).label("next_look_at"))
         .select_from(queues.join(first, true()))
-        .where(first.c.parked > 0, not_(first.c.held_by.in_(running_transactions())), ~first.c.p)
+        .where(first.c.parked > 0, not_(first.c.held_by.in_(running_transactions())), ~is_paused)
         .group_by(first.c.queue, first.c.kind)
         .order_by(first.c.queue, first.c.kind)
     )

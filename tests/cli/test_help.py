@@ -14,6 +14,7 @@ COMMANDS = [
     ("demo",),
     ("migrate",),
     ("relay",),
+    ("dashboard",),
     ("top",),
     ("stats",),
     ("history",),

@@ -7,7 +7,7 @@ import pytest
 from sqlalchemy import Engine, text
 
 from outboxq.cli.tables import Column, print_table
-from outboxq.cli.values import age, duration
+from outboxq.codec.display import age, duration
 from outboxq.postgres import Database
 from tests.support.cli import run
 from tests.support.staged import numbered, stage

@@ -67,7 +67,7 @@ def test_a_relay_cut_off_at_commit_finds_out_what_stands(
 def test_a_relay_that_is_told_to_stop_finds_out_first(
     engine: Engine, sessions: sessionmaker[OutboxSession], proxy: CommitProxy, start_relay, cut, flavour, claim, writes
 ) -> None:
-    """What stands is told before it ends: no other relay could count the job, or tell its hooks. What does not waits."""
+    """What stands is told before it ends: no other relay could count the job, or tell its hooks. Else it waits."""
     jobs = Jobs()
 
     @jobs.handler(queue="stopped", claim=claim)

@@ -19,12 +19,18 @@ LINK = re.compile(r"\]\(([^)]+)\)")
 
 
 @pytest.fixture(scope="module")
-def metadata(tmp_path_factory: pytest.TempPathFactory) -> Message:
-    """The metadata of a wheel that is built here and now."""
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A wheel that is built here and now."""
     directory = tmp_path_factory.mktemp("wheel")
     command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(directory)]
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=120)
-    (wheel,) = directory.glob("*.whl")
+    (found,) = directory.glob("*.whl")
+    return found
+
+
+@pytest.fixture(scope="module")
+def metadata(wheel: Path) -> Message:
+    """The metadata of the wheel."""
     with zipfile.ZipFile(wheel) as archive:
         (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
         return HeaderParser().parsestr(archive.read(name).decode())
@@ -45,7 +51,7 @@ def test_without_an_extra_psycopg_comes_without_a_libpq_of_its_own(metadata: Mes
     assert requirements(metadata, "binary") == ["psycopg[binary]>=3.2"]
 
 
-@pytest.mark.parametrize("extra", ["cli", "demo", "dev", "fastapi", "test", "testing"])
+@pytest.mark.parametrize("extra", ["cli", "dashboard", "demo", "dev", "fastapi", "test", "testing"])
 def test_every_extra_for_convenience_brings_libpq(extra: str, metadata: Message) -> None:
     """So both commands of the README work on a machine that has none."""
     assert "psycopg[binary]>=3.2" in requirements(metadata, extra)
@@ -86,3 +92,12 @@ def test_relative_links_become_addresses_when_there_is_a_source() -> None:
         "[a](https://code.test/main/docs/a.md#b) ![p](https://code.test/main/docs/p.svg) [s](#s) [x](https://x.test/y)"
     )
     assert without_relative_links(text, None) == "a (`docs/a.md`) p [s](#s) [x](https://x.test/y)"
+
+
+def test_the_wheel_has_the_pages_of_the_dashboard_and_their_files(wheel: Path) -> None:
+    """Templates, styles, scripts, and the licences of those that are others'."""
+    with zipfile.ZipFile(wheel) as archive:
+        packed = set(archive.namelist())
+    here = ROOT / "outboxq" / "dashboard"
+    for path in [*here.glob("templates/*"), *here.glob("static/*.*"), *here.glob("static/vendor/*")]:
+        assert path.relative_to(ROOT).as_posix() in packed

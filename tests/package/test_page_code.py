@@ -154,6 +154,12 @@ with Session() as session:
     found = find_job(session, handle)
 assert (found.state, found.result) == ("done", '{"file": "reports/2026-01.pdf"}')
 """,
+    "dashboard.md": """
+from starlette.testclient import TestClient
+with TestClient(app) as client:
+    assert client.get("/ops/").status_code == 401
+    assert "anna" in client.get("/ops/", headers={"x-forwarded-user": "anna"}).text
+""",
     "top.md": "assert not_served == []\n",
     "history.md": "assert slow == [] and alive == [] and late == []\n",
     "metrics.md": """

@@ -18,6 +18,7 @@ INSTALLS = "it installs packages; what it makes is the environment that the test
 DOCKER = "it needs a Docker engine; tests/deploy checks the files"
 SYSTEMD = "it changes the machine; tests/deploy checks the unit"
 CLUSTER = "it needs a Kubernetes cluster; tests/deploy checks the manifests"
+A_DASHBOARD_OF_YOURS = "it asks a dashboard of yours; tests/dashboard/test_actions.py does the same"
 SERVER_OF_YOURS = "it names a server of the reader's"
 
 # Those of whole documents, in the blocks that are marked `console`.
@@ -127,6 +128,14 @@ NOT_RUN = {
     "tests/observability serves on one",
     "outboxq metrics --listen 0.0.0.0:9465": "it serves until Ctrl-C, on every address of the machine; "
     "tests/observability serves on one",
+    "pip install 'outboxq[dashboard]'": INSTALLS,
+    "outboxq dashboard": "it serves until Ctrl-C; tests/dashboard/test_command.py serves it",
+    "curl -c jar -b jar https://ops.example.com/token": A_DASHBOARD_OF_YOURS,
+    "curl -c jar -b jar -H 'Accept: application/json' -H 'Origin: https://ops.example.com' -H \"X-CSRF-Token: $TOKEN\" "
+    "-d 'reason=the provider is down' https://ops.example.com/orders/queues/mail/pause": A_DASHBOARD_OF_YOURS,
+    "outboxq dashboard --hash-password anna --role operator >> users.txt": "it asks for a password at a terminal",
+    "outboxq dashboard --listen 0.0.0.0:8484 --host-name ops.example.com --users users.txt": "it serves until Ctrl-C, "
+    "on every address of the machine",
     "pip install 'outboxq[top]'": INSTALLS,
     "outboxq top": "it works until q is pressed; tests/cli/test_top.py presses keys",
     "outboxq top --plain --every 10": "it works until Ctrl-C",

@@ -34,6 +34,7 @@ from outboxq.statements.progress import ProgressNote
 from outboxq.statements.rate import TokenRequest
 from outboxq.statements.unique import add_unique
 from outboxq.statements.windows import WantedWindow
+from outboxq.tables import dead_job, job
 
 DIALECT = psycopg.dialect()
 
@@ -91,6 +92,11 @@ _SAMPLES: Mapping[str, tuple[object, object]] = {
     "int": (7, 7),
     "int | None": (7, None),
     "datetime": (_NOW, _NOW),
+    "before: UUID | None": (_ID, None),
+    "rows: sqlalchemy.sql.schema.Table": (job, dead_job),
+    "contains": (['{"order_id": 7}', '{"order_id": "7"}'], []),
+    "actions": (["dead.retry", "job.cancel"], []),
+    "after: tuple[str, str] | None": (("pay", "order-7"), None),
     "before": (_NOW, None),
     "datetime | None": (_NOW, None),
     "rows: Sequence[Mapping[str, object]]": ([_SCHEDULE], [_SCHEDULE, {**_SCHEDULE, "name": "weekly"}]),

@@ -102,6 +102,7 @@ SAMPLES: dict[str, Sequence[tuple[object, ...]]] = {
     "relay": [("myapp.jobs:jobs", "--drain"), ("myapp.jobs:jobs", "--drain", "--log-format", "json")],
     "health": [("relay.json",)],
     "metrics": [("--once", "--database", "shop=postgresql://127.0.0.1:1/shop")],
+    "dashboard": [("--listen", "0.0.0.0:8484")],
     "top": [("--once",)],
     "stats": [(), ("--wide",)],
     "history": [("--by", "kind", "--since", "24h")],

@@ -1,0 +1,282 @@
+"""Pages for people who look through jobs, dead letters and records: newest first, each in a bounded time.
+
+A page is looked for among the next 100,000 rows: a filter that matches little does not read a whole table. Every
+function is one look or two in the caller's transaction, and locks nothing.
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any, Generic, Literal, TypeAlias, TypeVar
+from uuid import UUID
+
+from sqlalchemy import Connection, Executable, Table
+
+from outboxq.admin.audit import AuditEntry, AuditFilter
+from outboxq.admin.dead_letters import DeadFilter, DeadJob
+from outboxq.admin.effects import EffectFilter, EffectRecord
+from outboxq.admin.finished import DoneFilter, FinishedJob
+from outboxq.admin.jobs import JobFilter, WaitingJob
+from outboxq.admin.messages import Message, MessageFilter
+from outboxq.database.errors import missing_tables_explained
+from outboxq.errors import ArgumentError
+from outboxq.statements import browse as statements
+from outboxq.statements import jobs
+from outboxq.statements.paging import database_clock
+from outboxq.statements.server import is_read_only
+from outboxq.tables import HISTORY_VERSION, audit, dead_job, done_job, job
+
+Thing = TypeVar("Thing")
+
+Listed: TypeAlias = Literal["job", "dead_job"]
+
+DEPTH = 100_000
+# Arguments that are no longer than this are read for lists.
+SHORT_BYTES = 64 * 1024
+# How often it is looked for more, if rows were found that may not be seen.
+_MOST_LOOKS = 10
+_ROWS: Mapping[Listed, Table] = {"job": job, "dead_job": dead_job}
+BULK_ACTIONS = ("dead.retry", "dead.discard", "job.cancel", "job.cancel_running", "job.change")
+
+
+@dataclass(frozen=True, slots=True)
+class Found(Generic[Thing]):
+    """A page.
+
+    Attributes:
+        before: The next page begins behind this id; None if there is none.
+        is_cut: The page ended because enough rows were looked at, and not because enough were found.
+    """
+
+    rows: Sequence[Thing]
+    before: UUID | None = None
+    is_cut: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Gauge:
+    """How a queue stood in a minute, or all of them together. `at`: in seconds since 1970."""
+
+    at: float
+    ready: int
+    scheduled: int
+    due: int
+    leased: int
+    suspect: int
+    dead: int
+    oldest_seconds: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """The database's time, and whether its server takes no changes: a replica, or one that was set so."""
+
+    now: datetime
+    is_read_only: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """A value in the arguments of jobs: a path of names, and what stands there."""
+
+    path: tuple[str, ...]
+    values: tuple[object, ...]
+
+    @property
+    def documents(self) -> list[str]:
+        """JSON objects of which the arguments contain one."""
+        return [_nested(self.path, value) for value in self.values]
+
+
+def read_moment(connection: Connection) -> Moment:
+    """The time of a look, and what the server is good for."""
+    return Moment(database_clock(connection), is_read_only(connection))
+
+
+def read_wanted(text: str) -> Wanted:
+    """A search such as `order_id:7` or `customer.id:"7"`; a word is also looked for as a number, or true or false.
+
+    Raises:
+        ArgumentError: it has no colon, or no name before it.
+    """
+    name, colon, value = text.partition(":")
+    path = tuple(name.strip().removeprefix("args.").split("."))
+    if not colon or not all(path) or len(path) > 10:
+        raise ArgumentError("a search is NAME:VALUE, such as order_id:7 or customer.id:7")
+    given = value.strip()
+    values: list[object] = []
+    try:
+        parsed = json.loads(given)
+    except (ValueError, RecursionError):
+        parsed = None
+    if isinstance(parsed, str | int | float | bool) and len(given) < 100:
+        values.append(parsed)
+    if not given.startswith('"') or not values:
+        values.append(given)
+    return Wanted(path, tuple(values))
+
+
+def find_jobs(
+    connection: Connection,
+    wanted: JobFilter,
+    *,
+    contains: Wanted | None = None,
+    args_bytes: int = 0,
+    before: UUID | None = None,
+    limit: int = 50,
+    depth: int = DEPTH,
+) -> Found[tuple[WaitingJob, str | None]]:
+    """The newest jobs that match, each with its arguments as JSON text; None if they are longer than `args_bytes`."""
+    documents = [] if contains is None else contains.documents
+    statement = jobs.newest_jobs(
+        wanted, contains=documents, args_bytes=args_bytes, before=before, limit=limit + 1, depth=depth
+    )
+    return _page(connection, statement, _job_and_args, job, before, limit, depth)
+
+
+def find_seen(
+    connection: Connection,
+    find: Callable[[UUID | None], Found[Thing]],
+    sees: Callable[[Thing], bool],
+    of: Listed,
+    *,
+    before: UUID | None,
+    limit: int,
+    depth: int = DEPTH,
+) -> Found[Thing]:
+    """The rows that may be seen among those that `find` returns, and nothing that tells of the others.
+
+    The next page begins behind a row of this one, or where the walk ends, and never behind one that is left out.
+
+    Args:
+        find: The rows before an id.
+        of: The table that they are of.
+    """
+    end: UUID | None = connection.execute(statements.end_of_walk(_ROWS[of], before=before, depth=depth)).scalar()
+    seen: list[tuple[UUID, Thing]] = []
+    at = before
+    for _ in range(_MOST_LOOKS):
+        found = find(at)
+        ids = ((_id_of(each), each) for each in found.rows)
+        seen += [(row_id, each) for row_id, each in ids if (end is None or row_id >= end) and sees(each)]
+        at = found.before
+        if len(seen) > limit or at is None or (end is not None and at <= end):
+            break
+    if len(seen) > limit:
+        return Found([each for _, each in seen[:limit]], seen[limit - 1][0])
+    return Found([each for _, each in seen], end, is_cut=end is not None)
+
+
+def read_documents(
+    connection: Connection, of: Listed, ids: Sequence[UUID], *, most_bytes: int = SHORT_BYTES
+) -> dict[UUID, tuple[str, str]]:
+    """The arguments and headers of rows that are there, but for those that are longer."""
+    rows = connection.execute(statements.documents_of(_ROWS[of], ids, most_bytes=most_bytes))
+    return {row_id: (args, headers) for row_id, args, headers in rows}
+
+
+def next_jobs(connection: Connection, queue: str, *, limit: int = 20) -> list[WaitingJob]:
+    """The jobs of a queue that are to run next, in the order of claims."""
+    return [WaitingJob(*row) for row in connection.execute(jobs.next_jobs(queue, limit=limit))]
+
+
+def next_scheduled(connection: Connection, queue: str, *, limit: int = 20) -> list[WaitingJob]:
+    """The jobs of a queue whose time comes next."""
+    return [WaitingJob(*row) for row in connection.execute(jobs.next_scheduled(queue, limit=limit))]
+
+
+def find_dead(
+    connection: Connection, wanted: DeadFilter, *, before: UUID | None = None, limit: int = 50, depth: int = DEPTH
+) -> Found[DeadJob]:
+    """The dead letters that match, those of the newest jobs first."""
+    statement = statements.newest_dead(wanted, before=before, limit=limit + 1, depth=depth)
+    return _page(connection, statement, lambda row: DeadJob(*row), dead_job, before, limit, depth)
+
+
+@missing_tables_explained(HISTORY_VERSION)
+def find_done(
+    connection: Connection, wanted: DoneFilter, *, before: UUID | None = None, limit: int = 50, depth: int = DEPTH
+) -> Found[FinishedJob]:
+    """The finished jobs that match, the last added first."""
+    statement = statements.newest_done(wanted, before=before, limit=limit + 1, depth=depth)
+    return _page(connection, statement, lambda row: FinishedJob(*row), done_job, before, limit, depth)
+
+
+@missing_tables_explained(HISTORY_VERSION)
+def find_entries(
+    connection: Connection,
+    wanted: AuditFilter,
+    *,
+    only_bulk: bool = False,
+    before: UUID | None = None,
+    limit: int = 50,
+    depth: int = DEPTH,
+) -> Found[AuditEntry]:
+    """The actions that match, the latest first; with `only_bulk`, those on many rows."""
+    actions = BULK_ACTIONS if only_bulk else ()
+    statement = statements.newest_entries(wanted, actions, before=before, limit=limit + 1, depth=depth)
+    return _page(connection, statement, lambda row: AuditEntry(*row), audit, before, limit, depth)
+
+
+def find_effects(
+    connection: Connection,
+    wanted: EffectFilter,
+    *,
+    after: tuple[str, str] | None = None,
+    limit: int = 50,
+    depth: int = DEPTH,
+) -> list[EffectRecord]:
+    """The effects that match, by scope and key, from behind one of them."""
+    rows = connection.execute(statements.effects_after(wanted, after=after, limit=limit, depth=depth))
+    return [EffectRecord(*row) for row in rows]
+
+
+def latest_messages(
+    connection: Connection, wanted: MessageFilter, *, limit: int = 50, depth: int = DEPTH
+) -> list[Message]:
+    """The latest messages that match."""
+    rows = connection.execute(statements.latest_messages(wanted, limit=limit, depth=depth))
+    return [
+        Message(consumer, message_id, None if digest is None else digest.hex(), seen_at, expires_at)
+        for consumer, message_id, digest, seen_at, expires_at in rows
+    ]
+
+
+@missing_tables_explained(HISTORY_VERSION)
+def read_gauges(connection: Connection, queue: str | None = None, *, seconds: float = 3_600.0) -> list[Gauge]:
+    """How a queue, or all of them together, stood each minute, the oldest first."""
+    return [Gauge(*row) for row in connection.execute(statements.gauges_since(queue, seconds_ago=seconds))]
+
+
+def _page(
+    connection: Connection,
+    statement: Executable,
+    read: Callable[[Any], Thing],
+    rows: Table,
+    before: UUID | None,
+    limit: int,
+    depth: int,
+) -> Found[Thing]:
+    found = connection.execute(statement).all()
+    things = [read(row) for row in found[:limit]]
+    if len(found) > limit:
+        return Found(things, found[limit - 1].id)
+    end: UUID | None = connection.execute(statements.end_of_walk(rows, before=before, depth=depth)).scalar()
+    return Found(things, end, is_cut=end is not None)
+
+
+def _id_of(found: Any) -> UUID:
+    row_id: UUID = (found[0] if isinstance(found, tuple) else found).id
+    return row_id
+
+
+def _job_and_args(row: Any) -> tuple[WaitingJob, str | None]:
+    *summary, args = row
+    return WaitingJob(*summary), args
+
+
+def _nested(path: tuple[str, ...], value: object) -> str:
+    for name in reversed(path):
+        value = {name: value}
+    return json.dumps(value)

@@ -1,0 +1,117 @@
+"""The dashboard as an ASGI application: its hosts, the headers of every answer, and its routes."""
+
+from collections.abc import Mapping
+from typing import Unpack
+
+from starlette.applications import Starlette
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+from starlette.routing import Route as StarletteRoute
+from starlette.types import Message, Receive, Scope, Send
+
+from outboxq.dashboard import doors
+from outboxq.dashboard.answering import Dashboard
+from outboxq.dashboard.databases import AnyEngine, name_engines
+from outboxq.dashboard.desk import KnownKinds
+from outboxq.dashboard.logins import Auth, Login
+from outboxq.dashboard.origins import is_served
+from outboxq.dashboard.roles import Role
+from outboxq.dashboard.route import Door
+from outboxq.dashboard.routes import ROUTES
+from outboxq.dashboard.seals import Seal
+from outboxq.dashboard.settings import Options, Settings
+from outboxq.errors import ConfigError
+from outboxq.handlers.registry import Jobs
+
+CONTENT_SECURITY_POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
+    "form-action 'self'; base-uri 'none'; frame-ancestors 'none'"
+)
+# The referrer is not sent to other sites. With `no-referrer` browsers would leave the Origin out of our own forms.
+HEADERS = {
+    "content-security-policy": CONTENT_SECURITY_POLICY,
+    "x-content-type-options": "nosniff",
+    "x-frame-options": "DENY",
+    "referrer-policy": "same-origin",
+    "cross-origin-opener-policy": "same-origin",
+    "cross-origin-resource-policy": "same-origin",
+    "permissions-policy": "camera=(), geolocation=(), microphone=(), payment=(), usb=()",
+    "x-robots-tag": "noindex",
+}
+
+
+_NOWHERE = Door(path="", answer=doors.find_nothing, needs=Role.READER)
+
+
+class DashboardApp(Starlette):
+    """The ASGI application that `create_app` makes."""
+
+    def __init__(self, dashboard: Dashboard) -> None:
+        async def find_nothing(request: Request, _: Exception) -> Response:
+            return await dashboard.endpoint(_NOWHERE)(request)
+
+        super().__init__(
+            routes=[
+                StarletteRoute(each.whole_path, dashboard.endpoint(each), methods=[each.method], name=each.whole_path)
+                for each in ROUTES
+            ],
+            exception_handlers={404: find_nothing},
+        )
+        # Its redirects have the host that the server knows, which is not the one of the browser behind a proxy.
+        self.router.redirect_slashes = False
+        self.dashboard = dashboard
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request to a host that is served, with the headers that keep a page to itself."""
+        if scope["type"] != "http":
+            await super().__call__(scope, receive, send)
+            return
+
+        async def send_with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = MutableHeaders(scope=message)
+                for name, value in HEADERS.items():
+                    headers[name] = value
+                headers.setdefault("cache-control", "no-store")
+                headers.add_vary_header("accept")
+            await send(message)
+
+        settings = self.dashboard.settings
+        host = Headers(scope=scope).get("host", "")
+        if settings.hosts is not None and not is_served(host, settings.hosts):
+            refusal = PlainTextResponse("This host is not served here.\n", 400)
+            await refusal(scope, receive, send_with_headers)
+            return
+        await super().__call__(scope, receive, send_with_headers)
+
+
+def create_app(
+    engine: AnyEngine | Mapping[str, AnyEngine],
+    *,
+    auth: Auth | Login,
+    jobs: Jobs | Mapping[str, Jobs] | None = None,
+    secret: bytes | None = None,
+    **options: Unpack[Options],
+) -> DashboardApp:
+    """The dashboard, to be mounted in an ASGI application or to be served by itself.
+
+    Args:
+        engine: A SQLAlchemy engine with psycopg 3, sync or async; several by names, which their paths begin with.
+        auth: A function of the Starlette request, async or not, that returns a `User` or None; or a login of ours.
+        jobs: The application's registry, or one for each of the names: so pages say what a kind does, and which kinds
+            have no handler, and arguments that are edited are checked.
+        secret: 32 random bytes or more, for all processes that serve it; without it sessions end with the process.
+        options: See `Options`.
+
+    Raises:
+        ConfigError: an engine or a value that cannot be used.
+    """
+    settings = Settings.of(options)
+    databases = name_engines(engine, settings.schema)
+    registries = jobs if isinstance(jobs, Mapping) else dict.fromkeys((each.name for each in databases.values()), jobs)
+    unknown = registries.keys() - {each.name for each in databases.values()}
+    if unknown:
+        raise ConfigError(f"jobs names databases that the dashboard does not have: {', '.join(sorted(unknown))}")
+    kinds = {segment: KnownKinds(registries.get(each.name)) for segment, each in databases.items()}
+    return DashboardApp(Dashboard(databases, auth, Seal(secret), settings, kinds, ROUTES))

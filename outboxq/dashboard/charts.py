@@ -1,0 +1,90 @@
+"""Small charts as SVG, made on the server: lines of numbers, and stacked bars. They need no script and no style."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from markupsafe import Markup
+
+_TONES = ("a", "b", "c", "d")
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """Numbers, the oldest first; None where nothing is known.
+
+    Attributes:
+        tone: Which colour: `a` is calm, `b` a second one, `c` a warning, `d` an alarm.
+    """
+
+    label: str
+    values: Sequence[float | None]
+    tone: str = "a"
+
+
+def sparkline(values: Sequence[float | None], *, width: int = 96, height: int = 20, label: str = "") -> Markup:
+    """A line without axes, for a cell of a table."""
+    points = _points(values, width, height, max([each or 0 for each in values], default=0))
+    return Markup(
+        '<svg class="spark" viewBox="0 0 {w} {h}" width="{w}" height="{h}" role="img" aria-label="{label}">'
+        '<polyline class="line tone-a" points="{points}"/></svg>'
+    ).format(w=width, h=height, label=label, points=points)
+
+
+def bars(series: Sequence[Series], *, label: str, width: int = 600, height: int = 120) -> Markup:
+    """Stacked bars over time, each with its sums as a title."""
+    number = max((len(each.values) for each in series), default=0)
+    most = highest(series, stacked=True) or 1
+    step = width / max(number, 1)
+    drawn: list[Markup] = []
+    for place in range(number):
+        top = float(height)
+        for each in series:
+            value = each.values[place] or 0
+            if not value:
+                continue
+            # One that is there can be seen, however large the others are.
+            size = max(1.5, value / most * (height - 4))
+            top -= size
+            drawn.append(
+                Markup('<rect class="tone-{tone}" x="{x:.2f}" y="{y:.2f}" width="{w:.2f}" height="{h:.2f}"/>').format(
+                    tone=each.tone, x=place * step + 0.5, y=max(top, 0), w=max(step - 1, 0.5), h=size
+                )
+            )
+    return _frame(label, width, height, Markup("").join(drawn))
+
+
+def lines(series: Sequence[Series], *, label: str, width: int = 600, height: int = 120) -> Markup:
+    """Lines over time, all on one scale from zero."""
+    most = max((each for one in series for each in one.values if each is not None), default=0)
+    drawn = [
+        Markup('<polyline class="line tone-{tone}" points="{points}"/>').format(
+            tone=each.tone, points=_points(each.values, width, height, most)
+        )
+        for each in series
+    ]
+    return _frame(label, width, height, Markup("").join(drawn))
+
+
+def highest(series: Sequence[Series], *, stacked: bool) -> float:
+    """The upper end of a chart's scale; of stacked bars, the largest sum."""
+    if not stacked:
+        return max((each for one in series for each in one.values if each is not None), default=0)
+    number = max((len(each.values) for each in series), default=0)
+    return max((sum(each.values[place] or 0 for each in series) for place in range(number)), default=0)
+
+
+def _frame(label: str, width: int, height: int, inside: Markup) -> Markup:
+    return Markup(
+        '<svg class="chart" viewBox="0 0 {w} {h}" preserveAspectRatio="none" role="img" aria-label="{label}">'
+        '<path class="base" d="M0 {base}H{w}"/>{inside}</svg>'
+    ).format(w=width, h=height, base=height - 0.5, label=label, inside=inside)
+
+
+def _points(values: Sequence[float | None], width: int, height: int, most: float) -> str:
+    step = width / max(len(values) - 1, 1)
+    scale = (height - 3) / (most or 1)
+    return " ".join(
+        f"{place * step:.1f},{height - 1.5 - value * scale:.1f}"
+        for place, value in enumerate(values)
+        if value is not None
+    )

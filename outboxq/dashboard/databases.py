@@ -1,0 +1,167 @@
+"""The databases of a dashboard: how a page looks at one, and how an action changes it.
+
+A page is a function of a SQLAlchemy connection, for sync and async engines alike. Four run at a time: with a sync
+engine in threads; with an async one in greenlets of the event loop, as `run_sync` does it.
+"""
+
+import asyncio
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeAlias, TypeVar
+
+import anyio.to_thread
+from anyio import CapacityLimiter
+from sqlalchemy import Connection, Engine
+from sqlalchemy.ext.asyncio import AsyncEngine
+from sqlalchemy.util import greenlet_spawn
+
+from outboxq.admin.sections import BY_INDEX
+from outboxq.dashboard.errors import Refused
+from outboxq.dashboard.segments import as_segment
+from outboxq.database.driver import run_script
+from outboxq.doctor import Finding, run_checks
+from outboxq.errors import ConfigError
+from outboxq.tables import SCHEMA
+
+Found = TypeVar("Found")
+AnyEngine: TypeAlias = Engine | AsyncEngine
+Connect: TypeAlias = Callable[[], AbstractContextManager[Connection]]
+
+_AT_ONCE, _MOST_WAITING = 4, 50
+FINDINGS_SECONDS = 60.0
+# LOCAL, because a transaction pooler would keep anything else for the next client.
+_READING = (
+    "SET TRANSACTION READ ONLY; SET LOCAL statement_timeout = '2s'; SET LOCAL lock_timeout = '200ms'; "
+    f"SET LOCAL jit = off; SET LOCAL timezone = 'UTC'; {BY_INDEX}"
+)
+_CHANGING = "SET LOCAL statement_timeout = '10s'; SET LOCAL lock_timeout = '5s'; SET LOCAL timezone = 'UTC'"
+# To find the next rows of a filter that matches few may take its time: nobody waits for that page.
+_CHANGING_PATIENTLY = "SET LOCAL statement_timeout = '5min'; SET LOCAL lock_timeout = '5s'; SET LOCAL timezone = 'UTC'"
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """The way to a database, inside of a thread or a greenlet; and what the doctor found there last."""
+
+    engine: Engine
+    schema: str
+    findings: Sequence[Finding] | None = None
+
+    @contextmanager
+    def connect(self) -> Iterator[Connection]:
+        """A connection that is in no transaction yet."""
+        with self.engine.connect() as plain:
+            yield plain.execution_options(isolation_level="READ COMMITTED", schema_translate_map={SCHEMA: self.schema})
+
+    @contextmanager
+    def reading(self) -> Iterator[Connection]:
+        """A READ ONLY transaction, whose statements end within two seconds and wait for no lock."""
+        with self.connect() as connection, connection.begin():
+            run_script(connection, _READING)
+            yield connection
+
+    @contextmanager
+    def begin(self) -> Iterator[Connection]:
+        """A transaction that changes something, committed at the end of its block."""
+        with self.connect() as connection, connection.begin():
+            run_script(connection, _CHANGING)
+            yield connection
+
+    @contextmanager
+    def begin_patiently(self) -> Iterator[Connection]:
+        """The same for a change that goes on behind the pages."""
+        with self.connect() as connection, connection.begin():
+            run_script(connection, _CHANGING_PATIENTLY)
+            yield connection
+
+
+class Database:
+    """One database of a dashboard.
+
+    Raises:
+        ConfigError: an engine of another driver than psycopg 3.
+    """
+
+    def __init__(self, name: str, engine: AnyEngine, schema: str) -> None:
+        if engine.dialect.driver not in ("psycopg", "psycopg_async"):
+            raise ConfigError(
+                f"the dashboard works with psycopg 3, and the engine of {name!r} with {engine.dialect.driver}: make it "
+                "by create_engine or create_async_engine with postgresql+psycopg://..."
+            )
+        self.name = name
+        self.segment = as_segment(name)
+        self._engine = engine
+        self._schema = schema
+        self._limiter: CapacityLimiter | None = None
+        self._under_way = 0
+        # What the doctor found last; None if it has not been asked.
+        self.findings: Sequence[Finding] | None = None
+        self._examined_at = -math.inf
+        self._examining = asyncio.Lock()
+
+    async def run(self, work: Callable[[Way], Found]) -> Found:
+        """Do something that takes a way to the database.
+
+        Raises:
+            Refused: too many wait for that.
+        """
+        if self._limiter is None:
+            self._limiter = CapacityLimiter(_AT_ONCE)
+        if self._under_way >= _AT_ONCE + _MOST_WAITING:
+            raise Refused(503, "Too many pages are looked at here at this moment. Try again in some seconds.")
+        self._under_way += 1
+        try:
+            return await self._run(work, self._limiter)
+        finally:
+            self._under_way -= 1
+
+    async def examine(self) -> Sequence[Finding]:
+        """What the doctor finds, or has found within a minute. However many ask, it looks once at a time."""
+        async with self._examining:
+            if self.findings is None or time.monotonic() > self._examined_at + FINDINGS_SECONDS:
+                # Beside the pages, which do not wait for it.
+                self.findings = await self.run_aside(_examine)
+                self._examined_at = time.monotonic()
+            return self.findings
+
+    async def run_aside(self, work: Callable[[Way], Found]) -> Found:
+        """Do something that takes long, beside the pages: not in one of their threads."""
+        return await self._run(work, CapacityLimiter(1))
+
+    async def _run(self, work: Callable[[Way], Found], limiter: CapacityLimiter) -> Found:
+        if isinstance(self._engine, AsyncEngine):
+            # The pool is the application's: pages take few of its connections.
+            async with limiter:
+                return await greenlet_spawn(work, Way(self._engine.sync_engine, self._schema, self.findings))
+        way = Way(self._engine, self._schema, self.findings)
+        return await anyio.to_thread.run_sync(partial(work, way), limiter=limiter)
+
+
+def _examine(way: Way) -> Sequence[Finding]:
+    return run_checks(way.connect, schema=way.schema, use="reader")
+
+
+def name_engines(given: AnyEngine | Mapping[str, AnyEngine], schema: str) -> dict[str, Database]:
+    """The databases by the parts of their paths: one engine has the name of its database.
+
+    Raises:
+        ConfigError: no engine, one that cannot be used, or a name that none can have.
+    """
+    named = given if isinstance(given, Mapping) else {given.url.database or "database": given}
+    if not named:
+        raise ConfigError("a dashboard takes one engine at least")
+    for name, engine in named.items():
+        if not isinstance(name, str) or not 1 <= len(name) <= 63 or not name.isprintable():
+            raise ConfigError(f"a database's name is a text of 1 to 63 printable characters, got {name!r}")
+        if not isinstance(engine, Engine | AsyncEngine):
+            raise ConfigError(f"a dashboard takes SQLAlchemy engines, got {type(engine).__name__}")
+    made = [Database(name, engine, schema) for name, engine in named.items()]
+    found = {each.segment: each for each in made}
+    reserved = {"login", "logout", "static", "token"} & found.keys()
+    if reserved:
+        raise ConfigError(f"the dashboard has pages of its own at {', '.join(sorted(reserved))}: name it otherwise")
+    return found

@@ -1,0 +1,195 @@
+"""Pages that follow the database while they are open: one poller for each database, which sleeps while none is.
+
+However many watch, a page is looked at once in an interval, and made once: it holds nothing that is one user's own.
+"""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import anyio
+from sqlalchemy.exc import DBAPIError
+from sqlalchemy.exc import TimeoutError as PoolTimeout
+from starlette.responses import StreamingResponse
+from starlette.routing import compile_path
+from starlette.types import Receive, Scope, Send
+
+from outboxq.dashboard.databases import FINDINGS_SECONDS, Database
+from outboxq.dashboard.errors import Refused, answer_to
+from outboxq.dashboard.parameters import read_parameters
+from outboxq.dashboard.route import Route, Screen
+from outboxq.dashboard.segments import names_in
+from outboxq.dashboard.view import look_at
+from outboxq.errors import OutboxqError
+
+if TYPE_CHECKING:
+    from outboxq.dashboard.answering import Dashboard
+
+logger = logging.getLogger("outboxq.dashboard")
+
+# A stream ends after this time, and the browser comes again: then its user is asked for anew.
+STREAM_SECONDS = 600.0
+_BEAT_SECONDS = 15.0
+_MOST_STREAMS, _MOST_PAGES = 500, 50
+_MOST_STREAMS_OF_USER, _MOST_PAGES_OF_USER = 10, 5
+
+
+@dataclass(frozen=True, slots=True)
+class Watched:
+    """A page that is followed: a screen with what it was asked for.
+
+    Attributes:
+        path: Below the database's, as browsers have it.
+    """
+
+    screen: Screen
+    asked: Any
+    path: str
+
+
+@dataclass(eq=False, slots=True)
+class Follower:
+    """A browser of a user. Its inbox has one place: one that does not keep up gets the latest."""
+
+    user: str
+    inbox: "asyncio.Queue[str]" = field(default_factory=lambda: asyncio.Queue(1))
+    was_told: bool = False
+
+
+class Stream(StreamingResponse):
+    """The response with the events of a page.
+
+    It ends in time also if its browser does not read, and `leave` is called however it ends.
+    """
+
+    def __init__(self, events: AsyncIterator[str], leave: Callable[[], None]) -> None:
+        super().__init__(events, media_type="text/event-stream", headers={"x-accel-buffering": "no"})
+        self._leave = leave
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the events."""
+        try:
+            with anyio.move_on_after(STREAM_SECONDS + 2 * _BEAT_SECONDS):
+                await super().__call__(scope, receive, send)
+        finally:
+            self._leave()
+
+
+def find_watched(routes: Sequence[Route], page: str, query: Mapping[str, str]) -> Watched | None:
+    """The page of a path, if it is one that can be followed; `overview` for the empty one.
+
+    Raises:
+        BadRequest: a parameter that cannot be.
+    """
+    path = "" if page == "overview" else page
+    for screen in routes:
+        if not isinstance(screen, Screen) or not screen.live:
+            continue
+        found = compile_path(screen.path)[0].match(path)
+        if found is not None:
+            try:
+                names = names_in(found.groupdict())
+            except ValueError:
+                return None
+            return Watched(screen, read_parameters(screen.takes, {**query, **names}), path)
+    return None
+
+
+class Poller:
+    """Looks at the screens of one database that are watched, and tells those who watch what has changed."""
+
+    def __init__(self, dashboard: "Dashboard", database: Database) -> None:
+        self._dashboard = dashboard
+        self._database = database
+        self._watching: dict[Watched, set[Follower]] = {}
+        self._last: dict[Watched, str] = {}
+        self._task: asyncio.Task[None] | None = None
+        self._doctor_at = 0.0
+
+    def stream(self, watched: Watched, user: str) -> "Stream":
+        """The events of a page, from now on. It counts from now on too, and until its response is over.
+
+        Raises:
+            Refused: too many are followed already, by all or by this user.
+        """
+        pages = [{each.user for each in followers} for page, followers in self._watching.items() if page != watched]
+        streams = [each.user for followers in self._watching.values() for each in followers]
+        mine = [users for users in pages if user in users]
+        if len(streams) >= _MOST_STREAMS or len(pages) >= _MOST_PAGES:
+            raise Refused(503, "Too many pages are open: this one is not live.")
+        if streams.count(user) >= _MOST_STREAMS_OF_USER or len(mine) >= _MOST_PAGES_OF_USER:
+            raise Refused(429, "You have many live pages open: this one is not live.")
+        follower = Follower(user)
+        self._watching.setdefault(watched, set()).add(follower)
+        return Stream(self._events(follower), lambda: self._leave(watched, follower))
+
+    async def _events(self, follower: Follower) -> AsyncIterator[str]:
+        if self._task is None or self._task.done():
+            self._task = asyncio.create_task(self._poll(), name="outboxq-dashboard-poller")
+        ends_at = time.monotonic() + STREAM_SECONDS
+        yield f"retry: {int(self._dashboard.settings.live_seconds * 1000)}\n\n"
+        while time.monotonic() < ends_at:
+            try:
+                yield await asyncio.wait_for(follower.inbox.get(), _BEAT_SECONDS)
+            except TimeoutError:
+                yield ": still here\n\n"
+
+    def _leave(self, watched: Watched, follower: Follower) -> None:
+        followers = self._watching.get(watched, set())
+        followers.discard(follower)
+        if not followers:
+            self._watching.pop(watched, None)
+            self._last.pop(watched, None)
+
+    async def _poll(self) -> None:
+        while self._watching:
+            for watched in list(self._watching):
+                await self._look(watched)
+            await self._ask_doctor()
+            await asyncio.sleep(self._dashboard.settings.live_seconds)
+
+    async def _ask_doctor(self) -> None:
+        """Have the findings for the overview, once a minute."""
+        if time.monotonic() < self._doctor_at:
+            return
+        self._doctor_at = time.monotonic() + FINDINGS_SECONDS
+        with contextlib.suppress(OutboxqError, DBAPIError, PoolTimeout):
+            await self._database.examine()
+
+    async def _look(self, watched: Watched) -> None:
+        try:
+            event = await self._made(watched)
+        except (OutboxqError, DBAPIError, PoolTimeout, Refused) as error:
+            event = _event("trouble", answer_to(error).text)
+        except Exception:
+            logger.exception("a page could not be made: path=%s", watched.screen.path)
+            return
+        # What has not changed is not sent, but to those who have just come.
+        is_new = self._last.get(watched) != event
+        followers = self._watching.get(watched, set())
+        if followers:
+            self._last[watched] = event
+        for each in followers:
+            if is_new or not each.was_told:
+                with contextlib.suppress(asyncio.QueueEmpty):
+                    each.inbox.get_nowait()
+                each.inbox.put_nowait(event)
+                each.was_told = True
+
+    async def _made(self, watched: Watched) -> str:
+        segment = self._database.segment
+        desk = self._dashboard.desks[segment]
+        view, look = await self._database.run(
+            lambda way: look_at(way, desk, lambda look: watched.screen.show(look, watched.asked))
+        )
+        fragments = self._dashboard.renderer.fragments(f"/{segment}/{watched.path}", segment, view, look)
+        return "".join(_event(name, text) for name, text in fragments.items())
+
+
+def _event(name: str, text: str) -> str:
+    lines = "".join(f"data: {line}\n" for line in text.splitlines())
+    return f"event: {name}\n{lines}\n"

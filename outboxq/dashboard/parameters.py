@@ -1,0 +1,147 @@
+"""What a request asks for: every parameter of a path, a query or a form, by one typed and bounded parser."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Literal, TypeAlias, TypeVar
+from uuid import UUID
+
+import msgspec
+from msgspec import Meta
+
+from outboxq.errors import OutboxqError
+
+Parameters = TypeVar("Parameters")
+
+MAX_LIMIT, DEFAULT_LIMIT = 200, 50
+# Names of queues and kinds; scopes, consumers and schedules; keys and ids of messages; texts that are searched for.
+Name: TypeAlias = Annotated[str, Meta(min_length=1, max_length=63)]
+Scope: TypeAlias = Annotated[str, Meta(min_length=1, max_length=255)]
+Key: TypeAlias = Annotated[str, Meta(min_length=1, max_length=512)]
+SearchText: TypeAlias = Annotated[str, Meta(min_length=1, max_length=200)]
+ErrorText: TypeAlias = Annotated[str, Meta(min_length=1, max_length=2_500)]
+Reason: TypeAlias = Annotated[str, Meta(max_length=500)]
+RequiredReason: TypeAlias = Annotated[str, Meta(min_length=3, max_length=500, pattern=r"\S")]
+# JSON; the database's functions know how much of it a job may have.
+Document: TypeAlias = Annotated[str, Meta(min_length=1, max_length=1_200_000)]
+Limit: TypeAlias = Annotated[int, Meta(ge=1, le=MAX_LIMIT)]
+Period: TypeAlias = Literal["1h", "6h", "24h", "7d", "30d"]
+_MAX_FIELDS = 50
+_MISSING = re.compile(r"Object missing required field `(?P<name>\w+)`")
+_WRONG = re.compile(r"(?P<what>.+) - at `\$\.(?P<name>\w+)`", re.DOTALL)
+
+
+class BadRequest(OutboxqError):
+    """A parameter is missing, or is none that can be."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Nothing:
+    """No parameters."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OfQueue:
+    """A queue in the path."""
+
+    queue: Name
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OfJob:
+    """A job in the path."""
+
+    job_id: UUID
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OfKind:
+    """A kind in the path."""
+
+    kind: Name
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OfSchedule:
+    """A schedule in the path."""
+
+    name: Scope
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OfEffect:
+    """A call in the path."""
+
+    scope: Scope
+    key: Key
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OfMessage:
+    """A message in the path."""
+
+    consumer: Scope
+    message_id: Key
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OfEntry:
+    """An action of the audit in the path."""
+
+    entry: UUID
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReasonedJob(OfJob):
+    """A job, and why it is changed."""
+
+    reason: Reason = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReasonedSchedule(OfSchedule):
+    """A schedule, and why it is changed."""
+
+    reason: Reason = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReasonedEntry(OfEntry):
+    """An action of the audit, and why it is stopped or gone on with."""
+
+    reason: Reason = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Paged:
+    """A list that is read in pages."""
+
+    limit: Limit = DEFAULT_LIMIT
+    before: UUID | None = None
+
+
+def read_parameters(kind: type[Parameters], given: Mapping[str, str]) -> Parameters:
+    """The parameters of one page or action. What is empty counts as not given, and what it does not know is left out.
+
+    Raises:
+        BadRequest: one is missing, or not what it may be; the text names it.
+    """
+    if len(given) > _MAX_FIELDS:
+        raise BadRequest(f"a request has up to {_MAX_FIELDS} parameters, this one has {len(given)}")
+    values = {name: value for name, value in given.items() if value != ""}
+    for name, value in values.items():
+        if any((ord(character) < 32 and character not in "\t\r\n") or ord(character) == 127 for character in value):
+            raise BadRequest(f"{name[:63]!r} holds a control character")
+    try:
+        return msgspec.convert(values, type=kind, strict=False)
+    except msgspec.ValidationError as error:
+        raise BadRequest(_in_words(str(error))) from None
+
+
+def _in_words(problem: str) -> str:
+    """What is wrong with a parameter, its name first."""
+    missing = _MISSING.fullmatch(problem)
+    if missing is not None:
+        return f"{missing['name']} is missing: fill it in"
+    wrong = _WRONG.fullmatch(problem)
+    return problem if wrong is None else f"{wrong['name']}: {wrong['what'][:1].lower()}{wrong['what'][1:]}"

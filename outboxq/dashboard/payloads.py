@@ -1,0 +1,325 @@
+"""Payloads: arguments, headers, results and error texts, with what must not be seen taken out before a page is made.
+
+In the mode `redacted`, values are hidden whose key says that they are secret, at any depth, also in JSON inside of a
+string; in error texts the same values, and what stands behind such a word. In the mode `hidden` nothing of a payload is
+shown. The application's own hook comes after that, and what it hides cannot be searched for either.
+"""
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeAlias
+
+import msgspec
+
+from outboxq.codec.text import escaped_json
+from outboxq.dashboard.documents import TooDeep, Tree, change_strings, check_depth, read_tree, write_tree
+
+Mode: TypeAlias = Literal["redacted", "hidden", "shown"]
+# Called with the kind of a job and its arguments; returns them without what is not to be seen.
+Redact: TypeAlias = Callable[[str, Any], Any]
+
+MASK = "•••"
+_WORDS = (
+    r"pass_?(?:word|wd|phrase|code)|passwd|pwd|secret|token|auth(?:orization)?|credentials?|api_?-?key|private_?-?key|access_?-?key|pw|"
+    r"cookie|session_?id|signature|card|cvc|cvv|iban|bic|ssn|otp|pin"
+)
+# A key is taken apart at underscores, dashes and capitals, so that `pin` does not hide `shipping`.
+_SECRET_KEY = re.compile(rf"(?:^|_)(?:{_WORDS})s?(?:$|_)|(?:^|_)pass$")
+_CAPITAL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
+_ALWAYS = re.compile(r"password|passwd|secret|token|authorization|api_?key|card|iban|ssn")
+# Every part is bounded or ends for good, so that a text takes a time in proportion to its length: arguments are written
+# by strangers, and a match of Python's keeps every thread waiting.
+_SEPARATOR = re.compile(r"\\{0,4}[\"']?\s{0,8}(?:=>|[=:])\s{0,8}")
+_WORD_BEFORE = re.compile(r"(?<![\w-])[\w-]+\Z")
+_VALUE = re.compile(
+    rf"{MASK}|\\{{1,4}}\"[^\"]*\"?|\"(?:[^\"\\]|\\.)*\"?|'(?:[^'\\]|\\.)*'?|(?i:bearer|basic)\s+\S+|[^\s,;&}}]+",
+    re.DOTALL,
+)
+_MAX_WORD_CHARACTERS = 64
+_WITHOUT_SPACES = re.compile(r"\S+")
+_BEARER = re.compile(r"(?i)\b(bearer|basic)\s+[A-Za-z0-9._~+/=-]{8,}")
+# Documents that name a value beside it, as {"name": "password", "value": "..."} does.
+_NAMES, _VALUES = ("name", "key", "header", "field"), ("value", "values")
+# A reason without the text of an error, which may have values in it.
+_SAFE_REASON = re.compile(
+    r"gave up after \d+ of \d+ attempts: [A-Za-z_][\w.]*|another attempt cannot help: [A-Za-z_][\w.]*|"
+    r"crashed \d+ of \d+ times while it ran alone\Z|cancelled\Z"
+)
+_TYPE_NAME = re.compile(r"[A-Za-z_][\w.]*")
+_MIN_HIDDEN_CHARACTERS = 4
+# Of a job with more, no text is shown: each would be looked for in each of them.
+_MOST_HIDDEN = 1_000
+_MAX_SHOWN_CHARACTERS = 200_000
+
+
+def is_secret(key: str) -> bool:
+    """Whether the value of a key is not to be seen."""
+    words = _CAPITAL.sub("_", key).replace("-", "_").replace(".", "_").lower()
+    return _ALWAYS.search(words) is not None or _SECRET_KEY.search(words) is not None
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """JSON that may be seen.
+
+    Attributes:
+        pretty: Over several lines, for a page. Empty if there is nothing to see.
+        raw: For JSON; null if there is nothing to see.
+        why: Why there is nothing to see, or why not all of it.
+    """
+
+    pretty: str = field(repr=False)
+    raw: str = field(repr=False)
+    why: str | None = None
+
+
+def _withheld(why: str) -> Document:
+    return Document("", "null", why)
+
+
+def _document(pretty: str, raw: str) -> Document:
+    if len(pretty) <= _MAX_SHOWN_CHARACTERS:
+        return Document(escaped_json(pretty), raw)
+    cut = f"{_MAX_SHOWN_CHARACTERS:,} of {len(pretty):,} characters are shown"
+    return Document(escaped_json(pretty[:_MAX_SHOWN_CHARACTERS]), raw, cut)
+
+
+@dataclass(frozen=True, slots=True)
+class Payloads:
+    """What may be seen of payloads.
+
+    Args:
+        redact: The application's own hook; if it fails, nothing is shown.
+    """
+
+    mode: Mode = "redacted"
+    redact: Redact | None = None
+
+    @property
+    def may_search(self) -> bool:
+        """Whether arguments can be searched: an answer tells what is in them."""
+        return self.mode != "hidden"
+
+    def document(self, kind: str, text: str, *, hook: bool = False) -> Document:
+        """A payload of a job of this kind.
+
+        Args:
+            hook: Whether the application's hook is asked: it knows arguments.
+        """
+        if self.mode == "hidden":
+            return _withheld("hidden")
+        try:
+            seen = self._seen(kind, read_tree(text), hook=hook)
+            return _document(write_tree(seen, indent=2), write_tree(seen))
+        except TooDeep as error:
+            return _withheld(str(error))
+        except HookFailed as error:
+            return _withheld(str(error))
+        except (ValueError, TypeError):
+            return _withheld("it cannot be read")
+
+    def callback(self, kind: str, text: str) -> Document:
+        """The job that follows a batch: its options, and its arguments, which the hook is asked about."""
+        try:
+            job = read_tree(text)
+        except ValueError:
+            return _withheld("it cannot be read")
+        if not isinstance(job, dict) or "args" not in job or self.mode == "hidden":
+            return self.document(kind, text)
+        try:
+            # Redacted as a whole once more, for what is beside them.
+            return self.document(kind, write_tree({**job, "args": self._seen(kind, job["args"], hook=True)}))
+        except HookFailed as error:
+            return _withheld(str(error))
+        except (ValueError, TypeError):
+            return _withheld("it cannot be read")
+
+    def _seen(self, kind: str, tree: Tree, *, hook: bool) -> Any:
+        seen = redacted(tree) if self.mode == "redacted" else tree
+        if not hook or self.redact is None:
+            return seen
+        try:
+            return self.redact(kind, seen)
+        except Exception as error:  # noqa: BLE001  # users' code, which is not to show what it was to hide
+            raise HookFailed(f"hidden, because the hook `redact` failed: {type(error).__name__}") from None
+
+    def seen_args(self, kind: str, text: str) -> Any:
+        """Arguments without what is not to be seen; None if nothing of them is, or they cannot be read."""
+        if self.mode == "hidden":
+            return None
+        try:
+            return self._seen(kind, read_tree(text), hook=True)
+        except (ValueError, HookFailed):
+            return None
+
+    def still_has(self, kind: str, text: str, path: Sequence[str], wanted: Sequence[object]) -> bool:
+        """Whether arguments still have one of these values at a path after all that is not to be seen was taken out."""
+        found = at_path(self.seen_args(kind, text), path)
+        return any(found == each and isinstance(found, bool) is isinstance(each, bool) for each in wanted)
+
+    def text(self, said: str | None, hidden: Sequence[str] = ()) -> str | None:
+        """An error's text, or a note, without what is not to be seen.
+
+        Args:
+            hidden: Values of the same job that are hidden, as `secrets_of` finds them.
+        """
+        if said is None or self.mode == "shown":
+            return said
+        if self.mode == "hidden" or len(hidden) > _MOST_HIDDEN:
+            return MASK
+        return without_secrets(said, hidden)
+
+    def reason(self, said: str, hidden: Sequence[str] | None = None) -> str:
+        """Why a job died: without the text of its error in the mode `hidden`, or if its secrets are not known.
+
+        Args:
+            hidden: Values of the same job that are hidden; None if they were not read.
+        """
+        if self.mode == "shown":
+            return said
+        if self.mode == "redacted" and hidden is not None and len(hidden) <= _MOST_HIDDEN:
+            return without_secrets(said, hidden)
+        found = _SAFE_REASON.match(said)
+        return found.group() if found else MASK
+
+    def error(self, said: str) -> str:
+        """The error of a group: the name of a type, or the reason of a job that has none."""
+        return said if _TYPE_NAME.fullmatch(said) else self.reason(said)
+
+    def secrets_of(self, *texts: str | None) -> tuple[str, ...]:
+        """The values in these documents that are hidden, the longest first: error texts may repeat them."""
+        if self.mode != "redacted":
+            return ()
+        found: set[str] = set()
+        for text in texts:
+            try:
+                redacted(read_tree(text or "null"), taken=found)
+            except ValueError:
+                continue
+        return tuple(sorted((each for each in found if len(each) >= _MIN_HIDDEN_CHARACTERS), key=len, reverse=True))
+
+
+def at_path(tree: Any, path: Sequence[str]) -> Any:
+    """What stands in a document behind these keys; None if nothing does."""
+    for key in path:
+        tree = tree.get(key) if isinstance(tree, dict) else None
+    return tree
+
+
+class HookFailed(Exception):
+    """The application's hook has raised an error."""
+
+
+def redacted(tree: Tree, depth: int = 0, taken: set[str] | None = None) -> Tree:
+    """A document without the values of secret keys.
+
+    Args:
+        taken: What was taken out is added to it.
+    """
+    check_depth(depth)
+    if isinstance(tree, dict):
+        is_named = any(is_secret(name) for each in _NAMES if isinstance(name := tree.get(each), str))
+        return {
+            key: _masked(value, depth, taken)
+            if is_secret(key) or (is_named and key in _VALUES)
+            else redacted(value, depth + 1, taken)
+            for key, value in tree.items()
+        }
+    if isinstance(tree, list):
+        return [
+            _masked(each, depth, taken) if _is_named(tree, at) else redacted(each, depth + 1, taken)
+            for at, each in enumerate(tree)
+        ]
+    return _redacted_text(tree, depth, taken) if isinstance(tree, str) else tree
+
+
+def _is_named(values: list[Tree], at: int) -> bool:
+    """Whether a value is behind its name: in a pair such as ["X-Api-Key", "..."], or behind a word like --password."""
+    name = values[at - 1] if at else None
+    return isinstance(name, str) and (len(values) == 2 or name.startswith("-")) and is_secret(name)
+
+
+def _masked(tree: Tree, depth: int, taken: set[str] | None) -> str:
+    if taken is not None:
+        taken.update(_leaves(tree, depth))
+    return MASK
+
+
+def _redacted_text(text: str, depth: int, taken: set[str] | None) -> str:
+    """A string: JSON inside of it is redacted like the rest, also JSON of a string, and other text as texts are."""
+    if text.lstrip()[:1] in ("{", "[", '"'):
+        try:
+            inner = read_tree(text)
+        except ValueError:
+            return without_secrets(text, ())
+        # Written anew even if nothing was taken out: of a key that is there twice, only the last was looked at.
+        return write_tree(redacted(inner, depth + 1, taken))
+    return without_secrets(text, ())
+
+
+def without_secrets(text: str, hidden: Iterable[str]) -> str:
+    """A text without these values, the passwords of URLs, and what stands behind a word such as `password=`."""
+    for value in hidden:
+        text = text.replace(value, MASK)
+    if "://" in text:
+        text = _WITHOUT_SPACES.sub(_without_url_password, text)
+    return _without_named(_BEARER.sub(rf"\1 {MASK}", text))
+
+
+def _without_url_password(found: re.Match[str]) -> str:
+    """The part of a text that may be a URL: its password ends at the last @, and may have any other sign."""
+    before, scheme, rest = found.group().partition("://")
+    user, colon, _ = rest.rpartition("@")[0].partition(":")
+    return f"{before}{scheme}{user}:{MASK}@{rest.rpartition('@')[2]}" if colon else found.group()
+
+
+def _without_named(text: str) -> str:
+    """A text without what stands behind a secret word and a separator: each is looked at once, from left to right."""
+    parts: list[str] = []
+    end = 0
+    for found in _SEPARATOR.finditer(text):
+        start = found.start()
+        if start < end:
+            continue
+        word = _WORD_BEFORE.search(text[max(end, start - _MAX_WORD_CHARACTERS) : start])
+        value = _VALUE.match(text, found.end()) if word is not None and is_secret(word.group()) else None
+        if value is not None:
+            parts += [text[end : found.end()], MASK]
+            end = value.end()
+    return "".join([*parts, text[end:]])
+
+
+def _leaves(tree: Tree, depth: int) -> Iterator[str]:
+    check_depth(depth)
+    if isinstance(tree, dict | list):
+        for each in tree.values() if isinstance(tree, dict) else tree:
+            yield from _leaves(each, depth + 1)
+    elif tree is not None and not isinstance(tree, bool):
+        yield tree if isinstance(tree, str) else write_tree(tree)
+
+
+def hide_errors(payloads: Payloads, errors: str, hidden: Iterable[str]) -> str:
+    """The JSON of failed attempts with every text of an error as it may be seen; types and places stay."""
+    if payloads.mode == "shown":
+        return errors
+    try:
+        records = read_tree(errors)
+        seen = _hide_texts(payloads, records, tuple(hidden), 0)
+        return write_tree(seen)
+    except (ValueError, msgspec.MsgspecError):
+        return "[]"
+
+
+def _hide_texts(payloads: Payloads, tree: Tree, hidden: tuple[str, ...], depth: int) -> Tree:
+    check_depth(depth)
+    if isinstance(tree, list):
+        return [_hide_texts(payloads, each, hidden, depth + 1) for each in tree]
+    if not isinstance(tree, dict):
+        return tree
+    return {
+        key: change_strings(value, lambda text: payloads.text(text, hidden) or "")
+        if key in ("message", "notes")
+        else _hide_texts(payloads, value, hidden, depth + 1)
+        for key, value in tree.items()
+    }

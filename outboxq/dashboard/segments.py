@@ -1,0 +1,39 @@
+"""Names as parts of a path: readable ones as they are, all others in base64url behind a tilde."""
+
+import base64
+import binascii
+import re
+from collections.abc import Mapping
+
+_PLAIN = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]*")
+
+
+def as_segment(name: str) -> str:
+    """A name as one part of a path, which no proxy and no browser takes for anything else, such as `..`."""
+    if _PLAIN.fullmatch(name):
+        return name
+    return "~" + base64.urlsafe_b64encode(name.encode()).decode().rstrip("=")
+
+
+def name_in(segment: str) -> str:
+    """The name that `as_segment` was given.
+
+    Raises:
+        ValueError: it is no such segment.
+    """
+    if not segment.startswith("~"):
+        return segment
+    padded = segment[1:] + "=" * (-len(segment[1:]) % 4)
+    try:
+        return base64.b64decode(padded, altchars=b"-_", validate=True).decode()
+    except (binascii.Error, UnicodeDecodeError) as error:
+        raise ValueError("this part of the path is no name") from error
+
+
+def names_in(parts: Mapping[str, object]) -> dict[str, str]:
+    """The names in a path, as they are, without that of its database.
+
+    Raises:
+        ValueError: one is no such segment.
+    """
+    return {key: name_in(str(value)) for key, value in parts.items() if key != "db"}

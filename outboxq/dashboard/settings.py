@@ -1,0 +1,135 @@
+"""The settings of a dashboard."""
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias, TypedDict
+from urllib.parse import urlsplit
+from uuid import UUID
+
+from outboxq.config import check_schema
+from outboxq.dashboard.payloads import Mode, Redact
+from outboxq.errors import ConfigError
+
+MIN_LIVE_SECONDS, MAX_LIVE_SECONDS = 2.0, 60.0
+
+logger = logging.getLogger("outboxq.dashboard")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobRef:
+    """The job that a page is about, for links to other systems.
+
+    Attributes:
+        headers: As they may be seen: none if payloads are hidden.
+    """
+
+    id: UUID
+    queue: str
+    kind: str
+    headers: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """A link from a job's page to another system: its traces, its logs.
+
+    Raises:
+        ConfigError: an address that is neither http nor https.
+    """
+
+    text: str
+    url: str
+
+    def __post_init__(self) -> None:
+        if urlsplit(self.url).scheme not in ("http", "https"):
+            raise ConfigError("a link of the dashboard leads to an http or https address")
+
+
+Links: TypeAlias = Callable[[JobRef], Sequence[Link]]
+
+
+class Options(TypedDict, total=False):
+    """What `create_app` takes by name, each with a value of its own without it.
+
+    Attributes:
+        schema: That of the tables.
+        title: In the corner of each page.
+        environment: Shown on every page; in `production` what changes many things is confirmed by typing.
+        payloads: Hide what looks secret (`redacted`), all of arguments, headers, results and error texts, or nothing.
+        redact: Called with a kind and its arguments; returns what may be seen of them.
+        links: Called with the job of a page; returns links to other systems.
+        hosts: Names that the Host header may have; without it, any: then the application around it checks.
+        origins: Where browsers see it, such as `https://ops.example.com`, if a proxy changes the scheme or the host.
+        live_seconds: How often pages that are open are made anew, 2 to 60.
+    """
+
+    schema: str
+    title: str
+    environment: str | None
+    payloads: Mode
+    redact: Redact | None
+    links: Links | None
+    hosts: Sequence[str] | None
+    origins: Sequence[str]
+    live_seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What `create_app` takes beside its engines and its way of logging in.
+
+    Raises:
+        ConfigError: a value that none can be.
+    """
+
+    schema: str = "outboxq"
+    title: str = "outboxq"
+    environment: str | None = None
+    payloads: Mode = "redacted"
+    redact: Redact | None = None
+    links: Links | None = None
+    hosts: frozenset[str] | None = None
+    origins: frozenset[str] = frozenset()
+    live_seconds: float = 5.0
+
+    def __post_init__(self) -> None:
+        if self.payloads not in ("redacted", "hidden", "shown"):
+            raise ConfigError(f"payloads takes 'redacted', 'hidden' or 'shown', got {self.payloads!r}")
+        if not MIN_LIVE_SECONDS <= self.live_seconds <= MAX_LIVE_SECONDS:
+            raise ConfigError(
+                f"live_seconds takes {MIN_LIVE_SECONDS:.0f} to {MAX_LIVE_SECONDS:.0f}, got {self.live_seconds}"
+            )
+
+    @classmethod
+    def of(cls, options: Options) -> "Settings":
+        """The settings that options say.
+
+        Raises:
+            ConfigError: a value that none can be.
+        """
+        hosts = options.get("hosts")
+        return cls(
+            schema=check_schema(options.get("schema", "outboxq")),
+            title=options.get("title", "outboxq"),
+            environment=options.get("environment"),
+            payloads=options.get("payloads", "redacted"),
+            redact=options.get("redact"),
+            links=options.get("links"),
+            hosts=None if hosts is None else frozenset(map(str.lower, hosts)),
+            origins=frozenset(options.get("origins", ())),
+            live_seconds=options.get("live_seconds", 5.0),
+        )
+
+    def links_of(self, job: JobRef) -> Sequence[Link]:
+        """The links of a job; none if the application's function fails, which is logged."""
+        try:
+            return () if self.links is None else tuple(self.links(job))
+        except Exception:
+            logger.exception("links= failed: kind=%s", job.kind)
+            return ()
+
+    @property
+    def is_production(self) -> bool:
+        """Whether mistakes are dear here: what changes many things is confirmed by typing."""
+        return (self.environment or "").lower() in ("production", "prod", "live")

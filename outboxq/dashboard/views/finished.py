@@ -1,0 +1,35 @@
+"""Finished jobs, of kinds that keep them."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from outboxq.admin.browse import Found, find_done
+from outboxq.admin.finished import OUTCOMES, DoneFilter, show_finished
+from outboxq.dashboard.parameters import Name, OfJob, Paged
+from outboxq.dashboard.view import Look, View
+from outboxq.dashboard.views.jobs import done_view
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AskedDone(Paged):
+    """Which finished jobs are wanted."""
+
+    queue: Name | None = None
+    kind: Name | None = None
+    outcome: Literal["done", "discarded", "cancelled", "expired"] | None = None
+
+
+def show_done_jobs(look: Look, asked: AskedDone) -> View:
+    """The finished jobs that match, the last added first."""
+    wanted = DoneFilter(queue=asked.queue, kind=asked.kind, outcome=asked.outcome)
+    found = look.at("finished jobs", lambda c: find_done(c, wanted, before=asked.before, limit=asked.limit)) or Found(
+        ()
+    )
+    data = {"done": found.rows, "more": found.before is not None, "next_before": found.before}
+    extra = {"found": found, "outcomes": OUTCOMES, "is_filtered": wanted != DoneFilter()}
+    return View("done.html", "Finished jobs", data, extra)
+
+
+def show_done_job(look: Look, asked: OfJob) -> View:
+    """One finished job."""
+    return done_view(look, show_finished(look.connection, asked.job_id))

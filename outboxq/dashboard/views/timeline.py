@@ -1,0 +1,43 @@
+"""What has become of a job, moment by moment."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+from outboxq.dashboard.documents import Tree, read_tree
+from outboxq.dashboard.view import Look
+from outboxq.error_record import StoredAttempt
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A moment in the life of a job."""
+
+    at: datetime | None
+    text: str
+    tone: str = "plain"
+    detail: str | None = None
+
+
+def timeline(created_at: datetime, attempts: Sequence[StoredAttempt], ends: Sequence[Step]) -> list[Step]:
+    """What has become of a job, the first thing first."""
+    steps = [Step(created_at, "added")]
+    for each in attempts:
+        where = each.where[0] if each.where else None
+        steps.append(Step(_moment(each.at), f"attempt {each.attempt} failed: {each.type}", "bad", where))
+    return [*steps, *ends]
+
+
+def seen_headers(look: Look, kind: str, headers: str) -> dict[str, str]:
+    """The headers of a job as they may be seen."""
+    raw = look.payloads.document(kind, headers).raw
+    found: Tree = read_tree(raw)
+    return {key: str(value) for key, value in found.items()} if isinstance(found, dict) else {}
+
+
+def _moment(text: str) -> datetime | None:
+    try:
+        found = datetime.fromisoformat(text)
+    except ValueError:
+        return None
+    return found if found.tzinfo else found.replace(tzinfo=UTC)

@@ -1,0 +1,71 @@
+"""What axe-core finds on the pages: nothing that is serious or critical, in either theme and at any width."""
+
+import pytest
+from playwright.sync_api import Browser, Page
+from sqlalchemy import Engine
+
+from outboxq.dashboard import Role, TokenLogin, create_app
+from tests.support.browser import findings, open_page
+from tests.support.dashboard import as_user, path_of, screens, stage_dashboard
+from tests.support.http_server import serve
+
+WIDTHS = (1280, 390)
+THEMES = ("light", "dark")
+
+
+@pytest.fixture
+def staged(engine: Engine) -> Engine:
+    stage_dashboard(engine)
+    return engine
+
+
+def _look(browser: Browser, theme: str, width: int, addresses: list[str]) -> dict[str, list[str]]:
+    """The findings of each page that has some."""
+    settings = {"color_scheme": theme, "viewport": {"width": width, "height": 844}}
+    with open_page(browser, **settings) as page:
+        return {address: found for address in addresses if (found := _findings(page, address))}
+
+
+def _findings(page: Page, address: str) -> list[str]:
+    page.goto(address)
+    found = findings(page)
+    overflow = page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth")
+    return found + ([f"the page is {overflow} px wider than its window"] if overflow > 0 else [])
+
+
+@pytest.mark.parametrize("theme", THEMES)
+def test_the_overview_can_be_used_by_all(theme: str, browser: Browser, staged: Engine) -> None:
+    """Names, roles, contrast: on the page that everybody sees."""
+    with serve(create_app({"orders": staged}, auth=as_user(Role.ADMIN))) as address:
+        assert _look(browser, theme, 1280, [f"{address}/orders/"]) == {}
+
+
+def test_a_page_with_a_button_without_a_name_is_noticed(browser: Browser, staged: Engine) -> None:
+    """The tests here would find what is wrong."""
+    with serve(create_app({"orders": staged}, auth=as_user(Role.ADMIN))) as address, open_page(browser) as page:
+        page.goto(f"{address}/orders/")
+        page.evaluate("document.querySelector('main').append(document.createElement('button'))")
+        assert any("button-name" in each for each in findings(page))
+
+
+@pytest.mark.large
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("theme", THEMES)
+def test_every_page_can_be_used_by_all(theme: str, width: int, browser: Browser, staged: Engine) -> None:
+    """Every screen with something on it, the start, a page that is refused, and one that is not there."""
+    app = create_app({"orders": staged, "billing": staged}, auth=as_user(Role.ADMIN), environment="production")
+    paths = [path_of(screen, staged, "orders") for screen in screens()]
+    paths += ["/", "/orders/nothing", "/nowhere/", "/orders/jobs?kind=none", "/orders/jobs?q=account:7&columns=account"]
+    with serve(app) as address:
+        assert _look(browser, theme, width, [f"{address}{path}" for path in paths]) == {}
+
+
+@pytest.mark.large
+@pytest.mark.parametrize("theme", THEMES)
+def test_every_empty_page_can_be_used_by_all(theme: str, browser: Browser, engine: Engine) -> None:
+    """A database without a row, and the page that asks who one is."""
+    lists = [f"/orders/{screen.path}" for screen in screens() if "{" not in screen.path]
+    with serve(create_app({"orders": engine}, auth=as_user(Role.READER))) as address:
+        assert _look(browser, theme, 390, [f"{address}{path}" for path in lists]) == {}
+    with serve(create_app({"orders": engine}, auth=TokenLogin("x" * 20, role=Role.READER))) as address:
+        assert _look(browser, theme, 390, [f"{address}/login"]) == {}

@@ -20,6 +20,7 @@ from outboxq.execution.run import FREE_RETRIES
 from outboxq.execution.runtime import Runtime
 from outboxq.execution.settle import settle_result
 from outboxq.fault_points import fault_point
+from outboxq.statements.done import GIVING_WAY
 from outboxq.statements.job_batches import finish_after_commit
 from outboxq.statements.transaction import xact_status
 
@@ -31,15 +32,17 @@ _BEFORE_KEYS = 2
 # lock of an operator's forgotten session for a moment, not for as long as a handler may: slots, and the rows that
 # handlers have locked, wait with them.
 _KEPT_SAVEPOINT = "oq_kept"
-_BRIEFLY = (
+_BRIEFLY = "SET LOCAL lock_timeout = '1s'"
+# If more follows than COMMIT, which waits for none.
+_BRIEFLY_AT_FIRST = (
     "SELECT pg_catalog.set_config('outboxq.lock_timeout', pg_catalog.current_setting('lock_timeout'), true), "
     "pg_catalog.set_config('lock_timeout', '1s', true)"
 )
 _AS_LONG_AS_BEFORE = (
     "SELECT pg_catalog.set_config('lock_timeout', pg_catalog.current_setting('outboxq.lock_timeout'), true)"
 )
-_KEEPING_STATEMENTS = 5
 _NO_SUCH_SAVEPOINT = "3B001"
+_UNIQUE_VIOLATION = "23505"
 # The inner savepoint is gone, or refused: a handler ended or broke the relay's transaction.
 _ESCAPED = frozenset({_NO_SUCH_SAVEPOINT, "25P01", "25P02"})
 
@@ -241,12 +244,17 @@ def commit_script(inner_savepoint: str, keys: Sequence[str] = (), kept: Kept = N
     """
     if not keys and kept is NOTHING_KEPT:
         return f"RELEASE SAVEPOINT {inner_savepoint}; SET CONSTRAINTS ALL IMMEDIATE; COMMIT"
-    keeping = f"{kept.telling}; " if kept.telling else ""
-    if kept.keeping:
-        behind = f"{_AS_LONG_AS_BEFORE}; RELEASE SAVEPOINT {_KEPT_SAVEPOINT}; "
-        keeping = f"SAVEPOINT {_KEPT_SAVEPOINT}; {_BRIEFLY}; {kept.keeping}; {behind}{keeping}"
-    taking = "".join(f"{statement}; " for statement in keys)
-    return f"RELEASE SAVEPOINT {inner_savepoint}; SET CONSTRAINTS ALL IMMEDIATE; {keeping}{taking}COMMIT"
+    before_commit = "".join(f"{statement}; " for statement in (*_kept_statements(kept, keys), *keys))
+    return f"RELEASE SAVEPOINT {inner_savepoint}; SET CONSTRAINTS ALL IMMEDIATE; {before_commit}COMMIT"
+
+
+def _kept_statements(kept: Kept, keys: Sequence[str]) -> list[str]:
+    telling = [kept.telling] if kept.telling else []
+    if not kept.keeping:
+        return telling
+    briefly, behind = (_BRIEFLY_AT_FIRST, [_AS_LONG_AS_BEFORE]) if keys or telling else (_BRIEFLY, [])
+    keeping = [f"SAVEPOINT {_KEPT_SAVEPOINT}", briefly, kept.keeping, *behind, f"RELEASE SAVEPOINT {_KEPT_SAVEPOINT}"]
+    return keeping + telling
 
 
 def commit_checked(connection: Connection, inner_savepoint: str, keeper: Keeper, kept: Kept = NOTHING_KEPT) -> None:
@@ -271,8 +279,8 @@ def _run(
 ) -> list[ScriptResult]:
     """Send `commit_script`, once more without the rows of finished jobs if their table refuses them.
 
-    Returns the results of all other statements: a transaction whose rows stand is not undone, nor are its handlers run
-    again, for what is kept of it.
+    If a row of one of their ids is there already, it gives way in the second try. Returns the results of all other
+    statements: a transaction whose rows stand is not undone, nor are its handlers run again, for what is kept of it.
     """
     following = f"; {behind}" if behind else ""
     try:
@@ -281,12 +289,14 @@ def _run(
         # The savepoint is there only if its own statement failed: those behind have released it.
         if not (kept.keeping and keeper.may_be_refusal(error) and _goes_back(connection, _KEPT_SAVEPOINT)):
             raise
-        keeper.refused(error)
-        kept = replace(kept, keeping="")
-        results = run_script(connection, commit_script(_KEPT_SAVEPOINT, keys, kept) + following)
+        if error.sqlstate == _UNIQUE_VIOLATION and not kept.keeping.endswith(GIVING_WAY):
+            again = kept.keeping + GIVING_WAY
+        else:
+            keeper.refused(error)
+            again = ""
+        return _run(connection, _KEPT_SAVEPOINT, keys, behind, keeper, replace(kept, keeping=again))
     if kept is not NOTHING_KEPT:
-        of_kept = (_KEEPING_STATEMENTS if kept.keeping else 0) + (1 if kept.telling else 0)
-        del results[_BEFORE_KEYS : _BEFORE_KEYS + of_kept]
+        del results[_BEFORE_KEYS : _BEFORE_KEYS + len(_kept_statements(kept, keys))]
     return results
 
 

@@ -143,6 +143,6 @@ class Keeper:
             job.args if keeping.args else None,
             job.headers if keeping.args else None,
             event.result if isinstance(event, JobDone) else None,
-            others.get(job.id, ()),
+            others.get(job.id),
             keeping.seconds,
         )

@@ -29,7 +29,7 @@ from outboxq.execution.errors import ConnectionLost
 from outboxq.execution.keep import Keeper
 from outboxq.fault_points import fault_point
 from outboxq.job import Job
-from outboxq.statements.done import keep_jobs
+from outboxq.statements.done import GIVING_WAY, keep_jobs
 from outboxq.statements.lease_mode import BY_KEYS, finish_leased, release_leased, standing
 from outboxq.statements.results import tell_waiters
 from outboxq.statements.transaction import LOCAL_SETTINGS
@@ -85,7 +85,7 @@ class Unsettled:
         """
         done = (event.job for event in self.finished)
         rows = self.keeper.kept(self.finished, self.stands_for) if keep else []
-        kept = keep_jobs(schema, rows, self.keeper.relay, gone=True) if rows else ""
+        kept = keep_jobs(schema, rows, self.keeper.relay, gone=True) + GIVING_WAY if rows else ""
         finishing = f"{finish_leased(schema, done, free=free, keeping=kept)}; " if self.finished else ""
         telling = f"{tell_waiters(schema, self.ended)}; " if self.ended else ""
         giving_back = f"{release_leased(schema, self.waiting, free=free)}; " if self.waiting else ""

@@ -1,8 +1,9 @@
 """Finished jobs: writing their rows, in the transaction in which they are over, and reading them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from operator import attrgetter
 from typing import Any, LiteralString, NamedTuple
 from uuid import UUID
 
@@ -14,7 +15,7 @@ from outboxq.job import OWN_HEADERS
 from outboxq.statements.doctor.sessions import qualified
 from outboxq.statements.enqueue import array_text, text_array
 from outboxq.statements.paging import matching
-from outboxq.statements.render import quote_identifier, render
+from outboxq.statements.render import quote_identifier, quote_literal, render
 from outboxq.tables import done_job, job
 
 OUTCOMES = ("done", "discarded", "cancelled", "expired")
@@ -28,7 +29,7 @@ class KeptJob(NamedTuple):
     Attributes:
         seconds: How long its handler ran.
         args, headers, result: JSON text, of kinds that keep them.
-        stands_for: The jobs that its run took along, as it was coalesced with them.
+        stands_for: The jobs that its run took along, as it was coalesced with them; None without any.
         keep_seconds: For how long the row stands.
     """
 
@@ -43,22 +44,35 @@ class KeptJob(NamedTuple):
     args: str | None
     headers: str | None
     result: str | None
-    stands_for: tuple[UUID, ...]
+    stands_for: tuple[UUID, ...] | None
     keep_seconds: float
 
 
+# The columns that a job gives values for: their types, and how a value is written.
+_COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
+    "id": ("uuid", attrgetter("hex")),
+    "queue": ("text", str),
+    "kind": ("text", str),
+    "outcome": ("text", str),
+    "attempt": ("int", str),
+    "created_at": ("timestamptz", datetime.isoformat),
+    "claimed_at": ("timestamptz", datetime.isoformat),
+    "seconds": ("float8", repr),
+    "args": ("text", str),
+    "headers": ("text", str),
+    "result": ("text", str),
+    "stands_for": ("text", lambda ids: array_text(map(str, ids))),
+    "keep_seconds": ("float8", repr),
+}
 _INSERT: LiteralString = """\
 INSERT INTO {done} AS earlier (id, queue, kind, outcome, attempt, created_at, claimed_at, seconds, relay, args, headers,
   result, stands_for, expires_at)
-SELECT kept.id, kept.queue, kept.kind, kept.outcome, kept.attempt, kept.created_at, kept.claimed_at, kept.seconds,
-  {owner}::uuid, kept.args::jsonb, kept.headers::jsonb, kept.result::jsonb, kept.stands_for::uuid[],
-  pg_catalog.clock_timestamp() + pg_catalog.make_interval(secs => kept.keep_seconds)
-FROM unnest({ids}::uuid[], {queues}::text[], {kinds}::text[], {outcomes}::text[], {attempts}::int[],
-  {created}::timestamptz[], {claimed}::timestamptz[], {seconds}::float8[], {args}::text[], {headers}::text[],
-  {results}::text[], {stands_for}::text[], {keep}::float8[]) AS kept (
-  id, queue, kind, outcome, attempt, created_at, claimed_at, seconds, args, headers, result, stands_for, keep_seconds
-)"""
-_AGAIN: LiteralString = """
+SELECT kept.id, {queue}, {kind}, {outcome}, {attempt}, {created_at}, {claimed_at}, {seconds}, {owner},
+  {args}::jsonb, {headers}::jsonb, {result}::jsonb, {stands_for}::uuid[],
+  pg_catalog.clock_timestamp() + pg_catalog.make_interval(secs => {keep_seconds})
+FROM ROWS FROM ({arrays}) AS kept ({names})"""
+# Behind what `keep_jobs` makes. It costs as much again as half of the rows, and so is left out until an id is there.
+GIVING_WAY: LiteralString = """
 ON CONFLICT (id) DO UPDATE SET outcome = excluded.outcome, attempt = excluded.attempt,
   created_at = excluded.created_at, claimed_at = excluded.claimed_at, finished_at = excluded.finished_at,
   seconds = excluded.seconds, relay = excluded.relay, args = excluded.args, headers = excluded.headers,
@@ -69,35 +83,43 @@ ON CONFLICT (id) DO UPDATE SET outcome = excluded.outcome, attempt = excluded.at
 def keep_jobs(schema: str, kept: Sequence[KeptJob], relay: UUID | None, *, gone: bool = False) -> str:
     """Write the rows of jobs that are over, in the transaction that removes them.
 
-    Index: the primary key. A row of the same id gives way, if it is of the same queue and kind: a producer chose the id
-    twice. One of another queue or kind stays. No other transaction writes a row of these ids: it would have to remove
-    the same job.
+    Fails (23505) if a row of one of the ids is there: a producer chose the id twice. With `GIVING_WAY` behind it, that
+    row gives way if it is of the same queue and kind, and stays if it is of others. No other transaction writes a row
+    of these ids: it would have to remove the same job. Index: the primary key.
 
     Args:
         gone: As a part of a statement with a CTE `gone`: only the jobs whose ids that has.
     """
-    # As text, of which the driver makes one literal each: element by element it takes as long as the rest of a job.
-    values = {
-        "ids": array_text([each.id.hex for each in kept]),
-        "queues": text_array([each.queue for each in kept]),
-        "kinds": text_array([each.kind for each in kept]),
-        "outcomes": text_array([each.outcome for each in kept]),
-        "attempts": array_text([str(each.attempt) for each in kept]),
-        "created": array_text([each.created_at.isoformat() for each in kept]),
-        "claimed": array_text(["NULL" if each.claimed_at is None else each.claimed_at.isoformat() for each in kept]),
-        "seconds": array_text([repr(each.seconds) for each in kept]),
-        "args": text_array([each.args for each in kept]),
-        "headers": text_array([each.headers for each in kept]),
-        "results": text_array([each.result for each in kept]),
-        "stands_for": text_array([_id_array(each.stands_for) for each in kept]),
-        "keep": array_text([repr(each.keep_seconds) for each in kept]),
-    }
+    values, arrays = {}, {}
+    for (name, (type_name, write)), column in zip(_COLUMNS.items(), zip(*kept, strict=True), strict=True):
+        first = column[0]
+        # What the jobs have in common, as most of a claim's do, is sent once: an element costs as much as a job's rest.
+        if name != "id" and column.count(first) == len(column):
+            values[name] = _literal(None if first is None else write(first), type_name)
+        else:
+            values[name] = f"kept.{name}"
+            arrays[name] = f"pg_catalog.unnest({_array(column, type_name, write)})"
     only: LiteralString = "\nJOIN gone ON gone.id = kept.id" if gone else ""
-    return render(schema, _INSERT + only + _AGAIN, owner=None if relay is None else str(relay), **values)
+    return (_INSERT + only).format(
+        done=quote_identifier(schema, "done_job"),
+        owner=_literal(None if relay is None else relay.hex, "uuid"),
+        arrays=", ".join(arrays.values()),
+        names=", ".join(arrays),
+        **values,
+    )
 
 
-def _id_array(ids: Sequence[UUID]) -> str | None:
-    return f"{{{','.join(map(str, ids))}}}" if ids else None
+def _literal(value: str | None, type_name: str) -> str:
+    # Only texts may hold a quote or a backslash.
+    quoted = "NULL" if value is None else quote_literal(value) if type_name == "text" else f"'{value}'"
+    return f"{quoted}::{type_name}"
+
+
+def _array(column: Sequence[Any], type_name: str, write: Callable[[Any], str]) -> str:
+    texts = [None if value is None else write(value) for value in column]
+    if type_name == "text":
+        return f"{quote_literal(text_array(texts))}::text[]"
+    return f"'{array_text('NULL' if each is None else each for each in texts)}'::{type_name}[]"
 
 
 _MAY_USE: LiteralString = """\

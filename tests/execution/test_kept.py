@@ -2,8 +2,9 @@
 
 import json
 from collections.abc import Callable
-from datetime import timedelta
+from datetime import datetime, timedelta
 from typing import Any
+from uuid import UUID
 
 import msgspec
 import pytest
@@ -394,6 +395,51 @@ def test_jobs_whose_rows_are_refused_are_done_without(
     assert ledger(engine) == {name: 1 for number in (1, 3, 5) for name in (str(number), f"after {number}")}
     said = [record.message for record in caplog.records if "finished jobs are not kept" in record.message]
     assert len(said) == 1
+
+
+@pytest.mark.parametrize("claim", ["transaction", "lease"])
+@pytest.mark.parametrize("adds", [0, 1], ids=["alone", "with a unique job"])
+def test_a_row_whose_id_was_chosen_twice_gives_way(
+    engine: Engine,
+    sessions: Sessions,
+    drain: Drain,
+    caplog: pytest.LogCaptureFixture,
+    claim: str,
+    adds: int,
+) -> None:
+    """To a later job of its kind, and not to one of another kind; the jobs beside it keep their rows, and run once."""
+    jobs, ran = Jobs(), list[int]()
+
+    def write(ctx: Context, number: int) -> None:
+        ran.append(number)
+        ctx.session.add(Effect(name=str(number)))
+        if adds:
+            ctx.session.add_job(follow.options(unique=f"key {number}"))
+
+    work = jobs.handler(kind="work", claim=claim, keep=KEEP)(write)
+    other = jobs.handler(kind="other", claim=claim, keep=KEEP)(write)
+
+    @jobs.handler(queue="after")
+    def follow(ctx: Context) -> None: ...
+
+    seen: list[dict[UUID, tuple[str, datetime]]] = []
+    for kind, first in ((work, 0), (work, 3), (other, 6)):
+        with sessions.begin() as session:
+            handles = [session.add_job(kind, number=first + n) for n in range(3)]
+            session.flush()
+            if seen:
+                chosen = {"old": handles[1].id, "new": min(seen[0])}
+                session.execute(text("UPDATE outboxq.job SET id = :new WHERE id = :old"), chosen)
+        drain(jobs, batch_size=3, slots_per_queue=1)
+        with engine.connect() as connection:
+            rows = connection.execute(text("SELECT id, kind, finished_at FROM outboxq.done_job"))
+            seen.append({row.id: (row.kind, row.finished_at) for row in rows})
+    twice = min(seen[0])
+    assert sorted(ran) == list(range(9))
+    assert [len(each) for each in seen] == [3, 5, 7]
+    assert seen[1][twice] > seen[0][twice]
+    assert seen[2][twice] == seen[1][twice]
+    assert not [each for each in caplog.records if "not kept" in each.message]
 
 
 @pytest.mark.parametrize("claim", ["transaction", "lease"])

@@ -464,7 +464,7 @@ MUTANTS = (
     Mutant(
         "the checked commit: a plain COMMIT",
         "outboxq/execution/commit.py",
-        'return f"RELEASE SAVEPOINT {inner_savepoint}; SET CONSTRAINTS ALL IMMEDIATE; {keeping}{taking}COMMIT"',
+        'return f"RELEASE SAVEPOINT {inner_savepoint}; SET CONSTRAINTS ALL IMMEDIATE; COMMIT"',
         'return f"COMMIT; SELECT {len(inner_savepoint)}; COMMIT"',
         ("tests/execution/test_containment.py",),
     ),
@@ -1081,6 +1081,13 @@ MUTANTS = (
         "        self._work()\n        self._find_out()\n",
         "        self._work()\n",
         ("tests/faults/test_unknown_commit.py::test_a_relay_that_is_told_to_stop_finds_out_first",),
+    ),
+    Mutant(
+        "the second try at rows of finished jobs, in which one of the same id gives way",
+        "outboxq/execution/commit.py",
+        "error.sqlstate == _UNIQUE_VIOLATION and not",
+        'error.sqlstate == "" and not',
+        ("tests/execution/test_kept.py::test_a_row_whose_id_was_chosen_twice_gives_way",),
     ),
     Mutant(
         "the connection of a slot, given back when it sleeps",

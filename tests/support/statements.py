@@ -23,7 +23,7 @@ from outboxq.statements.aside import WAITS
 from outboxq.statements.audit import AuditFilter
 from outboxq.statements.claim import ClaimScript, ClaimStatements, Cursor
 from outboxq.statements.dead_letters import DeadFilter
-from outboxq.statements.done import DoneFilter, KeptJob, keep_jobs
+from outboxq.statements.done import GIVING_WAY, DoneFilter, KeptJob, keep_jobs
 from outboxq.statements.effect_admin import EffectFilter
 from outboxq.statements.effects import EffectLock
 from outboxq.statements.group_claim import GroupScript
@@ -42,7 +42,7 @@ _ID = UUID("00000000-0000-7000-8000-000000000007")
 _NOW = datetime(2026, 1, 1, tzinfo=UTC)
 _JOB = Job(_ID, "mail", "send", "{}", "{}", 0, 1, None, 0, 0, None, None, "[]", _NOW, _NOW, 1)
 _LEASED = msgspec.structs.replace(_JOB, lease_token=3)
-_KEPT = KeptJob(_ID, "mail", "send", "done", 1, _NOW, None, 0.5, "{}", "{}", "null", (), 60.0)
+_KEPT = KeptJob(_ID, "mail", "send", "done", 1, _NOW, None, 0.5, "{}", "{}", "null", None, 60.0)
 _NEW = NewJob(JobEnvelope("send", "mail", "{}", 0, None, None, None), "{}", None)
 _LATER = NewJob(JobEnvelope("send", "mail", "{}", 1, 5, _NOW, None), "{}", None)
 _SCHEDULE = {
@@ -132,7 +132,7 @@ _SAMPLES: Mapping[str, tuple[object, object]] = {
     ),
     # With it a part of another statement, which is `keeping`.
     "gone": (False, False),
-    "keeping": ("", keep_jobs("outboxq", [_KEPT], _ID, gone=True)),
+    "keeping": ("", keep_jobs("outboxq", [_KEPT], _ID, gone=True) + GIVING_WAY),
     "DoneFilter": (DoneFilter("mail", "send", "done", _NOW), DoneFilter()),
     "DeadFilter": (DeadFilter("mail", "send", "gone", (_ID, _ID), _NOW), DeadFilter()),
     "EffectFilter": (EffectFilter("mail", "unknown"), EffectFilter()),

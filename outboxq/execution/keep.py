@@ -9,6 +9,7 @@ import logging
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import TypeAlias, cast
 from uuid import UUID
 
 from outboxq.clock import clock
@@ -21,7 +22,8 @@ from outboxq.statements.results import tell_waiters
 
 logger = logging.getLogger("outboxq.relay")
 
-_OUTCOMES: Mapping[type, str] = {
+Over: TypeAlias = JobDone | JobDiscarded | JobCancelled | JobExpired
+_OUTCOMES: Mapping[type[Event], str] = {
     JobDone: "done",
     JobDiscarded: "discarded",
     JobCancelled: "cancelled",
@@ -125,8 +127,10 @@ class Keeper:
         )
 
     def _row(self, event: Event, others: Mapping[UUID, tuple[UUID, ...]]) -> KeptJob | None:
-        if not isinstance(event, JobDone | JobDiscarded | JobCancelled | JobExpired):
+        outcome = _OUTCOMES.get(type(event))
+        if outcome is None:
             return None
+        event = cast("Over", event)
         job = event.job
         keeping = self.kinds.get(job.kind)
         if keeping is None:
@@ -135,7 +139,7 @@ class Keeper:
             job.id,
             job.queue,
             job.kind,
-            _OUTCOMES[type(event)],
+            outcome,
             job.attempt,
             job.created_at,
             job.claimed_at,

@@ -1,11 +1,23 @@
-"""The browser of a module's tests."""
+"""What the tests of the dashboard share."""
 
 from collections.abc import Iterator
 
 import pytest
 from playwright.sync_api import Browser
+from sqlalchemy import Engine, QueuePool
 
 from tests.support.browser import NEEDED, chromium, open_browser
+from tests.support.many_dead import until
+
+
+@pytest.fixture
+def engine(engine: Engine) -> Iterator[Engine]:
+    """The test's engine, until nothing of its dashboard works on it any more."""
+    yield engine
+    # A change of many rows that was cut off with its event loop ends behind its page, in a thread of its own.
+    pool = engine.pool
+    assert isinstance(pool, QueuePool)
+    until(lambda: pool.checkedout() == 0)
 
 
 @pytest.fixture(scope="module")

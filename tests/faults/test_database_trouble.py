@@ -7,9 +7,10 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import psycopg
 import pytest
 from sqlalchemy import Engine, create_engine, make_url, text
-from sqlalchemy.exc import OperationalError
+from sqlalchemy.exc import OperationalError, SQLAlchemyError
 from sqlalchemy.orm import sessionmaker
 
 from outboxq import Backoff, Context, Jobs, OutboxSession, Relay, RelayConfig, SlotGroup
@@ -199,6 +200,6 @@ def _found(engine: Engine, look: Callable[[Engine], Any], meanwhile: object) -> 
     """What a look finds; `meanwhile` if the server goes just now, or recovers."""
     try:
         return look(engine)
-    except Exception:  # noqa: BLE001  # whatever the driver says of it
+    except (SQLAlchemyError, psycopg.Error):
         engine.dispose()
         return meanwhile

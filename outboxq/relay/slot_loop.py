@@ -56,10 +56,6 @@ class SlotLoop:
         self._fail = fail
 
     def _serve(self) -> None:
-        self._work()
-        self._find_out()
-
-    def _work(self) -> None:
         slot, stopping, until_empty = self.slot, self._state.stopping, self._state.until_empty
         work = slot.drain if until_empty else slot.work_all
         while not (stopping.is_set() or slot.is_seized()):
@@ -69,17 +65,18 @@ class SlotLoop:
                     with self._connections.borrow() as slot_connection:
                         is_over = work(slot_connection)
                 if is_over and until_empty:
-                    return
+                    break
                 if is_over:
                     self._sleep()
             except Abandoned:
-                return
+                break
             except asyncio.CancelledError as error:
                 self._outlive(error)
             except _CONNECTION_ERRORS as error:
                 if slot.is_seized():
-                    return
+                    break
                 self._wait_after(error)
+        self._find_out()
 
     def _find_out(self) -> None:
         """Settle jobs whose connection was lost as the relay was told to stop: it alone can tell what they came to."""

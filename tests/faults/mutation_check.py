@@ -1078,8 +1078,8 @@ MUTANTS = (
     Mutant(
         "what became of the jobs of a lost connection, before a slot ends",
         "outboxq/relay/slot_loop.py",
-        "        self._work()\n        self._find_out()\n",
-        "        self._work()\n",
+        "                self._wait_after(error)\n        self._find_out()\n",
+        "                self._wait_after(error)\n",
         ("tests/faults/test_unknown_commit.py::test_a_relay_that_is_told_to_stop_finds_out_first",),
     ),
     Mutant(

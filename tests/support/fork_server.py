@@ -2,7 +2,8 @@
 
 Importing the package takes most of a second of processor time, and the suite starts about a thousand such processes.
 What comes out is a process like any other: a child of the one that called `Popen`, with the descriptors, environment,
-directory, session and process group that it asked for, and it ends as the interpreter ends.
+directory, session and process group that it asked for. It ends as the interpreter ends, except that nothing is torn
+down after the functions of `atexit`: destructors that only the end of an interpreter calls are not called.
 
 Fresh interpreters remain where something else is started than `_MODULES`, or with other variables that an interpreter
 reads when it starts. A command that will start relays (a supervisor, the demo, the torture) has a fork server of its

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, urlencode
 from uuid import UUID
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
+from jinja2 import BytecodeCache, Environment, PackageLoader, StrictUndefined
+from jinja2.bccache import Bucket
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 
@@ -76,6 +77,24 @@ def relative(inner: str, path: str) -> str:
     return "../" * max(0, inner.count("/") - 1) + path or "./"
 
 
+class _Compiled(BytecodeCache):
+    """Templates as they were compiled: once in a process, however many dashboards it makes, as tests do."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, bytes] = {}
+
+    def load_bytecode(self, bucket: Bucket) -> None:
+        known = self._known.get(bucket.key)
+        if known is not None:
+            bucket.bytecode_from_string(known)
+
+    def dump_bytecode(self, bucket: Bucket) -> None:
+        self._known[bucket.key] = bucket.bytecode_to_string()
+
+
+_compiled = _Compiled()
+
+
 class Renderer:
     """Makes pages from templates. A value that a template does not know is an error, and everything is escaped."""
 
@@ -95,6 +114,7 @@ class Renderer:
             undefined=StrictUndefined,
             trim_blocks=True,
             lstrip_blocks=True,
+            bytecode_cache=_compiled,
         )
         self._environment.filters |= _filters()
         self._environment.globals |= {

@@ -30,9 +30,18 @@ COMMANDS: dict[str, tuple[list[str], Table, str]] = {
 }
 
 
-@pytest.mark.parametrize("name", COMMANDS)
-@pytest.mark.parametrize("at", [0, 100, 199, 200, 410])
-@pytest.mark.parametrize("at_commit", [False, True], ids=["in a statement", "at COMMIT"])
+# Rows at the ends of pages and within them. Each command is killed on each side of its first page's end; the others run
+# with the large tests.
+KILLED_AT = [
+    pytest.param(name, at, at_commit, id=f"{name}-{at}-{'at COMMIT' if at_commit else 'in a statement'}", marks=marks)
+    for name in COMMANDS
+    for at in (0, 100, 199, 200, 410)
+    for at_commit in (False, True)
+    for marks in [() if (at, at_commit) in ((100, False), (199, True), (410, False)) else pytest.mark.large]
+]
+
+
+@pytest.mark.parametrize(("name", "at", "at_commit"), KILLED_AT)
 def test_a_command_that_is_killed_is_gone_on_with_and_each_row_is_counted_once(
     outboxq_database: Database, engine: Engine, name: str, at: int, at_commit: bool
 ) -> None:

@@ -297,11 +297,19 @@ def other_role(engine: Engine) -> Iterator[None]:
         connection.execute(text(f"DROP ROLE {OTHER_ROLE}"))
 
 
+# Each flavour, style and size of batches; half of the combinations run with the large tests.
+WAYS = [
+    pytest.param(flavour, style, batch_size, id=f"{flavour}-{style}-{batch_size}", marks=marks)
+    for number, flavour in enumerate(("sync", "async"))
+    for place, style in enumerate(("transaction", "lease", "batchable", "batch"))
+    for odd, batch_size in enumerate((1, 10))
+    for marks in [() if (number + place + odd) % 2 else pytest.mark.large]
+]
+
+
 @pytest.mark.usefixtures("other_role")
 @pytest.mark.relay_limits(RelayLimits(lease_mode=GROWING))
-@BATCH_SIZES
-@pytest.mark.parametrize("style", ["transaction", "lease", "batchable", "batch"])
-@BOTH_FLAVOURS
+@pytest.mark.parametrize(("flavour", "style", "batch_size"), WAYS)
 def test_nothing_that_a_handler_leaves_on_its_connection_meets_a_later_batch(
     flavour: str,
     style: str,

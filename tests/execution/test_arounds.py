@@ -2,6 +2,7 @@
 
 import asyncio
 import contextvars
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
@@ -63,23 +64,19 @@ WAYS = [
 every_way = pytest.mark.parametrize("way", WAYS, ids=str)
 
 
-def make_handler(jobs: Jobs, way: Way, act: Callable[..., object], retry: Backoff = ONCE) -> Any:
+def make_handler(jobs: Jobs, way: Way, act: Callable[..., object], retry: Backoff = ONCE, kind: str = "credit") -> Any:
     """A handler that does `act(ctx, account, name)`, whichever way it is called."""
-    options: dict[str, Any] = {"queue": "q", "kind": "credit", "retry": retry}
+    options: dict[str, Any] = {"queue": "q", "kind": kind, "retry": retry}
     if way.name == "batch":
-        register = jobs.batch_handler(Credit, **options)
 
-        @register
         def credit_all(ctx: BatchContext, items: Sequence[BatchItem[Credit]]) -> Any:
             return [act(ctx, item.args.account, item.args.name) for item in items]
 
         async def credit_all_async(ctx: AsyncBatchContext, items: Sequence[BatchItem[Credit]]) -> Any:
             return [act(ctx, item.args.account, item.args.name) for item in items]
 
-        if way.flavour == "sync":
-            return credit_all
-        jobs._handlers.clear()
-        return register(credit_all_async)
+        register = jobs.batch_handler(Credit, **options)
+        return register(credit_all) if way.flavour == "sync" else register(credit_all_async)
     options |= {"batchable": way.name == "shared", "claim": "lease" if way.name == "lease" else "transaction"}
     if way.flavour == "sync":
 
@@ -163,20 +160,18 @@ def test_arounds_wrap_the_loading_and_the_call_the_first_one_outermost(
     assert balances(engine) == {1: 1, 2: 1, 3: 1}
 
 
+OUTCOMES: dict[str, tuple[object, type[Event]]] = {
+    "Done": (Done(), JobDone),
+    "Discard": (Discard("no"), JobDiscarded),
+    "DeadLetter": (DeadLetter("no"), JobDied),
+    "Snooze": (Snooze(timedelta(hours=1)), JobSnoozed),
+    "Retry": (Retry(timedelta(hours=1)), JobRetried),
+}
+
+
 @every_way
-@pytest.mark.parametrize(
-    ("outcome", "event"),
-    [
-        (Done(), JobDone),
-        (Discard("no"), JobDiscarded),
-        (DeadLetter("no"), JobDied),
-        (Snooze(timedelta(hours=1)), JobSnoozed),
-        (Retry(timedelta(hours=1)), JobRetried),
-    ],
-    ids=lambda value: type(value).__name__,
-)
 def test_an_outcome_takes_the_place_of_the_call(
-    outcome: object, event: type[Event], way: Way, engine: Engine, run: Callable[..., list[Event]]
+    way: Way, engine: Engine, sessions: sessionmaker[OutboxSession], run: Callable[..., list[Event]]
 ) -> None:
     """For all jobs of a batch handler; nothing is loaded, and the arounds that were entered are left."""
     jobs, seen = Jobs(), list[str]()
@@ -189,19 +184,26 @@ def test_an_outcome_takes_the_place_of_the_call(
 
     @jobs.around
     def veto(ctx: Any) -> object:
-        return outcome
+        return OUTCOMES[(ctx.jobs if way.name == "batch" else [ctx.job])[0].kind][0]
 
     def act(ctx: Any, account: Account, name: str) -> None:
         raise AssertionError("called")
 
-    handler = make_handler(jobs, way, act, retry=TWICE)
+    handlers = [make_handler(jobs, way, act, retry=TWICE, kind=kind) for kind in OUTCOMES]
+    with sessions.begin() as session:
+        for handler in handlers[1:]:
+            for id_ in (1, 2, 3):
+                session.add_job(handler, account=session.get_one(Account, id_), name=f"job {id_}")
     with statements() as sent:
-        assert [type(each) for each in run(way, jobs, handler)] == [event] * 3
-    assert seen.count("outer") == seen.count("/outer") >= 1
+        told = run(way, jobs, handlers[0])
+    assert Counter((event.job.kind, type(event)) for event in told) == {
+        (kind, event): 3 for kind, (_, event) in OUTCOMES.items()
+    }
+    assert seen.count("outer") == seen.count("/outer") >= len(OUTCOMES)
     loads = [statement for statement, _ in sent if statement.startswith("SELECT account.id")]
     # Those of the test itself, which names the accounts.
     assert len(loads) == 3
-    assert waiting(engine) == (3 if event in (JobRetried, JobSnoozed) else 0)
+    assert waiting(engine) == 6
 
 
 @every_way

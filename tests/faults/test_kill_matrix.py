@@ -54,8 +54,19 @@ MOMENTS = (*FAULT_POINTS[:3], "inside-handler", *FAULT_POINTS[3:5], "commit-sent
 # From its claim to its commit, a suspect is the only one who can have done it.
 CHARGED = frozenset(MOMENTS[1:6])
 
-each_mode = pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
-each_moment = pytest.mark.parametrize("moment", MOMENTS)
+# Each mode with the moments in which it differs most, and each moment; the others run with the large tests.
+_FIRST = {"transaction": MOMENTS, "lease": MOMENTS}
+_OTHERS_FIRST = ("inside-handler", "commit-sent")
+
+
+def _case(name: str, moment: str):
+    marks = () if moment in _FIRST.get(name, _OTHERS_FIRST) else pytest.mark.large
+    return pytest.param(MODES[name], moment, id=f"{name}-{moment}", marks=marks)
+
+
+each_mode_and_moment = pytest.mark.parametrize(
+    ("mode", "moment"), [_case(name, moment) for name in MODES for moment in MOMENTS]
+)
 
 
 def test_the_moments_are_in_the_order_of_the_way() -> None:
@@ -64,8 +75,7 @@ def test_the_moments_are_in_the_order_of_the_way() -> None:
     assert "after-commit" not in CHARGED
 
 
-@each_moment
-@each_mode
+@each_mode_and_moment
 def test_a_relay_killed_at_any_moment_leaves_one_effect_each(
     engine: Engine,
     sessions: sessionmaker[OutboxSession],
@@ -86,8 +96,7 @@ def test_a_relay_killed_at_any_moment_leaves_one_effect_each(
     assert_nothing_left(engine, dead_relays=1)
 
 
-@each_moment
-@each_mode
+@each_mode_and_moment
 def test_a_relay_whose_backend_ends_at_any_moment_leaves_one_effect_each(
     engine: Engine,
     sessions: sessionmaker[OutboxSession],

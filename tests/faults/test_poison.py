@@ -55,8 +55,15 @@ def dead_letter(engine: Engine) -> tuple[object, ...]:
     return tuple(row)
 
 
-@pytest.mark.parametrize("fault", ["exit", "segfault", "kill"])
-@pytest.mark.parametrize("kind", [faulty.work, faulty.work_leased], ids=["transaction", "lease"])
+# Each fault in one of the modes; in the other one with the large tests.
+POISONS = [
+    pytest.param(kind, fault, id=f"{mode}-{fault}", marks=() if mode == first else pytest.mark.large)
+    for fault, first in {"exit": "lease", "segfault": "transaction", "kill": "lease"}.items()
+    for mode, kind in {"transaction": faulty.work, "lease": faulty.work_leased}.items()
+]
+
+
+@pytest.mark.parametrize(("kind", "fault"), POISONS)
 def test_a_poisonous_job_among_many_is_dead_after_its_limit_and_charges_nobody(
     engine: Engine, sessions: sessionmaker[OutboxSession], outboxq_database: Database, kind, fault: str
 ) -> None:

@@ -62,14 +62,18 @@ def test_each_bug_makes_a_difference(name: str, forgetful: list[Lane]) -> None:
         run_and_compare(forgetful, SHOWN[name])
 
 
-def test_jobs_in_savepoints_come_to_what_they_come_to_alone(lanes: dict[str, Lane]) -> None:
+@pytest.mark.parametrize(("start", "count"), [(0, 20), pytest.param(2, 80, marks=pytest.mark.large)])
+def test_jobs_in_savepoints_come_to_what_they_come_to_alone(start: int, count: int, lanes: dict[str, Lane]) -> None:
     """In one transaction, each in a savepoint of its own, 100 random batches leave what they leave job by job."""
-    explore([lanes["alone"], lanes["savepoints"]], 100, start=0)
+    explore([lanes["alone"], lanes["savepoints"]], count, start=start)
 
 
-def test_jobs_that_share_a_batch_come_to_what_they_come_to_alone(lanes: dict[str, Lane]) -> None:
+@pytest.mark.parametrize(("start", "count"), [(0, 60), pytest.param(6, 240, marks=pytest.mark.large)])
+def test_jobs_that_share_a_batch_come_to_what_they_come_to_alone(
+    start: int, count: int, lanes: dict[str, Lane]
+) -> None:
     """300 random batches, the same ones each time; `python -m tests.fuzz` draws others."""
-    explore([lanes["alone"], lanes["shared"]], 300, start=0)
+    explore([lanes["alone"], lanes["shared"]], count, start=start)
 
 
 @pytest.mark.parametrize("name", SEEN)

@@ -135,45 +135,49 @@ def test_a_value_is_dropped_and_the_job_is_done(
     assert "secret" not in warning.message
 
 
+# What nobody has run, and classes: by the name of a job, and what its dead letter says.
+FRUITLESS: dict[str, tuple[Callable[[], object], str]] = {
+    "coroutine": (nobody_awaits, "returned a coroutine that was not run to its end"),
+    "generator": (lambda: (each for each in ()), "returned a generator that was not run to its end"),
+    "Retry": (lambda: Retry, "returned the class Retry, which is no outcome: return Retry(...)"),
+    "Snooze": (lambda: Snooze, "returned the class Snooze"),
+    "DeadLetter": (lambda: DeadLetter, "returned the class DeadLetter"),
+    "Discard": (lambda: Discard, "returned the class Discard"),
+    "Done": (lambda: Done, "returned the class Done"),
+}
+
+
 @EVERY_WAY
-@pytest.mark.parametrize(
-    ("returned", "says"),
-    [
-        (nobody_awaits, "returned a coroutine that was not run to its end"),
-        (lambda: (each for each in ()), "returned a generator that was not run to its end"),
-        (lambda: Retry, "returned the class Retry, which is no outcome: return Retry(...)"),
-        (lambda: Snooze, "returned the class Snooze"),
-        (lambda: DeadLetter, "returned the class DeadLetter"),
-        (lambda: Discard, "returned the class Discard"),
-        (lambda: Done, "returned the class Done"),
-    ],
-    ids=["coroutine", "generator", "Retry", "Snooze", "DeadLetter", "Discard", "Done"],
-)
+@pytest.mark.parametrize("guilty", [["coroutine"], list(FRUITLESS)], ids=["one", "of-each-sort"])
 def test_what_nobody_has_run_and_a_class_are_dead_letters_at_once(
     handlers: Handlers,
     batch_size: int,
-    returned: Callable[[], object],
-    says: str,
+    guilty: list[str],
     engine: Engine,
     sessions: sessionmaker[OutboxSession],
     drain: Drain,
 ) -> None:
     """Every attempt would return the same. Its rows are undone, and its neighbours are done."""
-    jobs, act = handlers(lambda name: returned() if name == "guilty" else None)
+    jobs, act = handlers(lambda name: FRUITLESS[name][0]() if name in FRUITLESS else None)
+    neighbours = [f"beside {number}" for number in range(len(guilty) + 1)]
     with sessions.begin() as session:
-        session.add_jobs(act.job(name=name) for name in ("a", "guilty", "z"))
+        session.add_job(act, name=neighbours[0])
+        for name, neighbour in zip(guilty, neighbours[1:], strict=True):
+            session.add_jobs([act.job(name=name), act.job(name=neighbour)])
     events = drain(jobs, batch_size=batch_size, slots_per_queue=1)
-    assert names(engine) == ["a", "z"]
-    (died,) = [event for event in events if isinstance(event, JobDied)]
-    assert died.job.args == '{"name": "guilty"}'
+    assert names(engine) == neighbours
+    died = [event.job.args for event in events if isinstance(event, JobDied)]
+    assert sorted(died) == sorted(f'{{"name": "{name}"}}' for name in guilty)
     with engine.connect() as connection:
-        attempt, reason, message = connection.execute(
-            text("SELECT attempt, reason, errors->-1->>'message' FROM outboxq.dead_job")
-        ).one()
+        dead = connection.execute(
+            text("SELECT args->>'name', attempt, reason, errors->-1->>'message' FROM outboxq.dead_job")
+        ).all()
         assert connection.scalar(text("SELECT count(*) FROM outboxq.job")) == 0
-    assert attempt == 1
-    assert reason == f"another attempt cannot help: outboxq.errors.NothingDone: {message}"
-    assert says in message
+    assert sorted(name for name, *_ in dead) == sorted(guilty)
+    for name, attempt, reason, message in dead:
+        assert attempt == 1
+        assert reason == f"another attempt cannot help: outboxq.errors.NothingDone: {message}"
+        assert FRUITLESS[name][1] in message
 
 
 def test_an_async_handlers_task_that_nobody_awaited_is_a_dead_letter(

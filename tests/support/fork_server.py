@@ -2,13 +2,15 @@
 
 Importing the package takes most of a second of processor time, and the suite starts about a thousand such processes.
 What comes out is a process like any other: a child of the one that called `Popen`, with the descriptors, environment,
-directory, session and process group that it asked for, and it ends as the interpreter ends.
+directory, session and process group that it asked for. It ends as the interpreter ends, except that nothing is torn
+down after the functions of `atexit`: destructors that only the end of an interpreter calls are not called.
 
 Fresh interpreters remain where something else is started than `_MODULES`, or with other variables that an interpreter
 reads when it starts. A command that will start relays (a supervisor, the demo, the torture) has a fork server of its
 own as its first child.
 """
 
+import atexit
 import ctypes
 import fcntl
 import gc
@@ -26,7 +28,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 # As its process is called, which a search for a command's children meets.
 SERVER_NAME = "fork server"
@@ -266,6 +268,30 @@ def _become(order: _Order, descriptors: list[int], server: socket.socket | None)
         setattr(sys, f"__{name}__", stream)
 
 
+def _run(module: str) -> None:
+    """Run a main program, and end with it. What it raises, but for an exit with a number, ends the interpreter."""
+    try:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    except SystemExit as end:
+        if end.code is not None and type(end.code) is not int:
+            raise
+        _exit(end.code or 0)
+    _exit(0)
+
+
+def _exit(code: int) -> NoReturn:
+    """End as the interpreter does, but for taking its modules apart.
+
+    That would copy each page of memory that is shared with the fork server: half of what a short command costs.
+    """
+    threading._shutdown()  # type: ignore[attr-defined]  # waits for threads
+    atexit._run_exitfuncs()
+    gc.collect()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(code & 0xFF)
+
+
 def _place(descriptors: list[int], numbers: list[int]) -> None:
     """Give the descriptors their numbers, and close all others."""
     first_free = max(numbers) + 1
@@ -312,7 +338,7 @@ def main() -> None:
         # Its maker may have been called otherwise.
         _prctl(_PR_SET_NAME, b"python")
         _become(order, descriptors, server)
-        runpy.run_module(order.module, run_name="__main__", alter_sys=True)
+        _run(order.module)
         return
 
 

@@ -21,15 +21,6 @@ class Series:
     tone: str = "a"
 
 
-def sparkline(values: Sequence[float | None], *, width: int = 96, height: int = 20, label: str = "") -> Markup:
-    """A line without axes, for a cell of a table."""
-    points = _points(values, width, height, max([each or 0 for each in values], default=0))
-    return Markup(
-        '<svg class="spark" viewBox="0 0 {w} {h}" width="{w}" height="{h}" role="img" aria-label="{label}">'
-        '<polyline class="line tone-a" points="{points}"/></svg>'
-    ).format(w=width, h=height, label=label, points=points)
-
-
 def bars(series: Sequence[Series], *, label: str, width: int = 600, height: int = 120) -> Markup:
     """Stacked bars over time, each with its sums as a title."""
     number = max((len(each.values) for each in series), default=0)

@@ -73,8 +73,10 @@ def test_a_page_that_escapes_too_little_is_noticed(browser: Browser, engine: Eng
     fill_hostile(engine)
     templates = tmp_path / "templates"
     shutil.copytree(str(files("outboxq.dashboard").joinpath("templates")), templates)
-    planted = (templates / "dead.html").read_text().replace("each.reason|visible", "each.reason|safe")
-    (templates / "dead.html").write_text(planted)
+    macros = (templates / "macros.html").read_text()
+    planted = macros.replace("{{ text|visible }}</div>", "{{ text|safe }}</div>")
+    assert planted != macros
+    (templates / "macros.html").write_text(planted)
     app = _hostile_app(engine)
     app.dashboard.renderer._environment.loader = FileSystemLoader(templates)
     with mounted(app) as root, open_page(browser) as page:

@@ -71,7 +71,12 @@ def test_a_locked_table_leaves_the_page_standing(staged: Engine) -> None:
         blocker.execute(text("LOCK TABLE outboxq.dead_job IN ACCESS EXCLUSIVE MODE"))
         page = client.get("/orders/")
         listed = client.get("/orders/dead", headers={"accept": "application/json"})
+        letters = client.get("/orders/dead")
     assert page.status_code == 200
+    # What could not be read is not nothing.
+    assert "Could not read dead letters" in letters.text
+    assert "No dead letters" not in letters.text
+    assert ">?</a>" in page.text
     assert "another session has locked a table" in page.text
     assert "worker-1" in client.get("/orders/relays").text
     assert [each["part"] for each in listed.json()["not_known"]] == ["dead letters", "the groups"]

@@ -130,6 +130,7 @@ NOT_RUN = {
     "tests/observability serves on one",
     "pip install 'outboxq[dashboard]'": INSTALLS,
     "outboxq dashboard": "it serves until Ctrl-C; tests/dashboard/test_command.py serves it",
+    "outboxq demo --dashboard": "it serves until Ctrl-C; tests/demo/test_market.py looks at it",
     "curl -c jar -b jar https://ops.example.com/token": A_DASHBOARD_OF_YOURS,
     "curl -c jar -b jar -H 'Accept: application/json' -H 'Origin: https://ops.example.com' -H \"X-CSRF-Token: $TOKEN\" "
     "-d 'reason=the provider is down' https://ops.example.com/orders/queues/mail/pause": A_DASHBOARD_OF_YOURS,

@@ -65,14 +65,16 @@
     const parts = data[0].at(-1) - data[0][0] > 172800 ? { month: "short", day: "numeric" } : { timeStyle: "short", hour12: false };
     const clock = (time) => new Date(time * 1000).toLocaleString([], { ...parts, timeZone: "UTC" });
     axis.values = (_, splits) => splits.map(clock);
-    axis.size = 28;
-    const seconds = { ...axis, size: 64, values: (_, splits) => splits.map((each) => inTime(null, each)) };
+    axis.size = 24;
+    // Whole minutes: what happened is known by the minute.
+    const incrs = [1, 2, 5, 10, 15, 30, 60, 120, 240, 360, 720, 1440, 2880, 7200].map((minutes) => minutes * 60);
+    const seconds = { ...axis, size: 58, values: (_, splits) => splits.map((each) => inTime(null, each)) };
     const legend = { markers: { width: 0, fill: (chart, place) => chart.series[place].stroke(chart, place) } };
     const at = { label: "\u00a0", value: (_, time) => (time == null ? "" : clock(time)) };
     const box = document.createElement("div");
     box.className = "plot";
-    const size = () => ({ width: figure.clientWidth - 32, height: 150 });
-    const plot = new window.uPlot({ ...size(), legend, series: [at, ...series], axes: [axis, seconds] }, data, box);
+    const size = () => ({ width: figure.clientWidth - 32, height: 149 });
+    const plot = new window.uPlot({ ...size(), padding: [8, 18, 0, 0], legend, series: [at, ...series], axes: [{ ...axis, incrs }, seconds] }, data, box);
     svg.replaceWith(box);
     find(".legend", figure).hidden = true;
     new ResizeObserver(() => plot.setSize(size())).observe(figure);

@@ -20,6 +20,7 @@ from outboxq.database.errors import (
     LOCK_NOT_AVAILABLE,
     QUERY_CANCELED,
     describe_error,
+    explain_missing_tables,
     sqlstate_of,
 )
 from outboxq.errors import SchemaError
@@ -91,4 +92,5 @@ def _why_refused(error: DBAPIError | psycopg.Error) -> str:
         return "not known in 2 s; `outboxq doctor` looks at what may be in the way"
     if sqlstate == LOCK_NOT_AVAILABLE:
         return "another session has locked a table; `outboxq doctor` looks at what may be in the way"
-    return f"refused by the database: {describe_error(error)}"
+    missing = explain_missing_tables(error)
+    return f"refused by the database: {describe_error(error)}" if missing is None else str(missing)

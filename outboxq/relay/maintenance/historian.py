@@ -62,6 +62,7 @@ class Historian:
         self.failures = 0
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="outboxq-history", daemon=True)
+        self._connection: DriverConnection | None = None
         self._warned: set[str] = set()
         self._gauges_from = clock() + self.limits.gauges_after_seconds
         self._upkeep_at = clock() + draw_pause(_UPKEEP_SECONDS)
@@ -90,6 +91,7 @@ class Historian:
     def _flush(self) -> None:
         counts = self.stats_seconds > 0 and clock() >= self._counts_at
         has_gauges = self.flusher.flush(self._transact, counts=counts)
+        self._let_go()
         if counts:
             # The next round from then on is no later than `stats_seconds` allows.
             self._counts_at = clock() + max(0.0, self.stats_seconds - self.limits.flush_seconds)
@@ -101,12 +103,15 @@ class Historian:
             self._keep_up()
 
     def _transact(self, script: str) -> list[tuple[str | None, ...]]:
-        """One string, and so one round trip, on a new connection."""
-        connection = self.connect()
-        try:
-            return run_on_libpq(connection.pgconn, f"{BEGIN}; {script}; COMMIT")
-        finally:
-            connection.pgconn.finish()
+        """One string, and so one round trip, on the connection of this round."""
+        if self._connection is None:
+            self._connection = self.connect()
+        return run_on_libpq(self._connection.pgconn, f"{BEGIN}; {script}; COMMIT")
+
+    def _let_go(self) -> None:
+        if self._connection is not None:
+            self._connection.pgconn.finish()
+            self._connection = None
 
     def _keep_up(self) -> None:
         self._upkeep_at = clock() + draw_pause(_UPKEEP_SECONDS)
@@ -136,6 +141,7 @@ class Historian:
             self._report(error)
             return False
         finally:
+            self._let_go()
             if self.beside.was_used:
                 with suppress(Exception):
                     self.beside.rest()

@@ -118,6 +118,7 @@ ACTION_FIELDS: dict[str, dict[str, str]] = {
     "queues/{queue}/pause": {},
     "queues/{queue}/resume": {},
     "queues/{queue}/limits": {"limit": "4", "rate": "100/min"},
+    "queues/{queue}/keep-dead": {"keep_dead": "30d"},
     "kinds/{kind}/pause": {"queue": "accounts"},
     "kinds/{kind}/resume": {"queue": "accounts"},
     "schedules/{name}/pause": {},

@@ -300,7 +300,7 @@ def test_an_async_engine_changes_many_rows_too(engine: Engine, outboxq_database:
     add_dead(engine, 900)
     slow_down(engine, 0.1)
     asynchronous = create_async_engine(outboxq_database.url, use_native_hstore=False)
-    app = create_app({"orders": asynchronous}, auth=as_user(Role.ADMIN))  # type: ignore[arg-type]  # a way to log in
+    app = create_app({"orders": asynchronous}, auth=as_user(Role.ADMIN))
     with client_of(app) as client:
         operator = Operator(client, token_for(client))
         found = operator.look(what="dead.discard", kind="bulk")

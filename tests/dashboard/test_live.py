@@ -190,7 +190,7 @@ def test_a_page_is_loaded_again_by_the_browser_if_it_is_asked_to(app: DashboardA
 def test_a_form_is_not_loaded_again_while_it_is_filled_in(engine: Engine) -> None:
     """Whatever the address says, and it offers no link to that."""
     stage_dashboard(engine)
-    with client_of(create_app({"orders": engine}, auth=as_user(Role.ADMIN))) as client:  # type: ignore[arg-type]
+    with client_of(create_app({"orders": engine}, auth=as_user(Role.ADMIN))) as client:
         form = client.get("/orders/queues/accounts/limits?refresh=5").text
     assert 'http-equiv="refresh"' not in form
     assert "Load again" not in form

@@ -14,6 +14,7 @@ from outboxq.admin.actions import Actions, Actor, RetryDead, preview
 from outboxq.admin.audit import Journal
 from outboxq.admin.dead_letters import DeadFilter
 from outboxq.dashboard import Role, User
+from outboxq.dashboard.logins import Auth
 from outboxq.dashboard.route import Action, Screen
 from outboxq.dashboard.routes import ACTIONS, ROUTES
 from outboxq.dashboard.segments import as_segment
@@ -73,7 +74,7 @@ FROM generate_series(0, CAST(:seconds AS int) / 60) AS m
 CROSS JOIN (VALUES ('accounts'), ('mail')) AS q (queue)""")
 
 
-def as_user(role: Role | None, name: str = "anna") -> object:
+def as_user(role: Role | None, name: str = "anna") -> Auth:
     """A way of logging in that lets everybody in as this user; None: nobody."""
     return lambda request: None if role is None else User(name, role)
 

@@ -94,7 +94,7 @@ def token_of(answer: httpx.Response) -> str:
 
 
 # What each action is tried with: what its path names, by the rows of `stage`, and its fields.
-ACTION_PATHS = {
+ACTION_PATHS: dict[str, str | Mapping[str, str]] = {
     "{job_id}": {"jobs": str(numbered(3)), "dead": str(numbered(101)), "done": str(numbered(302))},
     "{queue}": "accounts",
     "{kind}": "credit",
@@ -145,10 +145,12 @@ def stage_actions(engine: Engine) -> None:
         journal.write(connection, numbered(501), "dead.retry", None, wanted, None, {"expected": 1}, finished=False)
 
 
-def action_path(action: Action, database: str = "orders") -> str:
+def action_path(
+    action: Action, database: str = "orders", names: Mapping[str, str | Mapping[str, str]] = ACTION_PATHS
+) -> str:
     """The path of an action, with something that is there."""
     path = action.path
-    for name, value in ACTION_PATHS.items():
+    for name, value in names.items():
         path = path.replace(name, value if isinstance(value, str) else value.get(path.partition("/")[0], ""))
     return f"/{database}/{path}"
 

@@ -1,5 +1,7 @@
 """What each action does, the row that it writes into the audit, and what is shown if it is refused."""
 
+from typing import Any
+
 import httpx
 import pytest
 from sqlalchemy import Engine, text
@@ -94,7 +96,7 @@ def staged(engine: Engine) -> Engine:
     return engine
 
 
-def _do(client: TestClient, action: Action, **changes: str) -> httpx.Response:
+def _do(client: TestClient, action: Action, **changes: str) -> Any:
     fields = action_fields(action, client, token_for(client)) | changes
     return client.post(action_path(action), data=fields, headers={"origin": ORIGIN})
 

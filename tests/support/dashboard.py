@@ -3,9 +3,8 @@
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
-import httpx
 from sqlalchemy import Engine, text
 from starlette.testclient import TestClient
 from starlette.types import ASGIApp
@@ -86,7 +85,14 @@ def client_of(app: ASGIApp, headers: Mapping[str, str] | None = None) -> Iterato
         yield client
 
 
-def token_of(answer: httpx.Response) -> str:
+class HasText(Protocol):
+    """An answer, of whichever client."""
+
+    @property
+    def text(self) -> str: ...
+
+
+def token_of(answer: HasText) -> str:
     """The token of the first form of a page."""
     found = _TOKEN.search(answer.text)
     assert found is not None, "the page has no form"

@@ -180,3 +180,10 @@ def keep_text(seconds: float) -> str:
         if seconds and seconds % size == 0:
             return f"{seconds / size:.0f}{unit}"
     return f"{seconds:g}s" if seconds else FOREVER
+
+
+def kept_in_words(seconds: float | None) -> str:
+    """What a queue does with its dead letters, behind its name; None as the application declares."""
+    if seconds is None:
+        return "keeps dead letters as the application declares"
+    return f"keeps dead letters {f'for {keep_text(seconds)}' if seconds else 'for ever'}"

@@ -192,7 +192,7 @@ def set_limits(options: LimitOptions) -> None:
       outboxq queues set mail --keep-dead 30d
     """
     from outboxq.admin import queues
-    from outboxq.queue_limits import make_limits, parse_keep
+    from outboxq.queue_limits import kept_in_words, make_limits, parse_keep
 
     _refuse_both(options)
     seconds = None if options.keep_dead is None else parse_keep(options.keep_dead)
@@ -213,7 +213,7 @@ def set_limits(options: LimitOptions) -> None:
             changed.update(actions.keep_dead(connection, names, seconds))
         return tuple(sorted(changed))
 
-    kept = [_kept_in_words(seconds)] if options.are_for_dead else []
+    kept = [kept_in_words(seconds)] if options.are_for_dead else []
     said = "; ".join([*_limits_in_words(limits, drop), *kept])
     _change(options, change, "limited", "set so already", said=said)
 
@@ -227,14 +227,6 @@ def _limits_in_words(limits: "QueueLimits", drop: "Sequence[Limit]") -> list[str
     }
     set_now = [f"is limited: {limits}"] if limits != type(limits)() else []
     return set_now + [f"has no {words[name]} set any more" for name in drop]
-
-
-def _kept_in_words(seconds: float | None) -> str:
-    from outboxq.queue_limits import keep_text
-
-    if seconds is None:
-        return "keeps dead letters as the application declares"
-    return f"keeps dead letters {f'for {keep_text(seconds)}' if seconds else 'for ever'}"
 
 
 def _refuse_both(options: LimitOptions) -> None:

@@ -13,6 +13,7 @@ from urllib.parse import parse_qsl
 
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
+from starlette.datastructures import ImmutableMultiDict
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
@@ -44,6 +45,8 @@ Shown = TypeVar("Shown")
 Endpoint: TypeAlias = Callable[[Request], Awaitable[Response]]
 
 _FORM = "application/x-www-form-urlencoded"
+# The field that a form may have several times: each row of a list that is selected.
+_SEVERAL = "id"
 
 
 class Dashboard:
@@ -109,7 +112,7 @@ class Dashboard:
                 raise Refused(401, "Log in first.")
             if page.user.role < route.needs:
                 raise Refused(403, f"This takes the role {route.needs.label}, and yours is {page.user.role.label}.")
-        form: Mapping[str, str] = {}
+        form: ImmutableMultiDict[str, str] = ImmutableMultiDict()
         if route.method == "POST":
             form = await read_form(request, route.form_bytes if isinstance(route, Door) else MAX_FORM_BYTES)
             why = why_foreign(request, form, self.sessions, session, page.user, self.settings.origins)
@@ -135,7 +138,8 @@ class Dashboard:
 
     async def _show(self, route: Screen, database: Database, request: Request, page: Page) -> Response:
         given = page.form if route.method == "POST" else request.query_params
-        asked: Any = read_parameters(route.takes, {**given, **_names(request)})
+        several = {_SEVERAL: given.getlist(_SEVERAL)}
+        asked: Any = read_parameters(route.takes, {**given, **_names(request)}, several)
         if route.examines:
             await database.examine()
         view, look = await self._look(database, page, lambda look: route.show(look, asked))
@@ -235,8 +239,8 @@ def _names(request: Request) -> dict[str, str]:
         raise Refused(404, str(error)) from None
 
 
-async def read_form(request: Request, most_bytes: int) -> dict[str, str]:
-    """The fields of a form.
+async def read_form(request: Request, most_bytes: int) -> ImmutableMultiDict[str, str]:
+    """The fields of a form; of one that it has several times, the last value is the one that counts as its value.
 
     Raises:
         Refused: it is too long, or no such form.
@@ -249,6 +253,6 @@ async def read_form(request: Request, most_bytes: int) -> dict[str, str]:
         if len(body) > most_bytes:
             raise Refused(413, f"This form takes up to {most_bytes:,} bytes.")
     try:
-        return dict(parse_qsl(body.decode(), keep_blank_values=True, errors="strict", max_num_fields=300))
+        return ImmutableMultiDict(parse_qsl(body.decode(), keep_blank_values=True, errors="strict", max_num_fields=300))
     except ValueError:
         raise Refused(400, "The form cannot be read.") from None

@@ -8,6 +8,7 @@ import asyncio
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -124,21 +125,49 @@ class Database:
         async with self._examining:
             if self.findings is None or time.monotonic() > self._examined_at + FINDINGS_SECONDS:
                 # Beside the pages, which do not wait for it.
-                self.findings = await self.run_aside(_examine)
+                self.findings = await self._run(_examine, CapacityLimiter(1))
                 self._examined_at = time.monotonic()
             return self.findings
 
     async def run_aside(self, work: Callable[[Way], Found]) -> Found:
-        """Do something that takes long, beside the pages: not in one of their threads."""
-        return await self._run(work, CapacityLimiter(1))
+        """Do something that takes long, beside the pages: not in one of their threads.
 
-    async def _run(self, work: Callable[[Way], Found], limiter: CapacityLimiter) -> Found:
+        If it is cancelled, its thread goes on, and has to be told.
+        """
+        return await self._run(work, CapacityLimiter(1), waits=False)
+
+    async def _run(self, work: Callable[[Way], Found], limiter: CapacityLimiter, *, waits: bool = True) -> Found:
         if isinstance(self._engine, AsyncEngine):
             # The pool is the application's: pages take few of its connections.
             async with limiter:
                 return await greenlet_spawn(work, Way(self._engine.sync_engine, self._schema, self.findings))
         way = Way(self._engine, self._schema, self.findings)
+        if waits:
+            return await _run_to_end(partial(work, way), limiter)
         return await anyio.to_thread.run_sync(partial(work, way), limiter=limiter)
+
+
+async def _run_to_end(work: Callable[[], Found], limiter: CapacityLimiter) -> Found:
+    """Do something in a thread; a task that is cancelled meanwhile, as by a loop that ends, waits for it.
+
+    A thread cannot be cancelled: it would go on with a connection of an engine that is closed by then.
+    """
+    done: Future[Found] = Future()
+
+    def run() -> None:
+        if done.set_running_or_notify_cancel():
+            try:
+                done.set_result(work())
+            except BaseException as error:  # noqa: BLE001  # raised where it is waited for
+                done.set_exception(error)
+
+    try:
+        await anyio.to_thread.run_sync(run, limiter=limiter)
+    except asyncio.CancelledError:
+        if not done.cancel():
+            await asyncio.gather(asyncio.wrap_future(done), return_exceptions=True)
+        raise
+    return done.result()
 
 
 def _examine(way: Way) -> Sequence[Finding]:

@@ -1,7 +1,7 @@
 """What a request asks for: every parameter of a path, a query or a form, by one typed and bounded parser."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal, TypeAlias, TypeVar
 from uuid import UUID
@@ -26,9 +26,11 @@ RequiredReason: TypeAlias = Annotated[str, Meta(min_length=3, max_length=500, pa
 Document: TypeAlias = Annotated[str, Meta(min_length=1, max_length=1_200_000)]
 Limit: TypeAlias = Annotated[int, Meta(ge=1, le=MAX_LIMIT)]
 Period: TypeAlias = Literal["1h", "6h", "24h", "7d", "30d"]
+# The rows of a page that are selected.
+Selected: TypeAlias = Annotated[tuple[UUID, ...], Meta(max_length=MAX_LIMIT)]
 _MAX_FIELDS = 50
 _MISSING = re.compile(r"Object missing required field `(?P<name>\w+)`")
-_WRONG = re.compile(r"(?P<what>.+) - at `\$\.(?P<name>\w+)`", re.DOTALL)
+_WRONG = re.compile(r"(?P<what>.+) - at `\$\.(?P<name>\w+)(?:\[\d+\])?`", re.DOTALL)
 
 
 class BadRequest(OutboxqError):
@@ -120,8 +122,13 @@ class Paged:
     before: UUID | None = None
 
 
-def read_parameters(kind: type[Parameters], given: Mapping[str, str]) -> Parameters:
+def read_parameters(
+    kind: type[Parameters], given: Mapping[str, str], several: Mapping[str, Sequence[str]] | None = None
+) -> Parameters:
     """The parameters of one page or action. What is empty counts as not given, and what it does not know is left out.
+
+    Args:
+        several: Those that may be given more than once, with all that were given.
 
     Raises:
         BadRequest: one is missing, or not what it may be; the text names it.
@@ -133,7 +140,7 @@ def read_parameters(kind: type[Parameters], given: Mapping[str, str]) -> Paramet
         if any((ord(character) < 32 and character not in "\t\r\n") or ord(character) == 127 for character in value):
             raise BadRequest(f"{name[:63]!r} holds a control character")
     try:
-        return msgspec.convert(values, type=kind, strict=False)
+        return msgspec.convert({**values, **(several or {})}, type=kind, strict=False)
     except msgspec.ValidationError as error:
         raise BadRequest(_in_words(str(error))) from None
 

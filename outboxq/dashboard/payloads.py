@@ -6,7 +6,7 @@ shown. The application's own hook comes after that, and what it hides cannot be 
 """
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
@@ -38,7 +38,7 @@ _VALUE = re.compile(
 )
 _MAX_WORD_CHARACTERS = 64
 _WITHOUT_SPACES = re.compile(r"\S+")
-_BEARER = re.compile(r"(?i)\b(bearer|basic)\s+[A-Za-z0-9._~+/=-]{8,}")
+_BEARER = re.compile(r"(?i)\b(bearer|basic)\s+([A-Za-z0-9._~+/=-]{8,})")
 # Documents that name a value beside it, as {"name": "password", "value": "..."} does.
 _NAMES, _VALUES = ("name", "key", "header", "field"), ("value", "values")
 # A reason without the text of an error, which may have values in it.
@@ -48,6 +48,8 @@ _SAFE_REASON = re.compile(
 )
 _TYPE_NAME = re.compile(r"[A-Za-z_][\w.]*")
 _MIN_HIDDEN_CHARACTERS = 4
+# A text that is as long may have been cut when it was stored, or told: notes are the shortest of those.
+_CUT_FROM_CHARACTERS = 200
 # Of a job with more, no text is shown: each would be looked for in each of them.
 _MOST_HIDDEN = 1_000
 _MAX_SHOWN_CHARACTERS = 200_000
@@ -166,9 +168,13 @@ class Payloads:
         """
         if said is None or self.mode == "shown":
             return said
-        if self.mode == "hidden" or len(hidden) > _MOST_HIDDEN:
+        if not self.knows(hidden):
             return MASK
         return without_secrets(said, hidden)
+
+    def knows(self, hidden: Sequence[str] | None) -> bool:
+        """Whether texts may be shown without these values; None if they were not read."""
+        return self.mode == "redacted" and hidden is not None and len(hidden) <= _MOST_HIDDEN
 
     def reason(self, said: str, hidden: Sequence[str] | None = None) -> str:
         """Why a job died: without the text of its error in the mode `hidden`, or if its secrets are not known.
@@ -178,7 +184,7 @@ class Payloads:
         """
         if self.mode == "shown":
             return said
-        if self.mode == "redacted" and hidden is not None and len(hidden) <= _MOST_HIDDEN:
+        if hidden is not None and self.knows(hidden):
             return without_secrets(said, hidden)
         found = _SAFE_REASON.match(said)
         return found.group() if found else MASK
@@ -197,7 +203,9 @@ class Payloads:
                 redacted(read_tree(text or "null"), taken=found)
             except ValueError:
                 continue
-        return tuple(sorted((each for each in found if len(each) >= _MIN_HIDDEN_CHARACTERS), key=len, reverse=True))
+        # A value may be masked in part by now, such as that of a header: the rest of it is there too.
+        known = (each for each in found if len(each) >= _MIN_HIDDEN_CHARACTERS and MASK not in each)
+        return tuple(sorted(known, key=len, reverse=True))
 
 
 def at_path(tree: Any, path: Sequence[str]) -> Any:
@@ -255,26 +263,56 @@ def _redacted_text(text: str, depth: int, taken: set[str] | None) -> str:
             return without_secrets(text, ())
         # Written anew even if nothing was taken out: of a key that is there twice, only the last was looked at.
         return write_tree(redacted(inner, depth + 1, taken))
-    return without_secrets(text, ())
+    return without_secrets(text, (), taken)
 
 
-def without_secrets(text: str, hidden: Iterable[str]) -> str:
-    """A text without these values, the passwords of URLs, and what stands behind a word such as `password=`."""
+def without_secrets(text: str, hidden: Sequence[str], taken: set[str] | None = None) -> str:
+    """A text without these values, the passwords of URLs, and what stands behind a word such as `password=`.
+
+    Args:
+        taken: What was taken out is added to it.
+    """
+    out: set[str] = set() if taken is None else taken
     for value in hidden:
         text = text.replace(value, MASK)
+    if hidden and len(text) >= _CUT_FROM_CHARACTERS:
+        text = _without_cut(text, hidden)
     if "://" in text:
-        text = _WITHOUT_SPACES.sub(_without_url_password, text)
-    return _without_named(_BEARER.sub(rf"\1 {MASK}", text))
+        text = _WITHOUT_SPACES.sub(lambda found: _without_url_password(found, out), text)
+    return _without_named(_BEARER.sub(lambda found: _without_bearer(found, out), text), out)
 
 
-def _without_url_password(found: re.Match[str]) -> str:
+def _without_cut(text: str, hidden: Sequence[str]) -> str:
+    """A text that may have been cut, without the beginning of a hidden value at its end."""
+    end = text.removesuffix("...")
+    tail = end[-_CUT_FROM_CHARACTERS:]
+    begun = (value for value in hidden if value[:_MIN_HIDDEN_CHARACTERS] in tail)
+    longest = max((_common(tail, value) for value in begun), default=0)
+    return text if longest == 0 else f"{end[:-longest]}{MASK}{text[len(end) :]}"
+
+
+def _common(end: str, value: str) -> int:
+    """How many characters of a value, from its first on, a text ends with; 0 for a few."""
+    most = min(len(end), len(value) - 1)
+    return next((size for size in range(most, _MIN_HIDDEN_CHARACTERS - 1, -1) if end.endswith(value[:size])), 0)
+
+
+def _without_bearer(found: re.Match[str], taken: set[str]) -> str:
+    taken.add(found[2])
+    return f"{found[1]} {MASK}"
+
+
+def _without_url_password(found: re.Match[str], taken: set[str]) -> str:
     """The part of a text that may be a URL: its password ends at the last @, and may have any other sign."""
     before, scheme, rest = found.group().partition("://")
-    user, colon, _ = rest.rpartition("@")[0].partition(":")
-    return f"{before}{scheme}{user}:{MASK}@{rest.rpartition('@')[2]}" if colon else found.group()
+    user, colon, password = rest.rpartition("@")[0].partition(":")
+    if not colon:
+        return found.group()
+    taken.add(password)
+    return f"{before}{scheme}{user}:{MASK}@{rest.rpartition('@')[2]}"
 
 
-def _without_named(text: str) -> str:
+def _without_named(text: str, taken: set[str]) -> str:
     """A text without what stands behind a secret word and a separator: each is looked at once, from left to right."""
     parts: list[str] = []
     end = 0
@@ -287,6 +325,7 @@ def _without_named(text: str) -> str:
         if value is not None:
             parts += [text[end : found.end()], MASK]
             end = value.end()
+            taken.add(value.group().strip("\"'\\"))
     return "".join([*parts, text[end:]])
 
 
@@ -299,7 +338,18 @@ def _leaves(tree: Tree, depth: int) -> Iterator[str]:
         yield tree if isinstance(tree, str) else write_tree(tree)
 
 
-def hide_errors(payloads: Payloads, errors: str, hidden: Iterable[str]) -> str:
+def without_bytes(payloads: Payloads, text: str) -> str:
+    """The answer that an endpoint gave, without a body that is no text: no secret can be found in it."""
+    try:
+        tree = read_tree(text)
+    except ValueError:
+        return text
+    if payloads.mode == "shown" or not isinstance(tree, dict) or "base64" not in tree:
+        return text
+    return write_tree({**tree, "base64": MASK})
+
+
+def hide_errors(payloads: Payloads, errors: str, hidden: Sequence[str]) -> str:
     """The JSON of failed attempts with every text of an error as it may be seen; types and places stay."""
     if payloads.mode == "shown":
         return errors

@@ -198,6 +198,16 @@ ACTIONS: tuple[Action, ...] = (
         form=queue_acts.LIMITS,
     ),
     Action(
+        path="queues/{queue}/keep-dead",
+        name="queue.keep_dead",
+        act=queue_acts.keep_dead,
+        of=OfQueue,
+        takes=queue_acts.KeepDead,
+        needs=Role.OPERATOR,
+        section="queues",
+        form=queue_acts.KEEP_DEAD,
+    ),
+    Action(
         path="kinds/{kind}/pause",
         name="kind.pause",
         act=queue_acts.pause_kind,

@@ -6,8 +6,9 @@ from sqlalchemy import Engine
 
 from outboxq.dashboard import Role, TokenLogin, create_app
 from tests.support.browser import findings, open_page
-from tests.support.dashboard import as_user, path_of, screens, stage_dashboard
+from tests.support.dashboard import action_path, as_user, path_of, screens, stage_actions, stage_dashboard
 from tests.support.http_server import serve
+from tests.support.posted import FORMS, every_answer, send
 
 WIDTHS = (1280, 390)
 THEMES = ("light", "dark")
@@ -28,6 +29,10 @@ def _look(browser: Browser, theme: str, width: int, addresses: list[str]) -> dic
 
 def _findings(page: Page, address: str) -> list[str]:
     page.goto(address)
+    return _findings_here(page)
+
+
+def _findings_here(page: Page) -> list[str]:
     found = findings(page)
     overflow = page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth")
     return found + ([f"the page is {overflow} px wider than its window"] if overflow > 0 else [])
@@ -58,6 +63,22 @@ def test_every_page_can_be_used_by_all(theme: str, width: int, browser: Browser,
     paths += ["/", "/orders/nothing", "/nowhere/", "/orders/jobs?kind=none", "/orders/jobs?q=account:7&columns=account"]
     with serve(app) as address:
         assert _look(browser, theme, width, [f"{address}{path}" for path in paths]) == {}
+
+
+@pytest.mark.large
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("theme", THEMES)
+def test_every_form_can_be_used_by_all(theme: str, width: int, browser: Browser, engine: Engine) -> None:
+    """The form of each action, as it is at first and as it was refused, and what changes of many rows would do."""
+    stage_actions(engine)
+    app = create_app({"orders": engine}, auth=as_user(Role.ADMIN), environment="production")
+    settings = {"color_scheme": theme, "viewport": {"width": width, "height": 844}}
+    with serve(app) as address, open_page(browser, **settings) as page:
+        for action in FORMS:
+            assert _findings(page, f"{address}{action_path(action)}") == [], action.path
+        for posted in every_answer():
+            send(page, address, posted)
+            assert _findings_here(page) == [], posted
 
 
 @pytest.mark.large

@@ -1,5 +1,7 @@
 """What each action does, the row that it writes into the audit, and what is shown if it is refused."""
 
+from typing import Any
+
 import httpx
 import pytest
 from sqlalchemy import Engine, text
@@ -49,6 +51,10 @@ _EFFECTS: dict[str, tuple[str, str]] = {
         "(SELECT max_running = 4 AND rate_jobs = 100 AND rate_seconds = 60 FROM outboxq.queue WHERE name = 'accounts')",
         "queue.set",
     ),
+    "queues/{queue}/keep-dead": (
+        "(SELECT keep_dead_seconds = 2592000 FROM outboxq.queue WHERE name = 'accounts')",
+        "queue.keep_dead",
+    ),
     "kinds/{kind}/pause": ("EXISTS (SELECT FROM outboxq.paused_kind WHERE kind = 'credit')", "kind.pause"),
     "kinds/{kind}/resume": ("NOT EXISTS (SELECT FROM outboxq.paused_kind WHERE kind = 'credit')", "kind.resume"),
     "schedules/{name}/pause": (
@@ -90,7 +96,7 @@ def staged(engine: Engine) -> Engine:
     return engine
 
 
-def _do(client: TestClient, action: Action, **changes: str) -> httpx.Response:
+def _do(client: TestClient, action: Action, **changes: str) -> Any:
     fields = action_fields(action, client, token_for(client)) | changes
     return client.post(action_path(action), data=fields, headers={"origin": ORIGIN})
 
@@ -179,6 +185,7 @@ _WRONG = {
     "jobs/{job_id}/args": ({"args": "[1,"}, "JSON object", "[1,"),
     "dead/{job_id}/retry-with": ({"args": '{"a": 1}', "unchecked": ""}, "confirm", "&#34;a&#34;: 1"),
     "queues/{queue}/limits": ({"rate": "many"}, "10/s", "many"),
+    "queues/{queue}/keep-dead": ({"keep_dead": "30 s"}, "30d, 12h or 90m", "30 s"),
     "effects/{scope}/{key}/resolve": ({"reason": ""}, "reason", "ch_43"),
 }
 
@@ -196,6 +203,20 @@ def test_what_is_wrong_is_said_on_the_form_which_keeps_what_was_given(path: str,
     assert kept in answer.text
     assert ("a reason of mine" in answer.text) == ("reason" not in changes)
     assert checksums(staged) == before
+
+
+def test_how_long_dead_letters_are_kept_is_set_seen_and_taken_away(staged: Engine) -> None:
+    """Its form begins with what is set; without a time they are kept as the application declares."""
+    action = _of("queues/{queue}/keep-dead")
+    with client_of(create_app({"orders": staged}, auth=as_user(Role.OPERATOR))) as client:
+        for given, kept in (("90m", 5_400), ("forever", 0), ("", None)):
+            assert _do(client, action, keep_dead=given).status_code == 303
+            assert f'name="keep_dead" value="{given}"' in client.get(action_path(action)).text
+            with staged.connect() as connection:
+                stored = text("SELECT keep_dead_seconds FROM outboxq.queue WHERE name = 'accounts'")
+                assert connection.execute(stored).scalar_one() == kept
+        again = _do(client, action, keep_dead="")
+        assert "kept them so already" in client.get(str(again.url.join(again.headers["location"]))).text
 
 
 def test_a_job_that_is_gone_is_not_found(staged: Engine) -> None:

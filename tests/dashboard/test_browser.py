@@ -19,8 +19,9 @@ from outboxq.dashboard.segments import as_segment
 from tests.support.browser import Watch, open_page
 from tests.support.crawl import Crawl
 from tests.support.dashboard import as_user, screens, stage_dashboard
-from tests.support.hostile_rows import PAYLOADS, fill_hostile
+from tests.support.hostile_rows import PAYLOADS, as_text, fill_hostile
 from tests.support.http_server import serve
+from tests.support.posted import Posted, hostile_answers, send
 
 LISTS = [f"/orders/{screen.path}" for screen in screens() if "{" not in screen.path]
 
@@ -32,10 +33,10 @@ def mounted(app: DashboardApp) -> Iterator[str]:
         yield f"{address}/ops"
 
 
-def _hostile_app(engine: Engine) -> DashboardApp:
+def _hostile_app(engine: Engine, environment: str = PAYLOADS[3]) -> DashboardApp:
     user = as_user(Role.ADMIN, PAYLOADS[1])
     databases = {"orders": engine, PAYLOADS[0]: engine}
-    return create_app(databases, auth=user, title=PAYLOADS[2], environment=PAYLOADS[3], payloads="shown")
+    return create_app(databases, auth=user, title=PAYLOADS[2], environment=environment, payloads="shown")
 
 
 def _reflected() -> Iterator[str]:
@@ -102,3 +103,25 @@ def test_no_text_breaks_out_of_any_page(browser: Browser, engine: Engine) -> Non
         # Each row of each list was opened, and so was each name.
         for part in ("jobs/", "dead/", "done/", "effects/", "inbox/", "queues/", "kinds/", "schedules/", "audit/"):
             assert sum(f"/orders/{part}" in address for address in crawl.seen) >= len(PAYLOADS), part
+
+
+@pytest.mark.large
+@pytest.mark.timeout(900)
+def test_no_text_breaks_out_of_a_page_that_answers_to_a_form(browser: Browser, engine: Engine) -> None:
+    """Previews, and forms that are refused, with forty payloads in what they name and in all that was filled in."""
+    fill_hostile(engine)
+    app = _hostile_app(engine, "production")
+    with mounted(app) as root, open_page(browser) as page:
+        watch = Watch(page.context, root)
+        page.goto(f"{root}/orders/queues")
+        for number, posted in enumerate(hostile_answers(engine)):
+            send(page, root, posted)
+            assert watch.problems == [], posted
+            assert page.locator("h1").count() == 1
+            intent = page.locator("input[name=intent]")
+            if intent.count():
+                payload = as_text(PAYLOADS[number % len(PAYLOADS)])
+                fields = {"intent": intent.input_value(), "typed": payload[:100], "reason": payload}
+                send(page, root, Posted("/orders/bulk/apply", fields, 400))
+                assert watch.problems == [], fields
+                assert page.get_by_label("Reason").input_value() == payload

@@ -1,6 +1,7 @@
 """Names, keys, errors and reasons that are made to break out of a page: they are text, wherever they stand."""
 
 import re
+from html import unescape
 
 import pytest
 from sqlalchemy import Engine, text
@@ -8,8 +9,17 @@ from sqlalchemy import Engine, text
 from outboxq.dashboard import Link, Role, create_app
 from outboxq.dashboard.segments import as_segment, name_in
 from outboxq.errors import ConfigError
-from tests.support.dashboard import as_user, client_of, screens, stage_dashboard
+from tests.support.dashboard import (
+    ORIGIN,
+    as_user,
+    client_of,
+    screens,
+    stage_actions,
+    stage_dashboard,
+    token_for,
+)
 from tests.support.hostile import Tags
+from tests.support.posted import FORMS, PREVIEWS, preview, refused
 
 # Names take 63 bytes, and no control characters.
 NAMES = (
@@ -83,6 +93,21 @@ def test_a_hostile_name_is_text_on_every_page(name: str, engine: Engine) -> None
                 else:
                     assert target.startswith(("/static/", "/orders/", "/logout")) or target == "/", target
     assert len(seen) > 25
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_hostile_text_is_text_in_what_answers_to_a_form(name: str, engine: Engine) -> None:
+    """Each form that is refused shows what was filled in, and each preview says what was asked for."""
+    stage_actions(engine)
+    with client_of(create_app({"orders": engine}, auth=as_user(Role.ADMIN), payloads="shown")) as client:
+        token = token_for(client)
+        previews = [preview(what, queue=name, kind=name, error=name, group=name) for what in PREVIEWS]
+        for posted in [*(refused(action, name) for action in FORMS), *previews]:
+            form = {**posted.fields, "csrf": token}
+            answer = client.post(posted.path, data=form, headers={"origin": ORIGIN})
+            tags = Tags(answer.text)
+            assert (answer.status_code, tags.problems) == (posted.status, []), posted.path
+            assert name[-5:] in unescape(answer.text), posted.path
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -76,6 +76,21 @@ def test_a_change_is_told_and_the_page_comes_first(app: DashboardApp, engine: En
         asyncio.run(run(address))
 
 
+def test_a_server_that_stops_waits_for_the_look_that_is_under_way(app: DashboardApp, engine: Engine) -> None:
+    """A thread that went on with a connection would have it when the application closes its engine."""
+    event.listen(engine, "before_cursor_execute", lambda *_: time.sleep(0.02))
+
+    async def run(address: str) -> None:
+        async with httpx.AsyncClient(base_url=address, timeout=None) as client, following(client, "overview") as events:
+            await _until(events, 1)
+
+    with serve(app) as address:
+        asyncio.run(run(address))
+        # The first page was told: now the doctor looks.
+        assert engine.pool.checkedout() == 1  # type: ignore[attr-defined]  # of a QueuePool
+    assert engine.pool.checkedout() == 0  # type: ignore[attr-defined]  # of a QueuePool
+
+
 def test_fifty_watchers_cost_what_one_costs_and_none_cost_nothing(app: DashboardApp, engine: Engine) -> None:
     """However many watch, a look takes the same statements at the same pace; without any there is no look."""
     statements: list[str] = []
@@ -190,7 +205,7 @@ def test_a_page_is_loaded_again_by_the_browser_if_it_is_asked_to(app: DashboardA
 def test_a_form_is_not_loaded_again_while_it_is_filled_in(engine: Engine) -> None:
     """Whatever the address says, and it offers no link to that."""
     stage_dashboard(engine)
-    with client_of(create_app({"orders": engine}, auth=as_user(Role.ADMIN))) as client:  # type: ignore[arg-type]
+    with client_of(create_app({"orders": engine}, auth=as_user(Role.ADMIN))) as client:
         form = client.get("/orders/queues/accounts/limits?refresh=5").text
     assert 'http-equiv="refresh"' not in form
     assert "Load again" not in form

@@ -11,7 +11,17 @@ from sqlalchemy import Engine, text
 from outboxq.dashboard import Role, create_app
 from outboxq.dashboard.documents import read_tree, write_tree
 from outboxq.dashboard.payloads import MASK, Payloads, is_secret, redacted, without_secrets
-from tests.support.dashboard import as_user, client_of, path_of, screens, stage_dashboard
+from tests.support.dashboard import (
+    ORIGIN,
+    action_path,
+    as_user,
+    client_of,
+    path_of,
+    screens,
+    stage_dashboard,
+    token_for,
+)
+from tests.support.posted import FORMS, PREVIEWS, preview, refused
 from tests.support.secrets import CANARY, give_words, stage_secrets
 from tests.support.staged import numbered
 
@@ -36,6 +46,25 @@ def test_a_secret_is_on_no_page(payloads: Any, staged: Engine) -> None:
                 answer = client.get(path, headers={"accept": accept})
                 assert answer.status_code == 200
                 assert CANARY not in answer.text, (path, accept)
+
+
+@pytest.mark.parametrize("payloads", ["hidden", "redacted"])
+def test_a_secret_is_on_no_form_and_in_no_preview(payloads: Any, staged: Engine) -> None:
+    """What a form begins with, what it shows if it is refused, and the rows that a preview shows."""
+    if payloads == "redacted":
+        give_words(staged)
+    app = create_app({"orders": staged}, auth=as_user(Role.ADMIN), payloads=payloads)
+    with client_of(app) as client:
+        token = token_for(client)
+        selected = preview("dead.retry", of="selected", id=str(numbered(101)))
+        sent = [*map(preview, PREVIEWS), selected, *(refused(each, "no") for each in FORMS)]
+        for accept in ("text/html", "application/json"):
+            headers = {"accept": accept, "origin": ORIGIN}
+            answers = [client.get(action_path(action), headers=headers) for action in FORMS]
+            forms = ((each.path, {**each.fields, "csrf": token}) for each in sent)
+            answers += [client.post(path, data=form, headers=headers) for path, form in forms]
+            assert {each.status_code for each in answers} <= {200, 400, 404}
+            assert [str(each.url) for each in answers if CANARY in each.text] == []
 
 
 def test_shown_payloads_are_shown(staged: Engine) -> None:

@@ -3,9 +3,8 @@
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
-import httpx
 from sqlalchemy import Engine, text
 from starlette.testclient import TestClient
 from starlette.types import ASGIApp
@@ -14,6 +13,7 @@ from outboxq.admin.actions import Actions, Actor, RetryDead, preview
 from outboxq.admin.audit import Journal
 from outboxq.admin.dead_letters import DeadFilter
 from outboxq.dashboard import Role, User
+from outboxq.dashboard.logins import Auth
 from outboxq.dashboard.route import Action, Screen
 from outboxq.dashboard.routes import ACTIONS, ROUTES
 from outboxq.dashboard.segments import as_segment
@@ -73,7 +73,7 @@ FROM generate_series(0, CAST(:seconds AS int) / 60) AS m
 CROSS JOIN (VALUES ('accounts'), ('mail')) AS q (queue)""")
 
 
-def as_user(role: Role | None, name: str = "anna") -> object:
+def as_user(role: Role | None, name: str = "anna") -> Auth:
     """A way of logging in that lets everybody in as this user; None: nobody."""
     return lambda request: None if role is None else User(name, role)
 
@@ -85,7 +85,14 @@ def client_of(app: ASGIApp, headers: Mapping[str, str] | None = None) -> Iterato
         yield client
 
 
-def token_of(answer: httpx.Response) -> str:
+class HasText(Protocol):
+    """An answer, of whichever client."""
+
+    @property
+    def text(self) -> str: ...
+
+
+def token_of(answer: HasText) -> str:
     """The token of the first form of a page."""
     found = _TOKEN.search(answer.text)
     assert found is not None, "the page has no form"
@@ -93,7 +100,7 @@ def token_of(answer: httpx.Response) -> str:
 
 
 # What each action is tried with: what its path names, by the rows of `stage`, and its fields.
-ACTION_PATHS = {
+ACTION_PATHS: dict[str, str | Mapping[str, str]] = {
     "{job_id}": {"jobs": str(numbered(3)), "dead": str(numbered(101)), "done": str(numbered(302))},
     "{queue}": "accounts",
     "{kind}": "credit",
@@ -118,6 +125,7 @@ ACTION_FIELDS: dict[str, dict[str, str]] = {
     "queues/{queue}/pause": {},
     "queues/{queue}/resume": {},
     "queues/{queue}/limits": {"limit": "4", "rate": "100/min"},
+    "queues/{queue}/keep-dead": {"keep_dead": "30d"},
     "kinds/{kind}/pause": {"queue": "accounts"},
     "kinds/{kind}/resume": {"queue": "accounts"},
     "schedules/{name}/pause": {},
@@ -143,10 +151,12 @@ def stage_actions(engine: Engine) -> None:
         journal.write(connection, numbered(501), "dead.retry", None, wanted, None, {"expected": 1}, finished=False)
 
 
-def action_path(action: Action, database: str = "orders") -> str:
+def action_path(
+    action: Action, database: str = "orders", names: Mapping[str, str | Mapping[str, str]] = ACTION_PATHS
+) -> str:
     """The path of an action, with something that is there."""
     path = action.path
-    for name, value in ACTION_PATHS.items():
+    for name, value in names.items():
         path = path.replace(name, value if isinstance(value, str) else value.get(path.partition("/")[0], ""))
     return f"/{database}/{path}"
 

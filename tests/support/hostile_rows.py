@@ -1,6 +1,7 @@
 """A database whose every text is made to break out of a page: forty payloads, a row of each table for each of them."""
 
 from collections.abc import Sequence
+from uuid import UUID
 
 from sqlalchemy import Engine, text
 
@@ -51,22 +52,23 @@ PAYLOADS: Sequence[str] = (
 )
 
 # Of the numbers, so that ids begin with a time and no two tables share one.
+_BASES = {"jobs": 4_096, "dead": 8_192, "done": 16_384}
 _ID = "CAST('01929e1c-5a7d-7cc3-9a55-' || lpad(to_hex({base} + p.i), 12, '0') AS uuid)"
 _ERRORS = """jsonb_build_array(jsonb_build_object('attempt', 1, 'at', p.t, 'type', p.t, 'message', p.t,
   'where', jsonb_build_array(p.t), 'chain', jsonb_build_array(jsonb_build_object('type', p.t, 'message', p.t,
   'notes', jsonb_build_array(p.t), 'frames', jsonb_build_array(jsonb_build_array(p.t, 1, p.t))))))"""
 _FILL = (
     f"""INSERT INTO outboxq.job (id, queue, kind, args, headers, errors, state, run_at, created_at, attempt, group_key)
-SELECT {_ID.format(base=4096)}, p.q, p.k, jsonb_build_object(p.t, p.t, 'list', jsonb_build_array(p.t)),
+SELECT {_ID.format(base=_BASES["jobs"])}, p.q, p.k, jsonb_build_object(p.t, p.t, 'list', jsonb_build_array(p.t)),
   jsonb_build_object('traceparent', p.t, p.k, p.t), {_ERRORS}, CASE WHEN p.i % 2 = 0 THEN 'ready' ELSE 'scheduled' END,
   clock_timestamp() + make_interval(mins => p.i - 10), clock_timestamp(), 1, CASE WHEN p.i % 2 = 1 THEN p.t END
 FROM hostile AS p""",
     f"""INSERT INTO outboxq.dead_job (id, queue, kind, args, headers, priority, attempt, crashes, errors, reason,
-  created_at, died_at) SELECT {_ID.format(base=8192)}, p.q, p.k, jsonb_build_object(p.t, p.t),
+  created_at, died_at) SELECT {_ID.format(base=_BASES["dead"])}, p.q, p.k, jsonb_build_object(p.t, p.t),
   jsonb_build_object('x', p.t), 0, 3, 0, {_ERRORS}, p.t, clock_timestamp(), clock_timestamp() FROM hostile AS p""",
     f"""INSERT INTO outboxq.done_job (id, queue, kind, outcome, attempt, created_at, finished_at, seconds,
   args, headers, result, expires_at)
-SELECT {_ID.format(base=16384)}, p.q, p.k, 'done', 1, clock_timestamp(), clock_timestamp(), 0.1,
+SELECT {_ID.format(base=_BASES["done"])}, p.q, p.k, 'done', 1, clock_timestamp(), clock_timestamp(), 0.1,
   jsonb_build_object(p.t, p.t), '{{}}', jsonb_build_array(p.t), clock_timestamp() + interval '1 day'
 FROM hostile AS p""",
     """INSERT INTO outboxq.effect (scope, key, status, in_doubt, provider_key, attempts, lock_token, locked_until,
@@ -93,7 +95,7 @@ ON CONFLICT DO NOTHING""",
     """INSERT INTO outboxq.queue (name, paused_at) SELECT p.q, CASE WHEN p.i % 4 = 1 THEN clock_timestamp() END
 FROM hostile AS p ON CONFLICT DO NOTHING""",
     f"""INSERT INTO outboxq.progress (job_id, attempt, fraction, note, relay)
-SELECT {_ID.format(base=4096)}, 1, 0.5, p.t, gen_random_uuid() FROM hostile AS p""",
+SELECT {_ID.format(base=_BASES["jobs"])}, 1, 0.5, p.t, gen_random_uuid() FROM hostile AS p""",
 )
 
 
@@ -109,6 +111,11 @@ def fill_hostile(engine: Engine, payloads: Sequence[str] = PAYLOADS) -> None:
         connection.execute(text("INSERT INTO hostile VALUES (:i, :t, :k, :q)"), rows)
         for statement in _FILL:
             connection.exec_driver_sql(statement.replace("%", "%%"))
+
+
+def hostile_id(of: str, number: int) -> UUID:
+    """The id of the row of a payload, from 1: one of `jobs`, `dead` or `done`."""
+    return UUID(f"01929e1c-5a7d-7cc3-9a55-{_BASES[of] + number:012x}")
 
 
 def as_text(payload: str) -> str:

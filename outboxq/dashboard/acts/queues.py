@@ -1,4 +1,4 @@
-"""What is done to queues and kinds: pauses, and limits."""
+"""What is done to queues and kinds: pauses, limits, and how long dead letters are kept."""
 
 from dataclasses import dataclass, replace
 from typing import Annotated
@@ -10,14 +10,23 @@ from outboxq.admin import kinds
 from outboxq.admin.actions import unmarked
 from outboxq.admin.flow import list_paused_kinds
 from outboxq.admin.history import read_history
-from outboxq.admin.queues import Limit, list_queues
+from outboxq.admin.queues import Limit, Queue, list_queues
 from outboxq.dashboard.forms import About, Field, Form
 from outboxq.dashboard.parameters import Name, OfKind, OfQueue, Reason
 from outboxq.dashboard.route import Done, Work
 from outboxq.dashboard.segments import as_segment
 from outboxq.dashboard.view import Look
 from outboxq.dashboard.views.history import span_of
-from outboxq.queue_limits import MAX_PER_GROUP, MAX_RATE_JOBS, MAX_RUNNING, make_limits
+from outboxq.queue_limits import (
+    FOREVER,
+    MAX_PER_GROUP,
+    MAX_RATE_JOBS,
+    MAX_RUNNING,
+    keep_text,
+    kept_in_words,
+    make_limits,
+    parse_keep,
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,6 +54,13 @@ class SetLimits(ChangeQueue):
     burst: Annotated[int, Meta(ge=1, le=MAX_RATE_JOBS)] | None = None
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KeepDead(ChangeQueue):
+    """How long a queue keeps its dead letters, such as 30d; None as the application declares."""
+
+    keep_dead: Annotated[str, Meta(max_length=20)] | None = None
+
+
 def about_queue(look: Look, asked: OfQueue) -> About:  # noqa: ARG001  # as every form has it
     """The queue of a form; a queue may be paused before its first job."""
     return About(name=asked.queue, back=f"queues/{as_segment(asked.queue)}")
@@ -52,13 +68,25 @@ def about_queue(look: Look, asked: OfQueue) -> About:  # noqa: ARG001  # as ever
 
 def about_limits(look: Look, asked: OfQueue) -> About:
     """The queue of a form, with the limits that operators have set."""
-    found = next((each.limits for each in list_queues(look.connection) if each.queue == asked.queue), None)
+    known = _setting_of(look, asked.queue)
     values: dict[str, object] = {}
-    if found is not None:
+    if known is not None:
+        found = known.limits
         values = {"limit": found.running, "per_group": found.per_group, "rate": found.rate, "burst": found.rate_burst}
     return replace(
         about_queue(look, asked), values={name: str(value) for name, value in values.items() if value is not None}
     )
+
+
+def about_keeping(look: Look, asked: OfQueue) -> About:
+    """The queue of a form, with how long operators have its dead letters kept."""
+    known = _setting_of(look, asked.queue)
+    seconds = None if known is None else known.keep_dead_seconds
+    return replace(about_queue(look, asked), values={} if seconds is None else {"keep_dead": keep_text(seconds)})
+
+
+def _setting_of(look: Look, queue: str) -> Queue | None:
+    return next((each for each in list_queues(look.connection) if each.queue == queue), None)
 
 
 def about_kind(look: Look, asked: OfKind) -> About:
@@ -89,6 +117,21 @@ LIMITS = Form(
         Field(name="per_group", label="Jobs of a group at a time", kind="number", help=f"1 to {MAX_PER_GROUP:,}."),
         Field(name="rate", label="Jobs that begin in a time", help="Such as 10/s, 100/min or 5/30s.", max_length=40),
         Field(name="burst", label="Burst", kind="number", help="How many may begin at once after a pause."),
+    ),
+)
+KEEP_DEAD = Form(
+    title="How long dead letters are kept",
+    means="Relays delete dead letters of this queue after this time, for good, within some minutes. Left empty, they "
+    "are kept as the application declares: for ever, if it declares nothing.",
+    button="Keep dead letters",
+    about=about_keeping,
+    fields=(
+        Field(
+            name="keep_dead",
+            label="Keep them for",
+            help=f"Such as 30d, 12h or 90m; or {FOREVER}, whatever the application declares.",
+            max_length=20,
+        ),
     ),
 )
 PAUSE_KIND = Form(
@@ -133,6 +176,15 @@ def set_limits(work: Work, asked: SetLimits) -> Done:
         changed = work.actions.set_limits(connection, [asked.queue], limits, drop)
     text = f"Operators limit {asked.queue}: {limits}." if changed else "It had these limits already."
     return Done(text, f"queues/{as_segment(asked.queue)}", {"limited": changed})
+
+
+def keep_dead(work: Work, asked: KeepDead) -> Done:
+    """Set how long a queue keeps its dead letters, or have it keep them as the application declares."""
+    seconds = None if asked.keep_dead is None else parse_keep(asked.keep_dead.strip())
+    with work.begin() as connection:
+        changed = work.actions.keep_dead(connection, [asked.queue], seconds)
+    said = kept_in_words(seconds) if changed else "kept them so already"
+    return Done(f"The queue {asked.queue} {said}.", f"queues/{as_segment(asked.queue)}", {"limited": changed})
 
 
 def pause_kind(work: Work, asked: ChangeKind) -> Done:

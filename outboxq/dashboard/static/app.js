@@ -1,4 +1,4 @@
-// The theme, live pages that rest in hidden tabs, charts, and shortcuts. Every page works without this file.
+// The theme, live pages that rest in hidden tabs, charts, shortcuts, and a box that selects all rows. Every page works without this file.
 (() => {
   "use strict";
   const root = document.documentElement;
@@ -128,6 +128,11 @@
       document.body.addEventListener("htmx:sseError", () => trouble(true));
       document.body.addEventListener("htmx:sseOpen", () => trouble(false));
       setLive();
+    }
+    const all = find("#pick-all");
+    if (all) {
+      all.hidden = false;
+      all.addEventListener("change", () => document.querySelectorAll("[form=selected]").forEach((box) => { box.checked = all.checked; }));
     }
     find(".side [aria-current]")?.scrollIntoView({ block: "nearest", inline: "center" });
     document.addEventListener("keydown", press);

@@ -141,7 +141,11 @@ def done_view(look: Look, detail: FinishedDetail, explanation: Explanation | Non
         name: None if text is None else payloads.document(kind, text, hook=name == "args")
         for name, text in (("args", detail.args), ("headers", detail.headers), ("result", detail.result))
     }
-    return View("done_job.html", "Finished job", {**flat(detail, **documents), "explanation": explanation})
+    return View(
+        "done_job.html",
+        "Finished job",
+        {**flat(detail, **documents), "explanation": seen_explanation(look, explanation)},
+    )
 
 
 def _now_of(job: WaitingJob, relays: Sequence[RelaySummary]) -> list[Step]:

@@ -7,6 +7,7 @@ from outboxq.admin.browse import find_effects, latest_messages
 from outboxq.admin.effects import EffectFilter, EffectRecord, show_effect
 from outboxq.admin.messages import MessageFilter, show_message
 from outboxq.dashboard.parameters import Key, Limit, OfEffect, OfMessage, Scope
+from outboxq.dashboard.payloads import without_bytes
 from outboxq.dashboard.view import Look, View, flat
 
 STATUSES = ("unknown", "started", "retryable", "done", "failed")
@@ -53,9 +54,13 @@ def show_effects(look: Look, asked: AskedEffects) -> View:
 def show_one_effect(look: Look, asked: OfEffect) -> View:
     """One call, its result included."""
     detail = show_effect(look.connection, asked.scope, asked.key)
-    result = None if detail.result is None else look.payloads.document(asked.scope, detail.result)
+    payloads = look.payloads
+    result = None if detail.result is None else payloads.document(asked.scope, without_bytes(payloads, detail.result))
     data = flat(detail, result=result)
-    data["error"] = look.payloads.text(detail.effect.error)
+    data["error"] = payloads.text(detail.effect.error, payloads.secrets_of(detail.result))
+    if payloads.mode != "shown":
+        # Guesses at what the call was given could be compared with it.
+        data["fingerprint"] = None
     return View("effect.html", "Effect", data)
 
 

@@ -57,7 +57,7 @@ def show_bulk_runs(look: Look, asked: AskedAudit) -> View:
 def show_entry(look: Look, asked: OfEntry) -> View:
     """One action with what was meant, and how far it has come."""
     detail = show_audit(look.connection, asked.entry)
-    data = flat(detail, filter=_document(detail.filter), change=_document(detail.change))
+    data = flat(detail, filter=_filter(look, detail.filter), change=_document(detail.change))
     is_bulk = detail.entry.action in BULK_ACTIONS
     return View("entry.html", detail.entry.action, data, {"is_bulk": is_bulk, "state": state_of(detail.entry)})
 
@@ -83,8 +83,18 @@ def _entries(look: Look, asked: AskedAudit, *, only_bulk: bool) -> View:
     return View("bulk.html" if only_bulk else "audit.html", title, data, extra)
 
 
+def _filter(look: Look, text: str | None) -> Document | None:
+    """Which rows were meant; what dead letters were searched for may be a part of the text of an error."""
+    tree = None if text is None else read_tree(text)
+    if not isinstance(tree, dict):
+        return _document(text)
+    seen = {"reason": look.payloads.reason, "error": look.payloads.error}
+    hidden = {name: see(said) for name, see in seen.items() if isinstance(said := tree.get(name), str)}
+    return _document(write_tree({**tree, **hidden}))
+
+
 def _document(text: str | None) -> Document | None:
-    """What the audit holds is no payload."""
+    """What the audit holds is no payload, but for texts that dead letters were searched for."""
     if text is None:
         return None
     tree = read_tree(text)

@@ -20,10 +20,11 @@ from outboxq.admin.actions import (
 from outboxq.admin.dead_letters import DeadFilter, DeadJob
 from outboxq.admin.jobs import JobChange, JobFilter
 from outboxq.codec.display import moment
+from outboxq.codec.text import several
 from outboxq.dashboard.acts.given import moment_in
 from outboxq.dashboard.errors import Refused
 from outboxq.dashboard.intents import LIFE_SECONDS, needed_for
-from outboxq.dashboard.parameters import ErrorText, Key, Name, SearchText
+from outboxq.dashboard.parameters import ErrorText, Key, Name, SearchText, Selected
 from outboxq.dashboard.view import Look, View
 from outboxq.dashboard.views.seen import seen_dead, seen_jobs
 from outboxq.database.driver import run_script
@@ -44,11 +45,16 @@ class AskedPreview:
     """Which rows are meant, and what is to become of them.
 
     Attributes:
+        of: `selected` means the rows whose ids are given, `all` those that match the filter; without it, the ids if
+            there are some.
+        id: The rows that are selected, up to a page of them.
         contains: Any part of the reason of dead letters.
         outcome: What is left of jobs that are cancelled.
     """
 
     what: What
+    of: Literal["selected", "all"] | None = None
+    id: Selected = ()
     queue: Name | None = None
     kind: Name | None = None
     error: ErrorText | None = None
@@ -59,15 +65,35 @@ class AskedPreview:
     priority: Annotated[int, Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None
     run_at: Annotated[str, Meta(max_length=40)] | None = None
 
+    @property
+    def is_selection(self) -> bool:
+        """Whether rows are meant that were selected, and no filter."""
+        return self.of == "selected" or (self.of is None and bool(self.id))
+
+    @property
+    def is_filter(self) -> bool:
+        """Whether a filter is given."""
+        return any((self.queue, self.kind, self.error, self.contains, self.state, self.group))
+
 
 def show_preview(look: Look, asked: AskedPreview) -> View:
     """How many rows would be changed, some of them, and the form that does it."""
-    if asked.contains is not None and look.payloads.mode != "shown":
+    if asked.is_selection:
+        _check_selection(asked)
+    elif asked.contains is not None and look.payloads.mode != "shown":
         # The number of rows would tell what is hidden in their reasons.
         raise ArgumentError(
             "parts of reasons are hidden here: a change of many rows takes a kind, a queue or the type of an error"
         )
     return _show(look, _action(asked))
+
+
+def _check_selection(asked: AskedPreview) -> None:
+    if not asked.id:
+        raise Refused(400, "No row is selected. Go back, and select the rows that are meant.")
+    # A list sends the filter that it was read by, and says which of the two is meant; a program may not know.
+    if asked.of is None and asked.is_filter:
+        raise Refused(400, "Rows are meant by their ids, or by a filter: give of=selected, or of=all.")
 
 
 def show_preview_again(look: Look, given: Mapping[str, str]) -> View:
@@ -116,6 +142,10 @@ _VERBS = {
 def in_words(action: BulkAction, now: datetime) -> str:
     """A sentence that says which rows are meant, and what is to become of them."""
     wanted = action.wanted
+    if wanted.ids is not None:
+        one, many = ("dead letter", "dead letters") if isinstance(wanted, DeadFilter) else ("job", "jobs")
+        which = several(len(set(wanted.ids)), f"{one} that is selected", f"{many} that are selected")
+        return f"{_VERBS[action.name]} {which}{_change_in_words(action)}."
     if isinstance(wanted, DeadFilter):
         parts = _named(kind=wanted.kind, queue=wanted.queue)
         parts += [f"that died of {wanted.error}"] if wanted.error else []
@@ -151,8 +181,11 @@ def _change_in_words(action: BulkAction) -> str:
 
 
 def _action(asked: AskedPreview) -> BulkAction:
-    dead = DeadFilter(queue=asked.queue, kind=asked.kind, reason=asked.contains, error=asked.error)
-    jobs = JobFilter(queue=asked.queue, kind=asked.kind, state=asked.state, group=asked.group)
+    if asked.is_selection:
+        dead, jobs = DeadFilter(ids=asked.id), JobFilter(ids=asked.id)
+    else:
+        dead = DeadFilter(queue=asked.queue, kind=asked.kind, reason=asked.contains, error=asked.error)
+        jobs = JobFilter(queue=asked.queue, kind=asked.kind, state=asked.state, group=asked.group)
     match asked.what:
         case "dead.retry":
             return RetryDead(dead)

@@ -12,7 +12,7 @@ from outboxq.dashboard.charts import Series
 from outboxq.dashboard.parameters import Name, Nothing, Period
 from outboxq.dashboard.view import Look, View
 from outboxq.dashboard.views.history import failed, series_in, span_of
-from outboxq.dashboard.views.seen import seen_explanation, seen_groups, seen_jobs, seen_relays
+from outboxq.dashboard.views.seen import seen_explanation_of_queue, seen_groups, seen_jobs, seen_relays
 from outboxq.queue_limits import keep_text
 
 
@@ -46,7 +46,7 @@ def show_queue(look: Look, asked: AskedQueue) -> View:
     known = next((each for each in look.at("its settings", list_queues) or [] if each.queue == name), None)
     data = {
         "queue": queue,
-        "explanation": seen_explanation(look, look.at("why", lambda c: explain_queue(c, name))),
+        "explanation": seen_explanation_of_queue(look, look.at("why", lambda c: explain_queue(c, name))),
         "operator_settings": None if known is None else _setting(known),
         "history": history,
         "kinds": kinds,

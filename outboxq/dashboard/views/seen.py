@@ -60,17 +60,31 @@ def seen_dead(look: Look, dead: Sequence[DeadJob]) -> list[DeadJob]:
     return [replace(each, reason=look.payloads.reason(each.reason, secrets.get(each.id))) for each in dead]
 
 
-def seen_explanation(look: Look, explanation: Explanation | None, secrets: Sequence[str] = ()) -> Explanation | None:
-    """An explanation: two of its reasons repeat the text of an error."""
+def seen_explanation(
+    look: Look, explanation: Explanation | None, secrets: Sequence[str] | None = None
+) -> Explanation | None:
+    """An explanation: two of its reasons repeat the text of an error.
+
+    Args:
+        secrets: What is hidden of the job; None if that is not known, and then that text is left out.
+    """
     if explanation is None:
         return None
     return replace(explanation, reasons=tuple(_seen(look, each, secrets) for each in explanation.reasons))
 
 
-def _seen(look: Look, reason: Reason, secrets: Sequence[str]) -> Reason:
-    if reason.code not in ("dead", "retrying"):
+def seen_explanation_of_queue(look: Look, explanation: Explanation | None) -> Explanation | None:
+    """The explanation of a queue, whose next job may have failed before."""
+    if explanation is None or explanation.job_id is None:
+        return seen_explanation(look, explanation)
+    secrets = secrets_by_id(look, "job", [explanation.job_id])
+    return seen_explanation(look, explanation, secrets.get(explanation.job_id))
+
+
+def _seen(look: Look, reason: Reason, secrets: Sequence[str] | None) -> Reason:
+    if reason.code not in ("dead", "retrying") or look.payloads.mode == "shown":
         return reason
-    if look.payloads.mode != "hidden":
+    if secrets is not None and look.payloads.knows(secrets):
         return replace(reason, text=look.payloads.text(reason.text, secrets) or "")
     # Up to the error; its type is no payload.
     said, _, _ = reason.text.partition(" ago: " if reason.code == "dead" else " failed: ")

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-COPIED = ("outboxq", "tests", "alembic", "examples", "conftest.py", "pyproject.toml", "README.md")
+COPIED = ("outboxq", "tests", "alembic", "examples", "conftest.py", "pyproject.toml", "README.md", "docs")
 _AT_ONCE = 2
 
 

@@ -16,7 +16,7 @@ from tests.support.ledger import dead_reasons, ledger, waiting
 COUNT = 60
 
 
-@pytest.mark.parametrize("misdeed", ["none", "raise", "block"])
+@pytest.mark.parametrize("misdeed", ["none", "raise", pytest.param("block", marks=pytest.mark.large)])
 def test_hooks_and_arounds_run_in_each_process_and_cost_no_job(
     misdeed: str, tmp_path: Path, outboxq_database: Database, engine: Engine, sessions: sessionmaker[OutboxSession]
 ) -> None:

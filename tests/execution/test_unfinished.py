@@ -107,16 +107,16 @@ def build(form: str) -> tuple[Jobs, Callable[[str], object]]:
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("batch_size", [1, 10])
+@pytest.mark.parametrize("batch_size", [pytest.param(1, marks=pytest.mark.large), 10])
 @pytest.mark.parametrize(
     "form",
     [
         "sync-transaction",
         "async-transaction",
         "sync-lease",
-        "async-lease",
+        pytest.param("async-lease", marks=pytest.mark.large),
         "sync-shared",
-        "async-shared",
+        pytest.param("async-shared", marks=pytest.mark.large),
         "sync-group",
     ],
 )

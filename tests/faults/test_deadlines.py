@@ -588,6 +588,7 @@ def test_slots_that_are_replaced_stay_within_the_pool(
         own.dispose()
 
 
+@pytest.mark.large
 @cut_soon
 def test_many_that_hang_at_once_are_dealt_with_at_once(
     engine: Engine,
@@ -792,6 +793,7 @@ async def in_the_loop() -> AsyncIterator[None]:
     yield
 
 
+@pytest.mark.large
 def test_a_blocked_event_loop_is_recorded_and_its_relay_ends(
     engine: Engine, sessions: sessionmaker[OutboxSession], outboxq_database: Database, release: threading.Event
 ) -> None:
@@ -829,6 +831,7 @@ def test_a_blocked_event_loop_is_recorded_and_its_relay_ends(
     assert rows(engine, "SELECT kind, state, attempt FROM outboxq.job") == [("innocent", "ready", 0)]
 
 
+@pytest.mark.large
 def test_a_thread_that_never_ends_ends_its_relay(
     engine: Engine, sessions: sessionmaker[OutboxSession], outboxq_database: Database, release: threading.Event
 ) -> None:
@@ -901,6 +904,7 @@ async def spin(ctx: AsyncContext) -> None:
 """
 
 
+@pytest.mark.large
 def test_the_supervisor_replaces_a_relay_whose_loop_is_blocked(
     engine: Engine, sessions: sessionmaker[OutboxSession], outboxq_database: Database, tmp_path: Path
 ) -> None:
@@ -935,6 +939,7 @@ except RelayStuck:
 """
 
 
+@pytest.mark.large
 def test_without_a_sync_engine_a_blocked_loop_is_found_by_its_mark(
     engine: Engine,
     sessions: sessionmaker[OutboxSession],

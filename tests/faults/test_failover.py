@@ -16,6 +16,8 @@ from tests.support.own_server import own_database, own_server
 from tests.support.standby import Pair, primary_and_standby
 from tests.support.waiting import wait_until
 
+pytestmark = pytest.mark.large
+
 JOBS = 400
 
 

@@ -83,11 +83,13 @@ def _tried(tmp_path: Path, tests: list[dict[str, object]]) -> str:
     return "" if done.returncode == 0 else done.stdout + done.stderr
 
 
+@pytest.mark.large
 def test_every_alert_fires_and_is_silent(tmp_path: Path) -> None:
     """By promtool, over an hour of values of each."""
     assert _tried(tmp_path, _cases()) == ""
 
 
+@pytest.mark.large
 def test_a_case_that_is_wrong_is_found(tmp_path: Path) -> None:
     """Each firing case taken for a silent one, and the other way round."""
     wrong = []

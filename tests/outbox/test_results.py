@@ -285,6 +285,7 @@ def test_other_drivers_and_urls_lead_to_results_too(
     psycopg2.dispose()
 
 
+@pytest.mark.large
 def test_behind_a_transaction_pooler_results_are_polled_for(
     outboxq_database: Database, sessions: Sessions, drain: Drain
 ) -> None:

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Unpack, get_args, get_origin, get_type_hints
 
+import pytest
+
 import outboxq
 from outboxq import Backoff, JobKind, Jobs
 from tests.support.cli import run
@@ -45,6 +47,7 @@ def test_the_options_in_the_tables_are_options() -> None:
     assert eval(f"Backoff({said})", {"Backoff": Backoff}) == Backoff()
 
 
+@pytest.mark.large
 def test_the_commands_in_the_page_are_commands() -> None:
     """Each `outboxq ...` has a help of its own."""
     for command in sorted(set(re.findall(r"`outboxq ((?:[a-z]+ ?){1,2})", PAGE))):

@@ -148,6 +148,7 @@ def test_a_factory_of_tasks_that_knows_of_no_context_is_no_obstacle(
     assert effects(engine) == ["a"]
 
 
+@pytest.mark.large
 @pytest.mark.parametrize("claim", ["transaction", "lease"])
 def test_a_child_task_that_blocks_the_loop_is_counted_against_its_job(
     claim: str,
@@ -191,6 +192,7 @@ def test_a_child_task_that_blocks_the_loop_is_counted_against_its_job(
     assert len(blocks) <= 3
 
 
+@pytest.mark.large
 def test_a_callback_that_blocks_an_idle_loop_ends_its_relay(
     engine: Engine,
     sessions: sessionmaker[OutboxSession],

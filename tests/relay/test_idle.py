@@ -30,6 +30,8 @@ from tests.support import app
 from tests.support.slots import make_slot, slot_connection_on
 from tests.support.waiting import PATIENCE, wait_until
 
+pytestmark = pytest.mark.large
+
 SECONDS = 5
 MOST = 3 * SECONDS
 QUEUES = ("ledger", "ledger-async")

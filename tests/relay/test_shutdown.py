@@ -179,6 +179,7 @@ def test_relays_drain_when_their_supervisor_is_killed(
     assert waiting(engine) == 1 - len(done)
 
 
+@pytest.mark.large
 def test_jobs_of_stopped_relays_are_done_by_those_that_replace_them(
     outboxq_database: Database, engine: Engine, gate: Path
 ) -> None:
@@ -303,6 +304,7 @@ async def hang(ctx: AsyncContext) -> None:
 """
 
 
+@pytest.mark.large
 def test_a_thread_that_a_handler_left_behind_keeps_no_process(
     outboxq_database: Database, sessions: sessionmaker[OutboxSession], tmp_path: Path
 ) -> None:

@@ -189,6 +189,7 @@ def test_a_child_with_a_stuck_handler_is_replaced_at_once(tmp_path: Path) -> Non
     assert starts[4] - starts[0] < 7.5
 
 
+@pytest.mark.large
 def test_a_child_that_shows_no_life_is_killed_and_replaced(directory: Path, tmp_path: Path) -> None:
     """SIGSTOP stands for whatever keeps an interpreter from running; a child that never told anything is left alone."""
     mute = tmp_path / "mute"
@@ -216,6 +217,7 @@ def stopped_process(pid: int) -> Iterator[None]:
             process.resume()
 
 
+@pytest.mark.large
 def test_a_supervisor_that_stood_still_itself_blames_nobody(directory: Path, tmp_path: Path) -> None:
     """After a pause of the whole machine or container, the children get the time to tell that they live."""
     health = tmp_path / "health.json"
@@ -306,6 +308,7 @@ if first:
 """
 
 
+@pytest.mark.large
 def test_a_child_that_does_not_come_to_its_end_is_killed_and_replaced(directory: Path) -> None:
     """It stops after a failure of its own and hangs on the way: as long as one that was told to stop, and no longer."""
     events: list[Event] = []

@@ -1,5 +1,6 @@
-"""A walk through all pages of a dashboard: every link of every page that leads to it."""
+"""A walk through the pages of a dashboard: the links of every page that lead to it."""
 
+import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -20,12 +21,15 @@ class Crawl:
         inside: Links of pages that are not below this are not followed.
         most: More pages than that are not opened.
         most_forms: Of forms with the same verb, such as `retry`, more than that are not opened.
+        one_in: Of the links that are found, one in so many is opened, drawn by its address: pages of one thing each
+            are alike but for its texts, and a list has as many as there are texts.
     """
 
     root: str
     inside: str
     most: int = 2_000
     most_forms: int = 4
+    one_in: int = 3
     seen: set[str] = field(default_factory=set)
     foreign: set[str] = field(default_factory=set)
     _forms: Counter[str] = field(default_factory=Counter)
@@ -40,8 +44,11 @@ class Crawl:
             self.seen.add(address)
             page.goto(address)
             yield address
-            links = [link for link in self._links(page) if link not in self.seen and not _repeats(address, link)]
-            todo += links if address.startswith(self.inside) else []
+            if address.startswith(self.inside):
+                todo += [link for link in self._links(page) if self._is_drawn(link) and not _repeats(address, link)]
+
+    def _is_drawn(self, link: str) -> bool:
+        return zlib.crc32(link.removeprefix(self.root).encode()) % self.one_in == 0
 
     def _is_one_form_more(self, address: str) -> bool:
         verb = address.partition("?")[0].rpartition("/")[2]

@@ -89,7 +89,7 @@ def test_a_page_that_escapes_too_little_is_noticed(browser: Browser, engine: Eng
 @pytest.mark.large
 @pytest.mark.timeout(900)
 def test_no_text_breaks_out_of_any_page(browser: Browser, engine: Engine) -> None:
-    """Forty payloads in each text of lists, and of a third of what they lead to: no dialog, refused script, odd link."""
+    """Forty payloads in each text of lists, and of a third of what they lead to: no dialog, no script, no odd link."""
     fill_hostile(engine)
     app = _hostile_app(engine)
     with mounted(app) as root, open_page(browser) as page:

@@ -11,7 +11,7 @@ from benchmarks.scenarios.throughput import NOOP, UPDATE, Ours
 _TURN_SECONDS = 0.35
 _LEAST_TURN_SECONDS = 0.05
 # More than a relay does in a second, so that no queue runs empty.
-_MOST_A_SECOND = {"noop": 30_000, "kept": 30_000, "update": 4_000}
+_MOST_A_SECOND = {"noop": 45_000, "kept": 45_000, "update": 4_000}
 _NO_HISTORY = ("--stats-seconds", "0")
 _HUNDREDS = Ours("no-op, batches of 100, one process", RelayOptions("noop", 100), NOOP.limit, 0.0)
 

@@ -3,14 +3,25 @@
 import gc
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from tests.support.fork_server import forking, fresh
 
+_EXAMPLES = Path(__file__).parent / "examples"
+
 # A script's background jobs ignore SIGINT, and so would all that the tests start and interrupt.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The tests of the examples, whole programs, run with the large ones; their files are as users copy them."""
+    for item in items:
+        if item.path.is_relative_to(_EXAMPLES):
+            item.add_marker(pytest.mark.large)
 
 
 def pytest_collection_finish() -> None:

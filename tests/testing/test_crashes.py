@@ -59,6 +59,7 @@ def test_a_handler_that_writes_through_its_session_survives_every_crash(outboxq_
     )
 
 
+@pytest.mark.large
 def test_a_handler_under_a_lease_survives_every_crash(outboxq_database: Database) -> None:
     """The same under a lease, which has to run out first: settings of the relay are passed through."""
     crash_at_every_step(
@@ -71,6 +72,7 @@ def test_a_handler_under_a_lease_survives_every_crash(outboxq_database: Database
     )
 
 
+@pytest.mark.large
 def test_a_handler_that_calls_once_survives_every_crash(outboxq_database: Database) -> None:
     """Killed before its call, after it and after its record: the steps of a call are steps like the others."""
     names = iter(EFFECT_FAULT_POINTS)

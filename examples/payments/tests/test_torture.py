@@ -21,8 +21,6 @@ from payments.jobs import charge, charge_or_ask, charge_or_give_up
 from payments.shop import place_order
 from payments.testing import LIMIT_SECONDS, Books, Till, wait_until
 
-pytestmark = pytest.mark.large
-
 ROUNDS = 2
 # Each relay charges a few orders before the step at which it dies.
 PASSING = 3

@@ -32,12 +32,11 @@ _BEFORE_KEYS = 2
 # lock of an operator's forgotten session for a moment, not for as long as a handler may: slots, and the rows that
 # handlers have locked, wait with them.
 _KEPT_SAVEPOINT = "oq_kept"
-_BRIEFLY = "SET LOCAL lock_timeout = '1s'"
-# If more follows than COMMIT, which waits for none.
-_BRIEFLY_AT_FIRST = (
+_BRIEFLY = (
     "SELECT pg_catalog.set_config('outboxq.lock_timeout', pg_catalog.current_setting('lock_timeout'), true), "
     "pg_catalog.set_config('lock_timeout', '1s', true)"
 )
+# Before COMMIT too: one that sends notifications waits for the lock of others that do.
 _AS_LONG_AS_BEFORE = (
     "SELECT pg_catalog.set_config('lock_timeout', pg_catalog.current_setting('outboxq.lock_timeout'), true)"
 )
@@ -244,17 +243,16 @@ def commit_script(inner_savepoint: str, keys: Sequence[str] = (), kept: Kept = N
     """
     if not keys and kept is NOTHING_KEPT:
         return f"RELEASE SAVEPOINT {inner_savepoint}; SET CONSTRAINTS ALL IMMEDIATE; COMMIT"
-    before_commit = "".join(f"{statement}; " for statement in (*_kept_statements(kept, keys), *keys))
+    before_commit = "".join(f"{statement}; " for statement in (*_kept_statements(kept), *keys))
     return f"RELEASE SAVEPOINT {inner_savepoint}; SET CONSTRAINTS ALL IMMEDIATE; {before_commit}COMMIT"
 
 
-def _kept_statements(kept: Kept, keys: Sequence[str]) -> list[str]:
+def _kept_statements(kept: Kept) -> list[str]:
     telling = [kept.telling] if kept.telling else []
     if not kept.keeping:
         return telling
-    briefly, behind = (_BRIEFLY_AT_FIRST, [_AS_LONG_AS_BEFORE]) if keys or telling else (_BRIEFLY, [])
-    keeping = [f"SAVEPOINT {_KEPT_SAVEPOINT}", briefly, kept.keeping, *behind, f"RELEASE SAVEPOINT {_KEPT_SAVEPOINT}"]
-    return keeping + telling
+    within = [_BRIEFLY, kept.keeping, _AS_LONG_AS_BEFORE]
+    return [f"SAVEPOINT {_KEPT_SAVEPOINT}", *within, f"RELEASE SAVEPOINT {_KEPT_SAVEPOINT}", *telling]
 
 
 def commit_checked(connection: Connection, inner_savepoint: str, keeper: Keeper, kept: Kept = NOTHING_KEPT) -> None:
@@ -296,7 +294,7 @@ def _run(
             again = ""
         return _run(connection, _KEPT_SAVEPOINT, keys, behind, keeper, replace(kept, keeping=again))
     if kept is not NOTHING_KEPT:
-        del results[_BEFORE_KEYS : _BEFORE_KEYS + len(_kept_statements(kept, keys))]
+        del results[_BEFORE_KEYS : _BEFORE_KEYS + len(_kept_statements(kept))]
     return results
 
 

@@ -12,6 +12,7 @@ from typing import Protocol
 import psycopg
 from sqlalchemy.exc import SQLAlchemyError
 
+from outboxq.clock import clock
 from outboxq.config import SlotGroup
 from outboxq.database.errors import NoConnection
 from outboxq.execution.errors import Abandoned, ConnectionLost
@@ -23,7 +24,7 @@ from outboxq.relay.state import RelayState
 # Errors that a slot survives: its connection is lost, or refuses a statement.
 _CONNECTION_ERRORS = (psycopg.Error, SQLAlchemyError, ConnectionLost, NoConnection, OSError)
 # For a server that drops a connection, and takes the next: one that is away leaves its jobs for the next relay.
-_LAST_TRIES, _LAST_PAUSE_SECONDS = 5, 0.1
+_LAST_TRIES, _LAST_PAUSE_SECONDS, _LAST_SECONDS = 5, 0.1, 2.0
 
 
 class WakeEvent(Protocol):
@@ -80,9 +81,9 @@ class SlotLoop:
 
     def _find_out(self) -> None:
         """Settle jobs whose connection was lost as the relay was told to stop: it alone can tell what they came to."""
-        slot = self.slot
+        slot, ends_at = self.slot, clock() + _LAST_SECONDS
         for _ in range(_LAST_TRIES):
-            if not slot.is_in_doubt or slot.is_seized():
+            if not slot.is_in_doubt or slot.is_seized() or clock() > ends_at:
                 return
             try:
                 with self._connections.borrow() as slot_connection:

@@ -1,6 +1,7 @@
 """Finished jobs of kinds that keep them: a row in the transaction that removes the job, and nothing sent without."""
 
 import json
+import re
 from collections.abc import Callable
 from datetime import datetime, timedelta
 from typing import Any
@@ -466,15 +467,18 @@ def test_a_locked_table_holds_jobs_up_for_a_moment_only(
     assert len(said) == 1
 
 
-def test_the_patience_of_a_handler_is_as_before_behind_its_row(engine: Engine) -> None:
-    """What follows in the string, such as the keys of unique jobs, waits for as long as the transaction allows."""
+@pytest.mark.parametrize("keys", [[], ["SELECT 2"]])
+def test_the_patience_of_a_handler_is_as_before_behind_its_row(engine: Engine, keys: list[str]) -> None:
+    """What follows waits for as long as the transaction allows: the keys of unique jobs, and a COMMIT that notifies."""
     kept = Kept("SELECT 1")
     with engine.begin() as connection:
         run_script(connection, "SET LOCAL lock_timeout = '7s'; SAVEPOINT oq_1")
-        script = commit_script("oq_1", ["SELECT pg_catalog.current_setting('lock_timeout')"], kept)
-        results = run_script(connection, script.removesuffix("COMMIT").replace("SELECT 1", "SHOW lock_timeout"))
-    shown = [row for result in results for row in result.rows if len(row) == 1]
-    assert [shown[0], shown[-1]] == [("1s",), ("7s",)]
+        script = commit_script("oq_1", keys, kept)
+        shows = re.sub("SELECT [12]|COMMIT", "SHOW lock_timeout", script)
+        results = run_script(connection, shows)
+    shown = [row[0] for result in results for row in result.rows if len(row) == 1]
+    assert next(each for each in shown if each in ("1s", "7s")) == "1s"
+    assert shown[-1 - len(keys) :] == ["7s"] * (1 + len(keys))
 
 
 @pytest.mark.parametrize("claim", ["transaction", "lease"])

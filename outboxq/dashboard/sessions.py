@@ -72,11 +72,11 @@ class Sessions:
         return found
 
     def new(self) -> Session:
-        """A session that nobody has had before."""
+        """A new session."""
         return Session(secrets.token_urlsafe(24), time.time() + LIFE_SECONDS)
 
     def begin(self, login: Login, user: User) -> Session:
-        """A session that nobody has had before, of a user who has logged in."""
+        """A new session, of a user who has logged in."""
         found = login.find(user.name)
         mark = "" if found is None else self._mark(*found)
         return msgspec.structs.replace(self.new(), user=user.name, mark=mark)

@@ -125,7 +125,7 @@ class Settings:
         """The links of a job; none if the application's function fails, which is logged."""
         try:
             return () if self.links is None else tuple(self.links(job))
-        except Exception:
+        except Exception:  # code of the application's
             logger.exception("links= failed: kind=%s", job.kind)
             return ()
 

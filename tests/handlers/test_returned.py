@@ -135,7 +135,7 @@ def test_a_value_is_dropped_and_the_job_is_done(
     assert "secret" not in warning.message
 
 
-# What nobody has run, and classes: by the name of a job, and what its dead letter says.
+# Coroutines and generators that were never run, and classes: by the name of a job, and what its dead letter says.
 FRUITLESS: dict[str, tuple[Callable[[], object], str]] = {
     "coroutine": (nobody_awaits, "returned a coroutine that was not run to its end"),
     "generator": (lambda: (each for each in ()), "returned a generator that was not run to its end"),

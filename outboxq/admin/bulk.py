@@ -105,7 +105,7 @@ def preview(
     if action.ids is None:
         action = action.until(database_clock(connection))
     kinds = action.count(connection, None if most is None else most + 1)
-    shown = action.sample(connection, samples) if samples else ()
+    shown = action.sample(connection, samples) if samples and kinds else ()
     is_capped = most is not None and sum(each.count for each in kinds) > most
     return Preview(action, kinds, is_capped, shown)
 

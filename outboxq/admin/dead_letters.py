@@ -5,16 +5,20 @@ Every function reads or changes in the caller's transaction, and none waits for 
 
 from dataclasses import dataclass, field
 from datetime import datetime
+from functools import partial
 from uuid import UUID
 
-from sqlalchemy import Connection
+from sqlalchemy import ColumnElement, Connection
 
+from outboxq.admin.walks import count_rows, first_rows
 from outboxq.codec.values import check_args_size
 from outboxq.errors import JobNotFound
 from outboxq.statements import dead_letters as statements
 from outboxq.statements.cancel import drop_requests
 from outboxq.statements.dead_letters import DeadFilter as DeadFilter
-from outboxq.statements.paging import MAX_PAGE_ROWS, KindCount, Page, read_page
+from outboxq.statements.paging import MAX_PAGE_ROWS, KindCount, Page, matching, read_page
+from outboxq.statements.stretches import stretches
+from outboxq.tables import dead_job
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +51,14 @@ class DeadDetail:
 
 def list_dead(connection: Connection, wanted: DeadFilter | None = None, *, limit: int = 50) -> list[DeadJob]:
     """The dead letters that match, the latest first."""
-    rows = connection.execute(statements.select_dead(wanted or DeadFilter(), limit=limit))
-    return [DeadJob(*row) for row in rows]
+    wanted = wanted or DeadFilter()
+    of_queue = matching(dead_job, queue=wanted.queue)
+    latest = stretches(connection, dead_job.c.died_at, *of_queue, *_among(wanted), is_backwards=True)
+    return [DeadJob(*row) for row in first_rows(connection, latest, partial(statements.select_dead, wanted), limit)]
+
+
+def _among(wanted: DeadFilter) -> list[ColumnElement[bool]]:
+    return [] if wanted.ids is None else [dead_job.c.id.in_(wanted.ids)]
 
 
 def show_dead(connection: Connection, job_id: UUID) -> DeadDetail:
@@ -77,15 +87,17 @@ def count_matching(
     Args:
         to_retry: Count those that `retry_page` would not refuse.
     """
-    rows = connection.execute(statements.count_matching(wanted, to_retry=to_retry, most=most))
-    return tuple(KindCount(*row) for row in rows)
+    count = partial(statements.count_matching, wanted, to_retry=to_retry)
+    return count_rows(connection, stretches(connection, dead_job.c.id, *_among(wanted)), count, most)
 
 
 def find_ids(
     connection: Connection, wanted: DeadFilter, *, after: UUID | None = None, limit: int = MAX_PAGE_ROWS
 ) -> tuple[UUID, ...]:
     """The ids of the next dead letters that match; continue with `after` the last one."""
-    return tuple(connection.execute(statements.select_ids(wanted, after=after, limit=limit)).scalars())
+    start = [] if after is None else [dead_job.c.id > after]
+    behind = stretches(connection, dead_job.c.id, *start, *_among(wanted))
+    return tuple(row.id for row in first_rows(connection, behind, partial(statements.select_ids, wanted), limit))
 
 
 def retry_page(

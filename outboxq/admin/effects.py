@@ -5,12 +5,14 @@ Every function is one look or one change in the caller's transaction, and none w
 
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
+from functools import partial
 from typing import Any, TypeAlias
 from uuid import UUID
 
 import msgspec
 from sqlalchemy import Connection, Executable, Row
 
+from outboxq.admin.walks import first_rows
 from outboxq.codec.values import MAX_ARGS_BYTES, encode_value
 from outboxq.config import DEFAULT_RETENTION
 from outboxq.errors import ArgumentError, EffectError, EffectNotFound
@@ -18,9 +20,12 @@ from outboxq.names import MAX_SCOPE_BYTES, check_key
 from outboxq.statements import effect_admin as statements
 from outboxq.statements.effect_admin import EffectFilter as EffectFilter
 from outboxq.statements.effects import Status
+from outboxq.statements.stretches import stretches
+from outboxq.tables import effect
 
 # What a caller reads if it asks for the result of a call that an operator has vouched for.
 _WITHOUT_RESULT = "resolved as applied by an operator, without a result"
+_NEVER_SETTLED = ("started", "unknown")
 _NOT_APPLIED = "resolved as not applied by an operator"
 
 
@@ -74,9 +79,18 @@ Verdict: TypeAlias = WasApplied | WasNotApplied
 
 
 def list_effects(connection: Connection, wanted: EffectFilter | None = None, *, limit: int = 50) -> list[EffectRecord]:
-    """The effects that match, the latest change first; without their results, which are the users' data."""
-    rows = connection.execute(statements.select_effects(wanted or EffectFilter(), limit=limit))
-    return [EffectRecord(*row) for row in rows]
+    """The effects that match: first those that are not settled, the latest first, then those that are kept longest.
+
+    Without their results, which are the users' data.
+    """
+    wanted = wanted or EffectFilter()
+    expiry = effect.c.expires_at
+    unsettled = stretches(connection, effect.c.locked_until, expiry.is_(None), is_backwards=True)
+    found = first_rows(connection, unsettled, partial(statements.select_open, wanted), limit)
+    if len(found) < limit and wanted.status not in _NEVER_SETTLED:
+        settled = stretches(connection, expiry, expiry.is_not(None), is_backwards=True)
+        found += first_rows(connection, settled, partial(statements.select_settled, wanted), limit - len(found))
+    return [EffectRecord(*row) for row in found]
 
 
 def show_effect(connection: Connection, scope: str, key: str) -> EffectDetail:

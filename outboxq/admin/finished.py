@@ -2,17 +2,20 @@
 
 from dataclasses import dataclass, field
 from datetime import datetime
+from functools import partial
 from uuid import UUID
 
 from sqlalchemy import Connection
 
+from outboxq.admin.walks import first_rows
 from outboxq.clock import uuid7s
 from outboxq.database.errors import missing_tables_explained
 from outboxq.errors import ArgsNotKept, JobNotFound
 from outboxq.statements import done as statements
 from outboxq.statements.done import OUTCOMES as OUTCOMES
 from outboxq.statements.done import DoneFilter as DoneFilter
-from outboxq.tables import HISTORY_VERSION, mapped_schema
+from outboxq.statements.stretches import stretches
+from outboxq.tables import HISTORY_VERSION, done_job, mapped_schema
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +63,10 @@ def list_finished(
     connection: Connection, wanted: DoneFilter | None = None, *, before: UUID | None = None, limit: int = 50
 ) -> list[FinishedJob]:
     """The finished jobs that match, the last added first; continue with `before` the last one's id."""
-    rows = connection.execute(statements.select_done(wanted or DoneFilter(), below=before, limit=limit))
-    return [FinishedJob(*row) for row in rows]
+    start = [] if before is None else [done_job.c.id < before]
+    latest = stretches(connection, done_job.c.id, *start, is_backwards=True)
+    found = first_rows(connection, latest, partial(statements.select_done, wanted or DoneFilter()), limit)
+    return [FinishedJob(*row) for row in found]
 
 
 @missing_tables_explained(HISTORY_VERSION)

@@ -12,6 +12,8 @@ from sqlalchemy import Connection
 from outboxq.errors import InstallationInUse
 from outboxq.statements import installation as statements
 from outboxq.statements.stats import count_unknown_effects
+from outboxq.statements.stretches import stretches
+from outboxq.tables import effect
 
 _OPEN = "it was open when the installation got a new id; its provider key is the former installation's"
 
@@ -45,7 +47,10 @@ def renew_installation(connection: Connection) -> NewInstallation:
     if used.relays or used.calls:
         raise InstallationInUse(used.relays, used.calls)
     doubted = connection.execute(statements.doubt_open(_OPEN)).rowcount
-    forgotten = connection.execute(statements.forget_unapplied()).rowcount
+    expiry = effect.c.expires_at
+    forgotten = connection.execute(statements.forget_unapplied([expiry.is_(None)])).rowcount
+    for stretch in stretches(connection, expiry, expiry.is_not(None)):
+        forgotten += connection.execute(statements.forget_unapplied(stretch)).rowcount
     return NewInstallation(
         id=connection.execute(statements.give_new_id()).scalar_one(),
         former_id=former_id,

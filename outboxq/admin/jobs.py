@@ -10,10 +10,12 @@ would run by itself, once. `clear_marks` takes them away, if it is committed.
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
+from functools import partial
 from uuid import UUID
 
-from sqlalchemy import Connection
+from sqlalchemy import ColumnElement, Connection, FromClause
 
+from outboxq.admin.walks import count_rows, first_rows
 from outboxq.codec.values import check_args_size
 from outboxq.database.driver import run_script
 from outboxq.errors import ArgumentError, JobNotFound
@@ -26,7 +28,8 @@ from outboxq.statements.jobs import JobChange as JobChange
 from outboxq.statements.jobs import JobFilter as JobFilter
 from outboxq.statements.paging import MAX_PAGE_ROWS, KindCount, Page, read_page
 from outboxq.statements.park import clear_marks as clearing
-from outboxq.tables import mapped_schema
+from outboxq.statements.stretches import stretches
+from outboxq.tables import job, mapped_schema
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +94,18 @@ def list_jobs(
     connection: Connection, wanted: JobFilter | None = None, *, running: bool = False, limit: int = 50
 ) -> list[WaitingJob]:
     """The oldest jobs that match; with `running`, only those that a transaction or a living relay's lease holds."""
-    rows = connection.execute(statements.select_jobs(wanted or JobFilter(), running=running, limit=limit))
+    wanted = wanted or JobFilter()
+    oldest = stretches(connection, statements.listed.c.id, *_among(wanted, statements.listed))
+    first = first_rows(connection, oldest, partial(statements.first_ids, wanted, running=running), limit)
+    if not first:
+        return []
+    ids = [row.id for row in first]
+    rows = connection.execute(statements.select_jobs(wanted, ids, running=running, limit=limit))
     return _with_progress(connection, [WaitingJob(*row) for row in rows])
+
+
+def _among(wanted: JobFilter, jobs: FromClause) -> list[ColumnElement[bool]]:
+    return [] if wanted.ids is None else [jobs.c.id.in_(wanted.ids)]
 
 
 def _with_progress(connection: Connection, jobs: list[WaitingJob]) -> list[WaitingJob]:
@@ -140,7 +153,9 @@ def find_ids(
     connection: Connection, wanted: JobFilter, *, after: UUID | None = None, limit: int = MAX_PAGE_ROWS
 ) -> tuple[UUID, ...]:
     """The ids of the next jobs that match; continue with `after` the last one."""
-    return tuple(connection.execute(statements.select_ids(wanted, after=after, limit=limit)).scalars())
+    start = [] if after is None else [job.c.id > after]
+    behind = stretches(connection, job.c.id, *start, *_among(wanted, job))
+    return tuple(row.id for row in first_rows(connection, behind, partial(statements.select_ids, wanted), limit))
 
 
 def clear_marks(connection: Connection, ids: Sequence[UUID]) -> bool:
@@ -156,7 +171,8 @@ def clear_marks(connection: Connection, ids: Sequence[UUID]) -> bool:
 
 def count_matching(connection: Connection, wanted: JobFilter, *, most: int | None = None) -> tuple[KindCount, ...]:
     """How many jobs match, by queue and kind, those that run included; with `most`, up to so many in all."""
-    return tuple(KindCount(*row) for row in connection.execute(statements.count_matching(wanted, most=most)))
+    all_jobs = stretches(connection, job.c.id, *_among(wanted, job))
+    return count_rows(connection, all_jobs, partial(statements.count_matching, wanted), most)
 
 
 def cancel_page(

@@ -8,16 +8,19 @@ first and five minutes at last, without counting an attempt.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from functools import partial
 from uuid import UUID
 
 from sqlalchemy import Connection
 
+from outboxq.admin.walks import count_rows, first_rows
 from outboxq.database.driver import run_script
 from outboxq.names import check_name
 from outboxq.statements import kinds as statements
 from outboxq.statements import wake
 from outboxq.statements.paging import MAX_PAGE_ROWS, Page, read_page
-from outboxq.tables import mapped_schema
+from outboxq.statements.stretches import stretches
+from outboxq.tables import job, mapped_schema
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,10 +35,12 @@ class PausedKind:
 
 def list_paused(connection: Connection) -> list[PausedKind]:
     """The kinds that are paused, by queue and name."""
-    return [
-        PausedKind(row.queue, row.kind, row.paused_at, row.jobs)
-        for row in connection.execute(statements.paused_kinds())
-    ]
+    paused = connection.execute(statements.paused_names()).all()
+    if not paused:
+        return []
+    counted = count_rows(connection, stretches(connection, job.c.id), statements.count_paused, None)
+    jobs = {(each.queue, each.kind): each.count for each in counted}
+    return [PausedKind(queue, kind, at, jobs.get((queue, kind), 0)) for queue, kind, at in paused]
 
 
 def pause(connection: Connection, queue: str, kinds: Sequence[str]) -> tuple[str, ...]:
@@ -81,7 +86,8 @@ def put_off_ids(
     connection: Connection, queue: str, kinds: Sequence[str], *, after: UUID | None = None, limit: int = MAX_PAGE_ROWS
 ) -> tuple[UUID, ...]:
     """The ids of the next jobs of these kinds that were put off; continue with `after` the last one."""
-    return tuple(connection.execute(statements.put_off_ids(queue, kinds, after=after, limit=limit)).scalars())
+    behind = stretches(connection, job.c.id, *([] if after is None else [job.c.id > after]))
+    return tuple(row.id for row in first_rows(connection, behind, partial(statements.put_off_ids, queue, kinds), limit))
 
 
 def _told(connection: Connection, changed: tuple[str, ...]) -> tuple[str, ...]:

@@ -65,7 +65,7 @@ def list_effects(
     *,
     limit: int,
 ) -> Sequence[object]:
-    """List effects without their results, the latest change first.
+    """List effects without their results: those that are not settled first, then those that are kept longest.
 
     started: a call is under way, or its caller died. done and failed: later callers get its outcome. retryable: the
     next caller calls again; it is in doubt if an earlier call may have been applied. unknown: whether the call was

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from outboxq.codec.text import several
 from outboxq.doctor.findings import CheckContext, Finding, detail_of
-from outboxq.doctor.formatting import age, size
+from outboxq.doctor.formatting import age
 from outboxq.statements.doctor import effects as statements
 
 # Retries of a handler come back sooner than this, as a rule.
@@ -31,16 +31,6 @@ def find_unknown_effects(context: CheckContext) -> Iterator[Finding]:
 
 def find_abandoned_effects(context: CheckContext) -> Iterator[Finding]:
     """Effects whose caller died or failed in doubt, and that were not called again."""
-    bytes_to_read: int = context.scalar(statements.bytes_to_read(context.schema))
-    if bytes_to_read > statements.MAX_READ_BYTES:
-        yield Finding(
-            "effects-not-read",
-            "info",
-            f"table effect has {size(bytes_to_read)}, and was not searched for calls that nobody came back for",
-            {"bytes": bytes_to_read},
-            "To search it: outboxq effects list --status started. A shorter retention keeps the table small.",
-        )
-        return
     found = context.connection.execute(statements.abandoned_effects(context.schema, _ABANDONED_SECONDS)).one()
     if found.effects:
         was = "was" if found.effects == 1 else "were"

@@ -1,6 +1,8 @@
 """What holds jobs, or keeps vacuum from removing dead ones: sessions, prepared transactions, slots, standbys."""
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from itertools import islice
 from typing import Any
 
 from sqlalchemy import Row
@@ -10,9 +12,13 @@ from outboxq.codec.text import several
 from outboxq.doctor.findings import CheckContext, Finding, Value, detail_of
 from outboxq.doctor.formatting import age, size
 from outboxq.statements.doctor import sessions as statements
+from outboxq.statements.stretches import stretches
 
 # A lock on a whole table stops all work, so it is reported sooner than locks on jobs.
 _TABLE_LOCK_SECONDS = 10.0
+
+# The jobs that a session holds are counted among the first million.
+_MOST_STRETCHES = 50
 
 _PINNED = "vacuum cannot remove jobs that were finished since, and claims have to walk over them"
 
@@ -40,16 +46,20 @@ def _blocks(row: Row[Any]) -> bool:
     return not set(statements.BLOCKING_MODES).isdisjoint(row.modes)
 
 
-def _count_leased_jobs(context: CheckContext, transactions: list[str]) -> dict[str, int]:
+def _count_leased_jobs(context: CheckContext, transactions: list[str]) -> Mapping[str, int]:
     if not transactions:
         return {}
+    held = Counter[str]()
+    jobs = statements.jobs_of(context.schema)
     try:
         with context.connection.begin_nested():
-            rows = context.rows(statements.leased_jobs(context.schema, transactions))
+            for stretch in islice(stretches(context.connection, jobs.c.id), _MOST_STRETCHES):
+                for row in context.rows(statements.leased_jobs(jobs, transactions, stretch)):
+                    held[row.xid] += row.jobs
     except DBAPIError:
-        # No right to read the jobs, or too many of them: the holders are named without the number.
+        # No right to read the jobs: the holders are named without the number.
         return {}
-    return {row.xid: row.jobs for row in rows}
+    return held
 
 
 def _jobs_held(row: Row[Any], jobs: int) -> Finding:

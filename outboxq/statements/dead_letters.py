@@ -1,5 +1,6 @@
 """Dead letters: listing, retrying and discarding them."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from uuid import UUID
@@ -8,6 +9,7 @@ from sqlalchemy import (
     ColumnElement,
     Executable,
     FromClause,
+    Select,
     case,
     delete,
     exists,
@@ -72,14 +74,14 @@ _KEPT = (
 )  # fmt: skip
 
 
-def select_dead(wanted: DeadFilter, *, limit: int) -> Executable:
-    """The dead letters that match, the latest first.
+def select_dead(wanted: DeadFilter, stretch: Sequence[ColumnElement[bool]], *, limit: int) -> Executable:
+    """The dead letters of a stretch that match, the latest first.
 
-    Index: dead_job_queue (queue, died_at) backwards if a queue is given; else the table is read once. No locks.
+    Index: dead_job_queue (queue, died_at) backwards if a queue is given, else dead_job_died. No locks.
     """
     return (
         select(*(dead_job.c[name] for name in SUMMARY_COLUMNS))
-        .where(*wanted.conditions())
+        .where(*wanted.conditions(), *stretch)
         .order_by(dead_job.c.died_at.desc())
         .limit(limit)
     )
@@ -90,10 +92,9 @@ def select_dead_letter(job_id: UUID) -> Executable:
     return select(*(dead_job.c[name] for name in (*SUMMARY_COLUMNS, *DETAIL_COLUMNS))).where(dead_job.c.id == job_id)
 
 
-def select_ids(wanted: DeadFilter, *, after: UUID | None, limit: int) -> Executable:
-    """The next ids that match, in order. Index: the primary key, from `after`; no locks."""
-    start = [] if after is None else [dead_job.c.id > after]
-    return select(dead_job.c.id).where(*wanted.conditions(), *start).order_by(dead_job.c.id).limit(limit)
+def select_ids(wanted: DeadFilter, stretch: Sequence[ColumnElement[bool]], *, limit: int) -> Select[tuple[UUID]]:
+    """The first ids of a stretch that match, in order. Index: the primary key; no locks."""
+    return select(dead_job.c.id).where(*wanted.conditions(), *stretch).order_by(dead_job.c.id).limit(limit)
 
 
 def retry_page(wanted: DeadFilter, *, after: UUID | None, limit: int, args: str | None = None) -> Executable:
@@ -122,10 +123,12 @@ def retry_page(wanted: DeadFilter, *, after: UUID | None, limit: int, args: str 
     return page_outcome(page, picked, moved_away, blocked)
 
 
-def count_matching(wanted: DeadFilter, *, to_retry: bool, most: int | None = None) -> Executable:
-    """How many match, as `count_kinds` counts; `to_retry`: without those that `retry_page` leaves."""
+def count_matching(
+    wanted: DeadFilter, stretch: Sequence[ColumnElement[bool]], *, to_retry: bool, most: int | None
+) -> Executable:
+    """How many of a stretch match, as `count_kinds` counts; `to_retry`: without those that `retry_page` leaves."""
     retried = (*_can_be_jobs(), key_is_free(_KEY)) if to_retry else ()
-    return count_kinds(dead_job, [*wanted.conditions(), *retried], most)
+    return count_kinds(dead_job, [*wanted.conditions(), *stretch, *retried], most)
 
 
 def _can_be_jobs() -> tuple[ColumnElement[bool], ...]:

@@ -163,16 +163,15 @@ def has_done_jobs(schema: str) -> TextClause:
     return text("SELECT pg_catalog.count(pg_catalog.to_regclass(:name))").bindparams(name=name)
 
 
-def select_done(wanted: DoneFilter, *, below: UUID | None, limit: int) -> Select[Any]:
-    """The finished jobs that match and whose ids are smaller than `below`, the latest first. No locks.
+def select_done(wanted: DoneFilter, stretch: Sequence[ColumnElement[bool]], *, limit: int) -> Select[Any]:
+    """The finished jobs of a stretch that match, the latest first. No locks.
 
-    Index: the primary key, backwards from `below`, up to the first `limit` that match. Ids are in the order in which
-    jobs were added.
+    Index: the primary key, backwards, up to the first `limit` that match. Ids are in the order in which jobs were
+    added.
     """
-    earlier = [] if below is None else [done_job.c.id < below]
     return (
         select(*(done_job.c[name] for name in SUMMARY_COLUMNS))
-        .where(*wanted.conditions(), *earlier)
+        .where(*wanted.conditions(), *stretch)
         .order_by(done_job.c.id.desc())
         .limit(limit)
     )

@@ -1,9 +1,11 @@
 """Effects as operators see them: listing them, and settling those with an unknown outcome."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
-from sqlalchemy import ColumnElement, Executable, and_, literal, or_, select, update
+from sqlalchemy import ColumnElement, Executable, Select, and_, literal, or_, select, update
 
 from outboxq.statements.builtin import pg, seconds
 from outboxq.statements.effects import Status, ending
@@ -29,18 +31,18 @@ SUMMARY_COLUMNS = (
 )  # fmt: skip
 
 
-def select_effects(wanted: EffectFilter, *, limit: int) -> Executable:
-    """The effects that match, the latest change first.
+def select_open(wanted: EffectFilter, stretch: Sequence[ColumnElement[bool]], *, limit: int) -> Executable:
+    """The effects of a stretch that match and are not settled, the latest lock first. Index: effect_open, backwards."""
+    return _select(wanted, stretch).order_by(effect.c.locked_until.desc()).limit(limit)
 
-    Index: effect_unknown (changed_at) backwards for the unknown ones, the primary key if a scope is given; else the
-    table is read once. No locks.
-    """
-    return (
-        select(*(effect.c[name] for name in SUMMARY_COLUMNS))
-        .where(*wanted.conditions())
-        .order_by(effect.c.changed_at.desc())
-        .limit(limit)
-    )
+
+def select_settled(wanted: EffectFilter, stretch: Sequence[ColumnElement[bool]], *, limit: int) -> Executable:
+    """The effects of a stretch that match and have an expiry, the last to expire first. Index: effect_expires."""
+    return _select(wanted, stretch).order_by(effect.c.expires_at.desc()).limit(limit)
+
+
+def _select(wanted: EffectFilter, stretch: Sequence[ColumnElement[bool]]) -> Select[Any]:
+    return select(*(effect.c[name] for name in SUMMARY_COLUMNS)).where(*wanted.conditions(), *stretch)
 
 
 def select_effect(scope: str, key: str) -> Executable:

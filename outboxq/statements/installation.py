@@ -1,8 +1,9 @@
 """The installation's id, of which the keys for other services are made, and replacing it."""
 
+from collections.abc import Sequence
 from typing import Any
 
-from sqlalchemy import Executable, Select, and_, delete, or_, select, update
+from sqlalchemy import ColumnElement, Executable, Select, and_, delete, or_, select, update
 
 from outboxq.statements.builtin import count, pg
 from outboxq.tables import deployment, effect, relay
@@ -16,12 +17,12 @@ def lock_installation() -> Select[Any]:
 
 
 def select_use() -> Executable:
-    """One row: how many relays are alive, and how many calls are under way. Reads both tables once; no locks."""
+    """One row: how many relays are alive, and how many calls are under way. Index: effect_open; no locks."""
     alive = select(count()).select_from(relay).where(relay.c.alive_until > _now()).scalar_subquery()
     under_way = (
         select(count())
         .select_from(effect)
-        .where(effect.c.status == "started", effect.c.locked_until > _now())
+        .where(effect.c.expires_at.is_(None), effect.c.status == "started", effect.c.locked_until > _now())
         .scalar_subquery()
     )
     return select(alive.label("relays"), under_way.label("calls"))
@@ -33,14 +34,14 @@ def give_new_id() -> Executable:
 
 
 def doubt_open(reason: str) -> Executable:
-    """Make effects in doubt unknown, so that none is called with a key of the former id. Reads the table once.
+    """Make effects in doubt unknown, so that none is called with a key of the former id. Index: effect_open.
 
     Locks: the rows. A caller that stood still and wakes later can neither record its call nor extend its lock.
     """
     in_doubt = or_(effect.c.status == "started", and_(effect.c.status == "retryable", effect.c.in_doubt))
     return (
         update(effect)
-        .where(in_doubt)
+        .where(effect.c.expires_at.is_(None), in_doubt)
         .values(
             status="unknown",
             in_doubt=False,
@@ -52,6 +53,6 @@ def doubt_open(reason: str) -> Executable:
     )
 
 
-def forget_unapplied() -> Executable:
-    """Delete effects that were surely not applied: later calls get a key of the new id. Reads all; locks the rows."""
-    return delete(effect).where(effect.c.status == "retryable", ~effect.c.in_doubt)
+def forget_unapplied(stretch: Sequence[ColumnElement[bool]]) -> Executable:
+    """Delete those of a stretch that were surely not applied: later calls get a key of the new id. Locks: the rows."""
+    return delete(effect).where(effect.c.status == "retryable", ~effect.c.in_doubt, *stretch)

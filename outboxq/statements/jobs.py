@@ -146,17 +146,26 @@ DETAIL_COLUMNS = ("unique_key", "group_key", "args", "headers", "errors")
 _WALKED = ("id", "queue", "kind", "state", "group_key", "created_at", "run_at", "lease_owner", "args")
 
 
-def select_jobs(wanted: JobFilter, *, running: bool, limit: int) -> Executable:
+def first_ids(
+    wanted: JobFilter, stretch: Sequence[ColumnElement[bool]], *, running: bool, limit: int
+) -> Select[tuple[UUID]]:
+    """The first ids of a stretch of `listed` that match, in order. Index: the primary key; no locks."""
+    return _matching(wanted, running=running).where(*stretch).order_by(listed.c.id).limit(limit)
+
+
+def select_jobs(wanted: JobFilter, first: Sequence[UUID], *, running: bool, limit: int) -> Executable:
     """The oldest jobs that match, in the order in which they came into the table, with the backend that runs each.
 
     Age is the millisecond in the id, and within one millisecond `seq`, which has no index over all queues. Index: the
-    primary key, in order, up to `limit` rows and the end of the last one's millisecond; if few jobs match, or with
-    `running`, the table is read once. No locks.
+    primary key: the entries of `first`, and from the last of them to the end of its millisecond. No locks.
+
+    Args:
+        first: The `limit` first ids that match, in order.
     """
-    first = _matching(wanted, running=running).order_by(listed.c.id).limit(limit).cte("first")
-    last = select(first.c.id).order_by(first.c.id.desc()).limit(1).scalar_subquery()
+    last = literal(first[-1])
     rest = _matching(wanted, running=running).where(listed.c.id > last, listed.c.id <= _end_of_millisecond(last))
-    seen = union_all(select(first.c.id), rest).cte("seen").prefix_with("MATERIALIZED")
+    there = _matching(wanted, running=running).where(listed.c.id.in_(first))
+    seen = union_all(there, rest).cte("seen").prefix_with("MATERIALIZED")
     oldest = (
         select(*_shown(SUMMARY_COLUMNS), listed.c.seq, *_runner())
         .select_from(_with_runners)
@@ -226,10 +235,9 @@ def next_scheduled(queue: str, *, limit: int) -> Executable:
     return _jobs_of(first).order_by(listed.c.run_at)
 
 
-def select_ids(wanted: JobFilter, *, after: UUID | None, limit: int) -> Executable:
-    """The next ids that match, in order. Index: the primary key, from `after`; no locks."""
-    start = [] if after is None else [job.c.id > after]
-    return select(job.c.id).where(*wanted.conditions(), *start).order_by(job.c.id).limit(limit)
+def select_ids(wanted: JobFilter, stretch: Sequence[ColumnElement[bool]], *, limit: int) -> Select[tuple[UUID]]:
+    """The first ids of a stretch that match, in order. Index: the primary key; no locks."""
+    return select(job.c.id).where(*wanted.conditions(), *stretch).order_by(job.c.id).limit(limit)
 
 
 def select_waiting(ids: Sequence[UUID]) -> Executable:
@@ -278,9 +286,9 @@ def find_job(job_id: UUID) -> Select[Any]:
     return select(found).limit(1)
 
 
-def count_matching(wanted: JobFilter, *, most: int | None = None) -> Executable:
-    """How many jobs match, by queue and kind, as `count_kinds` counts them."""
-    return count_kinds(job, wanted.conditions(), most)
+def count_matching(wanted: JobFilter, stretch: Sequence[ColumnElement[bool]], *, most: int | None) -> Executable:
+    """How many jobs of a stretch match, by queue and kind, as `count_kinds` counts them."""
+    return count_kinds(job, [*wanted.conditions(), *stretch], most)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

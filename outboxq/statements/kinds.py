@@ -4,12 +4,12 @@ from collections.abc import Sequence
 from typing import Any
 from uuid import UUID
 
-from sqlalchemy import ColumnElement, Executable, Select, delete, select, update
+from sqlalchemy import ColumnElement, Executable, Select, delete, exists, select, update
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.sql.dml import ReturningDelete, ReturningInsert
 
-from outboxq.statements.builtin import count, pg
-from outboxq.statements.paging import matching, page_outcome, pick_page
+from outboxq.statements.builtin import pg
+from outboxq.statements.paging import count_kinds, matching, page_outcome, pick_page
 from outboxq.tables import job, paused_kind
 
 
@@ -31,24 +31,16 @@ def resume(queue: str, kinds: Sequence[str]) -> ReturningDelete[Any]:
     )
 
 
-def paused_kinds() -> Select[Any]:
-    """The kinds that are paused: queue, kind, since when, and how many of their jobs wait or run.
-
-    Reads the table of jobs once, if any kind is paused; no locks.
-    """
-    jobs = (
-        select(count())
-        .select_from(job)
-        .where(job.c.queue == paused_kind.c.queue, job.c.kind == paused_kind.c.kind)
-        .scalar_subquery()
-    )
-    return select(paused_kind, jobs.label("jobs")).order_by(paused_kind.c.queue, paused_kind.c.kind)
-
-
 def paused_names() -> Executable:
     """The kinds that are paused: queue, kind and since when. Reads the small table `paused_kind`; no locks."""
     columns = (paused_kind.c.queue, paused_kind.c.kind, paused_kind.c.paused_at)
     return select(*columns).order_by(paused_kind.c.queue, paused_kind.c.kind)
+
+
+def count_paused(stretch: Sequence[ColumnElement[bool]], *, most: int | None) -> Executable:
+    """How many jobs of a stretch are of kinds that are paused, as `count_kinds` counts them."""
+    is_paused = exists().where(paused_kind.c.queue == job.c.queue, paused_kind.c.kind == job.c.kind)
+    return count_kinds(job, [*stretch, is_paused], most)
 
 
 def bring_back_page(queue: str, kinds: Sequence[str], ids: Sequence[UUID]) -> Executable:
@@ -67,10 +59,11 @@ def bring_back_page(queue: str, kinds: Sequence[str], ids: Sequence[UUID]) -> Ex
     return page_outcome(page, picked, back)
 
 
-def put_off_ids(queue: str, kinds: Sequence[str], *, after: UUID | None, limit: int) -> Select[Any]:
-    """The ids of the next jobs of these kinds that were put off. Index: the primary key, from `after`; no locks."""
-    start = [] if after is None else [job.c.id > after]
-    return select(job.c.id).where(*_put_off(queue, kinds), *start).order_by(job.c.id).limit(limit)
+def put_off_ids(
+    queue: str, kinds: Sequence[str], stretch: Sequence[ColumnElement[bool]], *, limit: int
+) -> Select[tuple[UUID]]:
+    """The first ids of a stretch whose jobs are of these kinds and were put off. Index: the primary key; no locks."""
+    return select(job.c.id).where(*_put_off(queue, kinds), *stretch).order_by(job.c.id).limit(limit)
 
 
 def _put_off(queue: str, kinds: Sequence[str]) -> list[ColumnElement[bool]]:

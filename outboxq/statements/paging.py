@@ -93,10 +93,7 @@ class KindCount:
 
 
 def count_kinds(rows: FromClause, conditions: Sequence[ColumnElement[bool]], most: int | None = None) -> Executable:
-    """How many rows match, by queue and kind; with `most`, as if there were no more than so many.
-
-    Reads the table once, or until it has found `most` rows; no locks.
-    """
+    """How many rows match, by queue and kind; with `most`, as if there were no more than so many. No locks."""
     if most is not None:
         rows = select(rows.c.queue, rows.c.kind).where(*conditions).limit(most).subquery("some")
         conditions = ()

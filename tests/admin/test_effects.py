@@ -5,7 +5,7 @@ from datetime import UTC, datetime, timedelta
 from uuid import UUID, uuid4
 
 import pytest
-from sqlalchemy import Connection, Engine, text
+from sqlalchemy import Connection, Engine, event, text
 
 from outboxq.admin import effects
 from outboxq.admin.effects import EffectFilter, WasApplied, WasNotApplied
@@ -13,6 +13,7 @@ from outboxq.errors import ArgumentError, EffectError, EffectNotFound
 from outboxq.migrations.runner import migrate
 from outboxq.statements import effects as protocol
 from outboxq.statements.effects import EffectLock
+from outboxq.tables import effect
 
 SCHEMA = 'effects\' "odd"; 50% :place'
 MINUTE = timedelta(minutes=1)
@@ -92,22 +93,43 @@ def test_the_list_has_the_latest_change_first_and_takes_filters(engine: Engine) 
     assert keys(EffectFilter(scope="%")) == []
 
 
-def test_the_list_of_the_unknown_reads_the_index_of_the_unknown(engine: Engine) -> None:
-    """However many effects are remembered, a look at those that need somebody costs what they cost."""
+def test_effects_that_are_not_settled_come_first(engine: Engine) -> None:
+    """The latest of them first; then those that are settled, the longest kept first."""
+    for key, status in (("u", "unknown"), ("s", "started"), ("d1", "done"), ("f", "failed"), ("d2", "done")):
+        added(engine, status, key)
+    with engine.begin() as connection:
+        connection.execute(text("UPDATE outboxq.effect SET locked_until = now() + interval '1 hour' WHERE key = 'u'"))
+        for key, kept in (("d1", "2 hours"), ("f", "1 hour"), ("d2", "3 hours")):
+            connection.execute(
+                text("UPDATE outboxq.effect SET expires_at = now() + CAST(:kept AS interval) WHERE key = :key"),
+                {"key": key, "kept": kept},
+            )
+    with engine.connect() as connection:
+        assert [each.key for each in effects.list_effects(connection)] == ["u", "s", "d2", "d1", "f"]
+        assert [each.key for each in effects.list_effects(connection, limit=3)] == ["u", "s", "d2"]
+
+
+def test_a_list_of_what_is_not_settled_reads_the_index_of_that(engine: Engine) -> None:
+    """However many effects are remembered, a look at those that need an operator costs what they cost."""
     with engine.begin() as connection:
         connection.execute(
             text(
-                "INSERT INTO outboxq.effect (scope, key, status, provider_key, lock_token, locked_until) SELECT 'pay', "
-                "number::text, CASE WHEN number < 9 THEN 'unknown' ELSE 'done' END, gen_random_uuid(), "
-                "gen_random_uuid(), now() FROM generate_series(1, 3000) AS number"
+                "INSERT INTO outboxq.effect (scope, key, status, provider_key, lock_token, locked_until, expires_at) "
+                "SELECT 'pay', number::text, CASE WHEN number < 9 THEN 'unknown' ELSE 'done' END, gen_random_uuid(), "
+                "gen_random_uuid(), now(), CASE WHEN number >= 9 THEN now() END FROM generate_series(1, 3000) AS number"
             )
         )
         connection.execute(text("ANALYZE outboxq.effect"))
+    sent: list[str] = []
+    event.listen(engine, "before_cursor_execute", lambda _, __, statement, *___: sent.append(statement))
     with engine.connect() as connection:
-        statement = effects.statements.select_effects(EffectFilter(status="unknown"), limit=10)
+        assert len(effects.list_effects(connection, EffectFilter(status="unknown"))) == 8
+        assert not any("expires_at IS NOT NULL" in each for each in sent)
+        is_open = [effect.c.expires_at.is_(None)]
+        statement = effects.statements.select_open(EffectFilter(status="unknown"), is_open, limit=10)
         compiled = statement.compile(dialect=connection.dialect, compile_kwargs={"literal_binds": True})
         plan = "\n".join(connection.exec_driver_sql(f"EXPLAIN {compiled}".replace("%%", "%")).scalars())
-    assert "effect_unknown" in plan
+    assert "effect_open" in plan
     assert "Sort" not in plan
 
 

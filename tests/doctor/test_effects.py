@@ -55,23 +55,12 @@ def test_calls_that_nobody_came_back_for_are_counted(outboxq_database: Database)
     assert 7_200 <= found["detail"]["oldest_seconds"] < 7_300
 
 
-def test_a_large_table_is_not_read(outboxq_database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No index leads to abandoned calls: from a size on it is said that nobody looked, and unknown ones still count."""
-    url = outboxq_database.url
-    execute(url, add("started"), add("unknown"))
-    monkeypatch.setattr(effects, "MAX_READ_BYTES", 8_191)
-    assert only(url, "effects-not-read")["severity"] == "info"
-    assert named(url, "effects-abandoned") == []
-    only(url, "effects-unknown")
-    monkeypatch.setattr(effects, "MAX_READ_BYTES", 8_192)
-    only(url, "effects-abandoned")
-
-
 def test_what_is_not_counted_to_the_end_says_so(outboxq_database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The look at the unknown stops at a bound."""
+    """The looks at the unknown and at the abandoned stop at a bound."""
     url = outboxq_database.url
-    execute(url, add("unknown", number=3))
+    execute(url, add("unknown", number=3), add("started", number=3))
     monkeypatch.setattr(effects, "MAX_EFFECTS", 2)
+    assert only(url, "effects-abandoned")["title"].startswith("2 or more effects were started")
     found = only(url, "effects-unknown")
     assert found["detail"]["effects"] == 2
     assert found["title"].startswith("2 or more effects are unknown")

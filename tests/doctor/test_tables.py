@@ -74,7 +74,7 @@ def test_a_missing_table_is_named(outboxq_database: Database, table: str) -> Non
     "name",
     [
         "job_ready", "job_scheduled", "job_leased", "job_suspect", "dead_job_queue", "inbox_expires", "effect_expires",
-        "effect_unknown",
+        "effect_open", "effect_unknown", "dead_job_died",
     ],
 )  # fmt: skip
 def test_a_missing_index_is_named(outboxq_database: Database, name: str) -> None:

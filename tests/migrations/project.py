@@ -88,10 +88,11 @@ HISTORIES: dict[str, list[tuple[str, str]]] = {
         ("migrations.upgrade(op, to=9)", "migrations.downgrade(op, to=8)"),
         ("migrations.upgrade(op, to=10)", "migrations.downgrade(op, to=9)"),
         ("migrations.upgrade(op, to=11)", "migrations.downgrade(op, to=10)"),
+        ("migrations.upgrade(op, to=12)", "migrations.downgrade(op, to=11)"),
     ],
     "the plugin's operations": [
         _OWN_TABLES,
-        ("op.outboxq_upgrade(to=11)", "op.outboxq_downgrade(to=0)"),
+        ("op.outboxq_upgrade(to=12)", "op.outboxq_downgrade(to=0)"),
     ],
 }
 

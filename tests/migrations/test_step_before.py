@@ -1,4 +1,4 @@
-"""Step 11 beside code of the step before, and today's code on the tables of step 10."""
+"""Code of steps before beside today's, on today's tables, and today's code on the tables of steps before."""
 
 import subprocess
 import sys
@@ -19,39 +19,38 @@ from tests.support.cli import REPOSITORY, environment, run
 from tests.support.ledger import enqueue, ledger, of
 from tests.support.waiting import PATIENCE
 
-# The last commit whose latest step was 10.
-OLD = "7d1eacf"
+# By their latest step: the last commits that had it.
+OLD = {10: "7d1eacf", 11: "825e858"}
 PRODUCER = """
 import sys
 from sqlalchemy import create_engine
 from sqlalchemy.orm import sessionmaker
 from outboxq import OutboxSession
-from outboxq.migrations import LATEST
 from tests.support import app
 
-assert LATEST == 10, LATEST
 with sessionmaker(create_engine(sys.argv[1]), class_=OutboxSession).begin() as session:
     for number in range(20):
         session.add_job(app.record, name=f"{number} of old")
 """
 
 
-@pytest.fixture(scope="module")
-def old_code(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The package, and the handlers of tests, as they were before step 11."""
-    target = tmp_path_factory.mktemp("old")
-    archive = subprocess.run(["git", "archive", OLD, "outboxq", "tests/support"], cwd=REPOSITORY, capture_output=True)
+@pytest.fixture(scope="module", params=OLD)
+def old_code(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The package, and the handlers of tests, as they were when that was the latest step."""
+    step, target = request.param, tmp_path_factory.mktemp("old")
+    what = ["git", "archive", OLD[step], "outboxq", "tests/support"]
+    archive = subprocess.run(what, cwd=REPOSITORY, capture_output=True)
     if archive.returncode:
-        pytest.skip(f"this checkout has no history with the commit {OLD}: {archive.stderr.decode().strip()}")
+        pytest.skip(f"this checkout has no history with the commit {OLD[step]}: {archive.stderr.decode().strip()}")
     subprocess.run(["tar", "-x", "-C", str(target)], input=archive.stdout, check=True)
+    latest = run_old(target, "", "-c", "from outboxq.migrations import LATEST; print(LATEST)")
+    assert latest.stdout == f"{step}\n"
     return target
 
 
 COMMAND = """
 from outboxq.__main__ import main
-from outboxq.migrations import LATEST
 
-assert LATEST == 10, LATEST
 main()
 """
 
@@ -63,13 +62,16 @@ def run_old(old_code: Path, url: str, *arguments: str) -> "subprocess.CompletedP
     return subprocess.run(command, env=env, cwd=old_code, capture_output=True, text=True, timeout=2 * PATIENCE)
 
 
-def test_step_11_changes_nothing_that_was_there_before(database: Database, empty_engine: Engine) -> None:
-    """Tables, columns, constraints, indexes, functions and triggers of step 10 are the same behind it."""
+@pytest.mark.parametrize("step", OLD)
+def test_the_step_behind_changes_nothing_that_was_there_before(
+    database: Database, empty_engine: Engine, step: int
+) -> None:
+    """Tables, columns, constraints, indexes, functions and triggers of a step are the same behind the next."""
     with empty_engine.begin() as connection:
-        migrate(connection, to=10)
+        migrate(connection, to=step)
     before = read_catalog(database.url)
     with empty_engine.begin() as connection:
-        migrate(connection, to=11)
+        migrate(connection, to=step + 1)
     after = read_catalog(database.url)
     for part, rows in before.items():
         assert rows, part
@@ -77,7 +79,7 @@ def test_step_11_changes_nothing_that_was_there_before(database: Database, empty
 
 
 @pytest.mark.large
-def test_relays_producers_and_commands_of_before_work_on_the_tables_of_step_11(
+def test_relays_producers_and_commands_of_before_work_on_todays_tables(
     old_code: Path, outboxq_database: Database, engine: Engine
 ) -> None:
     """Beside those of today: every job runs once, whichever relay takes it."""
@@ -104,7 +106,7 @@ def test_relays_producers_and_commands_of_before_work_on_the_tables_of_step_11(
     doctor = run_old(old_code, url, "-c", COMMAND, "doctor", "--json")
     assert "tables-new" in doctor.stdout, doctor.stdout
     refused = run_old(old_code, url, "-c", COMMAND, "migrate")
-    assert "step 11" in refused.stdout + refused.stderr
+    assert f"step {LATEST}" in refused.stdout + refused.stderr
 
 
 def test_todays_code_works_on_the_tables_of_step_10_and_says_what_they_lack(
@@ -131,3 +133,31 @@ def test_todays_code_works_on_the_tables_of_step_10_and_says_what_they_lack(
     assert run("migrate", "--json", url=url).ok().json["after"] == LATEST
     for command in (["history"], ["relays", "list"]):
         run(*command, url=url).ok()
+
+
+def test_todays_lists_and_doctor_work_on_the_tables_of_step_11(database: Database, empty_engine: Engine) -> None:
+    """They say the same as behind step 12, whose indexes only lead there sooner."""
+
+    def looks() -> list[object]:
+        found: list[object] = [
+            run(*command, "list", "--json", url=database.url).ok().json for command in (["dead"], ["effects"])
+        ]
+        told = {one["code"]: one["title"] for one in run("doctor", "--json", url=database.url).json["findings"]}
+        assert "check-not-made" not in told
+        return [*found, told["effects-abandoned"]]
+
+    with empty_engine.begin() as connection:
+        migrate(connection, to=11)
+        connection.exec_driver_sql(
+            "INSERT INTO outboxq.effect (scope, key, status, provider_key, lock_token, locked_until) SELECT 'pay', "
+            "n::text, 'started', gen_random_uuid(), gen_random_uuid(), now() - interval '2 hours' "
+            "FROM generate_series(1, 3) AS n"
+        )
+        connection.exec_driver_sql(
+            "INSERT INTO outboxq.dead_job (id, queue, kind, args, headers, priority, attempt, crashes, errors, reason, "
+            "created_at, died_at) SELECT gen_random_uuid(), 'q', 'k', '{}', '{}', 0, 1, 0, '[]', 'gone', now(), "
+            "now() - n * interval '1 hour' FROM generate_series(1, 3) AS n"
+        )
+    before = looks()
+    assert run("migrate", "--json", url=database.url).ok().json["after"] == LATEST
+    assert looks() == before

@@ -130,7 +130,8 @@ def test_under_its_lock_a_step_reads_the_table_for_its_indexes_only(empty_engine
     locking = {step: times for step, (locked, times) in reads.items() if locked}
     # Step 7 repairs rows before it locks, by two looks; step 9 makes four indexes.
     assert locking == {7: 2, 9: 4}
-    assert locking.keys() == set(COMMIT_BEHIND)
+    # Step 11 locks `queue`, which every claim reads.
+    assert {*locking, 11} == set(COMMIT_BEHIND)
     assert reads[8][1] > 0
     assert reads[10][1] > 0
 
@@ -140,7 +141,7 @@ def test_who_holds_the_settings_of_queues_holds_up_the_step_and_no_producer(
 ) -> None:
     """Claims read that table too, and wait for a moment at a time; jobs are added as ever."""
     with empty_engine.begin() as connection:
-        migrate(connection, to=LATEST - 1)
+        migrate(connection, to=10)
     url = libpq_url(database.url)
     add = "INSERT INTO outboxq.job (id, queue, kind, args) VALUES (gen_random_uuid(), 'q', 'record', '{}')"
     waits = "SELECT count(*) FROM pg_locks WHERE NOT granted AND relation = 'outboxq.queue'::regclass"
@@ -158,3 +159,39 @@ def test_who_holds_the_settings_of_queues_holds_up_the_step_and_no_producer(
             finally:
                 upgrade.kill()
         assert producer.execute("SELECT count(*) FROM outboxq.job").fetchone() == (20,)
+
+
+@pytest.mark.parametrize("held", ["effect", "dead_job"])
+def test_who_writes_one_of_two_tables_holds_up_the_step_and_no_other_writer(
+    database: Database, empty_engine: Engine, held: str
+) -> None:
+    """Step 12 has both tables at once or neither, for a moment at a time: calls and burials go on while it waits."""
+    with empty_engine.begin() as connection:
+        migrate(connection, to=LATEST - 1)
+    url = libpq_url(database.url)
+    writes = {
+        "effect": "INSERT INTO outboxq.effect (scope, key, status, provider_key, lock_token, locked_until) "
+        "VALUES ('pay', gen_random_uuid()::text, 'started', gen_random_uuid(), gen_random_uuid(), now())",
+        "dead_job": "INSERT INTO outboxq.dead_job (id, queue, kind, args, headers, priority, attempt, crashes, errors, "
+        "reason, created_at) VALUES (gen_random_uuid(), 'q', 'k', '{}', '{}', 0, 1, 0, '[]', 'gone', now())",
+    }
+    waits = "SELECT count(*) FROM pg_locks WHERE NOT granted AND mode = 'ShareLock' AND relation = %s::regclass"
+    with psycopg.connect(url, autocommit=True) as writer, psycopg.connect(url) as holder:
+        # Longer than the step waits at a time.
+        writer.execute("SET lock_timeout = '700ms'")
+        holder.execute(writes[held])
+        with subprocess.Popen([sys.executable, "-m", "outboxq", "migrate"], env=_env(database)) as upgrade:
+            try:
+                for _ in range(3):
+                    wait_until(
+                        lambda: writer.execute(waits, [f"outboxq.{held}"]).fetchone() == (1,), "the step to wait"
+                    )
+                    for statement in writes.values():
+                        writer.execute(statement)
+                assert upgrade.poll() is None
+                holder.rollback()
+                assert upgrade.wait(PATIENCE) == 0
+            finally:
+                upgrade.kill()
+        for table in writes:
+            assert writer.execute(f"SELECT count(*) FROM outboxq.{table}").fetchone() == (3,)

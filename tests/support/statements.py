@@ -13,7 +13,7 @@ from typing import Any
 from uuid import UUID
 
 import msgspec
-from sqlalchemy import ClauseElement, Executable, Select, TextClause
+from sqlalchemy import ClauseElement, Executable, Select, TextClause, true
 from sqlalchemy.dialects.postgresql import psycopg
 
 from outboxq import statements
@@ -23,6 +23,7 @@ from outboxq.statements.aside import WAITS
 from outboxq.statements.audit import AuditFilter
 from outboxq.statements.claim import ClaimScript, ClaimStatements, Cursor
 from outboxq.statements.dead_letters import DeadFilter
+from outboxq.statements.doctor.sessions import jobs_of
 from outboxq.statements.done import GIVING_WAY, DoneFilter, KeptJob, keep_jobs
 from outboxq.statements.effect_admin import EffectFilter
 from outboxq.statements.effects import EffectLock
@@ -123,6 +124,9 @@ _SAMPLES: Mapping[str, tuple[object, object]] = {
     "Status": ("done", "unknown"),
     "Job": (_JOB, _LEASED),
     "Iterable[Job]": ([_LEASED], [_LEASED, _LEASED]),
+    "Sequence[sqlalchemy.sql.elements.ColumnElement[bool]]": ([true()], []),
+    "column": (job.c.id, dead_job.c.died_at),
+    "jobs: sqlalchemy.sql.selectable.TableClause": (jobs_of("outboxq"), jobs_of("outboxq")),
     "JobFilter": (JobFilter("mail", "send", "ready", (_ID, _ID), "account-7", _NOW), JobFilter()),
     "statements.jobs.JobChange": (JobChange(priority=1, run_at=_NOW, args="{}"), JobChange(run_now=True)),
     "kept: Sequence[statements.done.KeptJob]": ([_KEPT], [_KEPT, _KEPT._replace(id=UUID(int=1), stands_for=(_ID,))]),
@@ -185,6 +189,7 @@ _NO_STATEMENTS = frozenset(
         "ending",
         "errors_with",
         "interval_text",
+        "jobs_of",
         "job_columns",
         "key_is_free",
         "limit_count",

@@ -1,15 +1,13 @@
 """Effects that wait to be resolved, or to be called again.
 
-Bounded: 10,000 entries of an index, and a table that is only read while it is small. No locks.
+Bounded: 10,000 entries of an index. No locks.
 """
 
 from sqlalchemy import TextClause, text
 
-from outboxq.statements.doctor.sessions import qualified, schema_name
+from outboxq.statements.doctor.sessions import qualified
 
 MAX_EFFECTS = 10_000
-# About a million effects without results, read within a second.
-MAX_READ_BYTES = 256 * 1024**2
 
 
 def unknown_effects(schema: str) -> TextClause:
@@ -24,22 +22,19 @@ FROM (
     ).bindparams(max_effects=MAX_EFFECTS)
 
 
-def bytes_to_read(schema: str) -> TextClause:
-    """The size of the table `effect`, without what is stored out of line."""
-    return text(
-        "SELECT pg_catalog.pg_relation_size(class.oid) FROM pg_catalog.pg_class AS class "
-        "JOIN pg_catalog.pg_namespace AS namespace ON namespace.oid = class.relnamespace "
-        "WHERE namespace.nspname = :schema AND class.relname = 'effect'"
-    ).bindparams(schema_name(schema))
-
-
 def abandoned_effects(schema: str, grace_seconds: float) -> TextClause:
-    """How many calls are open, with a lock that ran out `grace_seconds` ago, and for how long the oldest. No index."""
+    """How many calls are open, with a lock that ran out `grace_seconds` ago, and for how long the oldest.
+
+    Index: effect_open, from its start, up to 10,000 that match. Unknown ones are in it too.
+    """
     return text(
         f"""\
 SELECT pg_catalog.count(*) AS effects,
   extract(epoch FROM pg_catalog.clock_timestamp() - pg_catalog.min(locked_until))::float8 AS oldest_seconds
-FROM {qualified(schema, "effect")}
-WHERE expires_at IS NULL AND (status = 'started' OR status = 'retryable' AND in_doubt)
-  AND locked_until < pg_catalog.clock_timestamp() - pg_catalog.make_interval(secs => :grace_seconds)"""
-    ).bindparams(grace_seconds=grace_seconds)
+FROM (
+  SELECT locked_until FROM {qualified(schema, "effect")}
+  WHERE expires_at IS NULL AND (status = 'started' OR status = 'retryable' AND in_doubt)
+    AND locked_until < pg_catalog.statement_timestamp() - pg_catalog.make_interval(secs => :grace_seconds)
+  ORDER BY locked_until LIMIT :max_effects
+) AS found"""
+    ).bindparams(grace_seconds=grace_seconds, max_effects=MAX_EFFECTS)

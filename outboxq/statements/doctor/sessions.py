@@ -3,8 +3,25 @@
 Everything here reads views of the server's shared memory or small catalogs; nothing waits for a lock.
 """
 
-from sqlalchemy import BindParameter, TextClause, bindparam, text
+from collections.abc import Sequence
 
+from sqlalchemy import (
+    BindParameter,
+    ColumnElement,
+    Executable,
+    TableClause,
+    Text,
+    TextClause,
+    Uuid,
+    bindparam,
+    cast,
+    column,
+    select,
+    table,
+    text,
+)
+
+from outboxq.statements.builtin import count
 from outboxq.statements.render import quote_identifier
 from outboxq.tables import StoredText
 
@@ -54,12 +71,15 @@ ORDER BY activity.xact_start NULLS LAST LIMIT :listed"""
     ).bindparams(schema_name(schema), blocking=list(BLOCKING_MODES), row_modes=list(ROW_MODES), listed=LISTED)
 
 
-def leased_jobs(schema: str, transactions: list[str]) -> TextClause:
-    """How many jobs each of these transactions has deleted, changed or locked. Reads the table once; no locks."""
-    return text(
-        f"SELECT xmax::text AS xid, pg_catalog.count(*) AS jobs FROM {qualified(schema, 'job')} "
-        "WHERE xmax = ANY (CAST(CAST(:transactions AS text[]) AS xid[])) GROUP BY 1"
-    ).bindparams(transactions=transactions)
+def jobs_of(schema: str) -> TableClause:
+    """The table `job` of a schema, with its system column `xmax` as a text."""
+    return table("job", column("id", Uuid()), column("xmax", Text()), schema=schema)
+
+
+def leased_jobs(jobs: TableClause, transactions: list[str], stretch: Sequence[ColumnElement[bool]]) -> Executable:
+    """How many jobs of a stretch each of these transactions has deleted, changed or locked. No locks."""
+    by = cast(jobs.c.xmax, StoredText())
+    return select(by.label("xid"), count().label("jobs")).where(by.in_(transactions), *stretch).group_by(by)
 
 
 def snapshot_holders() -> TextClause:

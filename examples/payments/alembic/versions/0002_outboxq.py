@@ -9,7 +9,7 @@ down_revision = "0001"
 
 
 def upgrade() -> None:
-    migrations.upgrade(op, to=11)
+    migrations.upgrade(op, to=12)
 
 
 def downgrade() -> None:

@@ -52,8 +52,9 @@ class DeadDetail:
 def list_dead(connection: Connection, wanted: DeadFilter | None = None, *, limit: int = 50) -> list[DeadJob]:
     """The dead letters that match, the latest first."""
     wanted = wanted or DeadFilter()
+    died = statements.DIED if wanted.queue is None else dead_job.c.died_at
     of_queue = matching(dead_job, queue=wanted.queue)
-    latest = stretches(connection, dead_job.c.died_at, *of_queue, *_among(wanted), is_backwards=True)
+    latest = stretches(connection, died, *of_queue, *_among(wanted), is_backwards=True)
     return [DeadJob(*row) for row in first_rows(connection, latest, partial(statements.select_dead, wanted), limit)]
 
 

@@ -7,6 +7,7 @@ from uuid import UUID
 
 from sqlalchemy import (
     ColumnElement,
+    DateTime,
     Executable,
     FromClause,
     Select,
@@ -74,6 +75,10 @@ _KEPT = (
 )  # fmt: skip
 
 
+# As the index over all queues has it.
+DIED = dead_job.c.died_at.op("AT TIME ZONE", return_type=DateTime())(literal_column("'UTC'"))
+
+
 def select_dead(wanted: DeadFilter, stretch: Sequence[ColumnElement[bool]], *, limit: int) -> Executable:
     """The dead letters of a stretch that match, the latest first.
 
@@ -82,7 +87,7 @@ def select_dead(wanted: DeadFilter, stretch: Sequence[ColumnElement[bool]], *, l
     return (
         select(*(dead_job.c[name] for name in SUMMARY_COLUMNS))
         .where(*wanted.conditions(), *stretch)
-        .order_by(dead_job.c.died_at.desc())
+        .order_by(DIED.desc() if wanted.queue is None else dead_job.c.died_at.desc())
         .limit(limit)
     )
 

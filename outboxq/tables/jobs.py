@@ -11,6 +11,7 @@ from sqlalchemy import (
     SmallInteger,
     Table,
     Uuid,
+    literal_column,
     text,
 )
 
@@ -140,7 +141,7 @@ dead_job = Table(
 )
 
 Index("dead_job_queue", dead_job.c.queue, dead_job.c.died_at)
-Index("dead_job_died", dead_job.c.died_at)
+Index("dead_job_died", dead_job.c.died_at.op("AT TIME ZONE")(literal_column("'UTC'")))
 Index("dead_job_batch", dead_job.c.batch_id, postgresql_where=text("batch_id IS NOT NULL"))
 
 # Who has a key: a job, for as long as its row is in `job`, and until `kept_until`. Relays never write here while a

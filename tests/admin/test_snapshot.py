@@ -1,25 +1,17 @@
 """The snapshot of `outboxq top`: the same as each of its parts, in bounded time, and never in the way."""
 
-from uuid import uuid4
-
-import pytest
 from sqlalchemy import Engine, create_engine, text
 from sqlalchemy.orm import sessionmaker
 
 from outboxq import Backoff, Context, DeadLetter, Jobs, OutboxSession
 from outboxq.admin.dead_letters import DeadFilter, list_dead, show_dead
-from outboxq.admin.snapshot import NEWEST_DEAD, find_dead_groups, take_snapshot
+from outboxq.admin.snapshot import find_dead_groups, take_snapshot
 from outboxq.admin.stats import collect_stats
 from outboxq.error_record import read_attempts
-from outboxq.observability.metrics.exporter import DatabaseExporter
-from outboxq.observability.metrics.exposition import expose, registry_of
-from outboxq.observability.metrics.tables import PARTS
 from outboxq.postgres import Database
-from tests.admin.test_explain_large import counting_pages
 from tests.admin.test_roles import Cast
 from tests.admin.test_roles import roles as roles
 from tests.support.doctor import execute, open_session
-from tests.support.metrics import parsed, value
 from tests.support.staged import stage
 
 _STAT = """\
@@ -36,10 +28,6 @@ _DEAD = """\
 INSERT INTO outboxq.dead_job (id, queue, kind, args, headers, priority, attempt, crashes, errors, reason, created_at)
 SELECT gen_random_uuid(), 'mail', 'send', '{{}}', '{{}}', 0, 1, 0, CAST(:errors AS jsonb), :reason, now()
 FROM generate_series(1, {number})"""
-_JOBS = """\
-INSERT INTO outboxq.job (id, queue, kind, args, state, run_at)
-SELECT gen_random_uuid(), 'queue ' || n % 5, 'k', '{}', CASE WHEN n % 10 = 1 THEN 'scheduled' ELSE 'ready' END, now()
-FROM generate_series(1, 1000000) AS n"""
 
 
 def test_a_snapshot_has_what_its_parts_have(engine: Engine) -> None:
@@ -152,31 +140,3 @@ def test_a_right_that_is_missing_is_named(roles: Cast) -> None:
     (missing,) = found.not_known
     assert (missing.part, "permission denied for table stat" in missing.reason) == ("kinds", True)
     assert "outboxq roles --sql" in missing.reason
-
-
-@pytest.mark.large
-@pytest.mark.parametrize("pinned", [False, True], ids=["plain", "behind a snapshot"])
-def test_a_million_jobs_cost_as_much_as_a_few(engine: Engine, outboxq_database: Database, *, pinned: bool) -> None:
-    """Whatever waits and died, neither a snapshot nor the exporter reads much; also behind 200,000 dead heads."""
-    url = outboxq_database.url
-    execute(url, _JOBS)
-    with engine.begin() as connection:
-        connection.execute(text(_DEAD.format(number=200_000)), {"errors": "[]", "reason": str(uuid4())})
-    execute(url, "VACUUM ANALYZE outboxq.job, outboxq.dead_job")
-    with open_session(url, "SELECT txid_current()" if pinned else "SELECT 1"):
-        if pinned:
-            execute(url, "DELETE FROM outboxq.job WHERE seq <= (SELECT min(seq) + 200000 FROM outboxq.job)")
-        with counting_pages(engine) as read, engine.connect() as connection:
-            found = take_snapshot(connection)
-            exporter = DatabaseExporter(connect=engine.connect, schema="outboxq", find=list)
-            exporter.look()
-    assert found.not_known == ()
-    exported = parsed(expose(registry_of(lambda: {"db": exporter.read()}))[0].decode())
-    assert value(exported, "outboxq_exporter_query_ok") == len(PARTS)
-    assert {queue.exact for queue in found.queues} == {False}
-    assert found.dead_groups[0].jobs == NEWEST_DEAD
-    # Of dead letters that all match, the first are read in the order of the table, up to the limit.
-    assert "Seq Scan on job" not in "\n".join(plan for _, plan in read)
-    # Counted are 10,000 jobs of each of five queues; dead heads are passed by their index entries.
-    pages, plan = max(read)
-    assert pages < (300_000 if pinned else 50_000), plan

@@ -3,18 +3,20 @@
 Every relay here polls once in ten minutes, so what happens sooner happened by waking.
 """
 
+import queue
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 
 import psycopg
 import pytest
+from psycopg.pq.abc import PGconn
 from sqlalchemy import Engine, make_url, text
 from sqlalchemy.orm import sessionmaker
 
 from outboxq import Context, Jobs, OutboxSession, RelayConfig, SlotGroup
 from outboxq.postgres import Database
-from outboxq.relay.idle import FIRST_PAUSE_SECONDS, UNFLAGGED_PAUSE_SECONDS
+from outboxq.relay.idle import FIRST_PAUSE_SECONDS, UNFLAGGED_PAUSE_SECONDS, SlotSleep
 from outboxq.relay.listener import IdleSlot, Listener
 from outboxq.relay.poller import Poll, SharedPoller
 from outboxq.relay.state import RelayState
@@ -33,30 +35,55 @@ def test_a_slot_that_falls_asleep_behind_a_call_polls_for_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A slot that takes one of two jobs calls the other slot, also if that one is not asleep yet."""
-    jobs, release, begun, fall_asleep = Jobs(), threading.Event(), threading.Semaphore(0), Listener.fall_asleep
-    first, working = [], threading.Event()
+    jobs, release, found = Jobs(), threading.Event(), queue.SimpleQueue[str]()
+    fall_asleep, remove_idle, pause_seconds = Listener.fall_asleep, Listener._remove_idle, SlotSleep.pause_seconds
+    seen, both_are_here = list[IdleSlot](), threading.Barrier(2)
+    first_works, second_asks = threading.Event(), threading.Event()
 
     @jobs.handler(queue="ledger")
     def block(ctx: Context) -> None:
-        working.set()
-        begun.release()
-        release.wait(PATIENCE)
+        first_works.set()
+        found.put("a job")
+        # No slot takes both.
+        release.wait()
 
-    def insert_before_the_first(listener: Listener, sleeper: IdleSlot) -> "Future[float | None]":
-        if not first:
-            first.append(sleeper)
+    def fall_asleep_one_by_one(listener: Listener, slot: IdleSlot) -> "Future[float | None]":
+        if slot in seen:
+            return fall_asleep(listener, slot)
+        seen.append(slot)
+        # Neither of them is in a poll any more, which could find the jobs.
+        both_are_here.wait(PATIENCE)
+        is_first = slot is seen[0]
+        if is_first:
             with sessions.begin() as session:
                 session.add_jobs(block.job() for _ in range(2))
-        elif sleeper is not first[0]:
-            # Its flag is up already: the first one's, who has taken a job and called in vain.
-            assert working.wait(PATIENCE)
-        return fall_asleep(listener, sleeper)
+        else:
+            # The first one has taken a job, and called in vain.
+            assert first_works.wait(PATIENCE)
 
-    monkeypatch.setattr(Listener, "fall_asleep", insert_before_the_first)
+        request = fall_asleep(listener, slot)
+        if not is_first:
+            second_asks.set()
+        while request.result(PATIENCE) is None:
+            # The listener does not hear yet.
+            request = fall_asleep(listener, slot)
+        return request
+
+    def remove_late(listener: Listener, slot: IdleSlot, connection: PGconn | None) -> None:
+        # The second slot finds the first one's flag, which would go down in a moment without it.
+        second_asks.wait(PATIENCE)
+        remove_idle(listener, slot, connection)
+
+    def sleep_on(sleep: SlotSleep, *, flagged: bool) -> float:
+        found.put("a pause")
+        return pause_seconds(sleep, flagged=flagged)
+
+    monkeypatch.setattr(Listener, "fall_asleep", fall_asleep_one_by_one)
+    monkeypatch.setattr(Listener, "_remove_idle", remove_late)
+    monkeypatch.setattr(SlotSleep, "pause_seconds", sleep_on)
     with start_relay(jobs, RelayConfig(groups=(SlotGroup(("ledger",), 2),), poll_seconds=600)):
         try:
-            for _ in range(2):
-                assert begun.acquire(timeout=PATIENCE)
+            assert [found.get(timeout=PATIENCE) for _ in range(2)] == ["a job", "a job"]
         finally:
             release.set()
 

@@ -1,13 +1,15 @@
 """Handlers that leave the driver's connection in the middle of something: failed, and in nobody's way."""
 
 import asyncio
+import sys
 import threading
+import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import psycopg
 import pytest
-from sqlalchemy import Engine, text
+from sqlalchemy import Engine, func, select, text
 from sqlalchemy.orm import Session, sessionmaker
 
 from outboxq import AsyncContext, Backoff, Context, Jobs, OutboxSession
@@ -17,7 +19,7 @@ from outboxq.handlers.context import BatchContext, BatchItem
 from tests.execution.test_raised import Named, dead_letters
 from tests.support.app import Effect
 from tests.support.ledger import ledger, waiting
-from tests.support.waiting import wait_until
+from tests.support.waiting import PATIENCE, wait_until
 
 Drain = Callable[..., list[Event]]
 ONCE = Backoff(max_attempts=1)
@@ -143,40 +145,66 @@ def test_a_handler_that_leaves_a_statement_unfinished_fails_alone_and_holds_up_n
 @pytest.mark.timeout(90)
 @pytest.mark.parametrize("claim", ["transaction", "lease"])
 def test_a_thread_left_in_a_statement_reads_nothing_of_the_next_connection(
-    claim: Any, engine: Engine, sessions: sessionmaker[OutboxSession], drain: Drain
+    claim: Any,
+    engine: Engine,
+    sessions: sessionmaker[OutboxSession],
+    drain: Drain,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Its connection is closed while it waits: neither the socket's number nor its memory is another's by then."""
-    jobs, threads = Jobs(), []
+    """Its statement ends before its connection is closed: the socket's number and its memory are then another's."""
+    jobs, close = Jobs(), psycopg.Connection.close
+    left, closed_beneath = dict[object, tuple[int, threading.Thread]](), list[bool]()
 
     @jobs.handler(queue="q", claim=claim, retry=ONCE)
     def leave_thread(ctx: Context) -> None:
         cursor = ctx.session.connection().connection.cursor()
-        is_sent = threading.Event()
+        backend = cursor.connection.info.backend_pid
 
         def wait() -> None:
-            is_sent.set()
             with pytest.raises(psycopg.OperationalError):
-                cursor.execute("SELECT pg_sleep(0.1)")
+                cursor.execute("SELECT pg_sleep(600)")
 
-        threads.append(threading.Thread(target=wait, daemon=True))
-        threads[-1].start()
-        assert is_sent.wait(10)
-        wait_until(cursor.connection.lock.locked, "the statement")
+        thread = threading.Thread(target=wait, daemon=True)
+        left[cursor.connection] = backend, thread
+        thread.start()
+        wait_until(lambda: sleeps(engine, backend), "the statement")
 
     @jobs.handler(queue="q", claim=claim, retry=ONCE)
     def note(ctx: Context, name: str) -> None:
         ctx.session.add(Effect(name=name))
-        ctx.session.execute(text("SELECT pg_sleep(0.15)"))
 
+    def look_and_close(connection: "psycopg.Connection[Any]") -> None:
+        if connection in left:
+            backend, thread = left.pop(connection)
+            closed_beneath.append(is_in_statement(thread))
+            # Its backend sleeps on, and the thread too if nothing has ended its statement.
+            with engine.begin() as other:
+                other.execute(select(func.pg_terminate_backend(backend)))
+            thread.join(PATIENCE)
+        close(connection)
+
+    monkeypatch.setattr(psycopg.Connection, "close", look_and_close)
     with sessions.begin() as session:
         for name in "abcde":
             session.add_job(leave_thread)
             session.add_job(note, name=name)
     drain(jobs, slots_per_queue=1)
-    for thread in threads:
-        thread.join(10)
+    assert closed_beneath == [False] * 5
     assert ledger(engine) == dict.fromkeys("abcde", 1)
     assert len(dead_letters(engine)) == 5
+
+
+def sleeps(engine: Engine, backend: int) -> bool:
+    with engine.connect() as connection:
+        query = text("SELECT wait_event = 'PgSleep' FROM pg_stat_activity WHERE pid = :pid")
+        return bool(connection.scalar(query, {"pid": backend}))
+
+
+def is_in_statement(thread: threading.Thread) -> bool:
+    assert thread.ident is not None
+    innermost = sys._current_frames().get(thread.ident)
+    frames = () if innermost is None else traceback.walk_stack(innermost)
+    return any(frame.f_code is psycopg.Connection.wait.__code__ for frame, _ in frames)
 
 
 @pytest.mark.timeout(90)

@@ -2,11 +2,13 @@
 
 import json
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from hypothesis import given, strategies
 from sqlalchemy import Engine, text
+from starlette.testclient import TestClient
 
 from outboxq.dashboard import Role, create_app
 from outboxq.dashboard.documents import read_tree, write_tree
@@ -32,39 +34,38 @@ def staged(engine: Engine) -> Engine:
     return engine
 
 
-@pytest.mark.parametrize("payloads", ["hidden", "redacted"])
-def test_a_secret_is_on_no_page(payloads: Any, staged: Engine) -> None:
+@pytest.fixture(params=["hidden", "redacted"])
+def browser(request: pytest.FixtureRequest, staged: Engine) -> Iterator[TestClient]:
+    """An admin's, of a dashboard that hides the payloads or redacts them."""
+    if request.param == "redacted":
+        give_words(staged)
+    with client_of(create_app({"orders": staged}, auth=as_user(Role.ADMIN), payloads=request.param)) as client:
+        yield client
+
+
+def test_a_secret_is_on_no_page(browser: TestClient, staged: Engine) -> None:
     """It stands in arguments, headers, results, errors and notes, at any depth, and in JSON inside of a string."""
-    if payloads == "redacted":
-        give_words(staged)
-    app = create_app({"orders": staged}, auth=as_user(Role.ADMIN), payloads=payloads)
-    with client_of(app) as client:
-        paths = [path_of(screen, staged, "orders") for screen in screens()]
-        paths += [f"/orders/jobs/{numbered(number)}" for number in (6, 101, 102, 301)]
-        for path in [*paths, "/orders/queues/mail"]:
-            for accept in ("text/html", "application/json"):
-                answer = client.get(path, headers={"accept": accept})
-                assert answer.status_code == 200
-                assert CANARY not in answer.text, (path, accept)
-
-
-@pytest.mark.parametrize("payloads", ["hidden", "redacted"])
-def test_a_secret_is_on_no_form_and_in_no_preview(payloads: Any, staged: Engine) -> None:
-    """What a form begins with, what it shows if it is refused, and the rows that a preview shows."""
-    if payloads == "redacted":
-        give_words(staged)
-    app = create_app({"orders": staged}, auth=as_user(Role.ADMIN), payloads=payloads)
-    with client_of(app) as client:
-        token = token_for(client)
-        selected = preview("dead.retry", of="selected", id=str(numbered(101)))
-        sent = [*map(preview, PREVIEWS), selected, *(refused(each, "no") for each in FORMS)]
+    paths = [path_of(screen, staged, "orders") for screen in screens()]
+    paths += [f"/orders/jobs/{numbered(number)}" for number in (6, 101, 102, 301)]
+    for path in [*paths, "/orders/queues/mail"]:
         for accept in ("text/html", "application/json"):
-            headers = {"accept": accept, "origin": ORIGIN}
-            answers = [client.get(action_path(action), headers=headers) for action in FORMS]
-            forms = ((each.path, {**each.fields, "csrf": token}) for each in sent)
-            answers += [client.post(path, data=form, headers=headers) for path, form in forms]
-            assert {each.status_code for each in answers} <= {200, 400, 404}
-            assert [str(each.url) for each in answers if CANARY in each.text] == []
+            answer = browser.get(path, headers={"accept": accept})
+            assert answer.status_code == 200
+            assert CANARY not in answer.text, (path, accept)
+
+
+def test_a_secret_is_on_no_form_and_in_no_preview(browser: TestClient) -> None:
+    """What a form begins with, what it shows if it is refused, and the rows that a preview shows."""
+    token = token_for(browser)
+    selected = preview("dead.retry", of="selected", id=str(numbered(101)))
+    sent = [*map(preview, PREVIEWS), selected, *(refused(each, "no") for each in FORMS)]
+    for accept in ("text/html", "application/json"):
+        headers = {"accept": accept, "origin": ORIGIN}
+        answers = [browser.get(action_path(action), headers=headers) for action in FORMS]
+        forms = ((each.path, {**each.fields, "csrf": token}) for each in sent)
+        answers += [browser.post(path, data=form, headers=headers) for path, form in forms]
+        assert {each.status_code for each in answers} <= {200, 400, 404}
+        assert [str(each.url) for each in answers if CANARY in each.text] == []
 
 
 def test_shown_payloads_are_shown(staged: Engine) -> None:

@@ -8,12 +8,19 @@ from pathlib import Path
 import pytest
 
 from tests.support.fork_server import forking, fresh
+from tests.support.rewriting import rewrite_share
 
 _EXAMPLES = Path(__file__).parent / "examples"
 
 # A script's background jobs ignore SIGINT, and so would all that the tests start and interrupt.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection(session: pytest.Session) -> None:
+    """Rewrite the files' asserts together with the other workers, then collect."""
+    rewrite_share(session.config)
 
 
 @pytest.hookimpl(tryfirst=True)

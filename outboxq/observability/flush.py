@@ -82,10 +82,10 @@ class Flusher:
         self._pending: Counts | None = None
         self._in_doubt_since: float | None = None
 
-    @property
-    def has_something_to_say(self) -> bool:
-        """Whether there is anything to add, or the relay has a row, or may have."""
-        return self._is_registered or self._in_doubt_since is not None or not self._aggregate.is_empty
+    def has_something_to_say(self, *, counts: bool) -> bool:
+        """Whether there is anything to add, if `counts` is to be added, or the relay has a row, or may have."""
+        has_counts = counts and not self._aggregate.is_empty
+        return self._is_registered or self._in_doubt_since is not None or has_counts
 
     def flush(self, transact: Transact, *, counts: bool = True) -> bool:
         """Say that the relay lives, and send what was counted since the last flush; whether this minute has gauges.

@@ -46,7 +46,7 @@ def test_a_drain_leaves_what_it_did(
     with sessions.begin() as session:
         for how in ("dead", "discard", "snooze"):
             session.add_job(app.end, how=how)
-    drain()
+    drain(stats_seconds=15)
     found = sums(engine)
     assert found["record"] == (10, 0, 0, 0, 0)
     assert found["end"] == (0, 0, 1, 1, 1)
@@ -286,3 +286,19 @@ def test_a_history_that_is_turned_off_is_not_written(
     assert rows(engine, DONE) == [(0,)]
     assert rows(engine, "SELECT * FROM outboxq.relay_status") == []
     assert rows(engine, "SELECT * FROM outboxq.stat") == []
+
+
+def test_a_drain_whose_history_is_turned_off_does_not_register(
+    engine: Engine, drain: Callable[..., list[Event]], caplog: pytest.LogCaptureFixture
+) -> None:
+    """It ends before its first sign of life, and so has no row to remove: without the tables nothing is missed."""
+    enqueue(engine, ["a"], both_flavours=False)
+    with engine.begin() as connection:
+        migrate(connection, to=10)
+    with caplog.at_level(logging.WARNING, "outboxq"):
+        drain(stats_seconds=0)
+        assert caplog.messages == []
+        enqueue(engine, ["b"], both_flavours=False)
+        drain(stats_seconds=15)
+    assert [message.startswith("the history is not written") for message in caplog.messages] == [True]
+    assert sorted(effects(engine)) == ["a", "b"]

@@ -124,11 +124,12 @@ class Historian:
         return roll_up_one_hour(connection, self.schema)
 
     def _finish(self) -> None:
-        if not self.flusher.has_something_to_say:
+        counts = self.stats_seconds > 0
+        if not self.flusher.has_something_to_say(counts=counts):
             return
         # Each may lose its connection, as the flush before may have done.
         for _ in range(_LAST_TRIES):
-            if self._try(lambda: self.flusher.leave(self._transact, counts=self.stats_seconds > 0)):
+            if self._try(lambda: self.flusher.leave(self._transact, counts=counts)):
                 return
             time.sleep(_LAST_PAUSE_SECONDS)
 

@@ -93,11 +93,16 @@ def start_relay(outboxq_database: Database, relay_limits: RelayLimits) -> StartR
 
 @pytest.fixture
 def drain(outboxq_database: Database, relay_limits: RelayLimits) -> Callable[..., list[Event]]:
-    """Drains the test's database with the application's handlers; the events."""
+    """Drains the test's database with the application's handlers; the events.
+
+    Every slot and every agent opens a connection, so there is one slot of each queue, and nothing is pruned or added to
+    the history, unless a test asks for it.
+    """
 
     def run(jobs: Jobs = app.jobs, limits: RelayLimits = relay_limits, **settings: object) -> list[Event]:
         events: list[Event] = []
-        with_limits(Relay(outboxq_database.url, jobs, RelayConfig(**settings), hooks=[events.append]), limits).drain()
+        config = RelayConfig(**{"slots_per_queue": 1, "prune_seconds": 0, "stats_seconds": 0, **settings})
+        with_limits(Relay(outboxq_database.url, jobs, config, hooks=[events.append]), limits).drain()
         return events
 
     return run

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,12 @@ from tests.support.waiting import wait_until
 Drain = Callable[..., list[Event]]
 TARGET = "tests.support.app:jobs"
 PAYMENTS = Inbox("payments", retention=timedelta(days=7))
+
+
+@pytest.fixture
+def drain(drain: Drain) -> Drain:
+    """A drain that deletes what is over, as users' drains do."""
+    return partial(drain, prune_seconds=60)
 
 
 def accept(sessions: sessionmaker[OutboxSession], message_id: str) -> bool:

@@ -179,7 +179,7 @@ def test_a_relay_prunes_what_its_application_declares(
 ) -> None:
     """Also one that drains; with prune_seconds=0 nothing is deleted."""
     fill(engine, "kept", 3, "2 days")
-    events = drain(jobs, **({} if prunes else {"prune_seconds": 0}))
+    events = drain(jobs, prune_seconds=60 if prunes else 0)
     found = [event for event in events if isinstance(event, DeadLettersPruned)]
     assert found == ([DeadLettersPruned("kept", 3)] if prunes else [])
 

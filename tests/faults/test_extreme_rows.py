@@ -125,13 +125,10 @@ def insert_extremes(producer: psycopg.Connection, chance: random.Random, columns
     return inserted
 
 
+# These seeds draw nearly every value of every column.
 @pytest.mark.parametrize(
     ("way", "seed"),
-    [
-        *(("a producer", seed) for seed in range(2)),
-        *(("a producer of before", seed) for seed in range(2)),
-        *(("rows of before the checks", seed) for seed in range(6)),
-    ],
+    [("a producer", 1), ("a producer of before", 1), *(("rows of before the checks", seed) for seed in (2, 3, 4))],
 )
 def test_whatever_is_in_a_row_the_jobs_of_others_run_and_relays_live(
     way: Way,

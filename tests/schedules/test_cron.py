@@ -57,10 +57,13 @@ def test_the_newest_of_the_times_that_were_missed_is_found(text, zone, moment, s
 
 @pytest.mark.parametrize("zone", ZONES)
 def test_a_time_of_every_hour_is_what_clocks_on_the_wall_show(zone: str) -> None:
-    """With a star for the hour, each minute at which the clocks show such a time is due, over a whole year."""
+    """With a star for the hour, each minute at which the clocks show such a time is due, over a whole year.
+
+    Their distances from UTC are quarters of hours, so that no other minute can be one.
+    """
     cron = Cron("30 * * * *", zone)
     tz = zoneinfo.ZoneInfo(zone)
-    minutes = (START + timedelta(minutes=number) for number in range(60 * 24 * 365))
+    minutes = (START + timedelta(minutes=number) for number in range(0, 60 * 24 * 365, 15))
     expected = [minute for minute in minutes if minute.astimezone(tz).minute == 30]
     assert cron.due_times(expected[0], expected[-1], 10_000) == expected
 

@@ -10,8 +10,9 @@ from tests.support.dashboard import action_path, as_user, path_of, screens, stag
 from tests.support.http_server import serve
 from tests.support.posted import FORMS, every_answer, send
 
-WIDTHS = (1280, 390)
 THEMES = ("light", "dark")
+# Colours are those of a theme, whatever the width: each theme at one width is each theme and each width.
+LOOKS = (("light", 390), ("dark", 1280))
 
 
 @pytest.fixture
@@ -54,8 +55,7 @@ def test_a_page_with_a_button_without_a_name_is_noticed(browser: Browser, staged
 
 
 @pytest.mark.large
-@pytest.mark.parametrize("width", WIDTHS)
-@pytest.mark.parametrize("theme", THEMES)
+@pytest.mark.parametrize(("theme", "width"), LOOKS)
 def test_every_page_can_be_used_by_all(theme: str, width: int, browser: Browser, staged: Engine) -> None:
     """Every screen with something on it, the start, a page that is refused, and one that is not there."""
     app = create_app({"orders": staged, "billing": staged}, auth=as_user(Role.ADMIN), environment="production")
@@ -66,8 +66,7 @@ def test_every_page_can_be_used_by_all(theme: str, width: int, browser: Browser,
 
 
 @pytest.mark.large
-@pytest.mark.parametrize("width", WIDTHS)
-@pytest.mark.parametrize("theme", THEMES)
+@pytest.mark.parametrize(("theme", "width"), LOOKS)
 def test_every_form_can_be_used_by_all(theme: str, width: int, browser: Browser, engine: Engine) -> None:
     """The form of each action, as it is at first and as it was refused, and what changes of many rows would do."""
     stage_actions(engine)

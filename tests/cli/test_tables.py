@@ -77,7 +77,7 @@ def test_wide_shows_every_column(words: str, url: str) -> None:
     screen = shown(words, 60, url, "--wide")
     lines = screen.partition("\n\n")[0].splitlines()
     assert len(lines) == 1 + len(rows(words, url))
-    piped = run(*words.split(), url=url).ok().stdout.splitlines()[0].split("\t")
+    piped = call(*words.split(), url=url).ok().stdout.splitlines()[0].split("\t")
     assert lines[0].split() == [name.removesuffix("_at").removesuffix("_seconds") for name in piped]
     assert "…" not in screen
 
@@ -85,7 +85,7 @@ def test_wide_shows_every_column(words: str, url: str) -> None:
 @every_list
 def test_a_pipe_gets_tabs_and_full_values(words: str, url: str) -> None:
     """A line for each row, a tab between the columns, whichever have a value; times in full, in UTC."""
-    said = run(*words.split(), url=url).ok().stdout.partition("\n\n")[0]
+    said = call(*words.split(), url=url).ok().stdout.partition("\n\n")[0]
     heading, *lines = (line.split("\t") for line in said.splitlines())
     found = rows(words, url)
     assert len(lines) == len(found)
@@ -172,7 +172,7 @@ def test_colours_read_on_light_and_dark(env: dict[str, str], expected: set[str],
 @every_list
 def test_nothing_found_is_said(words: str, outboxq_database: Database) -> None:
     """On standard error, so that a pipe has nothing but the heading."""
-    said = run(*words.split(), url=outboxq_database.url).ok()
+    said = call(*words.split(), url=outboxq_database.url).ok()
     assert len(said.stdout.splitlines()) == 1
     assert re.fullmatch(r"no (jobs|dead letters|messages|effects|queues) found\n", said.stderr)
 

@@ -65,9 +65,9 @@ def test_each_bug_makes_a_difference(name: str, forgetful: list[Lane]) -> None:
         run_and_compare(forgetful, SHOWN[name])
 
 
-@pytest.mark.parametrize(("start", "count"), [(0, 30), pytest.param(3, 150, marks=pytest.mark.large)])
+@pytest.mark.parametrize(("start", "count"), [(0, 30), pytest.param(3, 270, marks=pytest.mark.large)])
 def test_jobs_in_company_come_to_what_they_come_to_alone(start: int, count: int, lanes: dict[str, Lane]) -> None:
-    """In savepoints of one transaction, and shared; 180 random batches, always the same ones.
+    """In savepoints of one transaction, and shared; 300 random batches, always the same ones.
 
     `python -m tests.fuzz` draws others.
     """

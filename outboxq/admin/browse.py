@@ -1,6 +1,6 @@
 """Pages for people who look through jobs, dead letters and records: newest first, each in a bounded time.
 
-A page is looked for among the next 100,000 rows: a filter that matches little does not read a whole table. Every
+A page is looked for among the next 50,000 rows: a filter that matches little does not read a whole table. Every
 function is one look or two in the caller's transaction, and locks nothing.
 """
 
@@ -31,7 +31,7 @@ Thing = TypeVar("Thing")
 
 Listed: TypeAlias = Literal["job", "dead_job"]
 
-DEPTH = 100_000
+DEPTH = 50_000
 # Arguments that are no longer than this are read for lists.
 SHORT_BYTES = 64 * 1024
 # How often it is looked for more, if rows were found that may not be seen.

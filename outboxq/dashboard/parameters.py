@@ -30,6 +30,21 @@ Period: TypeAlias = Literal["1h", "6h", "24h", "7d", "30d"]
 Selected: TypeAlias = Annotated[tuple[UUID, ...], Meta(max_length=MAX_LIMIT)]
 _MAX_FIELDS = 50
 _MISSING = re.compile(r"Object missing required field `(?P<name>\w+)`")
+# What msgspec says of a value, and what that means for who has filled in a form.
+_RULES = tuple(
+    (re.compile(pattern), words)
+    for pattern, words in (
+        (r"Expected `str` of length <= (\d+)", r"takes up to \1 characters"),
+        (r"Expected `int(?: \| null)?`, got", r"takes a whole number"),
+        (r"Expected `str` of length >= (\d+)", r"takes \1 characters or more"),
+        (r"Expected `int` >= (-?\d+)", r"takes a number from \1 on"),
+        (r"Expected `int` <= (-?\d+)", r"takes a number up to \1"),
+        (r"Expected `bool`, got", r"takes true or false"),
+        (r"Expected `datetime`|Invalid RFC3339", r"takes a time such as 2026-01-31T08:00:00Z"),
+        (r"Invalid UUID", r"takes an id"),
+        (r"Invalid enum value ('.*')", r"does not know \1"),
+    )
+)
 _WRONG = re.compile(r"(?P<what>.+) - at `\$\.(?P<name>\w+)(?:\[\d+\])?`", re.DOTALL)
 
 
@@ -151,4 +166,10 @@ def _in_words(problem: str) -> str:
     if missing is not None:
         return f"{missing['name']} is missing: fill it in"
     wrong = _WRONG.fullmatch(problem)
-    return problem if wrong is None else f"{wrong['name']}: {wrong['what'][:1].lower()}{wrong['what'][1:]}"
+    if wrong is None:
+        return problem
+    name, what = wrong["name"], wrong["what"]
+    for pattern, words in _RULES:
+        if (broken := pattern.match(what)) is not None:
+            return f"{name} {broken.expand(words)}"
+    return f"{name}: {what[:1].lower()}{what[1:]}"

@@ -171,3 +171,44 @@ def test_a_login_takes_a_short_form(staged: Engine) -> None:
     with client_of(create_app({"orders": staged}, auth=TokenLogin("a token of some length"))) as client:
         form = {"csrf": token_of(client.get("/login")), "password": "x" * 8_200}
         assert client.post("/login", data=form, headers={"origin": ORIGIN}).status_code == 413
+
+
+@pytest.mark.parametrize(
+    ("path", "says"),
+    [
+        ("kinds?period=9h", "period does not know &#39;9h&#39;"),
+        ("jobs?limit=many", "limit takes a whole number"),
+        ("jobs?limit=-1", "limit takes a number from 1 on"),
+        ("jobs?limit=9999", "limit takes a number up to 200"),
+        ("jobs?before=7", "before takes an id"),
+        (f"jobs?q={'x' * 300}", "q takes up to 200 characters"),
+    ],
+)
+def test_what_a_page_does_not_take_is_said_in_plain_words(staged: Engine, path: str, says: str) -> None:
+    """Without the names of types."""
+    with client_of(create_app({"orders": staged}, auth=as_user(Role.ADMIN))) as client:
+        found = client.get(f"/orders/{path}")
+    assert found.status_code == 400
+    assert says in found.text
+
+
+def test_only_a_call_whose_outcome_or_result_is_not_known_is_offered_to_be_resolved(staged: Engine) -> None:
+    """As `effects resolve` takes it: no other is changed by it."""
+    cases = {
+        "status = 'unknown'": True,
+        "status = 'retryable', in_doubt = true": True,
+        "status = 'retryable', in_doubt = false": False,
+        "status = 'started', locked_until = now() - interval '1 minute'": True,
+        "status = 'started', locked_until = now() + interval '1 hour'": False,
+        "status = 'done', result = 'null'": False,
+        "status = 'done', result = NULL": True,
+        "status = 'failed'": False,
+    }
+    with client_of(create_app({"orders": staged}, auth=as_user(Role.ADMIN))) as client:
+        for case, is_offered in cases.items():
+            with staged.begin() as connection:
+                change = f"UPDATE outboxq.effect SET expires_at = NULL, {case} WHERE key = 'order-1001'"
+                connection.execute(text(change))
+            page = client.get("/orders/effects/stripe-charge/order-1001")
+            assert page.status_code == 200
+            assert ("Resolve…" in page.text) is is_offered, case

@@ -116,7 +116,7 @@ def test_a_whole_page_can_be_selected(staged: Engine) -> None:
     [
         ([], {"of": "selected"}, "No row is selected"),
         ([], {"of": "selected", "kind": "charge"}, "No row is selected"),
-        (["one"], {"of": "selected"}, "id: invalid UUID"),
+        (["one"], {"of": "selected"}, "id takes an id"),
         (["01929e1c-5a7d-7cc3-9a55-000000000065"], {"kind": "charge"}, "of=selected"),
     ],
 )

@@ -7,12 +7,14 @@ import sys
 
 import httpx
 import psutil
+import pytest
 
 from tests.support.waiting import wait_until
 
 LIMIT_SECONDS = 60
 
 
+@pytest.mark.large
 def test_the_demo_can_be_looked_at_and_ends_cleanly() -> None:
     """The link logs in, two relays work on what customers order, and Ctrl-C ends all of it."""
     command = [sys.executable, "-m", "outboxq", "demo", "--dashboard"]
@@ -30,7 +32,7 @@ def test_the_demo_can_be_looked_at_and_ends_cleanly() -> None:
                     alive = [relay for relay in seen["relays"] if relay["state"] == "serving"]
                     return len(alive) == 2 and sum(row["done"] for row in seen["history"]) > 5
 
-                wait_until(looked, "two relays that have done something")
+                wait_until(looked, "two relays that have done something", 2 * LIMIT_SECONDS)
             children = psutil.Process(demo.pid).children(recursive=True)
             assert len(children) > 2
             demo.send_signal(signal.SIGINT)

@@ -21,10 +21,10 @@ from outboxq.database.driver import run_script
 from outboxq.errors import ArgumentError, JobNotFound
 from outboxq.outbox.options import MAX_PRIORITY
 from outboxq.outbox.progress import progress_of
+from outboxq.statements import job_changes, wake
 from outboxq.statements import jobs as statements
-from outboxq.statements import wake
+from outboxq.statements.job_changes import JobChange as JobChange
 from outboxq.statements.jobs import STATES as STATES
-from outboxq.statements.jobs import JobChange as JobChange
 from outboxq.statements.jobs import JobFilter as JobFilter
 from outboxq.statements.paging import MAX_PAGE_ROWS, KindCount, Page, read_page
 from outboxq.statements.park import clear_marks as clearing
@@ -203,14 +203,14 @@ def change_page(
         ArgumentError: nothing is to be changed, or a value that no job can have.
     """
     _check_change(change)
-    page = read_page(connection.execute(statements.change_page(wanted, change, after=after, limit=limit)))
+    page = read_page(connection.execute(job_changes.change_page(wanted, change, after=after, limit=limit)))
     if page.refused:
-        leased = set(connection.execute(statements.select_leased(page.refused)).scalars())
+        leased = set(connection.execute(job_changes.select_leased(page.refused)).scalars())
         refused = tuple(job_id for job_id in page.refused if job_id not in leased)
         page = replace(page, held=(*page.held, *leased), refused=refused)
     if page.changed:
         # An UPDATE wakes no relay: the trigger is one of INSERT.
-        queues = sorted(connection.execute(statements.select_queues(page.changed)).scalars())
+        queues = sorted(connection.execute(job_changes.select_queues(page.changed)).scalars())
         run_script(connection, "; ".join(wake.notify(mapped_schema(connection), queue) for queue in queues))
     return page
 

@@ -29,7 +29,8 @@ from outboxq.statements.effect_admin import EffectFilter
 from outboxq.statements.effects import EffectLock
 from outboxq.statements.group_claim import GroupScript
 from outboxq.statements.inbox import MessageFilter, accept_parameters
-from outboxq.statements.jobs import JobChange, JobFilter
+from outboxq.statements.job_changes import JobChange
+from outboxq.statements.jobs import JobFilter
 from outboxq.statements.limit import limit_count, limit_slot
 from outboxq.statements.progress import ProgressNote
 from outboxq.statements.rate import TokenRequest
@@ -128,7 +129,7 @@ _SAMPLES: Mapping[str, tuple[object, object]] = {
     "column": (job.c.id, dead_job.c.died_at),
     "jobs: sqlalchemy.sql.selectable.TableClause": (jobs_of("outboxq"), jobs_of("outboxq")),
     "JobFilter": (JobFilter("mail", "send", "ready", (_ID, _ID), "account-7", _NOW), JobFilter()),
-    "statements.jobs.JobChange": (JobChange(priority=1, run_at=_NOW, args="{}"), JobChange(run_now=True)),
+    "statements.job_changes.JobChange": (JobChange(priority=1, run_at=_NOW, args="{}"), JobChange(run_now=True)),
     "kept: Sequence[statements.done.KeptJob]": ([_KEPT], [_KEPT, _KEPT._replace(id=UUID(int=1), stands_for=(_ID,))]),
     "notes: Sequence[statements.progress.ProgressNote]": (
         [ProgressNote(_ID, 1, 0.4, "4 of 10")],

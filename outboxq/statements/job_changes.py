@@ -1,0 +1,80 @@
+"""Changing jobs that wait: their priority, their time, their arguments."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+from uuid import UUID
+
+from sqlalchemy import Executable, case, func, literal, select, update
+
+from outboxq.statements.builtin import pg
+from outboxq.statements.jobs import JobFilter
+from outboxq.statements.paging import page_outcome, pick_page
+from outboxq.tables import job
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobChange:
+    """What is to be changed of jobs that wait; what is None stays as it is.
+
+    Args:
+        priority: From -32,767 to 32,767.
+        run_at: When they are to run, with a time zone.
+        run_now: They are to run as soon as a relay is free.
+        args: Their arguments, as the text of a JSON object.
+    """
+
+    priority: int | None = None
+    run_at: datetime | None = None
+    run_now: bool = False
+    args: str | None = None
+
+    def values(self) -> dict[str, Any]:
+        """The new values of the columns."""
+        found: dict[str, Any] = {}
+        if self.priority is not None:
+            found["priority"] = self.priority
+        if self.args is not None:
+            found["args"] = self.args
+        if self.run_now:
+            now_state = case((job.c.state == "scheduled", "ready"), (job.c.state == "group_waiting", "grouped"))
+            found |= {"run_at": pg.clock_timestamp(), "parked": 0, "state": func.coalesce(now_state, job.c.state)}
+        elif self.run_at is not None:
+            later = case((literal(self.run_at) > pg.clock_timestamp(), "scheduled"), else_="ready")
+            timed = case((job.c.state.in_(("ready", "scheduled")), later), else_=job.c.state)
+            found |= {"run_at": self.run_at, "parked": 0, "state": timed}
+        return found
+
+    @property
+    def fits_groups(self) -> bool:
+        """Whether jobs of a group can be changed so: they run in their order, and none is put off by itself."""
+        return self.priority is None and self.run_at is None
+
+
+# Jobs that wait; one that runs in a transaction waits too, as far as others can see, and is locked.
+CHANGEABLE = ("ready", "scheduled", "suspect", "grouped", "group_waiting", "group_suspect")
+
+
+def change_page(wanted: JobFilter, change: JobChange, *, after: UUID | None, limit: int) -> Executable:
+    """Change the next page of jobs that match, wait and are not locked. `seq` stays: an older job comes first.
+
+    Index, locks and bound are those of `pick_page`. A sweep of the claims finds a job that comes to lie before their
+    cursors.
+    """
+    page, picked = pick_page(job, wanted.conditions(), after, limit)
+    fits = [job.c.id == picked.c.id, job.c.state.in_(CHANGEABLE)]
+    if not change.fits_groups:
+        fits.append(job.c.group_key.is_(None))
+    changed = update(job).where(*fits).values(**change.values()).returning(job.c.id).cte("changed")
+    return page_outcome(page, picked, changed)
+
+
+def select_leased(ids: Sequence[UUID]) -> Executable:
+    """Those of these jobs that run under a lease. Index: the primary key; no locks."""
+    return select(job.c.id).where(job.c.id.in_(ids), job.c.state.in_(("leased", "group_leased")))
+
+
+def select_queues(ids: Sequence[UUID]) -> Executable:
+    """The queues of these jobs. Index: the primary key; no locks."""
+    return select(job.c.queue).where(job.c.id.in_(ids)).distinct()

@@ -7,6 +7,8 @@ the transaction of its next page, ends.
 """
 
 import contextlib
+import math
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias
@@ -94,19 +96,30 @@ class Total:
 
 
 def preview(
-    connection: Connection, action: BulkAction, *, most: int | None = MAX_COUNT, samples: int = SAMPLES
+    connection: Connection,
+    action: BulkAction,
+    *,
+    most: int | None = MAX_COUNT,
+    samples: int = SAMPLES,
+    seconds: float = math.inf,
 ) -> Preview:
     """Look at what an action would change. Reads only, and locks nothing.
 
     Args:
         most: Count up to so many rows; None for all.
         samples: How many rows to show.
+        seconds: How long to count.
+
+    Raises:
+        TimeoutError: it was not counted in so many seconds.
     """
     if action.ids is None:
         action = action.until(database_clock(connection))
-    kinds = action.count(connection, None if most is None else most + 1)
-    shown = action.sample(connection, samples) if samples and kinds else ()
-    is_capped = most is not None and sum(each.count for each in kinds) > most
+    kinds = action.count(connection, None if most is None else most + 1, time.monotonic() + seconds)
+    count = sum(each.count for each in kinds)
+    is_capped = most is not None and count > most
+    # No more than there are, for which all rows would be read once more.
+    shown = action.sample(connection, min(samples, count)) if samples and count else ()
     return Preview(action, kinds, is_capped, shown)
 
 
@@ -259,7 +272,7 @@ def check_args(connection: Connection, action: BulkAction, check: CheckArgs) -> 
         UnknownKind: a kind has none.
     """
     if action.args is not None:
-        for kind in sorted({each.kind for each in action.count(connection, None)}):
+        for kind in sorted({each.kind for each in action.count(connection, None, math.inf)}):
             check(kind, action.args)
 
 

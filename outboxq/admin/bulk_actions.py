@@ -43,9 +43,11 @@ class _OfDead:
         """The next dead letters, in order."""
         return dead_letters.find_ids(connection, self.wanted, after=after)
 
-    def count(self, connection: Connection, most: int | None) -> tuple[KindCount, ...]:
-        """How many there are, by queue and kind."""
-        return dead_letters.count_matching(connection, self.wanted, to_retry=self.to_retry, most=most)
+    def count(self, connection: Connection, most: int | None, give_up_at: float) -> tuple[KindCount, ...]:
+        """How many there are, by queue and kind, as `count_matching` counts."""
+        return dead_letters.count_matching(
+            connection, self.wanted, to_retry=self.to_retry, most=most, give_up_at=give_up_at
+        )
 
     def sample(self, connection: Connection, limit: int) -> Sequence[DeadJob]:
         """Some of them."""
@@ -105,9 +107,9 @@ class _OfJobs:
         """The next jobs, in order, without locking any."""
         return jobs.find_ids(connection, self.wanted, after=after)
 
-    def count(self, connection: Connection, most: int | None) -> tuple[KindCount, ...]:
-        """How many there are, by queue and kind."""
-        return jobs.count_matching(connection, self.wanted, most=most)
+    def count(self, connection: Connection, most: int | None, give_up_at: float) -> tuple[KindCount, ...]:
+        """How many there are, by queue and kind, as `count_matching` counts."""
+        return jobs.count_matching(connection, self.wanted, most=most, give_up_at=give_up_at)
 
     def sample(self, connection: Connection, limit: int) -> Sequence[WaitingJob]:
         """Some of them."""

@@ -3,21 +3,21 @@
 Every function reads or changes in the caller's transaction, and none waits for a row lock, but for a unique key's.
 """
 
+import math
 from dataclasses import dataclass, field
 from datetime import datetime
 from functools import partial
 from uuid import UUID
 
-from sqlalchemy import ColumnElement, Connection
+from sqlalchemy import Connection
 
-from outboxq.admin.walks import count_rows, first_rows
+from outboxq.admin.walks import count_rows, first_rows, stretches_of
 from outboxq.codec.values import check_args_size
 from outboxq.errors import JobNotFound
 from outboxq.statements import dead_letters as statements
 from outboxq.statements.cancel import drop_requests
 from outboxq.statements.dead_letters import DeadFilter as DeadFilter
 from outboxq.statements.paging import MAX_PAGE_ROWS, KindCount, Page, matching, read_page
-from outboxq.statements.stretches import stretches
 from outboxq.tables import dead_job
 
 
@@ -54,12 +54,8 @@ def list_dead(connection: Connection, wanted: DeadFilter | None = None, *, limit
     wanted = wanted or DeadFilter()
     died = statements.DIED if wanted.queue is None else dead_job.c.died_at
     of_queue = matching(dead_job, queue=wanted.queue)
-    latest = stretches(connection, died, *of_queue, *_among(wanted), is_backwards=True)
+    latest = stretches_of(connection, wanted.ids, died, *of_queue, is_backwards=True, first=limit)
     return [DeadJob(*row) for row in first_rows(connection, latest, partial(statements.select_dead, wanted), limit)]
-
-
-def _among(wanted: DeadFilter) -> list[ColumnElement[bool]]:
-    return [] if wanted.ids is None else [dead_job.c.id.in_(wanted.ids)]
 
 
 def show_dead(connection: Connection, job_id: UUID) -> DeadDetail:
@@ -81,15 +77,25 @@ def is_dead(connection: Connection, job_id: UUID) -> bool:
 
 
 def count_matching(
-    connection: Connection, wanted: DeadFilter, *, to_retry: bool = False, most: int | None = None
+    connection: Connection,
+    wanted: DeadFilter,
+    *,
+    to_retry: bool = False,
+    most: int | None = None,
+    give_up_at: float = math.inf,
 ) -> tuple[KindCount, ...]:
     """How many dead letters match, by queue and kind; with `most`, up to so many in all.
 
     Args:
         to_retry: Count those that `retry_page` would not refuse.
+        give_up_at: A time of the monotonic clock.
+
+    Raises:
+        TimeoutError: it was not over at that time.
     """
     count = partial(statements.count_matching, wanted, to_retry=to_retry)
-    return count_rows(connection, stretches(connection, dead_job.c.id, *_among(wanted)), count, most)
+    all_dead = stretches_of(connection, wanted.ids, dead_job.c.id, give_up_at=give_up_at)
+    return count_rows(connection, all_dead, count, most)
 
 
 def find_ids(
@@ -97,7 +103,7 @@ def find_ids(
 ) -> tuple[UUID, ...]:
     """The ids of the next dead letters that match; continue with `after` the last one."""
     start = [] if after is None else [dead_job.c.id > after]
-    behind = stretches(connection, dead_job.c.id, *start, *_among(wanted))
+    behind = stretches_of(connection, wanted.ids, dead_job.c.id, *start, first=limit)
     return tuple(row.id for row in first_rows(connection, behind, partial(statements.select_ids, wanted), limit))
 
 

@@ -21,11 +21,9 @@ from outboxq.statements import effect_admin as statements
 from outboxq.statements.effect_admin import EffectFilter as EffectFilter
 from outboxq.statements.effects import Status
 from outboxq.statements.stretches import stretches
-from outboxq.tables import effect
 
 # What a caller reads if it asks for the result of a call that an operator has vouched for.
 _WITHOUT_RESULT = "resolved as applied by an operator, without a result"
-_NEVER_SETTLED = ("started", "unknown")
 _NOT_APPLIED = "resolved as not applied by an operator"
 
 
@@ -54,11 +52,13 @@ class EffectRecord:
 class EffectDetail:
     """Everything that is stored of an effect. `fingerprint` is hexadecimal, `result` JSON text.
 
-    `is_locked`: a caller holds it at this moment, by the database's clock.
+    `is_locked`: a caller holds it at this moment, by the database's clock. `can_be_resolved`: `resolve_effect` takes a
+    verdict, one with a result.
     """
 
     effect: EffectRecord
     is_locked: bool
+    can_be_resolved: bool
     fingerprint: str | None
     result: str | None = field(repr=False)
 
@@ -79,18 +79,23 @@ Verdict: TypeAlias = WasApplied | WasNotApplied
 
 
 def list_effects(connection: Connection, wanted: EffectFilter | None = None, *, limit: int = 50) -> list[EffectRecord]:
-    """The effects that match: first those that are not settled, the latest first, then those that are kept longest.
+    """The effects that match: the unknown ones first, then others that are not settled, then those kept longest.
 
-    Without their results, which are the users' data.
+    In each part the latest first: the latest change, the latest lock, the last to expire. Without their results, which
+    are the users' data.
     """
     wanted = wanted or EffectFilter()
-    expiry = effect.c.expires_at
-    unsettled = stretches(connection, effect.c.locked_until, expiry.is_(None), is_backwards=True)
-    found = first_rows(connection, unsettled, partial(statements.select_open, wanted), limit)
-    if len(found) < limit and wanted.status not in _NEVER_SETTLED:
-        settled = stretches(connection, expiry, expiry.is_not(None), is_backwards=True)
-        found += first_rows(connection, settled, partial(statements.select_settled, wanted), limit - len(found))
-    return [EffectRecord(*row) for row in found]
+    found: dict[tuple[str, str], EffectRecord] = {}
+    for part in statements.PARTS:
+        if wanted.status is None or wanted.status in part.statuses:
+            latest = stretches(connection, part.by, *part.where, is_backwards=True, first=limit)
+            find = partial(statements.select_effects, wanted, part)
+            # One that is settled meanwhile is in two parts, and shown as it was first seen.
+            for row in first_rows(connection, latest, find, limit):
+                found.setdefault((row.scope, row.key), EffectRecord(*row))
+        if len(found) >= limit:
+            break
+    return list(found.values())[:limit]
 
 
 def show_effect(connection: Connection, scope: str, key: str) -> EffectDetail:
@@ -103,7 +108,7 @@ def show_effect(connection: Connection, scope: str, key: str) -> EffectDetail:
     row = connection.execute(statements.select_effect(*_checked(scope, key))).one_or_none()
     if row is None:
         raise EffectNotFound(scope, key)
-    return EffectDetail(_record_of(row), row.is_locked, row.fingerprint, row.result)
+    return EffectDetail(_record_of(row), row.is_locked, row.can_be_resolved, row.fingerprint, row.result)
 
 
 def resolve_effect(

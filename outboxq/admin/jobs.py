@@ -7,15 +7,18 @@ A cancellation or a change that is rolled back leaves marks in the jobs' rows, a
 would run by itself, once. `clear_marks` takes them away, if it is committed.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import partial
+from operator import attrgetter
+from typing import Any
 from uuid import UUID
 
-from sqlalchemy import ColumnElement, Connection, FromClause
+from sqlalchemy import Connection
 
-from outboxq.admin.walks import count_rows, first_rows
+from outboxq.admin.walks import count_rows, first_rows, stretches_of
 from outboxq.codec.values import check_args_size
 from outboxq.database.driver import run_script
 from outboxq.errors import ArgumentError, JobNotFound
@@ -28,8 +31,10 @@ from outboxq.statements.jobs import STATES as STATES
 from outboxq.statements.jobs import JobFilter as JobFilter
 from outboxq.statements.paging import MAX_PAGE_ROWS, KindCount, Page, read_page
 from outboxq.statements.park import clear_marks as clearing
-from outboxq.statements.stretches import stretches
 from outboxq.tables import job, mapped_schema
+
+# The bits of an id behind its 48 of milliseconds.
+_BEHIND_MILLISECOND = 80
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,17 +100,16 @@ def list_jobs(
 ) -> list[WaitingJob]:
     """The oldest jobs that match; with `running`, only those that a transaction or a living relay's lease holds."""
     wanted = wanted or JobFilter()
-    oldest = stretches(connection, statements.listed.c.id, *_among(wanted, statements.listed))
-    first = first_rows(connection, oldest, partial(statements.first_ids, wanted, running=running), limit)
-    if not first:
-        return []
-    ids = [row.id for row in first]
-    rows = connection.execute(statements.select_jobs(wanted, ids, running=running, limit=limit))
-    return _with_progress(connection, [WaitingJob(*row) for row in rows])
-
-
-def _among(wanted: JobFilter, jobs: FromClause) -> list[ColumnElement[bool]]:
-    return [] if wanted.ids is None else [jobs.c.id.in_(wanted.ids)]
+    found: dict[UUID, Any] = {}
+    for stretch in stretches_of(connection, wanted.ids, statements.listed.c.id, first=limit):
+        rows = connection.execute(statements.select_jobs(wanted, stretch, running=running, limit=limit))
+        # A millisecond that goes on in the next stretch is read with either.
+        found |= {row.id: row for row in rows}
+        if len(found) >= limit:
+            break
+    oldest = sorted(found.values(), key=lambda row: (row.id.int >> _BEHIND_MILLISECOND, row.seq))[:limit]
+    # In the order in which they came into the table.
+    return _with_progress(connection, [WaitingJob(*row[:-1]) for row in sorted(oldest, key=attrgetter("seq"))])
 
 
 def _with_progress(connection: Connection, jobs: list[WaitingJob]) -> list[WaitingJob]:
@@ -154,7 +158,7 @@ def find_ids(
 ) -> tuple[UUID, ...]:
     """The ids of the next jobs that match; continue with `after` the last one."""
     start = [] if after is None else [job.c.id > after]
-    behind = stretches(connection, job.c.id, *start, *_among(wanted, job))
+    behind = stretches_of(connection, wanted.ids, job.c.id, *start, first=limit)
     return tuple(row.id for row in first_rows(connection, behind, partial(statements.select_ids, wanted), limit))
 
 
@@ -169,9 +173,18 @@ def clear_marks(connection: Connection, ids: Sequence[UUID]) -> bool:
     return cleared[0].rows[0] == (waiting,)
 
 
-def count_matching(connection: Connection, wanted: JobFilter, *, most: int | None = None) -> tuple[KindCount, ...]:
-    """How many jobs match, by queue and kind, those that run included; with `most`, up to so many in all."""
-    all_jobs = stretches(connection, job.c.id, *_among(wanted, job))
+def count_matching(
+    connection: Connection, wanted: JobFilter, *, most: int | None = None, give_up_at: float = math.inf
+) -> tuple[KindCount, ...]:
+    """How many jobs match, by queue and kind, those that run included; with `most`, up to so many in all.
+
+    Args:
+        give_up_at: A time of the monotonic clock.
+
+    Raises:
+        TimeoutError: it was not over at that time.
+    """
+    all_jobs = stretches_of(connection, wanted.ids, job.c.id, give_up_at=give_up_at)
     return count_rows(connection, all_jobs, partial(statements.count_matching, wanted), most)
 
 

@@ -1,12 +1,15 @@
 """Looking through a large table for the first rows that match, or for how many do: a stretch at a time."""
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol, TypeAlias
+from uuid import UUID
 
 from sqlalchemy import ColumnElement, Connection, Executable
 
 from outboxq.statements.paging import KindCount
+from outboxq.statements.stretches import stretches
 
 Stretch: TypeAlias = Sequence[ColumnElement[bool]]
 
@@ -21,6 +24,21 @@ class CountRows(Protocol):
     """A statement that counts the rows of a stretch, by queue and kind; with `most`, up to so many in all."""
 
     def __call__(self, stretch: Stretch, /, *, most: int | None) -> Executable: ...
+
+
+def stretches_of(
+    connection: Connection,
+    ids: Sequence[UUID] | None,
+    column: ColumnElement[Any],
+    *where: ColumnElement[bool],
+    is_backwards: bool = False,
+    first: int | None = None,
+    give_up_at: float = math.inf,
+) -> Iterable[Stretch]:
+    """The stretches of a table, as `stretches` has them; if rows are named by their ids, one with all of them."""
+    if ids is not None:
+        return [where]
+    return stretches(connection, column, *where, is_backwards=is_backwards, first=first, give_up_at=give_up_at)
 
 
 def first_rows(connection: Connection, stretches: Iterable[Stretch], find: FindRows, limit: int) -> list[Any]:

@@ -65,7 +65,7 @@ def list_effects(
     *,
     limit: int,
 ) -> Sequence[object]:
-    """List effects without their results: those that are not settled first, then those that are kept longest.
+    """List effects without their results: unknown ones first, then others that are not settled, then the rest.
 
     started: a call is under way, or its caller died. done and failed: later callers get its outcome. retryable: the
     next caller calls again; it is in doubt if an earlier call may have been applied. unknown: whether the call was

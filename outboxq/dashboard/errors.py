@@ -52,6 +52,8 @@ def answer_to(error: Exception) -> Refused:
             return Refused(503, str(error))
         case DBAPIError() | PoolTimeout():
             return _of_database(error)
+        case TimeoutError():
+            return Refused(503, "So many rows could not be looked through in time: ask for fewer, or use `outboxq`.")
         case OutboxqError() if isinstance(error, _NOT_FOUND):
             return Refused(404, str(error))
         case _:

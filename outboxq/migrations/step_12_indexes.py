@@ -16,13 +16,13 @@ _LOCK = (
         "relation IN (to_regclass(@schema_identifier_literal@ || '.effect'), "
         "to_regclass(@schema_identifier_literal@ || '.dead_job'))",
     )
-    .replace("|| '.job'", "|| '.effect and dead_job'")
+    .replace("|| '.job'", "|| '.effect or dead_job'")
 )
 
 UP = f"""\
 {_LOCK}
-    -- Only what has no expiry: a call leaves it when it is settled.
-    CREATE INDEX effect_open ON @schema@.effect (locked_until) WHERE expires_at IS NULL;
+    -- Of calls under way or in doubt: a call leaves it when it is settled, or becomes one of effect_unknown.
+    CREATE INDEX effect_open ON @schema@.effect (locked_until) WHERE expires_at IS NULL AND status <> 'unknown';
     -- An expression, so that no statement on one queue, which has an index of its own, comes to walk over all of them.
     CREATE INDEX dead_job_died ON @schema@.dead_job ((died_at AT TIME ZONE 'UTC'));"""
 

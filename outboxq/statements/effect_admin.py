@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-from sqlalchemy import ColumnElement, Executable, Select, and_, literal, or_, select, update
+from sqlalchemy import ColumnElement, Executable, Select, and_, literal, literal_column, or_, select, update
 
 from outboxq.statements.builtin import pg, seconds
 from outboxq.statements.effects import Status, ending
@@ -31,18 +31,42 @@ SUMMARY_COLUMNS = (
 )  # fmt: skip
 
 
-def select_open(wanted: EffectFilter, stretch: Sequence[ColumnElement[bool]], *, limit: int) -> Executable:
-    """The effects of a stretch that match and are not settled, the latest lock first. Index: effect_open, backwards."""
-    return _select(wanted, stretch).order_by(effect.c.locked_until.desc()).limit(limit)
+def _has_status(status: str) -> ColumnElement[bool]:
+    # Written into the statement, so that it is seen to be the condition of an index.
+    return effect.c.status == literal_column(f"'{status}'")
 
 
-def select_settled(wanted: EffectFilter, stretch: Sequence[ColumnElement[bool]], *, limit: int) -> Executable:
-    """The effects of a stretch that match and have an expiry, the last to expire first. Index: effect_expires."""
-    return _select(wanted, stretch).order_by(effect.c.expires_at.desc()).limit(limit)
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A part of the effects, with an index by a column that has a value in all of its rows.
+
+    Attributes:
+        statuses: Those that its rows may have.
+    """
+
+    by: ColumnElement[Any]
+    where: tuple[ColumnElement[bool], ...]
+    statuses: frozenset[Status]
 
 
-def _select(wanted: EffectFilter, stretch: Sequence[ColumnElement[bool]]) -> Select[Any]:
-    return select(*(effect.c[name] for name in SUMMARY_COLUMNS)).where(*wanted.conditions(), *stretch)
+# Each effect is in one of them. Indexes: effect_unknown, effect_open, effect_expires.
+PARTS = (
+    Part(effect.c.changed_at, (_has_status("unknown"),), frozenset({"unknown"})),
+    Part(
+        effect.c.locked_until,
+        (effect.c.expires_at.is_(None), ~_has_status("unknown")),
+        frozenset({"started", "retryable", "done", "failed"}),
+    ),
+    Part(effect.c.expires_at, (effect.c.expires_at.is_not(None),), frozenset({"retryable", "done", "failed"})),
+)
+
+
+def select_effects(
+    wanted: EffectFilter, part: Part, stretch: Sequence[ColumnElement[bool]], *, limit: int
+) -> Select[Any]:
+    """The effects of a stretch of a part that match, the latest first. Index: the part's, backwards; no locks."""
+    shown = (effect.c[name] for name in SUMMARY_COLUMNS)
+    return select(*shown).where(*wanted.conditions(), *stretch).order_by(part.by.desc()).limit(limit)
 
 
 def select_effect(scope: str, key: str) -> Executable:
@@ -51,6 +75,7 @@ def select_effect(scope: str, key: str) -> Executable:
     return select(
         *(effect.c[name] for name in SUMMARY_COLUMNS),
         is_locked.label("is_locked"),
+        _is_open(brings_result=True).label("can_be_resolved"),
         pg.encode(effect.c.fingerprint, "hex").label("fingerprint"),
         effect.c.result,
     ).where(*_is(scope, key))

@@ -3,12 +3,14 @@
 from collections.abc import Sequence
 from typing import Any
 
-from sqlalchemy import ColumnElement, Executable, Select, and_, delete, or_, select, update
+from sqlalchemy import ColumnElement, Executable, Select, and_, delete, literal_column, or_, select, update
 
 from outboxq.statements.builtin import count, pg
 from outboxq.tables import deployment, effect, relay
 
 _now = pg.clock_timestamp
+# The condition of the index effect_open.
+_OPEN = (effect.c.expires_at.is_(None), effect.c.status != literal_column("'unknown'"))
 
 
 def lock_installation() -> Select[Any]:
@@ -22,7 +24,7 @@ def select_use() -> Executable:
     under_way = (
         select(count())
         .select_from(effect)
-        .where(effect.c.expires_at.is_(None), effect.c.status == "started", effect.c.locked_until > _now())
+        .where(*_OPEN, effect.c.status == "started", effect.c.locked_until > _now())
         .scalar_subquery()
     )
     return select(alive.label("relays"), under_way.label("calls"))
@@ -41,7 +43,7 @@ def doubt_open(reason: str) -> Executable:
     in_doubt = or_(effect.c.status == "started", and_(effect.c.status == "retryable", effect.c.in_doubt))
     return (
         update(effect)
-        .where(effect.c.expires_at.is_(None), in_doubt)
+        .where(*_OPEN, in_doubt)
         .values(
             status="unknown",
             in_doubt=False,

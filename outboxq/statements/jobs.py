@@ -145,36 +145,24 @@ DETAIL_COLUMNS = ("unique_key", "group_key", "args", "headers", "errors")
 _WALKED = ("id", "queue", "kind", "state", "group_key", "created_at", "run_at", "lease_owner", "args")
 
 
-def first_ids(
-    wanted: JobFilter, stretch: Sequence[ColumnElement[bool]], *, running: bool, limit: int
-) -> Select[tuple[UUID]]:
-    """The first ids of a stretch of `listed` that match, in order. Index: the primary key; no locks."""
-    return _matching(wanted, running=running).where(*stretch).order_by(listed.c.id).limit(limit)
+def select_jobs(wanted: JobFilter, stretch: Sequence[ColumnElement[bool]], *, running: bool, limit: int) -> Executable:
+    """The oldest jobs of a stretch of `listed` that match, with the backend that runs each, and last their `seq`.
 
-
-def select_jobs(wanted: JobFilter, first: Sequence[UUID], *, running: bool, limit: int) -> Executable:
-    """The oldest jobs that match, in the order in which they came into the table, with the backend that runs each.
-
-    Age is the millisecond in the id, and within one millisecond `seq`, which has no index over all queues. Index: the
-    primary key: the entries of `first`, and from the last of them to the end of its millisecond. No locks.
-
-    Args:
-        first: The `limit` first ids that match, in order.
+    Age is the millisecond in the id, and within one millisecond `seq`,
+    which has no index over all queues. Index: the primary key, in order, up to `limit` rows that match and the end of
+    the last one's millisecond, be it behind the stretch. No locks.
     """
-    last = literal(first[-1])
+    first = _matching(wanted, running=running).where(*stretch).order_by(listed.c.id).limit(limit).cte("first")
+    last = select(first.c.id).order_by(first.c.id.desc()).limit(1).scalar_subquery()
     rest = _matching(wanted, running=running).where(listed.c.id > last, listed.c.id <= _end_of_millisecond(last))
-    there = _matching(wanted, running=running).where(listed.c.id.in_(first))
-    seen = union_all(there, rest).cte("seen").prefix_with("MATERIALIZED")
-    oldest = (
-        select(*_shown(SUMMARY_COLUMNS), listed.c.seq, *_runner())
+    seen = union_all(select(first.c.id), rest).cte("seen").prefix_with("MATERIALIZED")
+    return (
+        select(*_shown(SUMMARY_COLUMNS), *_runner(), listed.c.seq)
         .select_from(_with_runners)
         .where(listed.c.id == any_(func.array(select(seen.c.id).scalar_subquery())))
         .order_by(_millisecond(listed.c.id), listed.c.seq)
         .limit(limit)
-        .subquery("oldest")
     )
-    shown = (column for column in oldest.c if column.key != "seq")
-    return select(*shown).order_by(oldest.c.seq)
 
 
 def newest_jobs(

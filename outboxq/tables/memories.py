@@ -46,7 +46,7 @@ effect = Table(
     ),
 )
 Index("effect_expires", effect.c.expires_at, postgresql_where=text("expires_at IS NOT NULL"))
-Index("effect_open", effect.c.locked_until, postgresql_where=text("expires_at IS NULL"))
+Index("effect_open", effect.c.locked_until, postgresql_where=text("expires_at IS NULL AND status <> 'unknown'"))
 Index("effect_unknown", effect.c.changed_at, postgresql_where=text("status = 'unknown'"))
 
 # Vacuumed early: the pruner starts at the oldest expiry, and walks over the entries that it deleted until a vacuum.

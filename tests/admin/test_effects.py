@@ -4,6 +4,7 @@ import json
 from datetime import UTC, datetime, timedelta
 from uuid import UUID, uuid4
 
+import psycopg
 import pytest
 from sqlalchemy import Connection, Engine, event, text
 
@@ -12,8 +13,8 @@ from outboxq.admin.effects import EffectFilter, WasApplied, WasNotApplied
 from outboxq.errors import ArgumentError, EffectError, EffectNotFound
 from outboxq.migrations.runner import migrate
 from outboxq.statements import effects as protocol
-from outboxq.statements.effects import EffectLock
-from outboxq.tables import effect
+from outboxq.statements.effects import EffectLock, Status
+from tests.support.urls import libpq_url
 
 SCHEMA = 'effects\' "odd"; 50% :place'
 MINUTE = timedelta(minutes=1)
@@ -94,42 +95,68 @@ def test_the_list_has_the_latest_change_first_and_takes_filters(engine: Engine) 
 
 
 def test_effects_that_are_not_settled_come_first(engine: Engine) -> None:
-    """The latest of them first; then those that are settled, the longest kept first."""
-    for key, status in (("u", "unknown"), ("s", "started"), ("d1", "done"), ("f", "failed"), ("d2", "done")):
+    """The unknown ones, then calls under way, the latest lock first; then those that are settled, as long as kept."""
+    statuses = {"u": "unknown", "s": "started", "d1": "done", "f": "failed", "d2": "done", "t": "started"}
+    for key, status in statuses.items():
         added(engine, status, key)
     with engine.begin() as connection:
-        connection.execute(text("UPDATE outboxq.effect SET locked_until = now() + interval '1 hour' WHERE key = 'u'"))
+        connection.execute(text("UPDATE outboxq.effect SET locked_until = now() + interval '1 hour' WHERE key = 's'"))
         for key, kept in (("d1", "2 hours"), ("f", "1 hour"), ("d2", "3 hours")):
             connection.execute(
                 text("UPDATE outboxq.effect SET expires_at = now() + CAST(:kept AS interval) WHERE key = :key"),
                 {"key": key, "kept": kept},
             )
     with engine.connect() as connection:
-        assert [each.key for each in effects.list_effects(connection)] == ["u", "s", "d2", "d1", "f"]
-        assert [each.key for each in effects.list_effects(connection, limit=3)] == ["u", "s", "d2"]
+        assert [each.key for each in effects.list_effects(connection)] == ["u", "s", "t", "d2", "d1", "f"]
+        assert [each.key for each in effects.list_effects(connection, limit=4)] == ["u", "s", "t", "d2"]
 
 
-def test_a_list_of_what_is_not_settled_reads_the_index_of_that(engine: Engine) -> None:
+def test_an_effect_that_is_settled_while_they_are_listed_is_listed_once(engine: Engine) -> None:
+    """As it was seen first; and the list is as long as it was to be."""
+    for number in range(3):
+        added(engine, "started", f"s{number}")
+        added(engine, "done", f"d{number}")
+    settled = []
+
+    def settle(_: object, __: object, statement: str, *___: object) -> None:
+        if "expires_at IS NOT NULL" in statement and not settled:
+            settled.append(statement)
+            with psycopg.connect(libpq_url(engine.url), autocommit=True) as other:
+                other.execute(
+                    "UPDATE outboxq.effect SET status = 'done', expires_at = now() + interval '9 days' WHERE key = 's1'"
+                )
+
+    event.listen(engine, "before_cursor_execute", settle)
+    with engine.connect() as connection:
+        keys = [each.key for each in effects.list_effects(connection, limit=5)]
+    assert settled
+    assert (len(keys), len(set(keys)), keys.count("s1")) == (5, 5, 1)
+
+
+@pytest.mark.parametrize(("status", "index"), [("unknown", "effect_unknown"), ("started", "effect_open")])
+def test_a_list_of_what_is_not_settled_reads_the_index_of_that(status: Status, index: str, engine: Engine) -> None:
     """However many effects are remembered, a look at those that need an operator costs what they cost."""
     with engine.begin() as connection:
         connection.execute(
             text(
                 "INSERT INTO outboxq.effect (scope, key, status, provider_key, lock_token, locked_until, expires_at) "
-                "SELECT 'pay', number::text, CASE WHEN number < 9 THEN 'unknown' ELSE 'done' END, gen_random_uuid(), "
+                "SELECT 'pay', number::text, CASE WHEN number < 9 THEN :status ELSE 'done' END, gen_random_uuid(), "
                 "gen_random_uuid(), now(), CASE WHEN number >= 9 THEN now() END FROM generate_series(1, 3000) AS number"
-            )
+            ),
+            {"status": status},
         )
         connection.execute(text("ANALYZE outboxq.effect"))
     sent: list[str] = []
     event.listen(engine, "before_cursor_execute", lambda _, __, statement, *___: sent.append(statement))
     with engine.connect() as connection:
-        assert len(effects.list_effects(connection, EffectFilter(status="unknown"))) == 8
+        wanted = EffectFilter(status=status)
+        assert len(effects.list_effects(connection, wanted)) == 8
         assert not any("expires_at IS NOT NULL" in each for each in sent)
-        is_open = [effect.c.expires_at.is_(None)]
-        statement = effects.statements.select_open(EffectFilter(status="unknown"), is_open, limit=10)
+        (part,) = (each for each in effects.statements.PARTS if status in each.statuses)
+        statement = effects.statements.select_effects(wanted, part, part.where, limit=10)
         compiled = statement.compile(dialect=connection.dialect, compile_kwargs={"literal_binds": True})
         plan = "\n".join(connection.exec_driver_sql(f"EXPLAIN {compiled}".replace("%%", "%")).scalars())
-    assert "effect_open" in plan
+    assert index in plan
     assert "Sort" not in plan
 
 

@@ -6,6 +6,7 @@ import pytest
 from sqlalchemy import Connection, Engine, event, text
 
 from outboxq.admin import dead_letters, effects, finished, installation, jobs, kinds
+from outboxq.admin.actions import CancelJobs, DiscardDead, preview
 from outboxq.admin.dead_letters import DeadFilter
 from outboxq.admin.effects import EffectFilter
 from outboxq.admin.finished import DoneFilter
@@ -150,3 +151,14 @@ def test_the_jobs_of_a_session_are_counted_in_short_stretches_too(
         assert only(url, "jobs-held-by-session", "--older-than", 0)["detail"]["jobs"] == 4
         monkeypatch.setattr("outboxq.doctor.sessions._MOST_STRETCHES", 3)
         assert only(url, "jobs-held-by-session", "--older-than", 0)["detail"]["jobs"] < 4
+
+
+def test_a_count_ends_at_its_time(filled: Engine) -> None:
+    """A walk has many statements, and no time-out of one of them would end it."""
+    retry = DiscardDead(DeadFilter(kind="no"))
+    with filled.connect() as connection:
+        assert preview(connection, retry, seconds=60).count == 0
+        with pytest.raises(TimeoutError):
+            preview(connection, retry, seconds=-1)
+        with pytest.raises(TimeoutError):
+            preview(connection, CancelJobs(JobFilter(kind="no")), seconds=-1)

@@ -25,7 +25,7 @@ from outboxq.statements.claim import ClaimScript, ClaimStatements, Cursor
 from outboxq.statements.dead_letters import DeadFilter
 from outboxq.statements.doctor.sessions import jobs_of
 from outboxq.statements.done import GIVING_WAY, DoneFilter, KeptJob, keep_jobs
-from outboxq.statements.effect_admin import EffectFilter
+from outboxq.statements.effect_admin import PARTS, EffectFilter
 from outboxq.statements.effects import EffectLock
 from outboxq.statements.group_claim import GroupScript
 from outboxq.statements.inbox import MessageFilter, accept_parameters
@@ -126,6 +126,7 @@ _SAMPLES: Mapping[str, tuple[object, object]] = {
     "Job": (_JOB, _LEASED),
     "Iterable[Job]": ([_LEASED], [_LEASED, _LEASED]),
     "Sequence[sqlalchemy.sql.elements.ColumnElement[bool]]": ([true()], []),
+    "statements.effect_admin.Part": (PARTS[0], PARTS[2]),
     "column": (job.c.id, dead_job.c.died_at),
     "jobs: sqlalchemy.sql.selectable.TableClause": (jobs_of("outboxq"), jobs_of("outboxq")),
     "JobFilter": (JobFilter("mail", "send", "ready", (_ID, _ID), "account-7", _NOW), JobFilter()),

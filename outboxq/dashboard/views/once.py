@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from outboxq.admin.browse import find_effects, latest_messages
-from outboxq.admin.effects import EffectDetail, EffectFilter, EffectRecord, show_effect
+from outboxq.admin.effects import EffectFilter, EffectRecord, show_effect
 from outboxq.admin.messages import MessageFilter, show_message
 from outboxq.dashboard.parameters import Key, Limit, OfEffect, OfMessage, Scope
 from outboxq.dashboard.payloads import without_bytes
@@ -61,15 +61,7 @@ def show_one_effect(look: Look, asked: OfEffect) -> View:
     if payloads.mode != "shown":
         # Guesses at what the call was given could be compared with it.
         data["fingerprint"] = None
-    return View("effect.html", "Effect", data, {"can_be_resolved": _can_be_resolved(detail)})
-
-
-def _can_be_resolved(detail: EffectDetail) -> bool:
-    """Whether an operator may say what became of a call: nobody else will, or its result is not known."""
-    found = detail.effect
-    if found.status == "done":
-        return detail.result is None
-    return not detail.is_locked if found.status == "started" else found.in_doubt or found.status == "unknown"
+    return View("effect.html", "Effect", data)
 
 
 def show_messages(look: Look, asked: AskedMessages) -> View:

@@ -38,6 +38,7 @@ State: TypeAlias = Literal["ready", "grouped", "running", "scheduled", "due", "l
 
 # Whoever asks waits for the count, and it locks nothing.
 _PATIENTLY = "SET LOCAL statement_timeout = '10s'"
+_COUNT_SECONDS = 10.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -105,7 +106,7 @@ def show_preview_again(look: Look, given: Mapping[str, str]) -> View:
 def _show(look: Look, action: BulkAction) -> View:
     assert look.caller is not None
     run_script(look.connection, _PATIENTLY)
-    found = preview(look.connection, action)
+    found = preview(look.connection, action, seconds=_COUNT_SECONDS)
     intent, sealed = look.desk.intents.close(found, look.caller)
     words = intent.words(is_production=look.desk.settings.is_production)
     is_dead = isinstance(found.action, RetryDead | DiscardDead)

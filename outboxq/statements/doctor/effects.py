@@ -25,7 +25,7 @@ FROM (
 def abandoned_effects(schema: str, grace_seconds: float) -> TextClause:
     """How many calls are open, with a lock that ran out `grace_seconds` ago, and for how long the oldest.
 
-    Index: effect_open, from its start, up to 10,000 that match. Unknown ones are in it too.
+    Index: effect_open, from its start.
     """
     return text(
         f"""\
@@ -33,7 +33,7 @@ SELECT pg_catalog.count(*) AS effects,
   extract(epoch FROM pg_catalog.clock_timestamp() - pg_catalog.min(locked_until))::float8 AS oldest_seconds
 FROM (
   SELECT locked_until FROM {qualified(schema, "effect")}
-  WHERE expires_at IS NULL AND (status = 'started' OR status = 'retryable' AND in_doubt)
+  WHERE expires_at IS NULL AND status <> 'unknown' AND (status = 'started' OR status = 'retryable' AND in_doubt)
     AND locked_until < pg_catalog.statement_timestamp() - pg_catalog.make_interval(secs => :grace_seconds)
   ORDER BY locked_until LIMIT :max_effects
 ) AS found"""

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import UTC, datetime, timedelta
 from operator import attrgetter
 from typing import Any, LiteralString, NamedTuple
 from uuid import UUID
@@ -48,29 +48,43 @@ class KeptJob(NamedTuple):
     keep_seconds: float
 
 
-# The columns that a job gives values for: their types, and how a value is written.
-_COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
-    "id": ("uuid", attrgetter("hex")),
-    "queue": ("text", str),
-    "kind": ("text", str),
-    "outcome": ("text", str),
-    "attempt": ("int", str),
-    "created_at": ("timestamptz", datetime.isoformat),
-    "claimed_at": ("timestamptz", datetime.isoformat),
-    "seconds": ("float8", repr),
-    "args": ("text", str),
-    "headers": ("text", str),
-    "result": ("text", str),
-    "stands_for": ("text", lambda ids: array_text(map(str, ids))),
-    "keep_seconds": ("float8", repr),
+class _Column(NamedTuple):
+    """A column of the rows: the type in which its values are sent, how one is written, and what is stored of it."""
+
+    type_name: str
+    write: Callable[[Any], str]
+    stored: LiteralString = "{}"
+
+
+# Times go as numbers: as texts, they and the seconds cost as much as all the rest of a row that is sent.
+_EPOCH, _MICROSECOND = datetime(2000, 1, 1, tzinfo=UTC), timedelta(microseconds=1)
+_SINCE_EPOCH: LiteralString = "timestamptz '2000-01-01 00:00:00+00' + {} * interval '1 microsecond'"
+
+
+def _microseconds(at: datetime) -> str:
+    return str((at - _EPOCH) // _MICROSECOND)
+
+
+# In the order of `KeptJob`, whose last value is what `expires_at` is made of.
+_COLUMNS: dict[str, _Column] = {
+    "id": _Column("uuid", attrgetter("hex")),
+    "queue": _Column("text", str),
+    "kind": _Column("text", str),
+    "outcome": _Column("text", str),
+    "attempt": _Column("int", str),
+    "created_at": _Column("float8", _microseconds, _SINCE_EPOCH),
+    "claimed_at": _Column("float8", _microseconds, _SINCE_EPOCH),
+    "seconds": _Column("float8", lambda seconds: f"{seconds * 1e6:.0f}", "{} / '1000000'::float8"),
+    "args": _Column("text", str, "{}::jsonb"),
+    "headers": _Column("text", str, "{}::jsonb"),
+    "result": _Column("text", str, "{}::jsonb"),
+    "stands_for": _Column("text", lambda ids: array_text(map(str, ids)), "{}::uuid[]"),
+    "expires_at": _Column("float8", repr, "pg_catalog.clock_timestamp() + pg_catalog.make_interval(secs => {})"),
+    "relay": _Column("uuid", attrgetter("hex")),
 }
 _INSERT: LiteralString = """\
-INSERT INTO {done} AS earlier (id, queue, kind, outcome, attempt, created_at, claimed_at, seconds, relay, args, headers,
-  result, stands_for, expires_at)
-SELECT kept.id, {queue}, {kind}, {outcome}, {attempt}, {created_at}, {claimed_at}, {seconds}, {owner},
-  {args}::jsonb, {headers}::jsonb, {result}::jsonb, {stands_for}::uuid[],
-  pg_catalog.clock_timestamp() + pg_catalog.make_interval(secs => {keep_seconds})
-FROM ROWS FROM ({arrays}) AS kept ({names})"""
+INSERT INTO {done} AS earlier ({columns})
+SELECT {stored} FROM (SELECT {arrays}) AS kept"""
 # Behind what `keep_jobs` makes. It costs as much again as half of the rows, and so is left out until an id is there.
 GIVING_WAY: LiteralString = """
 ON CONFLICT (id) DO UPDATE SET outcome = excluded.outcome, attempt = excluded.attempt,
@@ -90,36 +104,34 @@ def keep_jobs(schema: str, kept: Sequence[KeptJob], relay: UUID | None, *, gone:
     Args:
         gone: As a part of a statement with a CTE `gone`: only the jobs whose ids that has.
     """
-    values, arrays = {}, {}
-    for (name, (type_name, write)), column in zip(_COLUMNS.items(), zip(*kept, strict=True), strict=True):
-        first = column[0]
-        # What the jobs have in common, as most of a claim's do, is sent once: an element costs as much as a job's rest.
-        if name != "id" and column.count(first) == len(column):
-            values[name] = _literal(None if first is None else write(first), type_name)
-        else:
-            values[name] = f"kept.{name}"
-            arrays[name] = f"pg_catalog.unnest({_array(column, type_name, write)})"
+    columns = dict(zip(_COLUMNS, zip(*kept, strict=True), strict=False))
+    columns["relay"] = (relay,) * len(kept)
+    # What the jobs have in common, as most of a claim's do, is sent once, and nothing where they have nothing.
+    own = {name: column for name, column in columns.items() if name == "id" or column.count(column[0]) < len(column)}
+    common = {name: column[0] for name, column in columns.items() if name not in own and column[0] is not None}
+    sent = {name: f"kept.{name}" for name in own} | {name: _literal(name, value) for name, value in common.items()}
     only: LiteralString = "\nJOIN gone ON gone.id = kept.id" if gone else ""
     return (_INSERT + only).format(
         done=quote_identifier(schema, "done_job"),
-        owner=_literal(None if relay is None else relay.hex, "uuid"),
-        arrays=", ".join(arrays.values()),
-        names=", ".join(arrays),
-        **values,
+        columns=", ".join(sent),
+        stored=", ".join(_COLUMNS[name].stored.format(value) for name, value in sent.items()),
+        arrays=", ".join(f"pg_catalog.unnest({_array(name, column)}) AS {name}" for name, column in own.items()),
     )
 
 
-def _literal(value: str | None, type_name: str) -> str:
+def _literal(name: str, value: object) -> str:
+    type_name, write, _ = _COLUMNS[name]
     # Only texts may hold a quote or a backslash.
-    quoted = "NULL" if value is None else quote_literal(value) if type_name == "text" else f"'{value}'"
+    quoted = quote_literal(write(value)) if type_name == "text" else f"'{write(value)}'"
     return f"{quoted}::{type_name}"
 
 
-def _array(column: Sequence[Any], type_name: str, write: Callable[[Any], str]) -> str:
+def _array(name: str, column: Sequence[Any]) -> str:
+    type_name, write, _ = _COLUMNS[name]
     texts = [None if value is None else write(value) for value in column]
     if type_name == "text":
         return f"{quote_literal(text_array(texts))}::text[]"
-    return f"'{array_text('NULL' if each is None else each for each in texts)}'::{type_name}[]"
+    return f"'{array_text([text or 'NULL' for text in texts])}'::{type_name}[]"
 
 
 _MAY_USE: LiteralString = """\

@@ -6,7 +6,6 @@ gives its jobs back. In lease mode the claim is committed first, and a token fen
 
 import json
 import secrets
-import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias, cast
@@ -17,10 +16,10 @@ from sqlalchemy import Connection
 
 from outboxq.clock import DatabaseClock
 from outboxq.database.driver import ScriptResult, is_lost, run_script
-from outboxq.database.errors import sqlstate_of
+from outboxq.execution.prepared import PreparedStatements
 from outboxq.job import Job
 from outboxq.statements import limit as statements_of_limits
-from outboxq.statements.claim import ANCHOR, RETURNED, ClaimScript, Cursor, claim_by_id
+from outboxq.statements.claim import ANCHOR, RETURNED, ClaimScript, Cursor, PreparedClaim, claim_by_id
 from outboxq.statements.group_claim import GroupScript
 from outboxq.statements.park import clear_marks as marks_cleared
 from outboxq.statements.park import park_head
@@ -28,13 +27,6 @@ from outboxq.statements.transaction import BEGIN, READABLE_DATES, TIMED_AGAIN, U
 
 PARK_LIMIT = 10_000
 _END_OF_JOB = 1 + len(RETURNED) + 1
-# Errors of prepared statements: invalid_sql_statement_name, duplicate_prepared_statement, and feature_not_supported,
-# "cached plan must not change result type".
-_NO_SUCH, _THERE_ALREADY, _TABLE_CHANGED = "26000", "42P05", "0A000"
-# The most prepared claims on a connection: a backend keeps about 200 kB for each. A relay needs a few for each limit.
-PREPARED_MOST = 32
-# If more than one claim in twenty fails because it was prepared, none is prepared for a minute.
-_CREDIT, _LOSS, _PLAIN_SECONDS = 60, 20, 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,68 +71,6 @@ class Claimed:
     is_full: bool = False
 
 
-class PreparedClaims:
-    """The claims that a connection has prepared, as far as is known.
-
-    The driver drops all prepared statements when it sees a rollback, and behind a transaction pooler each transaction
-    may come to another session. A claim that fails for this costs a round trip and nothing else; if it happens often,
-    claims are sent as plain text for a while. The claim that was not used for longest makes room for a new one.
-    """
-
-    def __init__(self) -> None:
-        # In the order of their last use.
-        self._names: dict[str, None] = {}
-        self._credit = _CREDIT
-        self._plain_until = 0.0
-
-    def text(self, script: ClaimScript, limit: int, cursor: Cursor | None) -> str:
-        """The claim, by its name if that is possible."""
-        if self._is_plain():
-            return script.text(limit, cursor)
-        prepared = script.prepared(limit, behind=cursor is not None)
-        execution = prepared.execution(cursor)
-        if prepared.name in self._names:
-            return execution
-        gone = self._to_let_go()
-        return f"{f'DEALLOCATE {gone}; ' if gone else ''}{prepared.definition}; {execution}"
-
-    def succeeded(self, script: ClaimScript, limit: int, cursor: Cursor | None) -> None:
-        """Record that this claim is prepared now."""
-        if self._is_plain():
-            return
-        self._use(script.prepared(limit, behind=cursor is not None).name)
-        self._credit = min(self._credit + 1, _CREDIT)
-
-    def failed(self, error: BaseException, name: str) -> bool:
-        """Whether a claim failed because it was prepared, or was not, so that it is worth another try."""
-        sqlstate = sqlstate_of(error)
-        if sqlstate not in (_NO_SUCH, _THERE_ALREADY, _TABLE_CHANGED) or self._is_plain():
-            return False
-        if sqlstate == _THERE_ALREADY:
-            # This name was forgotten when another one was lost; it is still prepared.
-            self._use(name)
-            return True
-        self._names.clear()
-        self._credit -= _LOSS
-        if self._credit < 0:
-            self._credit, self._plain_until = _CREDIT, time.monotonic() + _PLAIN_SECONDS
-        return True
-
-    def _use(self, name: str) -> None:
-        gone = self._to_let_go()
-        if name in self._names:
-            del self._names[name]
-        elif gone is not None:
-            del self._names[gone]
-        self._names[name] = None
-
-    def _to_let_go(self) -> str | None:
-        return next(iter(self._names)) if len(self._names) >= PREPARED_MOST else None
-
-    def _is_plain(self) -> bool:
-        return time.monotonic() < self._plain_until
-
-
 AnyScript: TypeAlias = ClaimScript | GroupScript
 
 
@@ -183,7 +113,7 @@ class ClaimRequest:
     cursor: Cursor | None = None
     queue: str = ""
     timeout_seconds: float | None = None
-    prepared: PreparedClaims | None = None
+    prepared: PreparedStatements | None = None
     after: str = ""
     groups: SeesGroups | None = None
     clock: DatabaseClock = field(default_factory=DatabaseClock)
@@ -200,9 +130,13 @@ class ClaimRequest:
     def _claim_text(self) -> str:
         if isinstance(self.script, GroupScript):
             return self.script.text(self.limit, self.after)
-        if self.prepared is None:
+        if self.prepared is None or self.prepared.is_plain():
             return self.script.text(self.limit, self.cursor)
-        return self.prepared.text(self.script, self.limit, self.cursor)
+        claim = self._prepared_claim(self.script)
+        return "; ".join([*self.prepared.preparing(claim), claim.execution(self.cursor)])
+
+    def _prepared_claim(self, script: ClaimScript) -> PreparedClaim:
+        return script.prepared(self.limit, behind=self.cursor is not None)
 
     def clearing(self) -> str:
         """Lock what the claim would pick, and return the ids."""
@@ -222,7 +156,7 @@ class ClaimRequest:
         """Whether the claim failed for how it was sent, and is worth another try in a new transaction."""
         if self.prepared is None or isinstance(self.script, GroupScript):
             return False
-        return self.prepared.failed(error, self.script.prepared(self.limit, behind=self.cursor is not None).name)
+        return self.prepared.failed(error, self._prepared_claim(self.script))
 
     def read(self, results: Sequence[ScriptResult]) -> Claimed:
         """What the claim took, from the results of `text`."""
@@ -234,7 +168,7 @@ class ClaimRequest:
         if isinstance(self.script, GroupScript):
             has_room = self._read_look(next(found)[0])
         elif self.prepared is not None:
-            self.prepared.succeeded(self.script, self.limit, self.cursor)
+            self.prepared.succeeded(self._prepared_claim(self.script))
         rows = next(found)
         moved = cast("int", rows[0][0]) if rows else 0
         if moved < 0 or not has_room:

@@ -20,7 +20,6 @@ from outboxq.execution.run import FREE_RETRIES
 from outboxq.execution.runtime import Runtime
 from outboxq.execution.settle import settle_result
 from outboxq.fault_points import fault_point
-from outboxq.statements.done import GIVING_WAY
 from outboxq.statements.job_batches import finish_after_commit
 from outboxq.statements.transaction import xact_status
 
@@ -41,7 +40,6 @@ _AS_LONG_AS_BEFORE = (
     "SELECT pg_catalog.set_config('lock_timeout', pg_catalog.current_setting('outboxq.lock_timeout'), true)"
 )
 _NO_SUCH_SAVEPOINT = "3B001"
-_UNIQUE_VIOLATION = "23505"
 # The inner savepoint is gone, or refused: a handler ended or broke the relay's transaction.
 _ESCAPED = frozenset({_NO_SUCH_SAVEPOINT, "25P01", "25P02"})
 
@@ -140,7 +138,7 @@ def _send_commit(
     batch.begin_commit()
     keys = batch.unique_adds.statements(runtime.schema) if batch.unique_adds else []
     text, next_claim = behind.text(), behind.next_claim
-    kept = runtime.keeper.statements(runtime.schema, batch.events, batch.stands_for)
+    kept = runtime.keeper.statements(runtime.schema, batch.events, batch.stands_for, runtime.prepared_rows)
     try:
         results = _run(connection, transaction.inner_savepoint, keys, text, runtime.keeper, kept)
     except psycopg.Error as error:
@@ -227,7 +225,7 @@ def _back_to_claim(
     return failed
 
 
-def commit_script(inner_savepoint: str, keys: Sequence[str] = (), kept: Kept = NOTHING_KEPT) -> str:
+def commit_script(inner_savepoint: str, late: Sequence[str] = ()) -> str:
     """Statements that commit the claim's transaction, in one round trip, and only if everything in it holds.
 
     PostgreSQL stops at the first failure. The savepoint comes first: a transaction that a handler ended has lost it
@@ -236,22 +234,19 @@ def commit_script(inner_savepoint: str, keys: Sequence[str] = (), kept: Kept = N
     transaction; the command tag of the last statement does not.
 
     Args:
-        keys: Take the keys of the unique jobs that handlers have added. Last, and in the same round trip, so that a
-            producer which adds a job of the same key waits for a COMMIT, and not for a handler.
-        kept: Writes the rows of finished jobs, and tells those who wait for them. Behind the savepoint: never in
-            another transaction than theirs.
+        late: Other statements of the relay's. Behind the savepoint: never in another transaction than theirs.
     """
-    if not keys and kept is NOTHING_KEPT:
-        return f"RELEASE SAVEPOINT {inner_savepoint}; SET CONSTRAINTS ALL IMMEDIATE; COMMIT"
-    before_commit = "".join(f"{statement}; " for statement in (*_kept_statements(kept), *keys))
+    before_commit = "".join(f"{statement}; " for statement in late)
     return f"RELEASE SAVEPOINT {inner_savepoint}; SET CONSTRAINTS ALL IMMEDIATE; {before_commit}COMMIT"
 
 
 def _kept_statements(kept: Kept) -> list[str]:
+    """Write the rows of finished jobs, and tell those who wait for them."""
     telling = [kept.telling] if kept.telling else []
-    if not kept.keeping:
+    keeping = kept.keeping()
+    if not keeping:
         return telling
-    within = [_BRIEFLY, kept.keeping, _AS_LONG_AS_BEFORE]
+    within = [_BRIEFLY, *keeping, _AS_LONG_AS_BEFORE]
     return [f"SAVEPOINT {_KEPT_SAVEPOINT}", *within, f"RELEASE SAVEPOINT {_KEPT_SAVEPOINT}", *telling]
 
 
@@ -277,24 +272,25 @@ def _run(
 ) -> list[ScriptResult]:
     """Send `commit_script`, once more without the rows of finished jobs if their table refuses them.
 
-    If a row of one of their ids is there already, it gives way in the second try. Returns the results of all other
-    statements: a transaction whose rows stand is not undone, nor are its handlers run again, for what is kept of it.
+    If a row of one of their ids is there already, it gives way in the second try; and if their INSERT is prepared and
+    that failed, its text is sent. Returns the results of all other statements: a transaction whose rows stand is not
+    undone, nor are its handlers run again, for what is kept of it.
+
+    Args:
+        keys: Take the keys of the unique jobs that handlers have added. Last, and in the same round trip, so that a
+            producer which adds a job of the same key waits for a COMMIT, and not for a handler.
     """
-    following = f"; {behind}" if behind else ""
+    following, keeping = f"; {behind}" if behind else "", _kept_statements(kept)
     try:
-        results = run_script(connection, commit_script(inner_savepoint, keys, kept) + following)
+        results = run_script(connection, commit_script(inner_savepoint, [*keeping, *keys]) + following)
     except psycopg.Error as error:
+        may_be_theirs = keeper.may_be_refusal(error) or kept.failed_as_prepared(error)
         # The savepoint is there only if its own statement failed: those behind have released it.
-        if not (kept.keeping and keeper.may_be_refusal(error) and _goes_back(connection, _KEPT_SAVEPOINT)):
+        if not (kept.rows and may_be_theirs and _goes_back(connection, _KEPT_SAVEPOINT)):
             raise
-        if error.sqlstate == _UNIQUE_VIOLATION and not kept.keeping.endswith(GIVING_WAY):
-            again = kept.keeping + GIVING_WAY
-        else:
-            keeper.refused(error)
-            again = ""
-        return _run(connection, _KEPT_SAVEPOINT, keys, behind, keeper, replace(kept, keeping=again))
-    if kept is not NOTHING_KEPT:
-        del results[_BEFORE_KEYS : _BEFORE_KEYS + len(_kept_statements(kept))]
+        return _run(connection, _KEPT_SAVEPOINT, keys, behind, keeper, kept.after(error, keeper))
+    kept.succeeded()
+    del results[_BEFORE_KEYS : _BEFORE_KEYS + len(keeping)]
     return results
 
 

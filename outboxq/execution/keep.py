@@ -8,16 +8,17 @@ jobs do must not depend on what is kept of them. Those who wait for the result o
 import logging
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeAlias, cast
 from uuid import UUID
 
 from outboxq.clock import clock
 from outboxq.database.errors import describe_error, sqlstate_of
 from outboxq.events import Event, JobCancelled, JobDied, JobDiscarded, JobDone, JobExpired
+from outboxq.execution.prepared import PreparedStatements, may_be_of_prepared
 from outboxq.handlers.keeping import Keeping
 from outboxq.handlers.resolved import Registry
-from outboxq.statements.done import KeptJob, keep_jobs
+from outboxq.statements.done import GIVING_WAY, DoneRows, KeptJob, rows_of_done
 from outboxq.statements.results import tell_waiters
 
 logger = logging.getLogger("outboxq.relay")
@@ -34,21 +35,53 @@ _NO_OTHERS: Mapping[UUID, tuple[UUID, ...]] = {}
 # locks, and the patience of a role's time-out.
 _REFUSALS = frozenset({"22", "23", "42", "53", "54", "55"})
 _QUERY_CANCELED = "57014"
+_UNIQUE_VIOLATION = "23505"
 # After a refusal nothing is kept for so long, lest each transaction meet it, and wait for a foreign lock.
 _PAUSE_SECONDS = 60.0
 
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """What goes into the transaction that removes jobs, for those who ask for them later: statements, or nothing.
+    """What goes into the transaction that removes jobs, for those who ask for them later; perhaps nothing.
 
     Attributes:
-        keeping: Writes the rows of finished jobs.
-        telling: Tells those who wait for results.
+        rows: The rows of finished jobs.
+        telling: The statement that tells those who wait for results.
+        prepared: Where the INSERT of the rows is prepared; None to send it as text.
+        gives_way: Whether earlier rows of the same ids give way; not if it is prepared.
     """
 
-    keeping: str = ""
+    rows: DoneRows | None = None
     telling: str = ""
+    prepared: PreparedStatements | None = None
+    gives_way: bool = False
+
+    def keeping(self) -> list[str]:
+        """The statements that write the rows."""
+        if self.rows is None:
+            return []
+        if self.prepared is None:
+            return [self.rows.text() + (GIVING_WAY if self.gives_way else "")]
+        return [*self.prepared.preparing(self.rows.prepared()), self.rows.execution()]
+
+    def succeeded(self) -> None:
+        """Record that the statements were executed."""
+        if self.rows is not None and self.prepared is not None:
+            self.prepared.succeeded(self.rows.prepared())
+
+    def failed_as_prepared(self, error: BaseException) -> bool:
+        """Whether an error may have come because the INSERT was prepared, or was not: its text would not meet it."""
+        return self.prepared is not None and may_be_of_prepared(error)
+
+    def after(self, error: BaseException, keeper: "Keeper") -> "Kept":
+        """What to send after an error of these statements: the rows once more in another way, or no rows."""
+        if self.rows is not None and self.prepared is not None and self.failed_as_prepared(error):
+            self.prepared.failed(error, self.rows.prepared())
+            return replace(self, prepared=None)
+        if sqlstate_of(error) == _UNIQUE_VIOLATION and not self.gives_way:
+            return replace(self, prepared=None, gives_way=True)
+        keeper.refused(error)
+        return replace(self, rows=None)
 
 
 NOTHING_KEPT = Kept()
@@ -87,15 +120,27 @@ class Keeper:
         return [row for event in events if (row := self._row(event, others)) is not None]
 
     def statements(
-        self, schema: str, events: Iterable[Event], others: Mapping[UUID, tuple[UUID, ...]] = _NO_OTHERS
+        self,
+        schema: str,
+        events: Iterable[Event],
+        others: Mapping[UUID, tuple[UUID, ...]] = _NO_OTHERS,
+        prepared: PreparedStatements | None = None,
     ) -> Kept:
-        """For the transaction that removes the jobs, and late: what is tried of waiters is held until COMMIT."""
+        """For the transaction that removes the jobs, and late: what is tried of waiters is held until COMMIT.
+
+        Args:
+            prepared: Where the connection's INSERTs are prepared, if they may be.
+        """
         if not self.kinds:
             return NOTHING_KEPT
         events = tuple(events)
         rows, ended = self.kept(events, others), self.ended(events, others)
-        keeping = keep_jobs(schema, rows, self.relay) if rows else ""
-        return Kept(keeping, tell_waiters(schema, ended) if ended else "")
+        telling = tell_waiters(schema, ended) if ended else ""
+        if not rows:
+            return Kept(telling=telling)
+        if prepared is not None and prepared.is_plain():
+            prepared = None
+        return Kept(rows_of_done(schema, rows, self.relay), telling, prepared)
 
     def ended(self, events: Iterable[Event], others: Mapping[UUID, tuple[UUID, ...]] = _NO_OTHERS) -> list[UUID]:
         """The jobs that are over by these events, in whatever way, of kinds whose results can be waited for."""

@@ -20,6 +20,7 @@ from outboxq.execution.frames import Frame, homes_of
 from outboxq.execution.invoke import Invoker
 from outboxq.execution.keep import Keeper
 from outboxq.execution.orders import Orders
+from outboxq.execution.prepared import PreparedStatements
 from outboxq.handlers.handler import AnyHandler
 from outboxq.handlers.progress import ProgressNotes
 from outboxq.handlers.resolved import Registry
@@ -63,6 +64,7 @@ class Runtime:
     Args:
         is_interruption: Whether an error that came out of a handler is the relay's own interruption of it.
         notes: Where handlers note their progress; None if that is nowhere.
+        prepared_rows: Where the connection has the INSERTs of finished jobs prepared; None to send them as text.
     """
 
     registry: Registry
@@ -79,6 +81,7 @@ class Runtime:
     orders: Orders = field(default_factory=Orders)
     keeper: Keeper = field(default_factory=Keeper)
     notes: ProgressNotes | None = None
+    prepared_rows: PreparedStatements | None = None
 
     def is_failure(self, error: BaseException) -> bool:
         """Whether an error that came out of a handler is a failed attempt of its job.

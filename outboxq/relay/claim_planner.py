@@ -9,8 +9,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from outboxq.execution.batch_state import BatchState
-from outboxq.execution.claim import AnyScript, ClaimRequest, PreparedClaims
+from outboxq.execution.claim import AnyScript, ClaimRequest
 from outboxq.execution.lease_mode import LeasedBatch
+from outboxq.execution.prepared import PreparedStatements
 from outboxq.job import Job
 from outboxq.queue_limits import QueueLimits
 from outboxq.relay.cursors import GroupCursor, QueueCursor
@@ -32,7 +33,7 @@ class ClaimPlanner:
     def __init__(self, state: RelayState, order: Order) -> None:
         queues = order.queues
         # The claims that are prepared on the connection that the slot has.
-        self.prepared: PreparedClaims | None = None
+        self.prepared: PreparedStatements | None = None
         # Whether jobs were found since the last poll of the slot's queues.
         self.has_found = True
         # How long the last poll of the slot's queues took.

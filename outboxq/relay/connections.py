@@ -23,8 +23,8 @@ from outboxq.database.engines import Engines
 from outboxq.database.errors import opening
 from outboxq.database.guard import Guard
 from outboxq.emitter import HOOKS_OPTION
-from outboxq.execution.claim import PreparedClaims
 from outboxq.execution.invoke import AsyncInvoker, Invoker, SyncInvoker
+from outboxq.execution.prepared import PreparedStatements
 from outboxq.handlers.handler import Flavour
 from outboxq.relay.limits import RelayLimits
 from outboxq.statements.server import server_epoch
@@ -32,6 +32,8 @@ from outboxq.tables import SCHEMA
 
 # How many connections stay open while all slots sleep. With the listener's and the lease's an idle relay has four.
 _WARM_CONNECTIONS = 2
+# There is one for each set of columns in which the jobs of a batch differ.
+_ROWS_MOST = 8
 
 
 @dataclass(slots=True, eq=False)
@@ -42,8 +44,9 @@ class SlotConnection:
     invoker: Invoker
     guard: Guard
     epoch: str
-    # None behind a pooler, or if the user's settings forbid it.
-    prepared: PreparedClaims | None
+    # The claims, and the INSERTs of finished jobs; None behind a pooler, or if the user's settings forbid it.
+    prepared: PreparedStatements | None
+    prepared_rows: PreparedStatements | None
     used_at: float = field(default_factory=time.monotonic)
 
 
@@ -54,9 +57,10 @@ def make_slot_connection(
     with connection.begin():
         epoch = server_epoch(connection)
     prepares = driver_connection(connection).prepare_threshold is not None
-    return SlotConnection(
-        connection, invoker, Guard(connection, harmless), epoch, PreparedClaims() if prepares else None
-    )
+    guard = Guard(connection, harmless)
+    if not prepares:
+        return SlotConnection(connection, invoker, guard, epoch, None, None)
+    return SlotConnection(connection, invoker, guard, epoch, PreparedStatements(), PreparedStatements(_ROWS_MOST))
 
 
 @dataclass(eq=False)

@@ -155,6 +155,7 @@ class Slot:
             orders=state.flow.orders,
             keeper=state.keeper,
             notes=state.progress,
+            prepared_rows=connected.prepared_rows,
         )
 
     def _is_interruption(self, error: BaseException) -> bool:

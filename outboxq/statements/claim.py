@@ -4,7 +4,6 @@ Sent as text, so that claim and savepoint are one string and one round trip. Par
 as executing it, so a slot prepares its claims on its connection and executes them by name.
 """
 
-import hashlib
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import LiteralString, TypeAlias
@@ -14,7 +13,7 @@ from psycopg import sql
 
 from outboxq.statements.limit import count_parts, lock_claims, slot_parts
 from outboxq.statements.numbers import next_token, one_more, one_more_attempt
-from outboxq.statements.render import compose, quote_literal, render
+from outboxq.statements.render import compose, named, quote_literal, render
 
 # The order in which `claim.py` reads a row.
 RETURNED: tuple[LiteralString, ...] = (
@@ -189,7 +188,7 @@ def _text(parts: tuple[str, ...], queue: str, start: str, limit: int) -> str:
 @lru_cache(1024)
 def _prepared(parts: tuple[str, ...], limit: int, behind: bool) -> tuple[str, str]:
     text = _text(parts, "$1", _start("$2", "$3") if behind else "", limit)
-    return _named(text, f"text{', int, bigint' if behind else ''}")
+    return named(text, f"text{', int, bigint' if behind else ''}")
 
 
 @lru_cache(1024)
@@ -198,13 +197,7 @@ def _prepared_with_room(
 ) -> tuple[str, str]:
     before, between, within = head
     text = _text(parts, "$1", _start("$3", "$4") if behind else "", limit)
-    return _named(f"WITH {before}$1{between}$2{within}, {text}", f"text, int{', int, bigint' if behind else ''}")
-
-
-def _named(text: str, types: str) -> tuple[str, str]:
-    # The name is a hash of the text: if a pooler shows us another client's statement of this name, it is the same one.
-    name = f"outboxq_{hashlib.sha256(text.encode()).hexdigest()[:32]}"
-    return name, f"PREPARE {name} ({types}) AS {text}"
+    return named(f"WITH {before}$1{between}$2{within}, {text}", f"text, int{', int, bigint' if behind else ''}")
 
 
 @dataclass(frozen=True, slots=True)

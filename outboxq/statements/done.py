@@ -1,8 +1,9 @@
 """Finished jobs: writing their rows, in the transaction in which they are over, and reading them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
+from functools import lru_cache, partial
 from operator import attrgetter
 from typing import Any, LiteralString, NamedTuple
 from uuid import UUID
@@ -15,7 +16,7 @@ from outboxq.job import OWN_HEADERS
 from outboxq.statements.doctor.sessions import qualified
 from outboxq.statements.enqueue import array_text, text_array
 from outboxq.statements.paging import matching
-from outboxq.statements.render import quote_identifier, quote_literal, render
+from outboxq.statements.render import named, quote_identifier, quote_literal, render
 from outboxq.tables import done_job, job
 
 OUTCOMES = ("done", "discarded", "cancelled", "expired")
@@ -56,15 +57,6 @@ class _Column(NamedTuple):
     stored: LiteralString = "{}"
 
 
-# Times go as numbers: as texts, they and the seconds cost as much as all the rest of a row that is sent.
-_EPOCH, _MICROSECOND = datetime(2000, 1, 1, tzinfo=UTC), timedelta(microseconds=1)
-_SINCE_EPOCH: LiteralString = "timestamptz '2000-01-01 00:00:00+00' + {} * interval '1 microsecond'"
-
-
-def _microseconds(at: datetime) -> str:
-    return str((at - _EPOCH) // _MICROSECOND)
-
-
 # In the order of `KeptJob`, whose last value is what `expires_at` is made of.
 _COLUMNS: dict[str, _Column] = {
     "id": _Column("uuid", attrgetter("hex")),
@@ -72,9 +64,9 @@ _COLUMNS: dict[str, _Column] = {
     "kind": _Column("text", str),
     "outcome": _Column("text", str),
     "attempt": _Column("int", str),
-    "created_at": _Column("float8", _microseconds, _SINCE_EPOCH),
-    "claimed_at": _Column("float8", _microseconds, _SINCE_EPOCH),
-    "seconds": _Column("float8", lambda seconds: f"{seconds * 1e6:.0f}", "{} / '1000000'::float8"),
+    "created_at": _Column("timestamptz", datetime.isoformat),
+    "claimed_at": _Column("timestamptz", datetime.isoformat),
+    "seconds": _Column("float8", repr),
     "args": _Column("text", str, "{}::jsonb"),
     "headers": _Column("text", str, "{}::jsonb"),
     "result": _Column("text", str, "{}::jsonb"),
@@ -82,9 +74,33 @@ _COLUMNS: dict[str, _Column] = {
     "expires_at": _Column("float8", repr, "pg_catalog.clock_timestamp() + pg_catalog.make_interval(secs => {})"),
     "relay": _Column("uuid", attrgetter("hex")),
 }
+
+
+class _Numbers(NamedTuple):
+    """A column in which jobs mostly differ, sent as numbers: the type, their format, and what is stored of one."""
+
+    type_name: str
+    written: str
+    of: Callable[[Sequence[Any]], Iterable[object]]
+    stored: LiteralString = "{}"
+
+
+_EPOCH, _MICROSECOND = datetime(2000, 1, 1, tzinfo=UTC), timedelta(microseconds=1)
+# No value of these is missing. As texts, times and seconds cost as much as all the rest of a row that is sent.
+_NUMBERS: dict[str, _Numbers] = {
+    "id": _Numbers("uuid", "%032x", partial(map, attrgetter("int"))),
+    "created_at": _Numbers(
+        "int8",
+        "%d",
+        lambda times: [(at - _EPOCH) // _MICROSECOND for at in times],
+        "timestamptz '2000-01-01 00:00:00+00' + {}::float8 * interval '1 microsecond'",
+    ),
+    "seconds": _Numbers("int8", "%d", lambda column: [each * 1e6 for each in column], "{}::float8 / '1000000'::float8"),
+}
 _INSERT: LiteralString = """\
 INSERT INTO {done} AS earlier ({columns})
 SELECT {stored} FROM (SELECT {arrays}) AS kept"""
+_OF_GONE: LiteralString = "\nJOIN gone ON gone.id = kept.id"
 # Behind what `keep_jobs` makes. It costs as much again as half of the rows, and so is left out until an id is there.
 GIVING_WAY: LiteralString = """
 ON CONFLICT (id) DO UPDATE SET outcome = excluded.outcome, attempt = excluded.attempt,
@@ -104,34 +120,101 @@ def keep_jobs(schema: str, kept: Sequence[KeptJob], relay: UUID | None, *, gone:
     Args:
         gone: As a part of a statement with a CTE `gone`: only the jobs whose ids that has.
     """
+    return rows_of_done(schema, kept, relay).text(gone=gone)
+
+
+@dataclass(frozen=True, slots=True)
+class DoneRows:
+    """Rows of finished jobs, to be written by the statement of `keep_jobs`.
+
+    Attributes:
+        own: Literals of arrays, by the columns in which the jobs differ.
+        common: Literals, by the columns in which they are alike.
+    """
+
+    schema: str
+    own: Mapping[str, str]
+    common: Mapping[str, str]
+
+    def text(self, *, gone: bool = False) -> str:
+        """The statement with its values."""
+        own = {name: f"{array}::{_array_type(name)}" for name, array in self.own.items()}
+        common = {name: f"{value}::{_COLUMNS[name].type_name}" for name, value in self.common.items()}
+        return _insert(self.schema, own, common) + (_OF_GONE if gone else "")
+
+    def prepared(self) -> "PreparedRows":
+        """The same as a prepared statement."""
+        return _prepared(self.schema, tuple(self.own), tuple(self.common))
+
+    def execution(self) -> str:
+        """What executes the prepared statement with these values."""
+        return f"EXECUTE {self.prepared().name}({', '.join((*self.own.values(), *self.common.values()))})"
+
+
+class PreparedRows(NamedTuple):
+    """A prepared `keep_jobs`: its name on a connection, and its PREPARE statement."""
+
+    name: str
+    definition: str
+
+
+def rows_of_done(schema: str, kept: Sequence[KeptJob], relay: UUID | None) -> DoneRows:
+    """The rows of jobs that are over, which `relay` has run."""
     columns = dict(zip(_COLUMNS, zip(*kept, strict=True), strict=False))
-    columns["relay"] = (relay,) * len(kept)
     # What the jobs have in common, as most of a claim's do, is sent once, and nothing where they have nothing.
     own = {name: column for name, column in columns.items() if name == "id" or column.count(column[0]) < len(column)}
-    common = {name: column[0] for name, column in columns.items() if name not in own and column[0] is not None}
-    sent = {name: f"kept.{name}" for name in own} | {name: _literal(name, value) for name, value in common.items()}
-    only: LiteralString = "\nJOIN gone ON gone.id = kept.id" if gone else ""
-    return (_INSERT + only).format(
-        done=quote_identifier(schema, "done_job"),
-        columns=", ".join(sent),
-        stored=", ".join(_COLUMNS[name].stored.format(value) for name, value in sent.items()),
-        arrays=", ".join(f"pg_catalog.unnest({_array(name, column)}) AS {name}" for name, column in own.items()),
+    common = {name: column[0] for name, column in columns.items() if name not in own} | {"relay": relay}
+    return DoneRows(
+        schema,
+        {name: _array(name, column) for name, column in own.items()},
+        {name: _literal(name, value) for name, value in common.items() if value is not None},
     )
+
+
+# One for each set of columns in which jobs differ.
+@lru_cache(64)
+def _prepared(schema: str, own: tuple[str, ...], common: tuple[str, ...]) -> PreparedRows:
+    numbered = {name: f"${number}" for number, name in enumerate(own + common, 1)}
+    arrays, values = ({name: numbered[name] for name in names} for names in (own, common))
+    types = [_array_type(name) for name in own] + [_COLUMNS[name].type_name for name in common]
+    return PreparedRows(*named(_insert(schema, arrays, values), ", ".join(types)))
+
+
+def _insert(schema: str, own: Mapping[str, str], common: Mapping[str, str]) -> str:
+    stored = {name: (_NUMBERS.get(name) or _COLUMNS[name]).stored.format(f"kept.{name}") for name in own}
+    stored |= {name: _once(_COLUMNS[name].stored, value) for name, value in common.items()}
+    return _INSERT.format(
+        done=quote_identifier(schema, "done_job"),
+        columns=", ".join(stored),
+        stored=", ".join(stored.values()),
+        arrays=", ".join(f"pg_catalog.unnest({array}) AS {name}" for name, array in own.items()),
+    )
+
+
+def _once(stored: LiteralString, value: str) -> str:
+    # In a SELECT of its own what the rows have in common is computed once.
+    return value if stored == "{}" else f"(SELECT {stored.format(value)})"
 
 
 def _literal(name: str, value: object) -> str:
     type_name, write, _ = _COLUMNS[name]
     # Only texts may hold a quote or a backslash.
-    quoted = quote_literal(write(value)) if type_name == "text" else f"'{write(value)}'"
-    return f"{quoted}::{type_name}"
+    return quote_literal(write(value)) if type_name == "text" else f"'{write(value)}'"
+
+
+def _array_type(name: str) -> str:
+    return f"{(_NUMBERS.get(name) or _COLUMNS[name]).type_name}[]"
 
 
 def _array(name: str, column: Sequence[Any]) -> str:
+    if (numbers := _NUMBERS.get(name)) is not None:
+        written = ",".join([numbers.written] * len(column))
+        return f"'{{{written}}}'" % tuple(numbers.of(column))
     type_name, write, _ = _COLUMNS[name]
     texts = [None if value is None else write(value) for value in column]
     if type_name == "text":
-        return f"{quote_literal(text_array(texts))}::text[]"
-    return f"'{array_text([text or 'NULL' for text in texts])}'::{type_name}[]"
+        return quote_literal(text_array(texts))
+    return f"'{array_text([text or 'NULL' for text in texts])}'"
 
 
 _MAY_USE: LiteralString = """\

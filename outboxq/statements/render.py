@@ -1,5 +1,6 @@
 """Values and names in SQL that has no parameters: statements that are sent as text, or written to a file."""
 
+import hashlib
 from typing import LiteralString
 
 from psycopg import sql
@@ -42,6 +43,13 @@ def compose(schema: str, statement: LiteralString, /, **values: object) -> sql.C
 def fill(statement: LiteralString, /, **values: object) -> str:
     """A statement that names no table of ours, with these values; a value becomes a literal, unless it is SQL."""
     return sql.SQL(statement).format(**_as_sql(values)).as_string(None)
+
+
+def named(statement: str, types: str) -> tuple[str, str]:
+    """The name under which a statement with parameters of these types is prepared, and what prepares it."""
+    # The name is a hash of the text: if a pooler shows us another client's statement of this name, it is the same one.
+    name = f"outboxq_{hashlib.sha256(statement.encode()).hexdigest()[:32]}"
+    return name, f"PREPARE {name} ({types}) AS {statement}"
 
 
 def _as_sql(values: dict[str, object]) -> dict[str, sql.Composable]:

@@ -229,8 +229,8 @@ def _drain_queue(connection: Connection, name: str, runtime: Runtime) -> list[Ev
         batch = BatchState(name, claimed.jobs, claimed.transaction)
         run(connection, batch, runtime, shared=True)
         # Told to nobody: the test's transaction is not committed.
-        if kept := runtime.keeper.statements(runtime.schema, batch.events).keeping:
-            run_script(connection, kept)
+        if kept := runtime.keeper.statements(runtime.schema, batch.events).keeping():
+            run_script(connection, "; ".join(kept))
         batch.unique_adds.take(connection, runtime.schema)
         # The handlers' deadlines are not the test's.
         run_script(connection, f"{local_timeouts_off()}RELEASE SAVEPOINT {claimed.transaction.savepoint}")

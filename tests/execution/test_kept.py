@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Callable
-from datetime import datetime, timedelta
+from datetime import UTC, datetime, timedelta
 from typing import Any
 from uuid import UUID
 
@@ -22,11 +22,13 @@ from outboxq.errors import ArgsNotKept, JobNotFound
 from outboxq.events import JobDied, JobDone, JobLeaseLost
 from outboxq.execution.commit import commit_script
 from outboxq.execution.keep import Kept
+from outboxq.statements.done import KeptJob, rows_of_done
 from outboxq.statements.prune import delete_finished
 from tests.support.app import QUICK, Effect
 from tests.support.ledger import ledger, rows
 
 KEEP = timedelta(days=7)
+_ROW = KeptJob(UUID(int=1), "q", "work", "done", 1, datetime.now(UTC), None, 0.5, None, None, None, None, 60.0)
 Drain = Callable[..., list[Any]]
 Sessions = sessionmaker[OutboxSession]
 
@@ -443,6 +445,38 @@ def test_a_row_whose_id_was_chosen_twice_gives_way(
     assert not [each for each in caplog.records if "not kept" in each.message]
 
 
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_the_insert_of_rows_is_prepared_once_and_sent_as_text_if_that_is_lost(
+    engine: Engine, sessions: Sessions, drain: Drain, monkeypatch: pytest.MonkeyPatch, batch_size: int
+) -> None:
+    """The driver drops what is prepared when it sees a rollback: each handler runs once, and all rows stand."""
+    jobs, ran, sent = Jobs(), list[int](), list[str]()
+    monkeypatch.setattr(commit_module, "run_script", lambda *given: sent.append(given[1]) or run_script(*given))
+
+    @jobs.handler(keep=KEEP, keep_args=True, keep_result=True, retry=QUICK)
+    def work(ctx: Context, number: int) -> str:
+        ran.append(number)
+        ctx.session.add(Effect(name=str(number)))
+        if number == 6:
+            ctx.session.execute(text("DEALLOCATE ALL"))
+        return f"it's {number}"
+
+    with sessions.begin() as session:
+        for number in range(12):
+            session.add_job(work, number=number)
+    drain(jobs, batch_size=batch_size, slots_per_queue=1)
+    assert sorted(ran) == list(range(12))
+    assert ledger(engine) == {str(number): 1 for number in range(12)}
+    found = rows(
+        engine, "SELECT args->>'number', result::text, seconds > 0, created_at < claimed_at FROM outboxq.done_job"
+    )
+    assert sorted(found) == sorted((str(n), f'"it\'s {n}"', True, True) for n in range(12))
+    as_text = [each for each in sent if "INSERT" in each and "PREPARE" not in each]
+    by_name = [each for each in sent if "oq_kept" in each and "INSERT" not in each]
+    assert len(as_text) == 1
+    assert len(by_name) >= 12 / batch_size - 3
+
+
 @pytest.mark.parametrize("claim", ["transaction", "lease"])
 def test_a_locked_table_holds_jobs_up_for_a_moment_only(
     engine: Engine, sessions: Sessions, drain: Drain, caplog: pytest.LogCaptureFixture, claim: str
@@ -470,11 +504,11 @@ def test_a_locked_table_holds_jobs_up_for_a_moment_only(
 @pytest.mark.parametrize("keys", [[], ["SELECT 2"]])
 def test_the_patience_of_a_handler_is_as_before_behind_its_row(engine: Engine, keys: list[str]) -> None:
     """What follows waits for as long as the transaction allows: the keys of unique jobs, and a COMMIT that notifies."""
-    kept = Kept("SELECT 1")
+    kept = Kept(rows_of_done("outboxq", [_ROW], None))
     with engine.begin() as connection:
         run_script(connection, "SET LOCAL lock_timeout = '7s'; SAVEPOINT oq_1")
-        script = commit_script("oq_1", keys, kept)
-        shows = re.sub("SELECT [12]|COMMIT", "SHOW lock_timeout", script)
+        script = commit_script("oq_1", [*commit_module._kept_statements(kept), *keys])
+        shows = re.sub("INSERT[^;]+|SELECT 2|COMMIT", "SHOW lock_timeout", script)
         results = run_script(connection, shows)
     shown = [row[0] for result in results for row in result.rows if len(row) == 1]
     assert next(each for each in shown if each in ("1s", "7s")) == "1s"

@@ -8,11 +8,11 @@ import pytest
 from sqlalchemy import Connection, Engine, create_engine, event, text
 from sqlalchemy.orm import sessionmaker
 
-import outboxq.execution.claim as claim_module
 import outboxq.execution.commit as commit_module
 from outboxq import Context, Jobs, OutboxSession, Relay, RelayConfig, SlotGroup
 from outboxq.database.driver import ScriptResult, run_script
-from outboxq.execution.claim import ClaimRequest, PreparedClaims
+from outboxq.execution.claim import ClaimRequest
+from outboxq.execution.prepared import PREPARED_MOST, PreparedStatements
 from outboxq.postgres import Database
 from outboxq.statements.claim import ClaimScript, ClaimStatements, Cursor
 from tests.support.app import Effect
@@ -232,7 +232,7 @@ def test_a_table_that_changes_below_a_prepared_claim_stops_nothing(
     """An upgrade beside running relays: PostgreSQL refuses a plan whose columns have other types by now."""
     jobs = recording(lambda _ctx, _name: None)
     names = enqueue(sessions, jobs)
-    prepared, script = PreparedClaims(), ClaimStatements("outboxq", "ledger").ready
+    prepared, script = PreparedStatements(), ClaimStatements("outboxq", "ledger").ready
     with engine.connect() as connection:
         with connection.begin() as transaction:
             request = ClaimRequest(script, 1, prepared=prepared)
@@ -272,8 +272,8 @@ def test_a_backend_keeps_as_many_claims_for_a_hundred_queues_as_for_one(
 
 def test_a_backend_lets_go_of_the_claims_that_were_not_used_for_longest(engine: Engine) -> None:
     """Each limit of a claim is a statement of its own, and there may be a thousand."""
-    prepared, script = PreparedClaims(), ClaimStatements("outboxq", "mine").ready
-    most = claim_module.PREPARED_MOST
+    prepared, script = PreparedStatements(), ClaimStatements("outboxq", "mine").ready
+    most = PREPARED_MOST
     # The oldest of those that are left, used once more; then another one.
     oldest, another = 2 * most, 1
     with engine.connect() as connection:

@@ -17,7 +17,7 @@ from outboxq.execution.lease_mode import Unsettled
 from outboxq.handlers.keeping import Keeping
 from outboxq.job import Job
 from outboxq.postgres import Database
-from outboxq.statements.done import keep_jobs
+from outboxq.statements.done import rows_of_done
 from tests.support.results import KEEP, told
 from tests.support.statements import _LEASED
 
@@ -34,7 +34,7 @@ def test_a_kind_without_results_sends_what_it_sent_before() -> None:
     """Byte for byte, in both modes: nothing without `keep`, and with it the INSERT alone."""
     events = _events(_LEASED)
     assert _PLAIN.statements("outboxq", events) == NOTHING_KEPT
-    assert _KEPT.statements("outboxq", events) == Kept(keep_jobs("outboxq", _KEPT.kept(events), None))
+    assert _KEPT.statements("outboxq", events) == Kept(rows_of_done("outboxq", _KEPT.kept(events), None))
     for keeper in (_PLAIN, _KEPT):
         leased = Unsettled((events[0],), (), unsure=False, keeper=keeper).script("outboxq")
         assert not any(word in leased for word in ("notify", "advisory"))
@@ -47,7 +47,7 @@ def test_each_way_to_end_is_told_and_a_retry_is_not() -> None:
     assert _RESULTS.ended(_events(_LEASED), {_LEASED.id: (other,)}) == [_LEASED.id, other, _LEASED.id, other]
     assert _RESULTS.ended([_events(_LEASED)[2]]) == []
     dead = _RESULTS.statements("outboxq", [JobDied(_LEASED, "no")])
-    assert dead.keeping == ""
+    assert dead.rows is None
     assert str(_LEASED.id) in dead.telling
 
 

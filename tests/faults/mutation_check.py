@@ -130,8 +130,8 @@ MUTANTS = (
     Mutant(
         "the lease in the rows of finished jobs",
         "outboxq/statements/done.py",
-        '"\\nJOIN gone ON gone.id = kept.id" if gone else ""',
-        '""',
+        "+ (_OF_GONE if gone else",
+        '+ ("" if gone else',
         ("tests/execution/test_kept.py::test_a_job_whose_lease_was_lost_is_not_kept",),
     ),
     Mutant(
@@ -144,16 +144,16 @@ MUTANTS = (
     Mutant(
         "the rows of finished jobs in their own transaction",
         "outboxq/execution/commit.py",
-        "    kept = runtime.keeper.statements(runtime.schema, batch.events, batch.stands_for)\n",
-        "    kept = runtime.keeper.statements(runtime.schema, batch.events, batch.stands_for)\n"
+        "    kept = runtime.keeper.statements(runtime.schema, batch.events, batch.stands_for, runtime.prepared_rows)\n",
+        "    kept = runtime.keeper.statements(runtime.schema, batch.events, batch.stands_for, runtime.prepared_rows)\n"
         "    with connection.engine.connect() as other, other.begin():\n"
-        "        kept = NOTHING_KEPT if kept.keeping and run_script(other, kept.keeping) else kept\n",
+        "        kept = NOTHING_KEPT if kept.rows and run_script(other, kept.rows.text()) else kept\n",
         ("tests/execution/test_kept.py::test_the_row_goes_back_with_a_refused_commit",),
     ),
     Mutant(
         "the way back to before rows of finished jobs that are refused",
         "outboxq/execution/commit.py",
-        "if not (kept.keeping and keeper.may_be_refusal(error) and _goes_back(connection, _KEPT_SAVEPOINT)):",
+        "if not (kept.rows and may_be_theirs and _goes_back(connection, _KEPT_SAVEPOINT)):",
         "if True:",
         ("tests/execution/test_kept.py::test_jobs_whose_rows_are_refused_are_done_without",),
     ),
@@ -174,8 +174,8 @@ MUTANTS = (
     Mutant(
         "the notification of a job that is waited for",
         "outboxq/execution/keep.py",
-        '        return Kept(keeping, tell_waiters(schema, ended) if ended else "")\n',
-        "        return Kept(keeping)\n",
+        '        telling = tell_waiters(schema, ended) if ended else ""\n',
+        '        telling = ""\n',
         (_WAITS + "between_two_steps_of_a_wait_is_not_missed",),
     ),
     Mutant(
@@ -464,7 +464,7 @@ MUTANTS = (
     Mutant(
         "the checked commit: a plain COMMIT",
         "outboxq/execution/commit.py",
-        'return f"RELEASE SAVEPOINT {inner_savepoint}; SET CONSTRAINTS ALL IMMEDIATE; COMMIT"',
+        'return f"RELEASE SAVEPOINT {inner_savepoint}; SET CONSTRAINTS ALL IMMEDIATE; {before_commit}COMMIT"',
         'return f"COMMIT; SELECT {len(inner_savepoint)}; COMMIT"',
         ("tests/execution/test_containment.py",),
     ),
@@ -1050,8 +1050,8 @@ MUTANTS = (
     ),
     Mutant(
         "the claims that a backend keeps prepared, and no more",
-        "outboxq/execution/claim.py",
-        "if len(self._names) >= PREPARED_MOST else None",
+        "outboxq/execution/prepared.py",
+        "if len(self._names) >= self._most else None",
         "if len(self._names) < 0 else None",
         (
             "tests/execution/test_prepared_claims.py::test_a_backend_lets_go_of_the_claims_that_were_not_used_for_longest",
@@ -1059,7 +1059,7 @@ MUTANTS = (
     ),
     Mutant(
         "the claim that was not used for longest",
-        "outboxq/execution/claim.py",
+        "outboxq/execution/prepared.py",
         "            del self._names[name]\n        elif",
         "            pass\n        elif",
         (
@@ -1083,10 +1083,17 @@ MUTANTS = (
         ("tests/faults/test_unknown_commit.py::test_a_relay_that_is_told_to_stop_finds_out_first",),
     ),
     Mutant(
+        "the second try at rows of finished jobs, if their INSERT is not prepared any more",
+        "outboxq/execution/keep.py",
+        "        return self.prepared is not None and may_be_of_prepared(error)\n",
+        "        return False\n",
+        ("tests/execution/test_kept.py::test_the_insert_of_rows_is_prepared_once_and_sent_as_text_if_that_is_lost",),
+    ),
+    Mutant(
         "the second try at rows of finished jobs, in which one of the same id gives way",
-        "outboxq/execution/commit.py",
-        "error.sqlstate == _UNIQUE_VIOLATION and not",
-        'error.sqlstate == "" and not',
+        "outboxq/execution/keep.py",
+        "if sqlstate_of(error) == _UNIQUE_VIOLATION and not",
+        "if False and not",
         ("tests/execution/test_kept.py::test_a_row_whose_id_was_chosen_twice_gives_way",),
     ),
     Mutant(

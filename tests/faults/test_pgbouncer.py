@@ -14,7 +14,7 @@ from sqlalchemy.orm import sessionmaker
 from outboxq import OutboxSession, RelayConfig
 from outboxq.database.engines import make_engine
 from outboxq.events import DatabaseLost, JobDied, JobRetried
-from outboxq.execution.claim import PreparedClaims
+from outboxq.execution.prepared import PreparedStatements
 from outboxq.handlers.handler import AnyHandler
 from outboxq.postgres import Database
 from outboxq.relay.limits import RelayLimits
@@ -88,8 +88,8 @@ def test_a_relay_that_knows_of_no_pooler_loses_and_doubles_nothing(
     with sessions.begin() as session:
         session.add_jobs(kinds[number % 2].job(name=name) for number, name in enumerate(names))
     refused: list[bool] = []
-    failed = PreparedClaims.failed
-    monkeypatch.setattr(PreparedClaims, "failed", lambda *given: refused.append(failed(*given)) or refused[-1])
+    failed = PreparedStatements.failed
+    monkeypatch.setattr(PreparedStatements, "failed", lambda *given: refused.append(failed(*given)) or refused[-1])
     own = create_engine(pooled_url, connect_args=arguments, pool_size=20)
     own_async = create_async_engine(pooled_url, connect_args=arguments, pool_size=20)
     config = replace(POOLED, listen=True, poll_seconds=0.2, lease_seconds=3)

@@ -24,7 +24,7 @@ from outboxq.statements.audit import AuditFilter
 from outboxq.statements.claim import ClaimScript, ClaimStatements, Cursor
 from outboxq.statements.dead_letters import DeadFilter
 from outboxq.statements.doctor.sessions import jobs_of
-from outboxq.statements.done import GIVING_WAY, DoneFilter, KeptJob, keep_jobs
+from outboxq.statements.done import GIVING_WAY, DoneFilter, DoneRows, KeptJob, keep_jobs
 from outboxq.statements.effect_admin import PARTS, EffectFilter
 from outboxq.statements.effects import EffectLock
 from outboxq.statements.group_claim import GroupScript
@@ -258,6 +258,8 @@ def _called(function: Callable[..., Any]) -> Iterator[tuple[Executable | str, Ma
         made = function(*positional, **given)
         if isinstance(made, ClaimScript):
             yield from ((text, {}) for text in _of_script(made))
+        elif isinstance(made, DoneRows):
+            yield from ((text, {}) for text in (made.text(), f"{made.prepared().definition}; {made.execution()}"))
         else:
             yield made if isinstance(made, tuple) else (made, _PARAMETERS.get(function.__name__, {}))
 

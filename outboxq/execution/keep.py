@@ -7,7 +7,7 @@ jobs do must not depend on what is kept of them. Those who wait for the result o
 
 import logging
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias, cast
 from uuid import UUID
@@ -18,7 +18,7 @@ from outboxq.events import Event, JobCancelled, JobDied, JobDiscarded, JobDone, 
 from outboxq.execution.prepared import PreparedStatements, may_be_of_prepared
 from outboxq.handlers.keeping import Keeping
 from outboxq.handlers.resolved import Registry
-from outboxq.statements.done import GIVING_WAY, DoneRows, KeptJob, rows_of_done
+from outboxq.statements.done import GIVING_WAY, DoneRows, KeptJobs, rows_of_done
 from outboxq.statements.results import tell_waiters
 
 logger = logging.getLogger("outboxq.relay")
@@ -94,9 +94,11 @@ class Keeper:
     kinds: Mapping[str, Keeping] = field(default_factory=dict)
     relay: UUID | None = None
     _paused_until: float = 0.0
+    _has_args: bool = field(init=False)
     _has_results: bool = field(init=False)
 
     def __post_init__(self) -> None:
+        self._has_args = any(keeping.args for keeping in self.kinds.values())
         self._has_results = any(keeping.result for keeping in self.kinds.values())
 
     @classmethod
@@ -109,20 +111,22 @@ class Keeper:
         """Keep no rows from now on; those who wait for results are told all the same."""
         self._paused_until = math.inf
 
-    def kept(self, events: Iterable[Event], others: Mapping[UUID, tuple[UUID, ...]] = _NO_OTHERS) -> list[KeptJob]:
-        """The rows of the jobs that are over by these events, of kinds that keep them.
+    def kept(self, events: Iterable[Event], others: Mapping[UUID, tuple[UUID, ...]] = _NO_OTHERS) -> KeptJobs | None:
+        """The rows of the jobs that are over by these events, of kinds that keep them; None without any.
 
         Args:
             others: The jobs that runs have taken along, by the id of the job that ran.
         """
-        if not self.kinds or (self._paused_until and clock() < self._paused_until):
-            return []
-        return [row for event in events if (row := self._row(event, others)) is not None]
+        kinds = self.kinds
+        if not kinds or (self._paused_until and clock() < self._paused_until):
+            return None
+        over = [event for event in events if type(event) in _OUTCOMES and cast("Over", event).job.kind in kinds]
+        return self._columns(cast("list[Over]", over), others) if over else None
 
     def statements(
         self,
         schema: str,
-        events: Iterable[Event],
+        events: Sequence[Event],
         others: Mapping[UUID, tuple[UUID, ...]] = _NO_OTHERS,
         prepared: PreparedStatements | None = None,
     ) -> Kept:
@@ -133,10 +137,9 @@ class Keeper:
         """
         if not self.kinds:
             return NOTHING_KEPT
-        events = tuple(events)
         rows, ended = self.kept(events, others), self.ended(events, others)
         telling = tell_waiters(schema, ended) if ended else ""
-        if not rows:
+        if rows is None:
             return Kept(telling=telling)
         if prepared is not None and prepared.is_plain():
             prepared = None
@@ -171,27 +174,25 @@ class Keeper:
             extra={"outboxq_kinds": sorted(self.kinds)},
         )
 
-    def _row(self, event: Event, others: Mapping[UUID, tuple[UUID, ...]]) -> KeptJob | None:
-        outcome = _OUTCOMES.get(type(event))
-        if outcome is None:
-            return None
-        event = cast("Over", event)
-        job = event.job
-        keeping = self.kinds.get(job.kind)
-        if keeping is None:
-            return None
-        return KeptJob(
-            job.id,
-            job.queue,
-            job.kind,
-            outcome,
-            job.attempt,
-            job.created_at,
-            job.claimed_at,
-            event.seconds,
-            job.args if keeping.args else None,
-            job.headers if keeping.args else None,
-            event.result if isinstance(event, JobDone) else None,
-            others.get(job.id),
-            keeping.seconds,
+    def _columns(self, over: Sequence[Over], others: Mapping[UUID, tuple[UUID, ...]]) -> KeptJobs:
+        # A column at a time, and none that no kind asks for: every COMMIT waits for this.
+        jobs = [event.job for event in over]
+        keepings = [self.kinds[job.kind] for job in jobs]
+        ids, none = [job.id for job in jobs], [None] * len(jobs)
+        given = list(zip(jobs, keepings, strict=True)) if self._has_args else []
+        ended = over if self._has_results else []
+        return KeptJobs(
+            id=ids,
+            queue=[job.queue for job in jobs],
+            kind=[job.kind for job in jobs],
+            outcome=[_OUTCOMES[type(event)] for event in over],
+            attempt=[job.attempt for job in jobs],
+            created_at=[job.created_at for job in jobs],
+            claimed_at=[job.claimed_at for job in jobs],
+            seconds=[event.seconds for event in over],
+            args=[job.args if keeping.args else None for job, keeping in given] or none,
+            headers=[job.headers if keeping.args else None for job, keeping in given] or none,
+            result=[event.result if isinstance(event, JobDone) else None for event in ended] or none,
+            stands_for=[others.get(job_id) for job_id in ids] if others else none,
+            keep_seconds=[keeping.seconds for keeping in keepings],
         )

@@ -84,8 +84,8 @@ class Unsettled:
                 beat of their relay takes them back.
         """
         done = (event.job for event in self.finished)
-        rows = self.keeper.kept(self.finished, self.stands_for) if keep else []
-        kept = keep_jobs(schema, rows, self.keeper.relay, gone=True) + GIVING_WAY if rows else ""
+        rows = self.keeper.kept(self.finished, self.stands_for) if keep else None
+        kept = keep_jobs(schema, rows, self.keeper.relay, gone=True) + GIVING_WAY if rows is not None else ""
         finishing = f"{finish_leased(schema, done, free=free, keeping=kept)}; " if self.finished else ""
         telling = f"{tell_waiters(schema, self.ended)}; " if self.ended else ""
         giving_back = f"{release_leased(schema, self.waiting, free=free)}; " if self.waiting else ""

@@ -22,13 +22,13 @@ from outboxq.errors import ArgsNotKept, JobNotFound
 from outboxq.events import JobDied, JobDone, JobLeaseLost
 from outboxq.execution.commit import commit_script
 from outboxq.execution.keep import Kept
-from outboxq.statements.done import KeptJob, rows_of_done
+from outboxq.statements.done import KeptJobs, rows_of_done
 from outboxq.statements.prune import delete_finished
 from tests.support.app import QUICK, Effect
 from tests.support.ledger import ledger, rows
 
 KEEP = timedelta(days=7)
-_ROW = KeptJob(UUID(int=1), "q", "work", "done", 1, datetime.now(UTC), None, 0.5, None, None, None, None, 60.0)
+_ROW = (UUID(int=1), "q", "work", "done", 1, datetime.now(UTC), None, 0.5, None, None, None, None, 60.0)
 Drain = Callable[..., list[Any]]
 Sessions = sessionmaker[OutboxSession]
 
@@ -130,6 +130,46 @@ def test_batches_and_shared_batches_keep_each_of_their_jobs(engine: Engine, sess
     ]
     with pytest.raises(TypeError, match="keep_result"):
         jobs.batch_handler(Item, keep=KEEP, keep_result=True)
+
+
+@pytest.mark.parametrize("claim", ["transaction", "lease"])
+def test_each_kind_of_a_batch_keeps_what_it_asks_for(
+    engine: Engine, sessions: Sessions, drain: Drain, claim: str
+) -> None:
+    """Arguments, a result, neither, or no row: whatever the other jobs of the batch keep, and for how long."""
+    jobs = Jobs()
+
+    @jobs.handler(claim=claim, keep=KEEP, keep_args=True)
+    def args(ctx: Context, number: int) -> int:
+        return number
+
+    @jobs.handler(claim=claim, keep=2 * KEEP, keep_result=True)
+    def result(ctx: Context, number: int) -> int:
+        return number
+
+    @jobs.handler(claim=claim, keep=KEEP)
+    def neither(ctx: Context, number: int) -> int:
+        return number
+
+    @jobs.handler(claim=claim)
+    def nothing(ctx: Context, number: int) -> int:
+        return number
+
+    with sessions.begin() as session:
+        for number in range(2):
+            for kind in (args, result, neither, nothing):
+                session.add_job(kind, number=number)
+    drain(jobs, batch_size=10)
+    days = "round(extract(epoch FROM expires_at - finished_at) / 86400)::int"
+    found = rows(engine, f"SELECT kind, args->>'number', headers::text, result::text, {days} FROM outboxq.done_job")
+    assert sorted(found, key=str) == [
+        ("args", "0", "{}", None, 7),
+        ("args", "1", "{}", None, 7),
+        ("neither", None, None, None, 7),
+        ("neither", None, None, None, 7),
+        ("result", None, None, "0", 14),
+        ("result", None, None, "1", 14),
+    ]
 
 
 @pytest.mark.parametrize("claim", ["transaction", "lease"])
@@ -504,7 +544,7 @@ def test_a_locked_table_holds_jobs_up_for_a_moment_only(
 @pytest.mark.parametrize("keys", [[], ["SELECT 2"]])
 def test_the_patience_of_a_handler_is_as_before_behind_its_row(engine: Engine, keys: list[str]) -> None:
     """What follows waits for as long as the transaction allows: the keys of unique jobs, and a COMMIT that notifies."""
-    kept = Kept(rows_of_done("outboxq", [_ROW], None))
+    kept = Kept(rows_of_done("outboxq", KeptJobs(*zip(_ROW, strict=False)), None))
     with engine.begin() as connection:
         run_script(connection, "SET LOCAL lock_timeout = '7s'; SAVEPOINT oq_1")
         script = commit_script("oq_1", [*commit_module._kept_statements(kept), *keys])

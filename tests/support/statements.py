@@ -24,7 +24,7 @@ from outboxq.statements.audit import AuditFilter
 from outboxq.statements.claim import ClaimScript, ClaimStatements, Cursor
 from outboxq.statements.dead_letters import DeadFilter
 from outboxq.statements.doctor.sessions import jobs_of
-from outboxq.statements.done import GIVING_WAY, DoneFilter, DoneRows, KeptJob, keep_jobs
+from outboxq.statements.done import GIVING_WAY, DoneFilter, DoneRows, KeptJobs, keep_jobs
 from outboxq.statements.effect_admin import PARTS, EffectFilter
 from outboxq.statements.effects import EffectLock
 from outboxq.statements.group_claim import GroupScript
@@ -44,7 +44,9 @@ _ID = UUID("00000000-0000-7000-8000-000000000007")
 _NOW = datetime(2026, 1, 1, tzinfo=UTC)
 _JOB = Job(_ID, "mail", "send", "{}", "{}", 0, 1, None, 0, 0, None, None, "[]", _NOW, _NOW, 1)
 _LEASED = msgspec.structs.replace(_JOB, lease_token=3)
-_KEPT = KeptJob(_ID, "mail", "send", "done", 1, _NOW, None, 0.5, "{}", "{}", "null", None, 60.0)
+_ROW = (_ID, "mail", "send", "done", 1, _NOW, None, 0.5, "{}", "{}", "null", None, 60.0)
+_OTHER_ROW = (UUID(int=1), *_ROW[1:11], (_ID,), 60.0)
+_KEPT, _KEPT_TWO = KeptJobs(*zip(_ROW, strict=True)), KeptJobs(*zip(_ROW, _OTHER_ROW, strict=True))
 _NEW = NewJob(JobEnvelope("send", "mail", "{}", 0, None, None, None), "{}", None)
 _LATER = NewJob(JobEnvelope("send", "mail", "{}", 1, 5, _NOW, None), "{}", None)
 _SCHEDULE = {
@@ -131,14 +133,14 @@ _SAMPLES: Mapping[str, tuple[object, object]] = {
     "jobs: sqlalchemy.sql.selectable.TableClause": (jobs_of("outboxq"), jobs_of("outboxq")),
     "JobFilter": (JobFilter("mail", "send", "ready", (_ID, _ID), "account-7", _NOW), JobFilter()),
     "statements.job_changes.JobChange": (JobChange(priority=1, run_at=_NOW, args="{}"), JobChange(run_now=True)),
-    "kept: Sequence[statements.done.KeptJob]": ([_KEPT], [_KEPT, _KEPT._replace(id=UUID(int=1), stands_for=(_ID,))]),
+    "kept: statements.done.KeptJobs": (_KEPT, _KEPT_TWO),
     "notes: Sequence[statements.progress.ProgressNote]": (
         [ProgressNote(_ID, 1, 0.4, "4 of 10")],
         [ProgressNote(_ID, 1, 0.4, "4 of 10"), ProgressNote(UUID(int=1), 2, 1.0, "")],
     ),
     # With it a part of another statement, which is `keeping`.
     "gone": (False, False),
-    "keeping": ("", keep_jobs("outboxq", [_KEPT], _ID, gone=True) + GIVING_WAY),
+    "keeping": ("", keep_jobs("outboxq", _KEPT, _ID, gone=True) + GIVING_WAY),
     "DoneFilter": (DoneFilter("mail", "send", "done", _NOW), DoneFilter()),
     "DeadFilter": (DeadFilter("mail", "send", "gone", (_ID, _ID), _NOW), DeadFilter()),
     "EffectFilter": (EffectFilter("mail", "unknown"), EffectFilter()),
@@ -157,7 +159,7 @@ _SAMPLES: Mapping[str, tuple[object, object]] = {
     "limits: str": ("[]", "[{}]"),
     "pairs": ([("mail", "send")], [("mail", "send"), ("mail", "post")]),
     "by": ("minute", "kind"),
-    "beside": ("", keep_jobs("outboxq", [_KEPT], _ID)),
+    "beside": ("", keep_jobs("outboxq", _KEPT, _ID)),
     "Sequence[UUID]": ([_ID, _ID], [_ID]),
     "Collection[UUID]": ([_ID, UUID(int=1)], [_ID]),
     "frozenset[UUID]": (frozenset({_ID, UUID(int=1)}), frozenset({_ID})),

@@ -246,7 +246,8 @@ def _kept_statements(kept: Kept) -> list[str]:
     keeping = kept.keeping()
     if not keeping:
         return telling
-    within = [_BRIEFLY, *keeping, _AS_LONG_AS_BEFORE]
+    # Executed by its name alone, the INSERT sees to its patience by itself. PREPARE takes a lock too.
+    within = keeping if kept.is_prepared() else [_BRIEFLY, *keeping, _AS_LONG_AS_BEFORE]
     return [f"SAVEPOINT {_KEPT_SAVEPOINT}", *within, f"RELEASE SAVEPOINT {_KEPT_SAVEPOINT}", *telling]
 
 

@@ -64,6 +64,10 @@ class Kept:
             return [self.rows.text() + (GIVING_WAY if self.gives_way else "")]
         return [*self.prepared.preparing(self.rows.prepared()), self.rows.execution()]
 
+    def is_prepared(self) -> bool:
+        """Whether the INSERT is prepared on the connection, as far as is known."""
+        return self.rows is not None and self.prepared is not None and self.prepared.has(self.rows.prepared())
+
     def succeeded(self) -> None:
         """Record that the statements were executed."""
         if self.rows is not None and self.prepared is not None:

@@ -48,9 +48,13 @@ class PreparedStatements:
         """Whether statements are sent as plain text for now."""
         return time.monotonic() < self._plain_until
 
+    def has(self, statement: Prepared) -> bool:
+        """Whether this statement is prepared, as far as is known."""
+        return statement.name in self._names
+
     def preparing(self, statement: Prepared) -> list[str]:
         """The statements in front of the execution of this one; none if it is prepared."""
-        if statement.name in self._names:
+        if self.has(statement):
             return []
         gone = self._to_let_go()
         return [f"DEALLOCATE {gone}", statement.definition] if gone else [statement.definition]

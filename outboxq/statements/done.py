@@ -105,6 +105,14 @@ _NUMBERS: dict[str, _Numbers] = {
 _INSERT: LiteralString = """\
 INSERT INTO {done} AS earlier ({columns})
 SELECT {stored} FROM (SELECT {arrays}) AS kept"""
+# Two more parameters of the prepared statement: the patience of the transaction, and what sets one of its own. They are
+# evaluated before the statement takes a lock. The part behind UNION ALL has no row: the executor comes to it once the
+# rows of the first are stored, and has then set the patience back.
+_BRIEFLY: LiteralString = (
+    "pg_catalog.current_setting('lock_timeout'), pg_catalog.set_config('lock_timeout', '1s', true)"
+)
+_AS_LONG_AS_BEFORE: LiteralString = """
+UNION ALL SELECT {nothing} WHERE pg_catalog.set_config('lock_timeout', {patience}, true) IS NULL"""
 _OF_GONE: LiteralString = "\nJOIN gone ON gone.id = kept.id"
 # Behind what `keep_jobs` makes. It costs as much again as half of the rows, and so is left out until an id is there.
 GIVING_WAY: LiteralString = """
@@ -148,12 +156,12 @@ class DoneRows:
         return _insert(self.schema, own, common) + (_OF_GONE if gone else "")
 
     def prepared(self) -> "PreparedRows":
-        """The same as a prepared statement."""
+        """The same as a prepared statement, which waits for each lock for a second and no longer."""
         return _prepared(self.schema, tuple(self.own), tuple(self.common))
 
     def execution(self) -> str:
         """What executes the prepared statement with these values."""
-        return f"EXECUTE {self.prepared().name}({', '.join((*self.own.values(), *self.common.values()))})"
+        return f"EXECUTE {self.prepared().name}({', '.join((*self.own.values(), *self.common.values(), _BRIEFLY))})"
 
 
 class PreparedRows(NamedTuple):
@@ -182,7 +190,9 @@ def _prepared(schema: str, own: tuple[str, ...], common: tuple[str, ...]) -> Pre
     numbered = {name: f"${number}" for number, name in enumerate(own + common, 1)}
     arrays, values = ({name: numbered[name] for name in names} for names in (own, common))
     types = [_array_type(name) for name in own] + [_COLUMNS[name].type_name for name in common]
-    return PreparedRows(*named(_insert(schema, arrays, values), ", ".join(types)))
+    nothing = ", ".join(["NULL"] * len(numbered))
+    patience = _AS_LONG_AS_BEFORE.format(nothing=nothing, patience=f"${len(numbered) + 1}")
+    return PreparedRows(*named(_insert(schema, arrays, values) + patience, ", ".join([*types, "text", "text"])))
 
 
 def _insert(schema: str, own: Mapping[str, str], common: Mapping[str, str]) -> str:

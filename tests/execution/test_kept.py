@@ -2,12 +2,14 @@
 
 import json
 import re
+import time
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from typing import Any
 from uuid import UUID
 
 import msgspec
+import psycopg
 import pytest
 from sqlalchemy import Engine, event, text
 from sqlalchemy.orm import sessionmaker
@@ -29,6 +31,10 @@ from tests.support.ledger import ledger, rows
 
 KEEP = timedelta(days=7)
 _ROW = (UUID(int=1), "q", "work", "done", 1, datetime.now(UTC), None, 0.5, None, None, None, None, 60.0)
+_SEEN_PATIENCE = """\
+CREATE FUNCTION outboxq.seen() RETURNS trigger LANGUAGE plpgsql AS
+  $$BEGIN NEW.queue := current_setting('lock_timeout'); RETURN NEW; END$$;
+CREATE TRIGGER seen BEFORE INSERT ON outboxq.done_job FOR EACH ROW EXECUTE FUNCTION outboxq.seen()"""
 Drain = Callable[..., list[Any]]
 Sessions = sessionmaker[OutboxSession]
 
@@ -553,6 +559,27 @@ def test_the_patience_of_a_handler_is_as_before_behind_its_row(engine: Engine, k
     shown = [row[0] for result in results for row in result.rows if len(row) == 1]
     assert next(each for each in shown if each in ("1s", "7s")) == "1s"
     assert shown[-1 - len(keys) :] == ["7s"] * (1 + len(keys))
+
+
+def test_the_insert_that_is_prepared_has_a_patience_of_its_own(engine: Engine) -> None:
+    """A second for the table and for each of its rows, whatever the transaction allows; then that again."""
+    first, second = _ROW, (UUID(int=2), *_ROW[1:])
+    kept = rows_of_done("outboxq", KeptJobs(*zip(first, second, strict=True)), None)
+    with engine.begin() as connection:
+        run_script(connection, _SEEN_PATIENCE)
+        run_script(connection, f"SET LOCAL lock_timeout = '7s'; {kept.prepared().definition}")
+        shown = run_script(connection, f"{kept.execution()}; SHOW lock_timeout")
+    assert shown[-1].rows == [("7s",)]
+    assert rows(engine, "SELECT queue FROM outboxq.done_job") == [("1s",), ("1s",)]
+    for held in ("LOCK TABLE outboxq.done_job", "DELETE FROM outboxq.done_job"):
+        with engine.begin() as operator, engine.connect() as connection:
+            run_script(connection, f"DEALLOCATE ALL; {kept.prepared().definition}; COMMIT")
+            run_script(connection, "SET LOCAL lock_timeout = '7s'")
+            run_script(operator, held)
+            began = time.monotonic()
+            with pytest.raises(psycopg.errors.LockNotAvailable):
+                run_script(connection, kept.execution())
+            assert 0.9 < time.monotonic() - began < 5
 
 
 @pytest.mark.parametrize("claim", ["transaction", "lease"])

@@ -1090,6 +1090,13 @@ MUTANTS = (
         ("tests/execution/test_kept.py::test_the_insert_of_rows_is_prepared_once_and_sent_as_text_if_that_is_lost",),
     ),
     Mutant(
+        "the patience of a transaction, set back behind rows of finished jobs whose INSERT is prepared",
+        "outboxq/statements/done.py",
+        "WHERE pg_catalog.set_config('lock_timeout', {patience}, true) IS NULL",
+        "WHERE {patience} IS NULL",
+        ("tests/execution/test_kept.py::test_the_insert_that_is_prepared_has_a_patience_of_its_own",),
+    ),
+    Mutant(
         "the second try at rows of finished jobs, in which one of the same id gives way",
         "outboxq/execution/keep.py",
         "if sqlstate_of(error) == _UNIQUE_VIOLATION and not",

@@ -32,6 +32,7 @@ from outboxq import (
 from outboxq.events import Event, JobDied, JobDiscarded, JobDone, JobRetried, JobSnoozed
 from tests.support.app import Account, Base, Effect
 from tests.support.ledger import balances, effects, waiting
+from tests.support.matrices import diagonal
 from tests.support.shared_app import statements
 
 Drain = Callable[..., list[Event]]
@@ -56,12 +57,16 @@ class Way(NamedTuple):
         return f"{self.flavour} {self.name}"
 
 
-WAYS = [
-    Way(name, flavour, size)
-    for flavour in ("sync", "async")
-    for name, size in {"alone": 1, "savepoints": 50, "shared": 50, "batch": 50, "lease": 1}.items()
-]
-every_way = pytest.mark.parametrize("way", WAYS, ids=str)
+SIZES = {"alone": 1, "savepoints": 50, "shared": 50, "batch": 50, "lease": 1}
+BOTH_FLAVOURS = pytest.mark.parametrize("flavour", ["sync", "async"])
+EACH_NAME = pytest.mark.parametrize("name", SIZES)
+every_way = diagonal(BOTH_FLAVOURS, EACH_NAME)
+
+
+@pytest.fixture
+def way(flavour: str, name: str) -> Way:
+    """One of them."""
+    return Way(name, flavour, SIZES[name])
 
 
 def make_handler(jobs: Jobs, way: Way, act: Callable[..., object], retry: Backoff = ONCE, kind: str = "credit") -> Any:
@@ -206,8 +211,11 @@ def test_an_outcome_takes_the_place_of_the_call(
     assert waiting(engine) == 6
 
 
-@every_way
-@pytest.mark.parametrize("where", ["make", "enter", "handler", "exit", "inner enter"])
+@diagonal(
+    pytest.mark.parametrize("where", ["make", "enter", "handler", "exit", "inner enter"]),
+    BOTH_FLAVOURS,
+    EACH_NAME,
+)
 def test_an_error_fails_the_attempt_whatever_the_arounds_answer(
     where: str, way: Way, engine: Engine, run: Callable[..., list[Event]]
 ) -> None:
@@ -291,7 +299,7 @@ def test_arounds_see_how_the_handler_ended(way: Way, run: Callable[..., list[Eve
 
 def test_what_an_around_raises_in_place_of_the_error_is_chained_to_it(run: Callable[..., list[Event]]) -> None:
     """The attempt's error is the last one; the handler's own is its context."""
-    jobs, way = Jobs(), WAYS[0]
+    jobs, way = Jobs(), Way("alone", "sync")
     told = list[Event]()
 
     @jobs.around
@@ -375,7 +383,7 @@ def test_anything_else_that_an_around_returns_is_an_error_that_names_it(
 
 def test_an_async_context_manager_around_a_sync_handler_is_an_error(run: Callable[..., list[Event]]) -> None:
     """That is known only when it is made: the attempt fails, with the way out."""
-    jobs, way = Jobs(), WAYS[0]
+    jobs, way = Jobs(), Way("alone", "sync")
 
     @asynccontextmanager
     async def span() -> AsyncIterator[None]:

@@ -23,6 +23,7 @@ from tests.support import app
 from tests.support.app import Account, Child, Effect
 from tests.support.ledger import dead_reasons, ledger, rows
 from tests.support.limits import FOLLOW_ON
+from tests.support.matrices import diagonal
 from tests.support.slots import claim_batch
 
 BATCH_SIZES = pytest.mark.parametrize("batch_size", [1, 10])
@@ -33,8 +34,10 @@ def waiting(engine: Engine) -> list[tuple[object, ...]]:
     return rows(engine, "SELECT kind, state, attempt FROM outboxq.job")
 
 
-@BATCH_SIZES
-@pytest.mark.parametrize("how", ["commit", "open-savepoint"])
+@diagonal(
+    pytest.mark.parametrize("how", ["commit", "open-savepoint"]),
+    BATCH_SIZES,
+)
 def test_a_handler_that_commits_or_leaves_a_savepoint_open_is_done_once(
     how: str, batch_size: int, engine: Engine, sessions: sessionmaker[OutboxSession], drain: Drain
 ) -> None:
@@ -48,28 +51,30 @@ def test_a_handler_that_commits_or_leaves_a_savepoint_open_is_done_once(
     assert dead_reasons(engine) == []
 
 
-@BATCH_SIZES
-@pytest.mark.parametrize(
-    ("how", "error"),
-    [
-        ("commit-then-raise", "ValueError"),
-        ("rollback", "HandlerRolledBack"),
-        ("rollback-unsent", "HandlerRolledBack"),
-        ("rollback-and-go-on", "TransactionVerbRefused"),
-        ("rollback-and-write-around", "ValueError"),
-        ("rollback-out-of-memory", "MemoryError"),
-        ("raw-commit", "TransactionVerbRefused"),
-        ("raw-rollback", "TransactionVerbRefused"),
-        ("connection-commit", "TransactionVerbRefused"),
-        ("savepoint-commit", "TransactionEndedByHandler"),
-        ("savepoint-commit-and-raise", "TransactionEndedByHandler"),
-        ("driver-rollback", "TransactionEndedByHandler"),
-        ("swallow", "HandlerError"),
-        ("swallow-integrity-error", "HandlerRolledBack"),
-        ("raise-cancelled", "CancelledError"),
-        ("raise-in-str", "BrokenError"),
-        ("exit", "SystemExit"),
-    ],
+@diagonal(
+    pytest.mark.parametrize(
+        ("how", "error"),
+        [
+            ("commit-then-raise", "ValueError"),
+            ("rollback", "HandlerRolledBack"),
+            ("rollback-unsent", "HandlerRolledBack"),
+            ("rollback-and-go-on", "TransactionVerbRefused"),
+            ("rollback-and-write-around", "ValueError"),
+            ("rollback-out-of-memory", "MemoryError"),
+            ("raw-commit", "TransactionVerbRefused"),
+            ("raw-rollback", "TransactionVerbRefused"),
+            ("connection-commit", "TransactionVerbRefused"),
+            ("savepoint-commit", "TransactionEndedByHandler"),
+            ("savepoint-commit-and-raise", "TransactionEndedByHandler"),
+            ("driver-rollback", "TransactionEndedByHandler"),
+            ("swallow", "HandlerError"),
+            ("swallow-integrity-error", "HandlerRolledBack"),
+            ("raise-cancelled", "CancelledError"),
+            ("raise-in-str", "BrokenError"),
+            ("exit", "SystemExit"),
+        ],
+    ),
+    BATCH_SIZES,
 )
 def test_a_handler_that_breaks_its_transaction_fails_and_leaves_nothing(
     how: str, error: str, batch_size: int, engine: Engine, sessions: sessionmaker[OutboxSession], drain: Drain
@@ -87,16 +92,18 @@ def test_a_handler_that_breaks_its_transaction_fails_and_leaves_nothing(
     assert reason.endswith(error)
 
 
-@BATCH_SIZES
-@pytest.mark.parametrize(
-    "how",
-    [
-        "driver-commit",
-        "driver-commit-and-go-on",
-        "driver-forges-savepoint",
-        "driver-forges-savepoint-and-raises",
-        "savepoint-open-then-driver-commit-and-raise",
-    ],
+@diagonal(
+    pytest.mark.parametrize(
+        "how",
+        [
+            "driver-commit",
+            "driver-commit-and-go-on",
+            "driver-forges-savepoint",
+            "driver-forges-savepoint-and-raises",
+            "savepoint-open-then-driver-commit-and-raise",
+        ],
+    ),
+    BATCH_SIZES,
 )
 def test_a_commit_on_the_drivers_own_connection_is_detected_and_never_run_again(
     how: str, batch_size: int, engine: Engine, sessions: sessionmaker[OutboxSession], drain: Drain
@@ -332,8 +339,10 @@ def test_a_second_death_of_the_same_id_does_not_hold_up_the_queue(
     assert len(dead_reasons(engine)) == 1
 
 
-@pytest.mark.parametrize("end", ["fails", "crashes"])
-@pytest.mark.parametrize("other", ["queue = 'elsewhere'", "kind = 'another'"])
+@diagonal(
+    pytest.mark.parametrize("other", ["queue = 'elsewhere'", "kind = 'another'"]),
+    pytest.mark.parametrize("end", ["fails", "crashes"]),
+)
 def test_a_job_with_the_id_of_another_dead_letter_leaves_it_as_it_is(
     other: str, end: str, engine: Engine, sessions: sessionmaker[OutboxSession], drain: Drain
 ) -> None:
@@ -537,9 +546,11 @@ POISONS: dict[str, Callable[[Context], object]] = {
 }
 
 
-@pytest.mark.parametrize("batch_size", [1, 10])
-@pytest.mark.parametrize("claim", ["transaction", "lease"])
-@pytest.mark.parametrize("how", POISONS)
+@diagonal(
+    pytest.mark.parametrize("how", POISONS),
+    pytest.mark.parametrize("claim", ["transaction", "lease"]),
+    pytest.mark.parametrize("batch_size", [1, 10]),
+)
 def test_what_a_handler_leaves_on_its_connection_ends_no_relay_that_records_its_failure(
     how: str, claim: Any, batch_size: int, engine: Engine, sessions: sessionmaker[OutboxSession], drain: Drain
 ) -> None:

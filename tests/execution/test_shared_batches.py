@@ -19,6 +19,7 @@ from outboxq.execution.find_outcome import COMMITTED_BY_HANDLER
 from tests.support import shared_app
 from tests.support.app import Account, Base, Effect
 from tests.support.ledger import balances, dead_reasons, ledger, waiting
+from tests.support.matrices import diagonal
 from tests.support.shared_app import CREDITS, ENDS, MISDEEDS, Pair, Versioned, statements
 
 Drain = Callable[..., list[Event]]
@@ -75,8 +76,10 @@ def test_fifty_jobs_with_an_entity_each_are_loaded_locked_and_written_by_one_sta
     assert balances(engine) == dict.fromkeys(range(1, 51), 5)
 
 
-@FLAVOURS
-@pytest.mark.parametrize("misdeed", MISDEEDS)
+@diagonal(
+    pytest.mark.parametrize("misdeed", MISDEEDS),
+    FLAVOURS,
+)
 def test_whatever_one_handler_does_to_the_session_costs_no_other_its_rows(
     misdeed: str, handler, engine: Engine, sessions: sessionmaker[OutboxSession], drain: Drain
 ) -> None:
@@ -99,8 +102,7 @@ def test_whatever_one_handler_does_to_the_session_costs_no_other_its_rows(
     assert len(dead_reasons(engine)) == 10 - len(done)
 
 
-@FLAVOURS
-@pytest.mark.parametrize("seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.large) for seed in range(4, 12))])
+@diagonal(pytest.mark.parametrize("seed", range(4)), FLAVOURS)
 def test_any_mixture_of_handlers_does_each_job_exactly_once(
     seed: int, handler, engine: Engine, sessions: sessionmaker[OutboxSession], drain: Drain
 ) -> None:
@@ -140,8 +142,10 @@ def _misdeed_of(several: list[dict[str, object]], name: str) -> object:
     return next(given for given in several if given["name"] == name)["misdeed"]
 
 
-@FLAVOURS
-@pytest.mark.parametrize("first", CREDITS)
+@diagonal(
+    pytest.mark.parametrize("first", CREDITS),
+    FLAVOURS,
+)
 def test_jobs_that_change_the_same_row_all_count(
     first: str, handler, engine: Engine, sessions: sessionmaker[OutboxSession], drain: Drain
 ) -> None:

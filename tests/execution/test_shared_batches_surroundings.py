@@ -38,6 +38,7 @@ from outboxq.statements.wake import ALL_QUEUES
 from outboxq.testing import Database
 from tests.support.app import Account, Base, Effect
 from tests.support.ledger import rows
+from tests.support.matrices import diagonal
 from tests.support.notifications import notifications
 
 Drain = Callable[..., list[Event]]
@@ -264,8 +265,10 @@ def test_what_is_known_of_tables_is_not_of_another_search_path(
     assert rows(engine, "SELECT total FROM branch WHERE id = 1") == [(5_101 if batch_size == 1 else 101,)]
 
 
-@pytest.mark.parametrize("batchable", [False, True])
-@pytest.mark.parametrize("call", ["set_config", "SET_CONFIG", '"set_config"', "pg_catalog.Set_Config"])
+@diagonal(
+    pytest.mark.parametrize("call", ["set_config", "SET_CONFIG", '"set_config"', "pg_catalog.Set_Config"]),
+    pytest.mark.parametrize("batchable", [False, True]),
+)
 def test_a_search_path_by_a_function_is_seen_however_it_is_written(
     call: str, batchable: bool, engine: Engine, sessions: sessionmaker[OutboxSession], drain: Drain
 ) -> None:
@@ -323,9 +326,11 @@ def test_rows_of_another_engine_are_committed_there(
     assert (changed(elsewhere), changed(engine, "public.account")) == ([1, 2, 3], [])
 
 
-@SIZES
-@pytest.mark.parametrize("batchable", [False, True])
-@pytest.mark.parametrize("end", ["COMMIT", "COMMIT; BEGIN"])
+@diagonal(
+    pytest.mark.parametrize("end", ["COMMIT", "COMMIT; BEGIN"]),
+    pytest.mark.parametrize("batchable", [False, True]),
+    SIZES,
+)
 def test_a_deferred_text_that_commits_is_its_own_jobs_end(
     end: str, batchable: bool, batch_size: int, engine: Engine, sessions: sessionmaker[OutboxSession], drain: Drain
 ) -> None:
@@ -360,8 +365,10 @@ COMPUTED = {
 }
 
 
-@SIZES
-@pytest.mark.parametrize("how", COMPUTED)
+@diagonal(
+    pytest.mark.parametrize("how", COMPUTED),
+    SIZES,
+)
 def test_what_the_process_computes_for_a_deferred_write_is_computed_in_its_own_job(
     how: str, batch_size: int, engine: Engine, sessions: sessionmaker[OutboxSession], drain: Drain
 ) -> None:
@@ -387,8 +394,10 @@ def test_what_the_process_computes_for_a_deferred_write_is_computed_in_its_own_j
     assert found == [(expected.format(number),) for number in numbers]
 
 
-@SIZES
-@pytest.mark.parametrize("name", ["after_begin", "after_transaction_create", "after_transaction_end"])
+@diagonal(
+    pytest.mark.parametrize("name", ["after_begin", "after_transaction_create", "after_transaction_end"]),
+    SIZES,
+)
 def test_listeners_for_a_sessions_transaction_hear_each_jobs_own(
     name: str, batch_size: int, sessions: sessionmaker[OutboxSession], drain: Drain
 ) -> None:
@@ -406,8 +415,10 @@ def test_listeners_for_a_sessions_transaction_hear_each_jobs_own(
     assert len(heard) >= 3
 
 
-@SIZES
-@pytest.mark.parametrize("how", ["core", "text"])
+@diagonal(
+    pytest.mark.parametrize("how", ["core", "text"]),
+    SIZES,
+)
 def test_a_function_that_breaks_a_deferred_constraint_costs_its_own_job(
     how: str, batch_size: int, engine: Engine, sessions: sessionmaker[OutboxSession], drain: Drain
 ) -> None:
@@ -503,15 +514,17 @@ def test_a_key_that_was_set_behind_sqlalchemys_back_is_where_a_flush_writes(
     assert changed(engine) == [11, 12, 13]
 
 
-@SIZES
-@pytest.mark.parametrize(
-    "code",
-    [
-        "ALTER TABLE account ADD CHECK (allowed(balance, 0))",
-        "ALTER TABLE account ADD CHECK (balance ### 0)",
-        "CREATE INDEX ON account (checked(balance))",
-        "CREATE INDEX ON account (balance) WHERE balance ### 0",
-    ],
+@diagonal(
+    pytest.mark.parametrize(
+        "code",
+        [
+            "ALTER TABLE account ADD CHECK (allowed(balance, 0))",
+            "ALTER TABLE account ADD CHECK (balance ### 0)",
+            "CREATE INDEX ON account (checked(balance))",
+            "CREATE INDEX ON account (balance) WHERE balance ### 0",
+        ],
+    ),
+    SIZES,
 )
 def test_code_of_the_users_in_a_constraint_or_an_index_sees_each_job(
     code: str, batch_size: int, engine: Engine, sessions: sessionmaker[OutboxSession], drain: Drain
@@ -566,8 +579,10 @@ def test_a_listener_on_the_connection_hears_nothing_of_the_next_job(
     assert heard == ["SELECT 'of the first'"]
 
 
-@SIZES
-@pytest.mark.parametrize("batchable", [False, True])
+@diagonal(
+    pytest.mark.parametrize("batchable", [False, True]),
+    SIZES,
+)
 def test_jobs_in_many_queues_leave_the_later_ones_announced(
     batchable: bool,
     batch_size: int,
@@ -614,9 +629,11 @@ class Trap:
             raise Stop
 
 
-@SIZES
-@pytest.mark.parametrize("batchable", [False, True])
-@pytest.mark.parametrize("error", [ValueError, Stop])
+@diagonal(
+    pytest.mark.parametrize("error", [ValueError, Stop]),
+    pytest.mark.parametrize("batchable", [False, True]),
+    SIZES,
+)
 def test_a_listener_that_raises_at_the_end_of_its_session_fails_its_own_job(
     error: type[BaseException],
     batchable: bool,
@@ -645,10 +662,12 @@ def test_a_listener_that_raises_at_the_end_of_its_session_fails_its_own_job(
     assert changed(engine) == [1, 3]
 
 
-@SIZES
-@pytest.mark.parametrize("batchable", [False, True])
-@pytest.mark.parametrize("name", ["do_orm_execute", "after_begin"])
-@pytest.mark.parametrize("error", [ValueError, Stop])
+@diagonal(
+    pytest.mark.parametrize("error", [ValueError, Stop]),
+    pytest.mark.parametrize("name", ["do_orm_execute", "after_begin"]),
+    pytest.mark.parametrize("batchable", [False, True]),
+    SIZES,
+)
 def test_a_listener_that_raises_while_rows_are_locked_ahead_fails_the_jobs(
     error: type[BaseException],
     name: str,
@@ -675,8 +694,10 @@ def test_a_listener_that_raises_while_rows_are_locked_ahead_fails_the_jobs(
     assert len(rows(engine, "SELECT FROM outboxq.dead_job")) == 3
 
 
-@SIZES
-@pytest.mark.parametrize("batchable", [False, True])
+@diagonal(
+    pytest.mark.parametrize("batchable", [False, True]),
+    SIZES,
+)
 def test_an_argument_that_raises_what_it_likes_fails_its_own_job(
     batchable: bool,
     batch_size: int,

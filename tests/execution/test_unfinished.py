@@ -19,6 +19,7 @@ from outboxq.handlers.context import BatchContext, BatchItem
 from tests.execution.test_raised import Named, dead_letters
 from tests.support.app import Effect
 from tests.support.ledger import ledger, waiting
+from tests.support.matrices import diagonal
 from tests.support.waiting import PATIENCE, wait_until
 
 Drain = Callable[..., list[Event]]
@@ -109,18 +110,20 @@ def build(form: str) -> tuple[Jobs, Callable[[str], object]]:
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("batch_size", [pytest.param(1, marks=pytest.mark.large), 10])
-@pytest.mark.parametrize(
-    "form",
-    [
-        "sync-transaction",
-        "async-transaction",
-        "sync-lease",
-        pytest.param("async-lease", marks=pytest.mark.large),
-        "sync-shared",
-        pytest.param("async-shared", marks=pytest.mark.large),
-        "sync-group",
-    ],
+@diagonal(
+    pytest.mark.parametrize(
+        "form",
+        [
+            "sync-transaction",
+            "async-transaction",
+            "sync-lease",
+            "async-lease",
+            "sync-shared",
+            "async-shared",
+            "sync-group",
+        ],
+    ),
+    pytest.mark.parametrize("batch_size", [10, 1]),
 )
 def test_a_handler_that_leaves_a_statement_unfinished_fails_alone_and_holds_up_nothing(
     engine: Engine, sessions: sessionmaker[OutboxSession], drain: Drain, form: str, batch_size: int

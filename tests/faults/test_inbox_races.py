@@ -84,17 +84,19 @@ def deliver_all(engine: Engine, message_ids: list[str], deliver: Callable[[Engin
         return Counter(accepted for future in futures for accepted in future.result(4 * PATIENCE))
 
 
-def test_concurrent_deliveries_are_accepted_exactly_once(engine: Engine, crowd: Engine) -> None:
-    """16 deliveries of each of 200 messages: one is told so, and one effect stands."""
-    message_ids = [f"message {number}" for number in range(200)]
+@pytest.mark.parametrize("messages", [50, pytest.param(200, marks=pytest.mark.large)])
+def test_concurrent_deliveries_are_accepted_exactly_once(engine: Engine, crowd: Engine, messages: int) -> None:
+    """16 deliveries of each of them: one is told so, and one effect stands."""
+    message_ids = [f"message {number}" for number in range(messages)]
     once = dict.fromkeys(message_ids, 1)
     assert deliver_all(crowd, message_ids, receive) == once
     assert ledger(engine) == once
 
 
-def test_a_delivery_that_rolls_back_is_made_up_for_by_another(engine: Engine, crowd: Engine) -> None:
+@pytest.mark.parametrize("messages", [25, pytest.param(100, marks=pytest.mark.large)])
+def test_a_delivery_that_rolls_back_is_made_up_for_by_another(engine: Engine, crowd: Engine, messages: int) -> None:
     """Winners fail at random after they have written, and are delivered again."""
-    message_ids = [f"message {number}" for number in range(100)]
+    message_ids = [f"message {number}" for number in range(messages)]
     once = dict.fromkeys(message_ids, 1)
     aborted: list[str] = []
 
@@ -110,10 +112,13 @@ def test_a_delivery_that_rolls_back_is_made_up_for_by_another(engine: Engine, cr
     assert aborted
 
 
+@pytest.mark.parametrize("messages", [15, pytest.param(60, marks=pytest.mark.large)])
 @pytest.mark.parametrize("level", ["REPEATABLE READ", "SERIALIZABLE"])
-def test_on_stricter_levels_a_retry_of_the_transaction_is_enough(engine: Engine, crowd: Engine, level: str) -> None:
+def test_on_stricter_levels_a_retry_of_the_transaction_is_enough(
+    engine: Engine, crowd: Engine, level: str, messages: int
+) -> None:
     """A serialization failure is the answer to most of the duplicates; the next transaction sees what stands."""
-    message_ids = [f"message {number}" for number in range(60)]
+    message_ids = [f"message {number}" for number in range(messages)]
     once = dict.fromkeys(message_ids, 1)
     repeated: list[str] = []
 
@@ -209,15 +214,16 @@ def test_overlapping_batches_in_opposite_orders_do_not_deadlock(engine: Engine, 
     assert sorted(map(len, accepted)) == [0, 9]
 
 
-def test_many_overlapping_batches_accept_each_message_once(engine: Engine, crowd: Engine) -> None:
+@pytest.mark.parametrize("numbers", [30, pytest.param(100, marks=pytest.mark.large)])
+def test_many_overlapping_batches_accept_each_message_once(engine: Engine, crowd: Engine, numbers: int) -> None:
     """Whatever their order and overlap: no deadlock, and each message is accepted by one of them."""
-    ids = [f"{prefix}{number}" for prefix in ("é", "Z", "a", "-") for number in range(100)]
+    ids = [f"{prefix}{number}" for prefix in ("é", "Z", "a", "-") for number in range(numbers)]
     together = threading.Barrier(DELIVERIES)
 
     def deliver(seed: int) -> Iterator[str]:
         order, accepted = random.Random(seed), []
         together.wait(PATIENCE)
-        for _ in range(20):
+        for _ in range(numbers // 5):
             batch = order.sample(ids, 40)
             accepted += accept_batch(crowd, batch)
         return accepted

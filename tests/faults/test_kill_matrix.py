@@ -21,6 +21,7 @@ from tests.conftest import StartRelay
 from tests.support import faulty
 from tests.support.aftermath import assert_nothing_left, expire_leases
 from tests.support.ledger import ledger, waiting
+from tests.support.matrices import diagonal
 from tests.support.waiting import PATIENCE, wait_until
 
 # What ends a batch, and no other transaction of a relay's, releases the savepoint that was set with its claim.
@@ -40,32 +41,23 @@ class Mode:
         return RelayConfig(groups=groups, batch_size=self.batch_size, lease_seconds=1, poll_seconds=0.05)
 
 
+# In an order in which each of them meets, in every run, a moment that it has something of its own to do in.
 MODES = {
-    "transaction": Mode(faulty.work, "tx"),
-    "transaction-async": Mode(faulty.work_async, "tx-async"),
-    "batch": Mode(faulty.work, "tx", batch_size=4),
-    "batch-async": Mode(faulty.work_async, "tx-async", batch_size=4),
-    "lease": Mode(faulty.work_leased, "lease"),
     "lease-async": Mode(faulty.work_leased_async, "lease-async"),
-    "lease-batch": Mode(faulty.work_leased, "lease", batch_size=4),
+    "batch-async": Mode(faulty.work_async, "tx-async", batch_size=4),
+    "transaction-async": Mode(faulty.work_async, "tx-async"),
     "suspects": Mode(faulty.work, "tx", batch_size=4, suspects=True),
+    "lease-batch": Mode(faulty.work_leased, "lease", batch_size=4),
+    "batch": Mode(faulty.work, "tx", batch_size=4),
+    "transaction": Mode(faulty.work, "tx"),
+    "lease": Mode(faulty.work_leased, "lease"),
 }
 MOMENTS = (*FAULT_POINTS[:3], "inside-handler", *FAULT_POINTS[3:5], "commit-sent", *FAULT_POINTS[5:])
 # From its claim to its commit, a suspect is the only one who can have done it.
 CHARGED = frozenset(MOMENTS[1:6])
 
-# Each mode with the moments in which it differs most, and each moment; the others run with the large tests.
-_FIRST = {"transaction": MOMENTS, "lease": MOMENTS}
-_OTHERS_FIRST = ("inside-handler", "commit-sent")
-
-
-def _case(name: str, moment: str):
-    marks = () if moment in _FIRST.get(name, _OTHERS_FIRST) else pytest.mark.large
-    return pytest.param(MODES[name], moment, id=f"{name}-{moment}", marks=marks)
-
-
-each_mode_and_moment = pytest.mark.parametrize(
-    ("mode", "moment"), [_case(name, moment) for name in MODES for moment in MOMENTS]
+each_mode_and_moment = diagonal(
+    pytest.mark.parametrize("mode", MODES.values(), ids=MODES), pytest.mark.parametrize("moment", MOMENTS)
 )
 
 

@@ -21,6 +21,7 @@ from outboxq.relay.limits import RelayLimits
 from tests.conftest import StartRelay
 from tests.support import faulty
 from tests.support.ledger import dead, enqueue, ledger, waiting
+from tests.support.matrices import diagonal
 from tests.support.pgbouncer import pgbouncer
 from tests.support.urls import libpq_url
 from tests.support.waiting import wait_until
@@ -32,14 +33,18 @@ POOLED = RelayConfig(batch_size=5, listen=False, slots_per_queue=4)
 
 
 # What it does with startup options by default, and what many are told to configure.
-@pytest.fixture(params=["refuses-options", "ignores-options"])
-def pooled_url(request: pytest.FixtureRequest, outboxq_database: Database) -> Iterator[str]:
-    settings = {"ignore_startup_parameters": "options"} if request.param == "ignores-options" else {}
+STARTUP = pytest.mark.parametrize("startup", ["refuses-options", "ignores-options"])
+
+
+@pytest.fixture
+def pooled_url(startup: str, outboxq_database: Database) -> Iterator[str]:
+    settings = {"ignore_startup_parameters": "options"} if startup == "ignores-options" else {}
     # Fewer server connections than slots, so that transactions of one session really change connections.
     with pgbouncer(outboxq_database.url, settings={"default_pool_size": 3, **settings}) as url:
         yield url
 
 
+@STARTUP
 def test_a_relay_with_a_url_does_every_job_once(start_relay: StartRelay, engine: Engine, pooled_url: str) -> None:
     """Eight slots on three server connections, sync and async handlers, batches of five: one effect each."""
     names = enqueue(engine, (f"job-{number}" for number in range(JOBS)))
@@ -51,6 +56,7 @@ def test_a_relay_with_a_url_does_every_job_once(start_relay: StartRelay, engine:
     assert not relay.of(DatabaseLost)
 
 
+@pytest.mark.parametrize("startup", ["refuses-options", pytest.param("ignores-options", marks=pytest.mark.large)])
 def test_a_relay_with_the_users_own_engines_does_every_job_once(
     start_relay: StartRelay, engine: Engine, pooled_url: str
 ) -> None:
@@ -67,11 +73,14 @@ def test_a_relay_with_the_users_own_engines_does_every_job_once(
     assert not relay.of(JobRetried)
 
 
-@pytest.mark.parametrize("arguments", [{"prepare_threshold": 1_000_000}, {}], ids=["only-claims", "all-statements"])
-@pytest.mark.parametrize(
-    "kinds",
-    [(faulty.work, faulty.work_async), (faulty.work_leased, faulty.work_leased_async)],
-    ids=["transaction", "lease"],
+@diagonal(
+    STARTUP,
+    pytest.mark.parametrize(
+        "kinds",
+        [(faulty.work, faulty.work_async), (faulty.work_leased, faulty.work_leased_async)],
+        ids=["transaction", "lease"],
+    ),
+    pytest.mark.parametrize("arguments", [{"prepare_threshold": 1_000_000}, {}], ids=["only-claims", "all-statements"]),
 )
 def test_a_relay_that_knows_of_no_pooler_loses_and_doubles_nothing(
     start_relay: StartRelay,
@@ -141,7 +150,7 @@ def test_startup_options_are_left_out_where_a_pooler_refuses_them(outboxq_databa
 
 
 @pytest.mark.relay_limits(RelayLimits(hearing_seconds=1.0))
-@pytest.mark.parametrize("listens", ["through the pooler", "directly"])
+@diagonal(STARTUP, pytest.mark.parametrize("listens", ["through the pooler", "directly"]))
 def test_a_relay_says_once_that_notifications_do_not_arrive(
     start_relay: StartRelay,
     engine: Engine,

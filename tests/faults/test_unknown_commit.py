@@ -17,6 +17,7 @@ from outboxq.testing import CommitProxy, RelayProcess, Trap
 from outboxq.testing.crashes import COMMIT_SCRIPT
 from tests.support import app
 from tests.support.app import Account, Effect
+from tests.support.matrices import diagonal
 from tests.support.own_server import own_server
 from tests.support.waiting import PATIENCE, wait_until
 
@@ -43,9 +44,11 @@ def proxy(outboxq_database: Database) -> Iterator[CommitProxy]:
         yield proxy
 
 
-@pytest.mark.parametrize("batch_size", [1, 4])
-@pytest.mark.parametrize("kind", [app.record, app.record_async], ids=["sync", "async"])
-@pytest.mark.parametrize("cut", CUTS)
+@diagonal(
+    pytest.mark.parametrize("cut", CUTS),
+    pytest.mark.parametrize("kind", [app.record, app.record_async], ids=["sync", "async"]),
+    pytest.mark.parametrize("batch_size", [1, 4]),
+)
 def test_a_relay_cut_off_at_commit_finds_out_what_stands(
     engine: Engine, sessions: sessionmaker[OutboxSession], proxy: CommitProxy, start_relay, cut, kind, batch_size: int
 ) -> None:
@@ -61,9 +64,11 @@ def test_a_relay_cut_off_at_commit_finds_out_what_stands(
     assert trap.count == (3 if "thrice" in cut else 1)
 
 
-@pytest.mark.parametrize(("claim", "writes"), [("transaction", True), ("lease", True), ("lease", False)])
-@pytest.mark.parametrize("flavour", ["sync", "async"])
-@pytest.mark.parametrize("cut", ["cut-before-it-arrives", "reply-lost"])
+@diagonal(
+    pytest.mark.parametrize("cut", ["cut-before-it-arrives", "reply-lost"]),
+    pytest.mark.parametrize("flavour", ["sync", "async"]),
+    pytest.mark.parametrize(("claim", "writes"), [("transaction", True), ("lease", True), ("lease", False)]),
+)
 def test_a_relay_that_is_told_to_stop_finds_out_first(
     engine: Engine, sessions: sessionmaker[OutboxSession], proxy: CommitProxy, start_relay, cut, flavour, claim, writes
 ) -> None:
@@ -92,9 +97,11 @@ def test_a_relay_that_is_told_to_stop_finds_out_first(
     assert (left(engine), len(running.of(JobDone))) == ((0, 1) if is_done else (1, 0))
 
 
-@pytest.mark.parametrize("then", ["cut", "release"])
-@pytest.mark.parametrize("kind", [app.record, app.record_async], ids=["sync", "async"])
-@pytest.mark.parametrize("standstill", STANDSTILLS)
+@diagonal(
+    pytest.mark.parametrize("standstill", STANDSTILLS),
+    pytest.mark.parametrize("kind", [app.record, app.record_async], ids=["sync", "async"]),
+    pytest.mark.parametrize("then", ["cut", "release"]),
+)
 def test_a_relay_black_holed_at_commit_finds_out_what_stands(
     engine: Engine, sessions: sessionmaker[OutboxSession], proxy: CommitProxy, start_relay, standstill, kind, then: str
 ) -> None:
@@ -145,8 +152,10 @@ def test_a_producer_cut_off_at_commit_can_read_the_truth_in_its_own_row(
     assert ledger(engine) == (["placed"] if stands else [])
 
 
-@pytest.mark.parametrize("then", ["cut", "release"])
-@pytest.mark.parametrize("standstill", STANDSTILLS)
+@diagonal(
+    pytest.mark.parametrize("standstill", STANDSTILLS),
+    pytest.mark.parametrize("then", ["cut", "release"]),
+)
 def test_a_producer_black_holed_at_commit_can_read_the_truth_in_its_own_row(
     engine: Engine, proxy: CommitProxy, drain, standstill: str, then: str
 ) -> None:

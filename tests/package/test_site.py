@@ -10,6 +10,8 @@ import pytest
 
 from tests.support.pages import ROOT
 
+pytestmark = pytest.mark.large
+
 # What a page loads by itself, which links that a reader may follow are not.
 LOADED = re.compile(
     r"""<(?:script|img|iframe|source|video|audio)\b[^>]*?\bsrc=["']?([^"'\s>]+)|"""

@@ -163,6 +163,7 @@ def test_a_server_that_cannot_start_shows_its_log_and_leaves_nothing(temp_direct
     assert not [child for child in psutil.Process().children(recursive=True) if str(temp_directory) in child.cmdline()]
 
 
+@pytest.mark.large
 def test_another_port_is_taken_when_the_first_is_taken_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
     """A port that is lost between the look and the start costs an attempt, not the server."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
@@ -255,6 +256,7 @@ def test_a_killed_owner_takes_its_server_along() -> None:
         wait_until(lambda: not directory.exists(), "its directory to go")
 
 
+@pytest.mark.large
 def test_a_killed_owner_takes_its_server_along_although_a_forked_child_lives() -> None:
     """A child that was forked without exec does not keep the server, and does not end it either."""
     fork = textwrap.dedent("""
@@ -280,6 +282,7 @@ def test_a_killed_owner_takes_its_server_along_although_a_forked_child_lives() -
             os.kill(child_pid, signal.SIGKILL)
 
 
+@pytest.mark.large
 def test_an_owner_killed_during_initdb_leaves_nothing() -> None:
     """From the first moment on there is a process to clean up."""
     with owner_process("start_embedded()", WAIT_FOREVER) as owner:
@@ -331,6 +334,7 @@ def test_a_terminal_interrupt_reaches_the_owner_alone() -> None:
         assert not directory.exists()
 
 
+@pytest.mark.large
 def test_the_server_outlives_the_thread_that_started_it() -> None:
     """A server belongs to its process, not to a thread."""
     started: list[Server] = []
@@ -346,7 +350,7 @@ def test_the_server_outlives_the_thread_that_started_it() -> None:
         server.start_again()
 
 
-@pytest.mark.parametrize("kill_signal", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("kill_signal", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.large)])
 def test_close_leaves_nothing_when_the_watchdog_was_killed(own_server: Server, kill_signal: signal.Signals) -> None:
     """The owner cleans up what a dead watchdog could not."""
     assert own_server.pid is not None
@@ -398,6 +402,7 @@ def test_a_configured_server_is_used_and_left_as_it_was(server: Server) -> None:
     assert fetch_value(server.url, "SELECT 1") == 1
 
 
+@pytest.mark.large
 def test_an_owner_that_forgets_to_close_leaves_a_configured_server_as_it_was(server: Server) -> None:
     """The normal end of the owner drops its databases; the end of a child that it forked does not."""
     before = database_names(server.url)
@@ -460,6 +465,7 @@ def test_a_role_that_may_not_make_databases_is_an_error(server: Server) -> None:
         configured.create_database()
 
 
+@pytest.mark.large
 @pytest.mark.skipif(not LOCAL_BINARIES, reason="no PostgreSQL is installed in /usr/lib/postgresql")
 @pytest.mark.usefixtures("no_wheel")
 def test_local_binaries_are_used_where_there_is_no_wheel() -> None:
@@ -486,6 +492,7 @@ def test_nothing_to_start_is_an_error_that_lists_every_source(tmp_path: Path, mo
     assert len(raised.value.failures) == 4
 
 
+@pytest.mark.large
 def test_a_docker_engine_that_does_not_answer_is_passed_over_in_silence(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -513,6 +520,7 @@ def test_programs_that_the_servers_user_cannot_reach_are_copied_once(temp_direct
     assert copy.stat().st_ino == made.st_ino
 
 
+@pytest.mark.large
 @needs_root
 @pytest.mark.usefixtures("private_wheel")
 def test_a_copy_that_lost_files_is_made_anew(temp_directory: Path) -> None:
@@ -526,6 +534,7 @@ def test_a_copy_that_lost_files_is_made_anew(temp_directory: Path) -> None:
     assert list(temp_directory.iterdir()) == [copy]
 
 
+@pytest.mark.large
 @needs_root
 @pytest.mark.usefixtures("private_wheel")
 def test_programs_that_another_user_may_have_planted_are_refused(temp_directory: Path) -> None:

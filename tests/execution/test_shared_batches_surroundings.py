@@ -416,7 +416,7 @@ def test_listeners_for_a_sessions_transaction_hear_each_jobs_own(
 
 
 @diagonal(
-    pytest.mark.parametrize("how", ["core", "text"]),
+    pytest.mark.parametrize("how", ["text", "core"]),
     SIZES,
 )
 def test_a_function_that_breaks_a_deferred_constraint_costs_its_own_job(

@@ -44,8 +44,13 @@ class Installed:
         (package / "jobs.py").write_text("from tests.support.app import jobs\n\n__all__ = ['jobs']\n")
 
     def _here(self, command: list[str]) -> list[str]:
-        """A command of the files, with the health file in the test's directory."""
-        return [str(self.health_file) if part.endswith("/relay.json") else part for part in command]
+        """A command of the files, with the health file in the test's directory.
+
+        The program is the interpreter's module, which can be forked: the script in front of it is tested where it is
+        the first process of a container.
+        """
+        program, *arguments = (str(self.health_file) if part.endswith("/relay.json") else part for part in command)
+        return [sys.executable, "-m", "outboxq", *arguments] if program == "outboxq" else [program, *arguments]
 
     def run(self, command: list[str]) -> int:
         """The exit code of a command."""

@@ -374,11 +374,26 @@ def test_the_python_of_a_guide_runs(page: str, outboxq_database: Database, tmp_p
     run_python(code, outboxq_database, tmp_path)
 
 
+# What the file starts by `python -m` is forked, as in our own tests.
+FORKING = """\
+import pytest
+
+from tests.support.fork_server import forking
+
+
+@pytest.fixture(scope="session", autouse=True)
+def forked():
+    with forking():
+        yield
+"""
+
+
 @pytest.mark.large
 @pytest.mark.timeout(900)
 def test_the_tests_of_the_guide_pass(tmp_path: Path) -> None:
     """The file of tests that docs/testing.md shows passes as it stands there, crashes included."""
     write_application(tmp_path)
+    (tmp_path / "conftest.py").write_text(FORKING)
     (tmp_path / "test_guide.py").write_text(python_of(ROOT / "docs" / "testing.md"))
     environment = cli.environment(SHOP_DATABASE_URL="postgresql+psycopg://127.0.0.1:1/unused")
     environment["PYTHONPATH"] = f"{tmp_path}:{ROOT}"

@@ -53,6 +53,22 @@ from outboxq.__main__ import main
 
 main()
 """
+# Those of its arguments, one after the other; in front of what each said is how it ended.
+ENDED = "--- ended with "
+COMMANDS = f"""
+import contextlib, io, sys
+from outboxq.__main__ import main
+
+for line in sys.argv[1:]:
+    said, code = io.StringIO(), 0
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        try:
+            main(line.split())
+        except SystemExit as end:
+            code = end.code or 0
+    print({ENDED!r} + str(code))
+    print(said.getvalue())
+"""
 
 
 def run_old(old_code: Path, url: str, *arguments: str) -> "subprocess.CompletedProcess[str]":
@@ -100,13 +116,13 @@ def test_relays_producers_and_commands_of_before_work_on_todays_tables(
     alone = run_old(old_code, url, "-c", COMMAND, "relay", "tests.support.app:jobs", "--drain")
     assert alone.returncode == 0, alone.stderr
     assert ledger(engine)["last"] == 1
-    for command in (["stats"], ["jobs", "list"], ["dead", "list"]):
-        outcome = run_old(old_code, url, "-c", COMMAND, *command, "--json")
-        assert outcome.returncode == 0, (command, outcome.stderr)
-    doctor = run_old(old_code, url, "-c", COMMAND, "doctor", "--json")
-    assert "tables-new" in doctor.stdout, doctor.stdout
-    refused = run_old(old_code, url, "-c", COMMAND, "migrate")
-    assert f"step {LATEST}" in refused.stdout + refused.stderr
+    lines = ["stats --json", "jobs list --json", "dead list --json", "doctor --json", "migrate"]
+    ran = run_old(old_code, url, "-c", COMMANDS, *lines)
+    assert ran.returncode == 0, ran.stderr
+    *_, doctor, migrating = said_by = ran.stdout.split(ENDED)[1:]
+    assert [said.split("\n")[0] for said in said_by[:3]] == ["0"] * 3, said_by
+    assert "tables-new" in doctor
+    assert f"step {LATEST}" in migrating
 
 
 def test_todays_code_works_on_the_tables_of_step_10_and_says_what_they_lack(

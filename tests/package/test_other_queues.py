@@ -10,7 +10,7 @@ import pytest
 
 import outboxq
 from outboxq import Backoff, JobKind, Jobs
-from tests.support.cli import run
+from tests.support.cli import call
 
 PAGE = (Path(__file__).parents[2] / "docs" / "coming-from-other-queues.md").read_text()
 # The right column of each table, which speaks of outboxq.
@@ -52,4 +52,4 @@ def test_the_commands_in_the_page_are_commands() -> None:
     """Each `outboxq ...` has a help of its own."""
     for command in sorted(set(re.findall(r"`outboxq ((?:[a-z]+ ?){1,2})", PAGE))):
         if not command.startswith("testing"):
-            assert run(*command.split(), "--help").exit_code == 0, command
+            assert call(*command.split(), "--help").exit_code == 0, command

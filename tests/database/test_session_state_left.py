@@ -54,6 +54,7 @@ from outboxq.relay.limits import RelayLimits
 from outboxq.statements.catalog import functions_without_side_effects
 from tests.support.app import Account, Effect
 from tests.support.limits import GROWING, with_limits
+from tests.support.matrices import diagonal
 
 BOTH_FLAVOURS = pytest.mark.parametrize("flavour", ["sync", "async"])
 BOTH_CLAIMS = pytest.mark.parametrize("claim", ["transaction", "lease"])
@@ -297,19 +298,15 @@ def other_role(engine: Engine) -> Iterator[None]:
         connection.execute(text(f"DROP ROLE {OTHER_ROLE}"))
 
 
-# Each flavour, style and size of batches; half of the combinations run with the large tests.
-WAYS = [
-    pytest.param(flavour, style, batch_size, id=f"{flavour}-{style}-{batch_size}", marks=marks)
-    for number, flavour in enumerate(("sync", "async"))
-    for place, style in enumerate(("transaction", "lease", "batchable", "batch"))
-    for odd, batch_size in enumerate((1, 10))
-    for marks in [() if (number + place + odd) % 2 else pytest.mark.large]
-]
-
-
 @pytest.mark.usefixtures("other_role")
 @pytest.mark.relay_limits(RelayLimits(lease_mode=GROWING))
-@pytest.mark.parametrize(("flavour", "style", "batch_size"), WAYS)
+@diagonal(
+    BOTH_FLAVOURS,
+    pytest.mark.parametrize(
+        ("style", "batch_size"),
+        [("transaction", 1), ("transaction", 10), ("lease", 10), ("batchable", 10), ("batch", 10)],
+    ),
+)
 def test_nothing_that_a_handler_leaves_on_its_connection_meets_a_later_batch(
     flavour: str,
     style: str,
@@ -417,8 +414,10 @@ HARMLESS: dict[str, Callable[[Session], object]] = {
 }
 
 
-@BOTH_CLAIMS
-@BOTH_FLAVOURS
+@diagonal(
+    BOTH_FLAVOURS,
+    BOTH_CLAIMS,
+)
 def test_what_handlers_send_day_by_day_costs_no_connection(
     flavour: str,
     claim: str,
@@ -520,8 +519,10 @@ def leave_thread_behind(
     threading.Thread(target=write, daemon=True).start()
 
 
-@BATCH_SIZES
-@BOTH_CLAIMS
+@diagonal(
+    BOTH_CLAIMS,
+    BATCH_SIZES,
+)
 def test_a_thread_left_behind_cannot_use_its_connection_in_a_later_job(
     claim: Any, batch_size: int, engine: Engine, sessions: sessionmaker[OutboxSession], drain: Callable[..., object]
 ) -> None:
@@ -560,8 +561,10 @@ def test_a_thread_left_behind_cannot_use_its_connection_in_a_later_job(
     assert errors == ["ResourceClosedError"] * 4 + ["InvalidRequestError"] * 2
 
 
-@pytest.mark.parametrize("then", ["the same", "alone"])
-@pytest.mark.parametrize("together", ["shared", "group"])
+@diagonal(
+    pytest.mark.parametrize("together", ["shared", "group"]),
+    pytest.mark.parametrize("then", ["the same", "alone"]),
+)
 def test_what_runs_together_leaves_its_connection_to_no_job_behind_it(
     together: str, then: str, engine: Engine, sessions: sessionmaker[OutboxSession], drain: Callable[..., object]
 ) -> None:

@@ -141,7 +141,7 @@ class Top(App[None]):
             except Exception as error:  # noqa: BLE001  # whatever the database says: it is shown, and asked again
                 said = f"{type(error).__name__}; looking again in a minute"
             if self._pause_looking(0.0):
-                self.call_from_thread(self.query_one("#findings", Static).update, Text(said))
+                self.call_from_thread(self._say, "#findings", Text(said))
             pauses = self._pause_looking(_DOCTOR_SECONDS)
 
     @staticmethod
@@ -157,15 +157,22 @@ class Top(App[None]):
 
     def _show_trouble(self, error: Exception) -> None:
         said = str(error) if isinstance(error, OutboxqError) else f"{type(error).__name__}; looking again"
-        self.query_one("#summary", Static).update(Text(printable(said), style="red"))
+        self._say("#summary", Text(printable(said), style="red"))
+
+    def _say(self, line: str, said: Text) -> bool:
+        """Show a text in one of the lines; False if there is none any more: the screen is taken down at the end."""
+        lines = list(self.query(line).results(Static))
+        for each in lines:
+            each.update(said)
+        return bool(lines)
 
     def show_snapshot(self, snapshot: "Snapshot") -> None:
         """Fill every table anew, and leave each cursor on the row that it was on."""
         self._snapshot = snapshot
         said = "; ".join((f"{snapshot.at:%H:%M:%S} UTC, {summary(snapshot)}", *not_known(snapshot)))
-        self.query_one("#summary", Static).update(Text(printable(said)))
-        for view in VIEWS:
-            self._fill(view)
+        if self._say("#summary", Text(printable(said))):
+            for view in VIEWS:
+                self._fill(view)
 
     def _fill(self, view: View) -> None:
         if self._snapshot is None:

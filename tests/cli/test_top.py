@@ -11,6 +11,7 @@ from sqlalchemy import Engine, text
 from textual.pilot import Pilot
 from textual.widgets import DataTable, Static
 
+from outboxq.admin.snapshot import Snapshot
 from outboxq.cli.top import TopOptions
 from outboxq.cli.top_screen import Detail, Top
 from outboxq.postgres import Database
@@ -134,6 +135,28 @@ def test_a_queue_is_explained_and_paused_after_a_question(engine: Engine, outbox
         assert rows(engine, "SELECT action, via FROM outboxq.audit") == [("queue.pause", "cli")]
         await pilot.press("p", "y")
         await until(pilot, lambda: rows(engine, paused) in ([], [(False,)]), "the end of the pause")
+
+    watch(outboxq_database.url, act)
+
+
+def test_a_look_that_ends_while_the_screen_is_taken_down_is_left_out(
+    engine: Engine, outboxq_database: Database
+) -> None:
+    """The threads that look go on until they are told, and what they show comes after the last line is gone."""
+    with engine.begin() as connection:
+        connection.execute(text(_JOB), {"queue": "mail"})
+
+    async def act(top: Top, pilot: Pilot[None]) -> None:
+        looks: list[Snapshot] = []
+        showing = top.show_snapshot
+
+        def show(snapshot: Snapshot) -> None:
+            showing(snapshot)
+            looks.append(snapshot)
+
+        top.show_snapshot = show  # type: ignore[method-assign]
+        await top.screen.remove_children()
+        await until(pilot, lambda: len(looks) > 1, "a look that has no lines")
 
     watch(outboxq_database.url, act)
 

@@ -86,7 +86,8 @@ def put_off_ids(
     connection: Connection, queue: str, kinds: Sequence[str], *, after: UUID | None = None, limit: int = MAX_PAGE_ROWS
 ) -> tuple[UUID, ...]:
     """The ids of the next jobs of these kinds that were put off; continue with `after` the last one."""
-    behind = stretches(connection, job.c.id, *([] if after is None else [job.c.id > after]))
+    start = [] if after is None else [job.c.id > after]
+    behind = stretches(connection, job.c.id, *start, first=limit)
     return tuple(row.id for row in first_rows(connection, behind, partial(statements.put_off_ids, queue, kinds), limit))
 
 

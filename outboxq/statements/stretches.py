@@ -36,7 +36,7 @@ def stretches(
     Raises:
         TimeoutError: it is not over at that time.
     """
-    rest, rows = list(where), STRETCH_ROWS if first is None else min(first, STRETCH_ROWS)
+    rest, rows = list(where), STRETCH_ROWS if first is None else max(1, min(first, STRETCH_ROWS))
     while True:
         if time.monotonic() > give_up_at:
             raise TimeoutError("the look took too long: it reads all rows, as few of them match")

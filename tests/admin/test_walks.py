@@ -1,6 +1,7 @@
 """Large tables are read a stretch at a time: what is found is the same, however short the stretches are."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from sqlalchemy import Connection, Engine, event, text
@@ -57,7 +58,7 @@ def _pages(connection: Connection) -> list[object]:
 
 
 # What may come in any order is sorted.
-LOOKS: dict[str, Callable[[Connection], object]] = {
+LOOKS: dict[str, Callable[[Connection], Any]] = {
     "jobs": lambda on: jobs.list_jobs(on, limit=ROWS),
     "first jobs": lambda on: jobs.list_jobs(on, limit=5),
     "jobs that run": lambda on: jobs.list_jobs(on, running=True),
@@ -102,7 +103,7 @@ def test_short_stretches_find_what_one_long_stretch_finds(filled: Engine, monkey
             for name, look in LOOKS.items():
                 assert look(connection) == at_once[name], (name, rows)
     assert [name for name, found in at_once.items() if not found] == ["jobs that run", "no jobs"]
-    assert len(at_once["dead letters"]) == len(at_once["effects"]) == ROWS  # type: ignore[arg-type]
+    assert {len(at_once[name]) for name in ("jobs", "dead letters", "finished jobs", "effects")} == {ROWS}
 
 
 def test_a_stretch_has_so_many_rows_and_those_of_its_last_value(
@@ -128,6 +129,15 @@ def test_a_list_stops_at_the_stretch_that_fills_it(filled: Engine, monkeypatch: 
     with filled.connect() as connection:
         assert len(dead_letters.list_dead(connection, limit=10)) == 10
     assert len(sent) == 2
+
+
+def test_a_list_of_nothing_is_empty(filled: Engine) -> None:
+    """As it was asked for."""
+    with filled.connect() as connection:
+        assert jobs.list_jobs(connection, limit=0) == []
+        assert dead_letters.list_dead(connection, limit=0) == []
+        assert finished.list_finished(connection, limit=0) == []
+        assert effects.list_effects(connection, limit=0) == []
 
 
 def test_a_copy_forgets_in_short_stretches_too(filled: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

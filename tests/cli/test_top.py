@@ -140,7 +140,7 @@ def test_a_queue_is_explained_and_paused_after_a_question(engine: Engine, outbox
 
 
 def test_a_look_that_ends_while_the_screen_is_taken_down_is_left_out(
-    engine: Engine, outboxq_database: Database
+    engine: Engine, outboxq_database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The threads that look go on until they are told, and what they show comes after the last line is gone."""
     with engine.begin() as connection:
@@ -154,7 +154,7 @@ def test_a_look_that_ends_while_the_screen_is_taken_down_is_left_out(
             showing(snapshot)
             looks.append(snapshot)
 
-        top.show_snapshot = show  # type: ignore[method-assign]
+        monkeypatch.setattr(top, "show_snapshot", show)
         await top.screen.remove_children()
         await until(pilot, lambda: len(looks) > 1, "a look that has no lines")
 

@@ -5,6 +5,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import psycopg
 import pytest
@@ -49,6 +50,19 @@ SELECT EXISTS (SELECT FROM pg_locks WHERE pid = pg_backend_pid() AND mode = 'Acc
   (SELECT seq_tup_read FROM pg_stat_xact_all_tables WHERE relid = 'outboxq.job'::regclass),
   -- What is not sent yet would be counted for the next transaction too.
   pg_stat_force_next_flush()"""
+
+
+@contextmanager
+def migrating_behind(holder: "psycopg.Connection[Any]", database: Database) -> Iterator[None]:
+    """A migration that waits for a transaction while the block runs, and is done once that is over."""
+    with subprocess.Popen([sys.executable, "-m", "outboxq", "migrate"], env=_env(database)) as upgrade:
+        try:
+            yield
+            assert upgrade.poll() is None
+            holder.rollback()
+            assert upgrade.wait(PATIENCE) == 0
+        finally:
+            upgrade.kill()
 
 
 @contextmanager
@@ -148,16 +162,10 @@ def test_who_holds_the_settings_of_queues_holds_up_the_step_and_no_producer(
     with psycopg.connect(url, autocommit=True) as producer, psycopg.connect(url) as holder:
         producer.execute("SET lock_timeout = '150ms'")
         holder.execute("INSERT INTO outboxq.queue (name) VALUES ('q')")
-        with subprocess.Popen([sys.executable, "-m", "outboxq", "migrate"], env=_env(database)) as upgrade:
-            try:
-                wait_until(lambda: producer.execute(waits).fetchone() == (1,), "the step to wait")
-                for _ in range(20):
-                    producer.execute(add)
-                assert upgrade.poll() is None
-                holder.rollback()
-                assert upgrade.wait(PATIENCE) == 0
-            finally:
-                upgrade.kill()
+        with migrating_behind(holder, database):
+            wait_until(lambda: producer.execute(waits).fetchone() == (1,), "the step to wait")
+            for _ in range(20):
+                producer.execute(add)
         assert producer.execute("SELECT count(*) FROM outboxq.job").fetchone() == (20,)
 
 
@@ -180,18 +188,10 @@ def test_who_writes_one_of_two_tables_holds_up_the_step_and_no_other_writer(
         # Longer than the step waits at a time.
         writer.execute("SET lock_timeout = '700ms'")
         holder.execute(writes[held])
-        with subprocess.Popen([sys.executable, "-m", "outboxq", "migrate"], env=_env(database)) as upgrade:
-            try:
-                for _ in range(3):
-                    wait_until(
-                        lambda: writer.execute(waits, [f"outboxq.{held}"]).fetchone() == (1,), "the step to wait"
-                    )
-                    for statement in writes.values():
-                        writer.execute(statement)
-                assert upgrade.poll() is None
-                holder.rollback()
-                assert upgrade.wait(PATIENCE) == 0
-            finally:
-                upgrade.kill()
+        with migrating_behind(holder, database):
+            for _ in range(3):
+                wait_until(lambda: writer.execute(waits, [f"outboxq.{held}"]).fetchone() == (1,), "the step to wait")
+                for statement in writes.values():
+                    writer.execute(statement)
         for table in writes:
             assert writer.execute(f"SELECT count(*) FROM outboxq.{table}").fetchone() == (3,)

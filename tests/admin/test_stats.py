@@ -53,6 +53,7 @@ def test_the_first_jobs_of_each_queue_are_counted_as_all_are(engine: Engine, fil
         assert q1.running > 0
 
 
+@pytest.mark.large
 def test_a_long_queue_is_estimated_and_says_so(outboxq_database: Database, engine: Engine) -> None:
     """Close to the truth once the table was analyzed, never below what was counted; the others are exact."""
     with engine.begin() as connection:

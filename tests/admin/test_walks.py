@@ -94,6 +94,7 @@ def filled(engine: Engine) -> Engine:
     return engine
 
 
+@pytest.mark.large
 def test_short_stretches_find_what_one_long_stretch_finds(filled: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each list, count and page of ids, with rows that share their time; and no more statements than it takes."""
     with filled.connect() as connection:

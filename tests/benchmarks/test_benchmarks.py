@@ -27,6 +27,7 @@ def bench(outboxq_server: Server) -> Bench:
         pytest.skip(str(error))
 
 
+@pytest.mark.large
 def test_a_scenario_is_measured_beside_its_limit_and_written_in_every_form(bench, tmp_path, capsys) -> None:
     """One command: a relay process and pgbench, figures above zero, and a table, JSON and a plot."""
     table, found, plots = tmp_path / "table.md", tmp_path / "found.json", tmp_path / "plots"
@@ -75,6 +76,7 @@ def test_a_failing_script_is_no_figure(bench) -> None:
         run_pgbench(bench.pgbench, workbench.url, "SELECT FROM no_such_table;", clients=1, transactions=1)
 
 
+@pytest.mark.large
 def test_a_drain_is_believed_only_if_the_accounts_agree(bench) -> None:
     """Handlers that run and write nothing where they should are not taken for fast ones."""
     with bench.database() as workbench:
@@ -87,6 +89,7 @@ def test_a_drain_is_believed_only_if_the_accounts_agree(bench) -> None:
         assert workbench.balance() % CENTS == 0
 
 
+@pytest.mark.large
 def test_a_relay_works_in_its_turns_and_in_no_others(bench) -> None:
     """What stands still does nothing, and is stopped well from there: every job that is gone was counted."""
     with bench.database() as workbench:

@@ -135,6 +135,7 @@ def test_if_the_answer_to_the_first_commit_is_lost_the_id_is_told(
         assert count(engine, "job") == 0
 
 
+@pytest.mark.large
 def test_every_changing_command_says_who_and_why(
     outboxq_database: Database, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

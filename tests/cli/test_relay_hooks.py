@@ -12,11 +12,12 @@ from outboxq.postgres import Database
 from tests.support import hooked_app
 from tests.support.cli import REPOSITORY, run
 from tests.support.ledger import dead_reasons, ledger, waiting
+from tests.support.matrices import sampled
 
 COUNT = 60
 
 
-@pytest.mark.parametrize("misdeed", ["none", "raise", pytest.param("block", marks=pytest.mark.large)])
+@pytest.mark.parametrize("misdeed", sampled(["raise", "none", "block"]))
 def test_hooks_and_arounds_run_in_each_process_and_cost_no_job(
     misdeed: str, tmp_path: Path, outboxq_database: Database, engine: Engine, sessions: sessionmaker[OutboxSession]
 ) -> None:

@@ -11,12 +11,13 @@ from sqlalchemy import Engine, text
 from outboxq.dashboard import Role, create_app
 from tests.support.dashboard import as_user, path_of, screens, token_of
 from tests.support.http_server import serve
+from tests.support.matrices import sampled
 from tests.support.secrets import CANARY, give_words, stage_secrets
 
 _LOGGERS = ("outboxq", "uvicorn", "starlette", "asyncio")
 
 
-@pytest.mark.parametrize("payloads", ["redacted", "hidden"])
+@pytest.mark.parametrize("payloads", sampled(["hidden", "redacted"]))
 def test_a_secret_leaves_the_dashboard_on_no_way(
     payloads: Any, engine: Engine, caplog: pytest.LogCaptureFixture
 ) -> None:

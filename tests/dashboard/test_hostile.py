@@ -19,6 +19,7 @@ from tests.support.dashboard import (
     token_for,
 )
 from tests.support.hostile import Tags
+from tests.support.matrices import sampled
 from tests.support.posted import FORMS, PREVIEWS, preview, refused
 
 # Names take 63 bytes, and no control characters.
@@ -67,7 +68,7 @@ _JOINED = ('"><script>' + NAMES[3], NAMES[6] + NAMES[7], NAMES[1] + NAMES[8], NA
 
 
 # A tag with a template, and a path with a query; a crawl of each of the others is one of the large tests.
-@pytest.mark.parametrize("name", [*_JOINED[:2], *(pytest.param(name, marks=pytest.mark.large) for name in _JOINED[2:])])
+@pytest.mark.parametrize("name", sampled(_JOINED))
 def test_a_hostile_name_is_text_on_every_page(name: str, engine: Engine) -> None:
     """Every list, and every page that a list leads to, has the tags that it is to have, and links of its own alone."""
     stage_dashboard(engine)
@@ -94,7 +95,7 @@ def test_a_hostile_name_is_text_on_every_page(name: str, engine: Engine) -> None
     assert len(seen) > 25
 
 
-@pytest.mark.parametrize("name", _JOINED)
+@pytest.mark.parametrize("name", sampled(_JOINED, 2))
 def test_a_hostile_text_is_text_in_what_answers_to_a_form(name: str, engine: Engine) -> None:
     """Each form that is refused shows what was filled in, and each preview says what was asked for."""
     stage_actions(engine)

@@ -13,12 +13,13 @@ from outboxq.postgres import Database
 from tests.support.cli import environment, run
 from tests.support.dashboard import stage_dashboard
 from tests.support.many_dead import add_dead, count_dead, slow_down, until
+from tests.support.matrices import sampled
 
 _LINK = re.compile(r"(http://[^/\s]+)/login\?token=(\S+)")
 _TOTAL = 3_000
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM], ids=lambda how: how.name)
+@pytest.mark.parametrize("how", sampled([signal.SIGKILL, signal.SIGTERM]), ids=lambda how: how.name)
 def test_a_dashboard_that_ends_leaves_an_audit_that_counts_and_that_is_gone_on_with(
     how: signal.Signals, outboxq_database: Database, engine: Engine
 ) -> None:

@@ -141,6 +141,7 @@ def test_the_filter_is_meant_if_the_form_says_so(staged: Engine) -> None:
         assert _preview(client, ids[:1], what="dead.discard").json()["needs"] == "admin"
 
 
+@pytest.mark.large
 @pytest.mark.parametrize("scripts", [True, False], ids=["scripts", "no scripts"])
 def test_rows_are_selected_in_a_browser(scripts: bool, browser: Browser, staged: Engine) -> None:
     """A script adds a box that selects all; without it each row is."""

@@ -139,6 +139,7 @@ def test_a_relay_holds_as_many_connections_as_the_page_says(
     assert effects(engine) == [str(number) for number in range(9)]
 
 
+@pytest.mark.large
 def test_the_first_process_of_a_container_stops_in_order(installed: Installed, engine: Engine, tmp_path: Path) -> None:
     """SIGTERM lets its handler finish. A second one changes nothing there: the kernel keeps it from that process."""
     unshare = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]

@@ -217,6 +217,7 @@ def test_only_due_jobs_of_the_scheduled_ones_are_claimed(connection: Connection)
     assert claimed == [["latest"], ["later"], ["late"], []]
 
 
+@pytest.mark.large
 def test_unknown_kinds_at_the_head_are_parked_in_bulk(connection: Connection) -> None:
     """One statement parks ten thousand, for 5 s at first and ever longer up to 5 minutes, and counts no attempt."""
     fill(connection, 15_000, kind="stranger")

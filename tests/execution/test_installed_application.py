@@ -90,6 +90,7 @@ def failed(
     return {handle.kind: str(handle.id) for handle in handles}
 
 
+@pytest.mark.large
 def test_each_failure_names_its_file_line_function_and_error(
     failed: dict[str, str],
     told: dict[str, str],
@@ -116,6 +117,7 @@ def test_each_failure_names_its_file_line_function_and_error(
             assert f"in {function}" in whole, whole
 
 
+@pytest.mark.large
 def test_no_stored_error_shows_the_payload(failed: dict[str, str], engine: Engine) -> None:
     """Neither values of arguments nor what PostgreSQL's DETAIL quotes stand in the records of attempts."""
     with engine.connect() as connection:

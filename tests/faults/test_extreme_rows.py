@@ -19,6 +19,7 @@ from tests.admin.test_roles import roles as roles
 from tests.conftest import StartRelay
 from tests.support.app import Effect
 from tests.support.ledger import ledger
+from tests.support.matrices import sampled
 from tests.support.urls import libpq_url
 from tests.support.waiting import wait_until
 
@@ -128,7 +129,10 @@ def insert_extremes(producer: psycopg.Connection, chance: random.Random, columns
 # These seeds draw nearly every value of every column.
 @pytest.mark.parametrize(
     ("way", "seed"),
-    [("a producer", 1), ("a producer of before", 1), *(("rows of before the checks", seed) for seed in (2, 3, 4))],
+    sampled(
+        [("a producer", 1), *(("rows of before the checks", seed) for seed in (2, 3, 4)), ("a producer of before", 1)],
+        2,
+    ),
 )
 def test_whatever_is_in_a_row_the_jobs_of_others_run_and_relays_live(
     way: Way,

@@ -165,6 +165,7 @@ def test_a_full_disk_under_the_queue_is_drained(small: tuple[Database, Engine], 
     assert ledger(engine) == dict.fromkeys(accepted, 1)
 
 
+@pytest.mark.large
 def test_jobs_that_fail_while_the_queue_has_no_space_are_kept(
     small: tuple[Database, Engine], start_relay: StartRelay
 ) -> None:

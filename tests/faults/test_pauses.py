@@ -17,6 +17,7 @@ from tests.conftest import StartRelay
 from tests.support import faulty
 from tests.support.aftermath import assert_nothing_left
 from tests.support.ledger import ledger, waiting
+from tests.support.matrices import sampled
 from tests.support.waiting import PATIENCE, wait_until
 
 LOST = "lease was lost while the job ran"
@@ -198,7 +199,7 @@ def rollback_prepared(engine: Engine, name: str) -> None:
             connection.execute(text(f"ROLLBACK PREPARED '{name}'"))
 
 
-@pytest.mark.parametrize("kind", [faulty.work, faulty.work_leased_async], ids=["transaction", "lease"])
+@pytest.mark.parametrize("kind", sampled([faulty.work, faulty.work_leased_async]), ids=["transaction", "lease"])
 def test_a_pinned_snapshot_changes_nothing_that_a_claim_takes(
     engine: Engine, sessions: sessionmaker[OutboxSession], start_relay: StartRelay, kind
 ) -> None:

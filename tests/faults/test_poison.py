@@ -15,6 +15,7 @@ from outboxq.testing import RelayProcess
 from tests.support import cli, faulty
 from tests.support.aftermath import assert_nothing_left, expire_leases
 from tests.support.ledger import dead, ledger, waiting
+from tests.support.matrices import sampled
 from tests.support.waiting import PATIENCE, wait_until
 
 GOOD = 200
@@ -56,17 +57,10 @@ def dead_letter(engine: Engine) -> tuple[object, ...]:
 
 
 # Each fault in one of the modes: how a process ends is nothing that the mode of its jobs knows.
-POISONS = [
-    pytest.param(kind, fault, id=f"{mode}-{fault}")
-    for mode, kind, fault in (
-        ("lease", faulty.work_leased, "exit"),
-        ("transaction", faulty.work, "segfault"),
-        ("lease", faulty.work_leased, "kill"),
-    )
-]
+POISONS = [(faulty.work, "segfault"), (faulty.work_leased, "kill"), (faulty.work_leased, "exit")]
 
 
-@pytest.mark.parametrize(("kind", "fault"), POISONS)
+@pytest.mark.parametrize(("kind", "fault"), sampled(POISONS), ids=["transaction-segfault", "lease-kill", "lease-exit"])
 def test_a_poisonous_job_among_many_is_dead_after_its_limit_and_charges_nobody(
     engine: Engine, sessions: sessionmaker[OutboxSession], outboxq_database: Database, kind, fault: str
 ) -> None:

@@ -177,6 +177,7 @@ def test_a_producer_black_holed_at_commit_can_read_the_truth_in_its_own_row(
     assert (accounts(engine), ledger(engine)) == ((1, ["placed"]) if stands else (0, []))
 
 
+@pytest.mark.large
 def test_a_transaction_id_that_a_crash_gave_to_somebody_else_tells_nothing() -> None:
     """After a crash PostgreSQL uses the ids of transactions again of which nothing had reached the log on disk.
 

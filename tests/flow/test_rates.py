@@ -22,6 +22,7 @@ from outboxq.statements.rate import TokenRequest, begin_rate, reserve_tokens
 from tests.conftest import StartRelay
 from tests.flow.limited_run import Mode, lead
 from tests.flow.rates import check_rate
+from tests.support.matrices import sampled
 from tests.support.waiting import wait_until
 
 Reserve = Callable[..., tuple[int, bool, int, float | None]]
@@ -181,7 +182,7 @@ def test_a_full_limit_costs_no_tokens(
             wait_until(lambda: len(starts(engine)) == 4, "all four of the burst")
 
 
-@pytest.mark.parametrize("claim", ["transaction", "lease"])
+@pytest.mark.parametrize("claim", sampled(["transaction", "lease"]))
 def test_jobs_begin_at_the_rate_of_their_queue(
     engine: Engine, sessions: sessionmaker[OutboxSession], start_relay: StartRelay, claim: str
 ) -> None:

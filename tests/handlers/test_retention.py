@@ -16,6 +16,7 @@ from outboxq.inbox import Inbox
 from outboxq.postgres import Database
 from tests.conftest import StartRelay
 from tests.support.cli import REPOSITORY, run
+from tests.support.matrices import sampled
 from tests.support.waiting import wait_until
 
 Drain = Callable[..., list[Event]]
@@ -183,7 +184,7 @@ def test_pruning_can_be_turned_off(
     assert silent.of(Pruned) == []
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", sampled([2, 1]))
 def test_the_command_line_prunes_and_can_be_told_not_to(
     outboxq_database: Database, engine: Engine, sessions: sessionmaker[OutboxSession], processes: int
 ) -> None:

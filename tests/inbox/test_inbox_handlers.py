@@ -60,6 +60,7 @@ def handlers(claim: str) -> tuple[Jobs, dict[str, Any]]:
 MODES = pytest.mark.parametrize("claim", ["transaction", "lease"])
 
 
+@pytest.mark.large
 @MODES
 @pytest.mark.parametrize("batch_size", [1, 8])
 def test_a_message_that_leads_to_many_jobs_is_accepted_by_one(

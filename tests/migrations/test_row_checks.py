@@ -120,6 +120,7 @@ def test_numbers_of_before_are_set_to_what_may_be(empty_engine: Engine, admin: p
     assert admin.execute(well).fetchone() == unchanged
 
 
+@pytest.mark.large
 @pytest.mark.usefixtures("before")
 def test_what_no_relay_can_read_becomes_a_dead_letter(empty_engine: Engine, admin: psycopg.Connection) -> None:
     """Whole, with a reason; `dead retry` leaves it where it is, and takes the others."""

@@ -125,6 +125,7 @@ def test_relays_producers_and_commands_of_before_work_on_todays_tables(
     assert f"step {LATEST}" in migrating
 
 
+@pytest.mark.large
 def test_todays_code_works_on_the_tables_of_step_10_and_says_what_they_lack(
     database: Database, empty_engine: Engine
 ) -> None:

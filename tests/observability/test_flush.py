@@ -158,6 +158,7 @@ def test_a_relay_whose_row_was_removed_comes_back(engine: Engine, transact: Send
     assert rows(engine, "SELECT count(*) FROM outboxq.relay_status") == [(1,)]
 
 
+@pytest.mark.large
 def test_no_number_is_lost_or_added_twice_while_backends_are_terminated(outboxq_database: Database) -> None:
     """Eight relays that flush all the time, on the same rows, and a backend that ends every few milliseconds."""
     relays, flushes, over = 8, 25, threading.Event()

@@ -123,6 +123,7 @@ def test_a_killed_relay_loses_what_it_had_not_flushed_and_doubles_nothing(
         assert list_relays(connection) == []
 
 
+@pytest.mark.large
 def test_a_relay_works_without_the_tables_and_says_so_once(
     engine: Engine, outboxq_database: Database, caplog: pytest.LogCaptureFixture
 ) -> None:

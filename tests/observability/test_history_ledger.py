@@ -150,6 +150,7 @@ def test_under_kills_the_history_is_never_over_and_under_by_what_was_not_flushed
         assert 0 <= done[kind] - counted[kind] <= relays.may_have_lost(kind), (kind, done, counted, len(relays.killed))
 
 
+@pytest.mark.large
 def test_without_kills_the_history_is_the_ledger(outboxq_database: Database, engine: Engine) -> None:
     """Relays that are told to stop, and others in their places, while sessions are ended, and answers to flushes lost.
 

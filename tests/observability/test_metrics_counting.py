@@ -51,6 +51,7 @@ def test_totals_grow_whether_they_were_taken_or_not() -> None:
     assert (totals.outcomes["done"], sum(totals.run), totals.run_seconds) == (4, 4, pytest.approx(0.016))
 
 
+@pytest.mark.large
 def test_totals_of_many_kinds_are_bounded_and_none_falls() -> None:
     """Kinds that come too late are counted together, in every interval the same ones."""
     aggregate, before = Aggregate(), 0
@@ -73,6 +74,7 @@ def events_of(number: int) -> Iterator[Event]:
     yield ClaimsFailed(f"q{number}", 3)
 
 
+@pytest.mark.large
 def test_the_number_of_series_is_bounded() -> None:
     """By queues and by types of errors; what is too much is counted under one name, and nothing is lost."""
     counter = EventCounter()

@@ -223,6 +223,7 @@ FROM generate_series(1, 30000) AS number;
 """
 
 
+@pytest.mark.large
 def test_no_look_reads_a_large_table_from_end_to_end(engine: Engine) -> None:
     """Each statement that is sent walks an index of the tables that grow with the work, or does without them."""
     with engine.begin() as connection:

@@ -275,6 +275,7 @@ print(span.context.trace_id, span.context.span_id)
 """
 
 
+@pytest.mark.large
 @pytest.mark.parametrize("relation", ["link", "parent"])
 def test_the_span_of_a_handler_leads_to_that_of_the_producer_in_another_process(
     outboxq_database: Database, recorded: Recorded, drain: Drain, relation: str
@@ -551,6 +552,7 @@ except ModuleNotFoundError as error:
 """
 
 
+@pytest.mark.large
 def test_nothing_imports_it_and_without_the_extra_it_says_what_to_install() -> None:
     """The package, its commands and its relay work without OpenTelemetry."""
     run = subprocess.run([sys.executable, "-c", IMPORTS_NOTHING], capture_output=True, text=True)

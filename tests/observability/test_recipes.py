@@ -127,6 +127,7 @@ def lines_of(outcome: Outcome) -> list[dict[str, Any]]:
     return [json.loads(line) for line in outcome.stderr.splitlines()]
 
 
+@pytest.mark.large
 def test_structlog_names_the_job_in_each_line_of_its_call(
     application: Application, sessions: sessionmaker[OutboxSession]
 ) -> None:
@@ -151,6 +152,7 @@ def test_structlog_names_the_job_in_each_line_of_its_call(
     assert "job_kind" not in died
 
 
+@pytest.mark.large
 def test_a_filter_names_the_job_in_each_line_of_its_call(
     application: Application, sessions: sessionmaker[OutboxSession]
 ) -> None:

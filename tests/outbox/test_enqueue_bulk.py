@@ -118,6 +118,7 @@ def test_jobs_that_wait_for_keys_are_one_statement_too(session: Session, stateme
     assert list(found) == [person.id for person in people]
 
 
+@pytest.mark.large
 def test_a_hundred_thousand_jobs_are_added(engine: Engine, stored: Stored, statements: list[str]) -> None:
     """In one transaction, a thousand in a statement."""
     with OutboxSession(engine) as session:

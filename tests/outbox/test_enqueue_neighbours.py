@@ -299,6 +299,7 @@ for thread in threads:
     assert stored(east) == (0, 26)
 
 
+@pytest.mark.large
 @pytest.mark.parametrize("session_class", [Session, OutboxSession])
 def test_jobs_for_twenty_thousand_queues_fit_in_one_transaction(east: Engine, session_class: type[Session]) -> None:
     """The trigger that wakes relays takes a lock for each queue, and the server has room for some thousands."""

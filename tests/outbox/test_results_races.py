@@ -156,6 +156,7 @@ def test_many_waits_for_one_job_share_a_connection_and_all_end(
         assert values == [result()] * 99
 
 
+@pytest.mark.large
 def test_a_hundred_waits_cost_other_jobs_nothing(
     outboxq_database: Database, engine: Engine, sessions: Sessions, drain: Drain
 ) -> None:

@@ -144,6 +144,7 @@ def test_a_server_has_the_settings_that_tests_need(server: Server, name: str, va
     assert fetch_value(server.url, f"SHOW {name}") == value
 
 
+@pytest.mark.large
 def test_a_caller_can_change_settings() -> None:
     """Settings of the caller win, whatever characters they hold, and `durable` writes to the disk."""
     odd = r"it's a \ name"
@@ -304,6 +305,7 @@ def test_an_owner_killed_during_initdb_leaves_nothing() -> None:
         wait_until(lambda: not directory.exists(), "its directory to go")
 
 
+@pytest.mark.large
 def test_an_owner_that_forgets_to_close_leaves_nothing() -> None:
     """The normal end of the owner closes its servers before it is over."""
     with owner_process("server = start_embedded()", REPORT) as owner:
@@ -505,6 +507,7 @@ def test_a_docker_engine_that_does_not_answer_is_passed_over_in_silence(
     assert caplog.records == []
 
 
+@pytest.mark.large
 @needs_root
 @pytest.mark.usefixtures("private_wheel")
 def test_programs_that_the_servers_user_cannot_reach_are_copied_once(temp_directory: Path) -> None:

@@ -38,6 +38,7 @@ from tests.support.app import Child, Effect
 from tests.support.driver_waits import driver_waits
 from tests.support.ledger import effects
 from tests.support.limits import FOLLOW_ON, GROWING, HELD, with_limits
+from tests.support.matrices import sampled
 from tests.support.waiting import PATIENCE, wait_until
 
 # A slot's claims take 1, 2 and 4 jobs before they may take 8.
@@ -572,7 +573,7 @@ def test_suspects_are_claimed_one_at_a_time(engine: Engine, work: Work, monkeypa
     assert len(of(events, JobDone)) == 5
 
 
-@pytest.mark.parametrize("analyzed", ["before", "after"])
+@pytest.mark.parametrize("analyzed", sampled(["before", "after"]))
 def test_leased_jobs_are_settled_by_their_keys_whatever_statistics_say(engine: Engine, analyzed: str) -> None:
     """A thousand of a hundred thousand: neither the plans nor the server's own count knows a scan of the table."""
     with engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:

@@ -168,6 +168,7 @@ def count_connections(engine: Engine) -> int:
         return connection.execute(ours, {"name": RELAY_NAME}).scalar_one()
 
 
+@pytest.mark.large
 def test_many_expired_messages_go_in_batches_beside_the_work(
     engine: Engine, sessions: sessionmaker[OutboxSession], make_pruner: MakePruner, start_relay: StartRelay
 ) -> None:
@@ -476,6 +477,7 @@ def test_an_outage_is_nobodys_business_but_the_slots(
     assert warnings(caplog) == []
 
 
+@pytest.mark.large
 def test_a_batch_costs_the_same_whatever_the_table_holds(engine: Engine) -> None:
     """100,000 rows, half of them expired: both indexes, no Sort, and no look at the whole table."""
     fill_inbox(engine, "old message ", 50_000)

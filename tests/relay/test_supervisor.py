@@ -119,6 +119,7 @@ def test_children_that_finish_or_were_started_wrongly_are_not_replaced(exit_code
     assert events == []
 
 
+@pytest.mark.large
 def test_a_child_that_was_told_to_stop_by_somebody_else_is_replaced(directory: Path) -> None:
     """Only a supervisor that drains takes an orderly end for the end of the work."""
     with supervised(child(directory), 1):
@@ -276,6 +277,7 @@ time.sleep(60)
 """
 
 
+@pytest.mark.large
 @pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT])
 def test_a_second_signal_kills_the_children_and_the_supervisor(directory: Path, second: signal.Signals) -> None:
     """The first lets children drain; the second ends everything at once, by the signal itself."""

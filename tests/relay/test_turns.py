@@ -189,6 +189,7 @@ def test_queues_of_the_star_take_turns(sessions: sessionmaker[OutboxSession], ou
     assert order.index("z") < 15_000
 
 
+@pytest.mark.large
 def test_every_full_queue_of_the_star_is_served_in_each_round(
     sessions: sessionmaker[OutboxSession], outboxq_database: Database, claims: list[str]
 ) -> None:

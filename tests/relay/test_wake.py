@@ -83,6 +83,7 @@ def test_a_sleeping_relay_is_woken_by_a_commit(
             wait_until_done(running, count)
 
 
+@pytest.mark.large
 @pytest.mark.parametrize("is_async", [False, True])
 def test_jobs_for_more_queues_than_a_transaction_has_locks_for_wake_every_relay(
     is_async: bool, engine: Engine, sessions: sessionmaker[OutboxSession], start_relay: StartRelay

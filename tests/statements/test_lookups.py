@@ -68,6 +68,7 @@ def hostile(outboxq_server: Server) -> Iterator[Engine]:
         engine.dispose()
 
 
+@pytest.mark.large
 def test_every_statement_is_resolved_to_postgresqls_own(hostile: Engine) -> None:
     """By the trees that the server makes of them: also what stands where no row comes by."""
     theirs: dict[str, set[int]] = {}
@@ -87,6 +88,7 @@ def test_every_statement_is_resolved_to_postgresqls_own(hostile: Engine) -> None
         assert {where: signatures(connection, oids) for where, oids in theirs.items()} == {}
 
 
+@pytest.mark.large
 def test_the_whole_way_of_a_job_calls_nothing_else(hostile: Engine, start_relay: StartRelay) -> None:
     """From the migration to the dead letters, in both modes, with what operators do: the loot stays empty."""
     jobs, kinds = handlers()

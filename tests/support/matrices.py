@@ -1,5 +1,6 @@
-"""Wide matrices of cases: a diagonal through them in every run, and the rest with the large tests."""
+"""Many cases of one test: some of them in every run, as a diagonal of a wide matrix, the rest with the large tests."""
 
+from collections.abc import Iterable
 from itertools import product
 from typing import Any
 
@@ -27,6 +28,16 @@ def diagonal(*dimensions: pytest.MarkDecorator) -> pytest.MarkDecorator:
             )
         )
     return pytest.mark.parametrize([name for dimension in dimensions for name in _names(dimension)], cases)
+
+
+def sampled(cases: Iterable[object], number: int = 1) -> list[Any]:
+    """The cases of a `pytest.mark.parametrize`: the first ones in every run, and the others with the large tests.
+
+    For what takes long and goes the same way in each case. A tuple has the values of several arguments.
+    """
+    several = [case if isinstance(case, tuple) else (case,) for case in cases]
+    marks = [() if place < number else pytest.mark.large for place in range(len(several))]
+    return [pytest.param(*case, marks=mark) for case, mark in zip(several, marks, strict=True)]
 
 
 def _places(sizes: list[int]) -> set[tuple[int, ...]]:

@@ -143,6 +143,7 @@ def test_every_test_gets_a_database_of_its_own(outboxq_database: Database) -> No
     engine.dispose()
 
 
+@pytest.mark.large
 def test_the_fixtures_serve_a_users_own_test_suite(tmp_path: Path) -> None:
     """Nothing to configure: installing outboxq brings them, and the summary says which PostgreSQL it was."""
     (tmp_path / "test_mine.py").write_text(

@@ -8,6 +8,7 @@ from tests.support.statements import all_statements
 from tests.tools.plans import fill, main, plans
 
 
+@pytest.mark.large
 def test_a_statement_is_shown_with_its_plan(outboxq_server: Server) -> None:
     """One that goes as text and one that SQLAlchemy compiles, on filled tables: both by the index they promise."""
     with outboxq_server.create_database() as database:
@@ -25,6 +26,7 @@ def test_a_statement_is_shown_with_its_plan(outboxq_server: Server) -> None:
         engine.dispose()
 
 
+@pytest.mark.large
 def test_every_statement_can_be_explained(outboxq_server: Server) -> None:
     """A new statement needs nothing to be seen here."""
     with outboxq_server.create_database() as database:

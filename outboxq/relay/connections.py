@@ -13,12 +13,13 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from psycopg.pq import TransactionStatus
 from sqlalchemy import Connection, Engine
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from outboxq.config import RelayConfig
-from outboxq.database.driver import DriverConnection, driver_connection, give_up
+from outboxq.database.driver import DriverConnection, driver_connection, give_up, transaction_status
 from outboxq.database.engines import Engines
 from outboxq.database.errors import opening
 from outboxq.database.guard import Guard
@@ -131,8 +132,12 @@ class SlotConnections:
         slot_connection = self._take_spare()
         if slot_connection is None:
             return None
-        driver = driver_connection(slot_connection.connection)
-        slot_connection.connection.detach()
+        connection = slot_connection.connection
+        if transaction_status(connection) != TransactionStatus.IDLE:
+            _close([slot_connection])
+            return None
+        driver = driver_connection(connection)
+        connection.detach()
         return driver
 
     def trim(self) -> None:

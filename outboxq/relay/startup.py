@@ -12,7 +12,7 @@ from sqlalchemy.util import greenlet_spawn
 
 from outboxq.admin.schedules import declare
 from outboxq.config import RelayConfig
-from outboxq.database.driver import DriverConnection, driver_connection, run_script
+from outboxq.database.driver import DriverConnection, driver_connection, end_transaction, run_script
 from outboxq.database.engines import Engines
 from outboxq.database.errors import NoConnection, describe_error, is_database_unavailable, opening, sqlstate_of
 from outboxq.emitter import Emitter
@@ -78,7 +78,7 @@ def _connect_and_check(engine: Engine, config: RelayConfig, then: Callable[[Conn
     try:
         check_database(connection, config)
         then(connection)
-        connection.rollback()
+        end_transaction(connection)
         driver = driver_connection(connection)
     except BaseException:
         connection.close()

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 
 import pytest
+from psycopg.pq import TransactionStatus
 from sqlalchemy import Engine, NullPool, QueuePool, create_engine, event, text
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 from sqlalchemy.orm import sessionmaker
@@ -69,6 +70,34 @@ def test_a_drain_opens_few_connections_and_leaves_none(
     assert len(opened) == expected
     looker = make_engine(outboxq_database.url)
     wait_until(lambda: held(looker) == 0, "the end of its connections")
+
+
+@pytest.mark.parametrize("has_schedule", [False, True])
+@pytest.mark.parametrize("flavour", ["sync", "async"])
+def test_the_lease_begins_outside_a_transaction(
+    flavour: str, has_schedule: bool, outboxq_database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What looks at the database leaves one open, of which SQLAlchemy need not know; and all would be undone."""
+    jobs = Jobs()
+
+    def remind(ctx: Context) -> None: ...
+    async def remind_async(ctx: AsyncContext) -> None: ...
+
+    handler = jobs.handler(queue="one")(remind if flavour == "sync" else remind_async)
+    if has_schedule:
+        jobs.schedule("0 0 1 1 *", name="yearly")(handler)
+    kept: list[TransactionStatus] = []
+
+    keeps = HandedOn.keep
+
+    def keep(handed_on: HandedOn, connection: engines.DriverConnection) -> None:
+        kept.append(TransactionStatus(connection.pgconn.transaction_status))
+        keeps(handed_on, connection)
+
+    monkeypatch.setattr(HandedOn, "keep", keep)
+    make = create_engine if flavour == "sync" else create_async_engine
+    Relay(make(outboxq_database.url), jobs, RelayConfig(slots_per_queue=1)).drain()
+    assert set(kept) == {TransactionStatus.IDLE}
 
 
 def test_what_was_opened_is_closed_if_the_relay_ends_before_it_works(outboxq_database: Database) -> None:

@@ -44,8 +44,6 @@ _IDLE_SECONDS, _INTERVAL_SECONDS, _PROBES = 10, 5, 3
 _GIVE_UP_MILLISECONDS = (_IDLE_SECONDS + _PROBES * _INTERVAL_SECONDS) * 1000
 _CONNECT_SECONDS = 10
 _OPEN_SECONDS = 30.0
-# For how long a connection is as good as a new one although nothing is sent on it.
-_FRESH_SECONDS = 30.0
 RELAY_NAME, LISTENER_NAME, EFFECTS_NAME = "outboxq relay", "outboxq listener", "outboxq effects"
 RESULTS_NAME = "outboxq results"
 # Effects take a connection for a moment, and never while they wait for something else: as many as slots ask at once.
@@ -257,47 +255,6 @@ def listen_connector(
         return _result_in(running, asyncio.run_coroutine_threadsafe(by_async_engine(), running))
 
     return by_engine if engines.sync is not None else through_loop
-
-
-@dataclass(eq=False)
-class HandedOn:
-    """A connector that gives out first what was opened for something else and is not needed there any more.
-
-    Args:
-        connect: Opens a connection outside a transaction.
-    """
-
-    connect: Callable[[], DriverConnection]
-
-    def __post_init__(self) -> None:
-        self._lock = threading.Lock()
-        self._kept: tuple[DriverConnection, float] | None = None
-
-    def keep(self, connection: DriverConnection) -> None:
-        """Keep a connection, outside a transaction, for the first that asks."""
-        self._kept = connection, time.monotonic()
-
-    def __call__(self) -> DriverConnection:
-        kept = self._take()
-        if kept is None:
-            return self.connect()
-        connection, kept_at = kept
-        if time.monotonic() - kept_at < _FRESH_SECONDS:
-            return connection
-        # One that has been silent for long may have been dropped on the way, which only a time-out would tell.
-        connection.pgconn.finish()
-        return self.connect()
-
-    def close(self) -> None:
-        """Close what nobody has asked for."""
-        kept = self._take()
-        if kept is not None:
-            kept[0].pgconn.finish()
-
-    def _take(self) -> tuple[DriverConnection, float] | None:
-        with self._lock:
-            kept, self._kept = self._kept, None
-            return kept
 
 
 def _result_in(loop: asyncio.AbstractEventLoop, opening: "Future[DriverConnection]") -> DriverConnection:

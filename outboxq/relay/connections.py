@@ -13,13 +13,12 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from psycopg.pq import TransactionStatus
 from sqlalchemy import Connection, Engine
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from outboxq.config import RelayConfig
-from outboxq.database.driver import DriverConnection, driver_connection, give_up, transaction_status
+from outboxq.database.driver import driver_connection, give_up
 from outboxq.database.engines import Engines
 from outboxq.database.errors import opening
 from outboxq.database.guard import Guard
@@ -126,19 +125,6 @@ class SlotConnections:
             if is_kept:
                 self._spares.append(slot_connection)
             return is_kept
-
-    def hand_on(self) -> "DriverConnection | None":
-        """The spare connection that was used last, for anything else than a slot; None if there is none."""
-        slot_connection = self._take_spare()
-        if slot_connection is None:
-            return None
-        connection = slot_connection.connection
-        if transaction_status(connection) != TransactionStatus.IDLE:
-            _close([slot_connection])
-            return None
-        driver = driver_connection(connection)
-        connection.detach()
-        return driver
 
     def trim(self) -> None:
         """Close connections that were not used for a while."""

@@ -10,10 +10,12 @@ from dataclasses import dataclass
 from functools import partial
 from uuid import uuid4
 
+from sqlalchemy import Connection
 from sqlalchemy.util import greenlet_spawn
 
 from outboxq.config import RelayConfig, SlotGroup
-from outboxq.database.engines import Engines, HandedOn, listen_connector
+from outboxq.database.driver import run_script
+from outboxq.database.engines import Engines, listen_connector
 from outboxq.emitter import Emitter
 from outboxq.errors import RelayStuck
 from outboxq.events import JobCrashed, RelayStarted, RelayStopped, RelayStopping
@@ -44,9 +46,11 @@ from outboxq.relay.progress import ProgressWriter
 from outboxq.relay.slot_groups import FlavouredGroup
 from outboxq.relay.slot_task import SlotTask
 from outboxq.relay.slot_thread import SlotThread
-from outboxq.relay.startup import look_before_work, wait_for_database
+from outboxq.relay.startup import declare_schedules, find_keeper, wait_for_database
 from outboxq.relay.state import RelayReport, RelayState
 from outboxq.relay.suspects import QuarantineTurns
+from outboxq.statements.lease import look_around
+from outboxq.statements.transaction import clock_seconds
 
 logger = logging.getLogger("outboxq.relay")
 
@@ -82,8 +86,6 @@ class RelayRun:
         self._trimming: Future[None] | None = None
         self._trimming_since = 0.0
         self._connector = partial(listen_connector, self.engines, loop=self._loop.get)
-        # Not by `listen_url`: a connection through a pooler is as good.
-        self._connect_lease = HandedOn(self._connector(None))
         beside = SideConnection(self.engines, self.config.schema, self._loop)
         self._scheduler = Scheduler(beside.transact, beside.rest, self.emit, self.stopping, self.until_empty)
         self._state = self._make_state()
@@ -115,7 +117,8 @@ class RelayRun:
         listener = self._make_listener(poller) if config.listen and not self.until_empty else None
         quarantine, flow = QuarantineTurns(), FlowSettings(self.registry.limits)
         lease = RelayLease(
-            self._connect_lease,
+            # Not by `listen_url`: a connection through a pooler is as good.
+            self._connector(None),
             config,
             uuid4(),
             self._queues,
@@ -201,11 +204,7 @@ class RelayRun:
             if self._needs_loop(lifespan):
                 stack.enter_context(self._loop.run())
                 stack.push(self._abandon_tasks)
-            look = partial(look_before_work, self._state)
-            checked = wait_for_database(self.engines, self.config, self._loop, self.emit, self.stopping, look)
-            if checked is not None:
-                self._connect_lease.keep(checked)
-                stack.callback(self._connect_lease.close)
+            wait_for_database(self.engines, self.config, self._loop, self.emit, self.stopping, self._look_around)
             if self.stopping.is_set():
                 return self._state.counters.report(self.hooks)
             exit_seconds = self.config.drain_seconds + _CLOSE_SECONDS
@@ -218,6 +217,19 @@ class RelayRun:
             self._start_services(stack)
             self._serve_to_the_end()
         return self._state.counters.report(self.hooks)
+
+    def _look_around(self, connection: Connection) -> None:
+        """Store the schedules of the registry, and read what operators have set: limits hold from the first claim."""
+        declare_schedules(connection, self.config.schema, self.registry)
+        self._state.keeper = find_keeper(connection, self.config.schema, self.registry, self._state.lease.owner)
+        asked_at = time.time()
+        ((database_seconds,),) = run_script(connection, clock_seconds())[0].rows
+        self._state.clock.compare(float(str(database_seconds)), asked_at, time.time())
+        flow = self._state.flow
+        flow.record(run_script(connection, look_around(self.config.schema, self._queues))[0].rows)
+        for queue, limits in sorted(flow.limits.items()):
+            logger.info("queue %r is limited: %s", queue, limits)
+        flow.on_limits = self._state.admission.changed
 
     def _needs_loop(self, lifespan: object) -> bool:
         return (
@@ -286,8 +298,8 @@ class RelayRun:
             is_drained = self.until_empty and (counters.claimed, self._deadlines.cuts) == before
             is_over = is_drained or self.stopping.is_set()
         if not self.stopping.is_set():
-            unused = self._connections.get("sync")
-            self._maintenance.run_at_end(None if unused is None else unused.hand_on())
+            for task in self._maintenance.at_end:
+                task.run_once()
         self.hooks.settle()
         hooks = self.hooks
         self.emit(

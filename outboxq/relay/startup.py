@@ -2,17 +2,17 @@
 
 import logging
 import threading
-import time
 from collections.abc import Callable
 from uuid import UUID
 
+import psycopg
 from sqlalchemy import Connection, Engine
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.util import greenlet_spawn
 
 from outboxq.admin.schedules import declare
 from outboxq.config import RelayConfig
-from outboxq.database.driver import DriverConnection, driver_connection, end_transaction, run_script
+from outboxq.database.driver import run_script
 from outboxq.database.engines import Engines
 from outboxq.database.errors import NoConnection, describe_error, is_database_unavailable, opening, sqlstate_of
 from outboxq.emitter import Emitter
@@ -22,11 +22,8 @@ from outboxq.execution.keep import Keeper
 from outboxq.handlers.resolved import Registry
 from outboxq.migrations.server import check_server, refusing_bytes
 from outboxq.relay.event_loop import LoopThread
-from outboxq.relay.state import RelayState
 from outboxq.statements.done import may_write
-from outboxq.statements.lease import look_around
 from outboxq.statements.server import schema_version, synchronous_commit
-from outboxq.statements.transaction import clock_seconds
 from outboxq.tables import NEEDED_VERSION, SCHEMA
 
 logger = logging.getLogger("outboxq.relay")
@@ -43,14 +40,11 @@ def wait_for_database(
     emit: Emitter,
     stopping: threading.Event,
     then: Callable[[Connection], None],
-) -> "DriverConnection | None":
+) -> None:
     """Check the database; while it is down, emit `DatabaseLost` and try again, until the relay is told to stop.
 
     Args:
         then: Called with the connection behind the check.
-
-    Returns:
-        That connection, outside a transaction and of no pool any more; None if the relay was told to stop.
 
     Raises:
         SchemaError: the tables are missing or too old.
@@ -60,31 +54,26 @@ def wait_for_database(
     while not stopping.is_set():
         try:
             if engines.sync is not None:
-                return _connect_and_check(engines.sync, config, then)
-            assert engines.asynchronous is not None
-            return loop.call(greenlet_spawn(_connect_and_check, engines.asynchronous.sync_engine, config, then))
-        except (DBAPIError, NoConnection, OSError) as error:
+                _connect_and_check(engines.sync, config, then)
+            else:
+                assert engines.asynchronous is not None
+                loop.call(greenlet_spawn(_connect_and_check, engines.asynchronous.sync_engine, config, then))
+        except (DBAPIError, psycopg.Error, NoConnection, OSError) as error:
             if not is_database_unavailable(error):
                 raise
             emit(DatabaseLost(describe_error(error), pause_seconds))
             stopping.wait(pause_seconds)
             pause_seconds = min(pause_seconds * 2, _PAUSE_CAP_SECONDS)
-    return None
+        else:
+            return
 
 
-def _connect_and_check(engine: Engine, config: RelayConfig, then: Callable[[Connection], None]) -> DriverConnection:
+def _connect_and_check(engine: Engine, config: RelayConfig, then: Callable[[Connection], None]) -> None:
     with opening(), refusing_bytes(engine):
-        connection = engine.connect()
-    try:
+        opened = engine.connect()
+    with opened as connection:
         check_database(connection, config)
         then(connection)
-        end_transaction(connection)
-        driver = driver_connection(connection)
-    except BaseException:
-        connection.close()
-        raise
-    connection.detach()
-    return driver
 
 
 def check_database(connection: Connection, config: RelayConfig) -> None:
@@ -97,20 +86,6 @@ def check_database(connection: Connection, config: RelayConfig) -> None:
     check_server(connection)
     check_durability(connection, allowed=config.allow_asynchronous_commit)
     check_version(schema_version(connection, config.schema), config.schema)
-
-
-def look_before_work(state: RelayState, connection: Connection) -> None:
-    """Store the schedules of the registry, and read what operators have set: limits hold from the first claim."""
-    schema, lease, flow = state.config.schema, state.lease, state.flow
-    declare_schedules(connection, schema, state.registry)
-    state.keeper = find_keeper(connection, schema, state.registry, lease.owner)
-    asked_at = time.time()
-    ((database_seconds,),) = run_script(connection, clock_seconds())[0].rows
-    state.clock.compare(float(str(database_seconds)), asked_at, time.time())
-    flow.record(run_script(connection, look_around(schema, lease.queues))[0].rows)
-    for queue, limits in sorted(flow.limits.items()):
-        logger.info("queue %r is limited: %s", queue, limits)
-    flow.on_limits = state.admission.changed
 
 
 def declare_schedules(connection: Connection, schema: str, registry: Registry) -> None:

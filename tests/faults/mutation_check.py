@@ -1778,13 +1778,6 @@ MUTANTS = (
         "            if isinstance(result, Done):\n",
         ("tests/execution/test_chains.py::test_each_job_of_a_chain_runs_once_behind_the_one_before_it",),
     ),
-    Mutant(
-        "the end of the transaction in front of a lease on the connection of the check",
-        "outboxq/relay/startup.py",
-        "        end_transaction(connection)\n",
-        "        connection.rollback()\n",
-        ("tests/relay/test_handed_on.py::test_the_lease_begins_outside_a_transaction",),
-    ),
 )
 
 

@@ -7,12 +7,14 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from datetime import UTC, datetime, timedelta
 
 import pytest
-from sqlalchemy import Engine, NullPool, create_engine, event, func, make_url, select, text
+from sqlalchemy import Connection, Engine, NullPool, create_engine, event, func, make_url, select, text
 from sqlalchemy.exc import OperationalError
 from sqlalchemy.ext.asyncio import create_async_engine
 from sqlalchemy.orm import sessionmaker
 
 from outboxq import AsyncContext, Backoff, Context, Jobs, OutboxSession, Relay, RelayConfig, SlotGroup, external
+from outboxq.database.driver import driver_connection, run_script
+from outboxq.database.engines import Engines
 from outboxq.errors import ConfigError, RegistryError, SchemaError
 from outboxq.events import (
     DatabaseBack,
@@ -26,6 +28,8 @@ from outboxq.events import (
     RelayStopping,
 )
 from outboxq.postgres import Database, Server, start_embedded
+from outboxq.relay.event_loop import LoopThread
+from outboxq.relay.startup import wait_for_database
 from outboxq.statements.park import park_head
 from tests.conftest import StartRelay
 from tests.support import app
@@ -458,6 +462,26 @@ def test_a_relay_waits_for_a_database_that_is_down_at_its_start(outboxq_prepare:
             relay.stop()
             thread.join(PATIENCE)
         assert "127.0.0.1" not in repr(events)
+
+
+def test_a_connection_that_is_lost_behind_the_check_is_an_outage(engine: Engine) -> None:
+    """What is asked then is not sent by SQLAlchemy, and need not be in a transaction that it knows of."""
+    looks: list[Connection] = []
+    lost: list[object] = []
+
+    def look(connection: Connection) -> None:
+        connection.rollback()
+        if not looks:
+            with engine.connect() as other:
+                pid = {"pid": driver_connection(connection).info.backend_pid}
+                other.execute(text("SELECT pg_terminate_backend(:pid, 5000)"), pid)
+        looks.append(connection)
+        run_script(connection, "SELECT")
+
+    engines = Engines(engine, None, owns_sync=False, owns_asynchronous=False)
+    wait_for_database(engines, RelayConfig(), LoopThread(), lost.append, threading.Event(), look)
+    assert [type(each) for each in lost] == [DatabaseLost]
+    assert len(looks) == 2
 
 
 @pytest.mark.parametrize("to", [None, 1])

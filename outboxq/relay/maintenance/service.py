@@ -7,7 +7,6 @@ from typing import TypeAlias
 
 from outboxq.config import RelayConfig
 from outboxq.database.driver import DriverConnection
-from outboxq.database.engines import HandedOn
 from outboxq.emitter import Emitter
 from outboxq.handlers.resolved import Registry
 from outboxq.relay.limits import RelayLimits
@@ -27,7 +26,6 @@ class Maintenance:
 
     periodic: tuple[PeriodicTask, ...]
     at_end: tuple[PeriodicTask, ...]
-    _connect: HandedOn
 
     @classmethod
     def from_config(
@@ -43,24 +41,15 @@ class Maintenance:
         """The tasks that the configuration asks for; `connector` takes a URL to connect to, or None for the engine."""
         made: list[PeriodicTask] = []
         seconds = config.prune_seconds or _SWEEP_SECONDS
-        connect = HandedOn(connector(None))
-        pruner = Pruner(connect, config.schema, emit, stopping, seconds, limits.first_prune_seconds)
+        pruner = Pruner(connector(None), config.schema, emit, stopping, seconds, limits.first_prune_seconds)
         # Batches are swept in any case: without the sweep the callback of one might never run.
         pruner.deletes = config.prune_seconds > 0
         pruner.keep_dead = {queue: time.total_seconds() for queue, time in registry.keep_dead.items()}
         made.append(pruner)
         if until_empty:
             # The drain of a cron job may be the only relay there is.
-            return cls((), tuple(made), connect)
+            return cls((), tuple(made))
         if config.reindex:
             # `listen_url` leads past a pooler.
             made.append(Reindexer(connector(config.listen_url), config.schema, emit, stopping))
-        return cls(tuple(made), (), connect)
-
-    def run_at_end(self, unused: "DriverConnection | None") -> None:
-        """Do what is left to do behind a drain, on a connection that nobody needs any more, if there is one."""
-        if unused is not None:
-            self._connect.keep(unused)
-        for task in self.at_end:
-            task.run_once()
-        self._connect.close()
+        return cls(tuple(made), ())

@@ -111,7 +111,6 @@ def test_another_driver_is_refused() -> None:
 _ENGINE = create_engine("postgresql+psycopg://127.0.0.1:1/shop")
 
 
-@pytest.mark.large
 def test_tries_to_log_in_hold_up_nothing_else_and_are_few() -> None:
     """The application's own threads stay free; what comes on top is refused, and who is right gets in."""
     login = PasswordLogin([password_line("anna", Role.ADMIN, "correct horse")])

@@ -226,7 +226,6 @@ def test_another_spelling_of_our_settings_is_no_change(outboxq_database: Databas
     assert not named(outboxq_database.url, "autovacuum-settings-changed")
 
 
-@pytest.mark.large
 def test_an_index_of_nothing_is_named(outboxq_database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
     """It costs space and vacuum's time, and no claim: good to know, until it is built again as the advice says."""
     monkeypatch.setattr("outboxq.doctor.vacuum.MIN_BYTES", 256 * 1024)

@@ -217,7 +217,6 @@ def test_only_due_jobs_of_the_scheduled_ones_are_claimed(connection: Connection)
     assert claimed == [["latest"], ["later"], ["late"], []]
 
 
-@pytest.mark.large
 def test_unknown_kinds_at_the_head_are_parked_in_bulk(connection: Connection) -> None:
     """One statement parks ten thousand, for 5 s at first and ever longer up to 5 minutes, and counts no attempt."""
     fill(connection, 15_000, kind="stranger")
@@ -226,6 +225,9 @@ def test_unknown_kinds_at_the_head_are_parked_in_bulk(connection: Connection) ->
         assert park_unknown(connection, "outboxq", "mine", ("known",)) == 10_000
         assert park_unknown(connection, "outboxq", "mine", ("known",)) == 5_000
         assert park_unknown(connection, "outboxq", "mine", ("known",)) == 0
+        # The others have the same times as these.
+        rest = "DELETE FROM outboxq.job WHERE kind = 'stranger' AND seq > (SELECT min(seq) + 100 FROM outboxq.job)"
+        connection.execute(text(rest))
     seconds = []
     for _ in range(8):
         with connection.begin():

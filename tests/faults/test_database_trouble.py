@@ -184,7 +184,6 @@ def test_every_other_level_of_commit_is_accepted(outboxq_database: Database, val
     given.dispose()
 
 
-@pytest.mark.large
 def test_keepalives_reach_both_ends_of_a_connection(outboxq_database: Database) -> None:
     """The server's own settings too: it is the server that keeps the job of a vanished host."""
     made = make_engine(outboxq_database.url)

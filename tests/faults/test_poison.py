@@ -60,7 +60,9 @@ def dead_letter(engine: Engine) -> tuple[object, ...]:
 POISONS = [(faulty.work, "segfault"), (faulty.work_leased, "kill"), (faulty.work_leased, "exit")]
 
 
-@pytest.mark.parametrize(("kind", "fault"), sampled(POISONS), ids=["transaction-segfault", "lease-kill", "lease-exit"])
+@pytest.mark.parametrize(
+    ("kind", "fault"), sampled(POISONS, 2), ids=["transaction-segfault", "lease-kill", "lease-exit"]
+)
 def test_a_poisonous_job_among_many_is_dead_after_its_limit_and_charges_nobody(
     engine: Engine, sessions: sessionmaker[OutboxSession], outboxq_database: Database, kind, fault: str
 ) -> None:

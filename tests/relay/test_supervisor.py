@@ -119,7 +119,6 @@ def test_children_that_finish_or_were_started_wrongly_are_not_replaced(exit_code
     assert events == []
 
 
-@pytest.mark.large
 def test_a_child_that_was_told_to_stop_by_somebody_else_is_replaced(directory: Path) -> None:
     """Only a supervisor that drains takes an orderly end for the end of the work."""
     with supervised(child(directory), 1):

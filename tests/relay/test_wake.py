@@ -27,6 +27,7 @@ from outboxq.relay.state import RelayState
 from outboxq.statements.wake import ALL_QUEUES
 from tests.conftest import RunningRelay, StartRelay
 from tests.support import app
+from tests.support.matrices import sampled
 from tests.support.notifications import notifications
 from tests.support.slots import make_slot, slot_connection_on
 from tests.support.waiting import PATIENCE, wait_until
@@ -83,8 +84,7 @@ def test_a_sleeping_relay_is_woken_by_a_commit(
             wait_until_done(running, count)
 
 
-@pytest.mark.large
-@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("is_async", sampled([False, True]))
 def test_jobs_for_more_queues_than_a_transaction_has_locks_for_wake_every_relay(
     is_async: bool, engine: Engine, sessions: sessionmaker[OutboxSession], start_relay: StartRelay
 ) -> None:

@@ -1,6 +1,5 @@
 """Fixtures of our own tests, on top of the ones that the package ships."""
 
-import gc
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -16,12 +15,6 @@ from outboxq.relay.limits import RelayLimits
 from tests.support import app
 from tests.support.ledger import of
 from tests.support.limits import with_limits
-
-
-def pytest_collection_finish() -> None:
-    """Leave out of later collections of garbage what stays in any case: modules, and thousands of tests."""
-    gc.collect()
-    gc.freeze()
 
 
 @pytest.fixture

@@ -3,7 +3,9 @@
 import gc
 import signal
 from collections.abc import Iterator
+from math import ceil
 from pathlib import Path
+from zlib import crc32
 
 import pytest
 
@@ -25,10 +27,23 @@ def pytest_collection(session: pytest.Session) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The tests of the examples, whole programs, run with the large ones; their files are as users copy them."""
+    """Mark as large the examples' tests, whose files are as users copy them, and cases that need not always run."""
+    several: dict[object, list[pytest.Item]] = {}
     for item in items:
         if item.path.is_relative_to(_EXAMPLES):
             item.add_marker(pytest.mark.large)
+        elif isinstance(item, pytest.Function) and item.get_closest_marker("one_in") and not _is_large(item):
+            several.setdefault((item.path, item.cls, item.originalname), []).append(item)
+    for cases in several.values():
+        one_in: pytest.Mark = cases[0].get_closest_marker("one_in")  # type: ignore[assignment]  # asked for above
+        # Mixed by a checksum, so that those which stay have many values of each argument.
+        cases.sort(key=lambda case: crc32(case.name.encode()))
+        for case in cases[ceil(len(cases) / one_in.args[0]) :]:
+            case.add_marker(pytest.mark.large)
+
+
+def _is_large(item: pytest.Item) -> bool:
+    return item.get_closest_marker("large") is not None
 
 
 def pytest_collection_finish() -> None:

@@ -303,6 +303,7 @@ def test_a_relay_ends_its_own_connections_and_nobody_elses(roles: Cast, engine: 
             one.execute(end, (owner.exec_driver_sql("SELECT pg_backend_pid()").scalar_one(),))
 
 
+@pytest.mark.large
 def test_a_reader_sees_everything_and_changes_nothing(roles: Cast, sessions: sessionmaker[OutboxSession]) -> None:
     """Every command that only looks works, running jobs included; every one that changes is refused."""
     with sessions.begin() as session:
@@ -343,6 +344,7 @@ def test_a_reader_sees_everything_and_changes_nothing(roles: Cast, sessions: ses
         assert "permission denied" in said.stderr
 
 
+@pytest.mark.large
 def test_an_operator_mends_and_does_not_migrate(roles: Cast, sessions: sessionmaker[OutboxSession]) -> None:
     """Cancel, retry, discard, pause and resume; the tables themselves and the marker of the migrations stay."""
     with sessions.begin() as session:

@@ -333,6 +333,7 @@ def test_a_missing_extra_is_named_with_the_command_that_installs_it(missing: tup
     assert said == f"Error: the command line needs {' and '.join(missing)}: pip install 'outboxq[cli]'"
 
 
+@pytest.mark.large
 @pytest.mark.parametrize("command", sampled(["demo", "torture"]))
 def test_a_missing_embedded_server_is_named_with_the_command_that_installs_it(command: str) -> None:
     """The command cannot work like this: exit code 2."""

@@ -108,6 +108,7 @@ def test_only_the_queues_that_are_named_are_served(
     assert effects(engine) == ["a"]
 
 
+@pytest.mark.large
 def test_the_registry_is_found_in_the_current_directory(outboxq_database: Database, tmp_path: Path) -> None:
     """The console script finds `myapp.jobs` where it is called, as `python -m` does."""
     package = tmp_path / "myapp"

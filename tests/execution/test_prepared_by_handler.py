@@ -89,6 +89,7 @@ def prepare(ctx: Context | _OneOf, how: str, role: str | None = None) -> None:
         ctx.session.add(Effect(name=how))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("batch_size", [1, 10])
 @pytest.mark.parametrize("claim", ["transaction", "lease"])

@@ -90,6 +90,7 @@ def names(engine: Engine) -> list[str]:
         return sorted(connection.execute(text("SELECT name FROM effect_ledger")).scalars())
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("state", ["ready", "scheduled", "suspect"])
 @pytest.mark.parametrize("mode", ["transaction", "lease"])
 def test_a_job_with_any_number_is_done_and_holds_up_no_other(

@@ -168,6 +168,7 @@ BROKEN = {
 }
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("case", BROKEN)
 def test_a_broken_history_is_found(history: Connection, case: str) -> None:
     """Each way to break a promise is reported under its rule, with the job."""

@@ -34,6 +34,7 @@ def one_client(outboxq_database: Database) -> Iterator[httpx.Client]:
         yield client
 
 
+@pytest.mark.one_in(2)
 def test_concurrent_requests_with_one_key_are_executed_once(client: httpx.Client, engine: Engine) -> None:
     """One of 16 clients executes, the others are told to come back, and every retry gets the same bytes."""
 
@@ -110,6 +111,7 @@ def test_an_endpoint_that_raised_is_not_executed_again(client: httpx.Client, eng
     assert ledger(engine) == Counter(order=1)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "header",
     [

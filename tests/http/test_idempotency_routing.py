@@ -51,6 +51,7 @@ def client(outboxq_database: Database, request: pytest.FixtureRequest) -> Iterat
     asyncio.run(engine.dispose())
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("mode", ["", "tx"])
 @pytest.mark.parametrize(
     ("method", "path", "status"),

@@ -144,6 +144,7 @@ def test_a_lock_on_the_table_is_in_progress_too(target: Target, engine: Engine) 
     assert target.try_accept("m1") is Acceptance.ACCEPTED
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("setting", [None, "SET lock_timeout = '7s'", "SET LOCAL lock_timeout = '7s'"])
 def test_try_accept_leaves_the_lock_timeout_as_it_was(target: Target, rival: OpenRival, setting: str | None) -> None:
     """Whatever it answers: for the rest of the transaction, and after it."""

@@ -233,6 +233,7 @@ def test_a_job_exists_once_its_transaction_commits_and_not_before(
     assert stored() == {handle.id: "ann"}
 
 
+@pytest.mark.one_in(3)
 @waiting_or_not
 @pytest.mark.parametrize("flush", [False, True], ids=["", "after-a-flush"])
 def test_a_job_is_gone_with_its_rollback(producer: Producer, stored: Stored, waiting: bool, flush: bool) -> None:

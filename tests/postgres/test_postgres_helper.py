@@ -561,6 +561,7 @@ def test_programs_that_another_user_may_have_planted_are_refused(temp_directory:
         embedded_binaries()
 
 
+@pytest.mark.large
 def test_one_connection_makes_and_drops_databases_and_another_takes_its_place(outboxq_server: Server) -> None:
     """A suite makes thousands of them; a connection that the server has ended costs no error."""
 

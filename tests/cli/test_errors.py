@@ -67,6 +67,7 @@ def test_a_database_that_does_not_exist_is_named(outboxq_database: Database) -> 
     assert 'database "no such database" does not exist' in said
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "words",
     [
@@ -168,6 +169,7 @@ def application(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("target", "expected"),
     [

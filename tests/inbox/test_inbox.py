@@ -206,6 +206,7 @@ def test_autocommit_is_refused(open_target: OneTarget, engine: Engine, flavour: 
     assert stored(engine) == {}
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("missing", ["DROP TABLE outboxq.inbox", "DROP SCHEMA outboxq CASCADE"])
 def test_missing_tables_are_explained(target: Target, engine: Engine, missing: str) -> None:
     """By what to do about it."""

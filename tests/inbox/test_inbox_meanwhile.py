@@ -121,6 +121,7 @@ def test_a_message_that_is_forgotten_right_after_the_wait_is_accepted(
     assert stored(engine) == {"m1": None}
 
 
+@pytest.mark.one_in(2)
 def test_try_accept_never_waits(target: Target, engine: Engine, rival: OpenRival) -> None:
     """A message on its way is in progress; the transaction goes on, and a later try finds what became of it."""
     committed, rolled_back = rival("m1"), rival("m2")

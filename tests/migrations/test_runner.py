@@ -162,6 +162,7 @@ def test_a_schema_of_any_name_works_from_end_to_end(database: Database, empty_en
     assert not schema_exists(database.url, schema)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("driver", ["psycopg2", "asyncpg"])
 @pytest.mark.parametrize("schema", ["outboxq", 'We"ird; 50% :b \\:c'])
 def test_other_drivers_migrate_too(

@@ -220,6 +220,7 @@ waiting_or_not = pytest.mark.parametrize("waiting", [False, True], ids=["plain",
 Stored = Callable[[], dict[UUID, str]]
 
 
+@pytest.mark.one_in(3)
 @waiting_or_not
 def test_a_job_exists_once_its_transaction_commits_and_not_before(
     producer: Producer, stored: Stored, waiting: bool

@@ -74,6 +74,12 @@ def test_behind_a_transaction_pooler_a_relay_without_listen_polls(
         wait_until(lambda: waiting(engine) == 0, "the second job")
 
 
+def held(engine: Engine) -> int:
+    ((number,),) = rows(engine, HELD)
+    assert isinstance(number, int)
+    return number
+
+
 @pytest.mark.parametrize("pool", [2, 5])
 def test_a_transaction_pool_may_be_smaller_than_the_slots(
     pool: int, start_relay: StartRelay, engine: Engine, outboxq_database: Database
@@ -86,7 +92,6 @@ def test_a_transaction_pool_may_be_smaller_than_the_slots(
         start_relay(engine=f"{url}?prepare_threshold=none", config=config),
     ):
         wait_until(lambda: waiting(engine) == 0, "the jobs")
-        ((held,),) = rows(engine, HELD)
-        assert isinstance(held, int)
-        assert held <= pool
+        # A connection that the pooler has closed is seen for a moment longer, beside the one in its place.
+        wait_until(lambda: held(engine) <= pool, "no more connections than the pool has")
     assert effects(engine) == sorted(names)

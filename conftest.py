@@ -28,17 +28,16 @@ def pytest_collection(session: pytest.Session) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark as large the examples' tests, whose files are as users copy them, and cases that need not always run."""
-    several: dict[object, list[pytest.Item]] = {}
+    several: dict[tuple[Path, object, str, int], list[pytest.Item]] = {}
     for item in items:
         if item.path.is_relative_to(_EXAMPLES):
             item.add_marker(pytest.mark.large)
-        elif isinstance(item, pytest.Function) and item.get_closest_marker("one_in") and not _is_large(item):
-            several.setdefault((item.path, item.cls, item.originalname), []).append(item)
-    for cases in several.values():
-        one_in: pytest.Mark = cases[0].get_closest_marker("one_in")  # type: ignore[assignment]  # asked for above
+        elif isinstance(item, pytest.Function) and not _is_large(item) and (mark := item.get_closest_marker("one_in")):
+            several.setdefault((item.path, item.cls, item.originalname, mark.args[0]), []).append(item)
+    for (*_, one_in), cases in several.items():
         # Mixed by a checksum, so that those which stay have many values of each argument.
         cases.sort(key=lambda case: crc32(case.name.encode()))
-        for case in cases[ceil(len(cases) / one_in.args[0]) :]:
+        for case in cases[ceil(len(cases) / one_in) :]:
             case.add_marker(pytest.mark.large)
 
 

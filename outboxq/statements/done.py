@@ -276,7 +276,7 @@ def select_done(wanted: DoneFilter, stretch: Sequence[ColumnElement[bool]], *, l
     """The finished jobs of a stretch that match, the latest first. No locks.
 
     Index: the primary key, backwards, up to the first `limit` that match. Ids are in the order in which jobs were
-    added.
+    added, by the clocks of those who added them.
     """
     return (
         select(*(done_job.c[name] for name in SUMMARY_COLUMNS))

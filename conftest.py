@@ -2,16 +2,17 @@
 
 import gc
 import signal
-from collections.abc import Iterator
-from math import ceil
+from collections.abc import Generator, Iterator
 from pathlib import Path
-from zlib import crc32
+from typing import TypeAlias
 
 import pytest
 
 from tests.support.fork_server import forking, fresh
+from tests.support.matrices import covering
 from tests.support.rewriting import rewrite_share
 
+Collected: TypeAlias = pytest.Item | pytest.Collector | list[pytest.Item | pytest.Collector] | None
 _EXAMPLES = Path(__file__).parent / "examples"
 
 # A script's background jobs ignore SIGINT, and so would all that the tests start and interrupt.
@@ -25,24 +26,26 @@ def pytest_collection(session: pytest.Session) -> None:
     rewrite_share(session.config)
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_pycollect_makeitem() -> Generator[None, Collected, Collected]:
+    """Mark as large the cases of a test that are not needed for each value of its arguments, if it has that mark."""
+    made = yield
+    cases = [case for case in made if isinstance(case, pytest.Function)] if isinstance(made, list) else []
+    if cases and cases[0].get_closest_marker("each_value"):
+        cases = [case for case in cases if not case.get_closest_marker("large")]
+        needed = covering([case.callspec.params for case in cases])
+        for place, case in enumerate(cases):
+            if place not in needed:
+                case.add_marker(pytest.mark.large)
+    return made
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark as large the examples' tests, whose files are as users copy them, and cases that need not always run."""
-    several: dict[tuple[Path, object, str, int], list[pytest.Item]] = {}
+    """Mark as large the examples' tests, whose files are as users copy them."""
     for item in items:
         if item.path.is_relative_to(_EXAMPLES):
             item.add_marker(pytest.mark.large)
-        elif isinstance(item, pytest.Function) and not _is_large(item) and (mark := item.get_closest_marker("one_in")):
-            several.setdefault((item.path, item.cls, item.originalname, mark.args[0]), []).append(item)
-    for (*_, one_in), cases in several.items():
-        # Mixed by a checksum, so that those which stay have many values of each argument.
-        cases.sort(key=lambda case: crc32(case.name.encode()))
-        for case in cases[ceil(len(cases) / one_in) :]:
-            case.add_marker(pytest.mark.large)
-
-
-def _is_large(item: pytest.Item) -> bool:
-    return item.get_closest_marker("large") is not None
 
 
 def pytest_collection_finish() -> None:

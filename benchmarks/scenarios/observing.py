@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from benchmarks.bench import Bench, Workbench
+from benchmarks.bench import Bench, MeasurementFailed, Workbench
 from benchmarks.figures import Comparison, Series, Unsupported
 from benchmarks.relays import Counted, RelayOptions, RunningRelay, working_relay
 from benchmarks.scenarios.throughput import NOOP, UPDATE, Ours
@@ -11,7 +11,7 @@ from benchmarks.scenarios.throughput import NOOP, UPDATE, Ours
 _TURN_SECONDS = 0.35
 _LEAST_TURN_SECONDS = 0.05
 # More than a relay does in a second, so that no queue runs empty.
-_MOST_A_SECOND = {"noop": 45_000, "kept": 45_000, "update": 4_000}
+_MOST_A_SECOND = {"noop": 100_000, "kept": 100_000, "update": 10_000}
 _NO_HISTORY = ("--stats-seconds", "0")
 _HUNDREDS = Ours("no-op, batches of 100, one process", RelayOptions("noop", 100), NOOP.limit, 0.0)
 
@@ -67,7 +67,10 @@ def _by_turns(bench: Bench, pair: _Pair, one: Workbench, other: Workbench) -> tu
             for relay in (ours, limit):
                 # It has stood still, and makes up now for what it does by the clock.
                 relay.take_turn(size.warm_up_seconds)
-            return _take_turns(ours, limit, size.seconds)
+            found = _take_turns(ours, limit, size.seconds)
+            if max(sum(ours.counts()), sum(limit.counts())) >= rows - pair.ours.claimable:
+                raise MeasurementFailed(f"{rows} jobs were too few for {size.seconds} s")
+            return found
 
 
 def _take_turns(ours: RunningRelay, limit: RunningRelay, seconds: float) -> tuple[float, float]:

@@ -226,7 +226,7 @@ def test_a_run_is_not_taken_over_in_the_midst_of_a_page(engine: Engine) -> None:
     assert [each.changed for each in totals] == [450]
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.each_value
 @pytest.mark.parametrize("name", ACTIONS)
 @pytest.mark.parametrize("cut", ["before", "after"])
 @pytest.mark.parametrize("at", [0, 1, 2])

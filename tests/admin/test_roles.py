@@ -469,7 +469,6 @@ def test_what_a_producer_inherits_is_not_taken_from_it(roles: Cast) -> None:
     assert rights(roles) == before
 
 
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize("step", range(1, LATEST + 1))
 def test_the_sql_fits_every_step(outboxq_server: Server, step: int) -> None:
     """Tables that come with a later step are passed over, and their rights follow when the SQL is run again."""

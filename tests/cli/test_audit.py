@@ -42,7 +42,7 @@ KILLED_AT = [
 ]
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.each_value
 @pytest.mark.parametrize(("name", "at", "at_commit"), KILLED_AT)
 def test_a_command_that_is_killed_is_gone_on_with_and_each_row_is_counted_once(
     outboxq_database: Database, engine: Engine, name: str, at: int, at_commit: bool

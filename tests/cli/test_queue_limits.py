@@ -105,7 +105,6 @@ def test_a_limit_of_an_unknown_queue_is_set_and_asked_about(outboxq_database: Da
     assert shown(url, "mial")["limit"] == 2
 
 
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("given", "words"),
     [

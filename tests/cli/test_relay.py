@@ -146,7 +146,6 @@ def test_a_relay_stops_on_sigterm_when_its_handler_is_done(
     assert effects(engine) == ["slow"]
 
 
-@pytest.mark.large
 @pytest.mark.usefixtures("fresh_processes")
 def test_several_processes_get_the_url_where_nobody_else_can_read_it(
     role: str, engine: Engine, sessions: sessionmaker[OutboxSession]

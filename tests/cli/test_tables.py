@@ -44,7 +44,6 @@ def rows(words: str, url: str) -> list[dict[str, object]]:
     return found
 
 
-@pytest.mark.one_in(3)
 @every_list
 def test_a_table_fits_the_terminal(words: str, url: str) -> None:
     """No line is longer than the terminal is wide, and no id is broken or cut."""
@@ -61,7 +60,6 @@ def test_a_table_fits_the_terminal(words: str, url: str) -> None:
         assert "2026-" not in screen, "ages, and not times"
 
 
-@pytest.mark.one_in(3)
 @every_list
 def test_an_empty_column_is_left_out(words: str, url: str) -> None:
     """Each heading is a key of the JSON, whole, and at least one row has a value there; counts of jobs may be 0."""
@@ -73,7 +71,6 @@ def test_an_empty_column_is_left_out(words: str, url: str) -> None:
             assert name in ("ready", "jobs", "dead") or any(row[name] for row in found), name
 
 
-@pytest.mark.one_in(3)
 @every_list
 def test_wide_shows_every_column(words: str, url: str) -> None:
     """However narrow the terminal is, each row is one line with whole values."""
@@ -161,7 +158,6 @@ def test_an_id_that_is_longer_than_the_terminal_is_not_cut(url: str, engine: Eng
     assert max(len(line) for line in screen.splitlines() if "mmm" not in line) <= 80
 
 
-@pytest.mark.large
 @pytest.mark.parametrize(
     ("env", "expected"),
     [({}, {"\x1b[1m", "\x1b[31m", "\x1b[0m"}), ({"NO_COLOR": "1"}, {"\x1b[1m", "\x1b[0m"}), ({"TERM": "dumb"}, set())],
@@ -181,7 +177,6 @@ def test_nothing_found_is_said(words: str, outboxq_database: Database) -> None:
     assert re.fullmatch(r"no (jobs|dead letters|messages|effects|queues) found\n", said.stderr)
 
 
-@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     "words",
     [

@@ -151,7 +151,7 @@ _CHANGED = {
 }
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.each_value
 @pytest.mark.parametrize("refused", _REFUSALS)
 @pytest.mark.parametrize("path", _CHANGED)
 def test_the_change_and_its_row_in_the_audit_are_rolled_back_together(path: str, refused: str, staged: Engine) -> None:
@@ -166,7 +166,6 @@ def test_the_change_and_its_row_in_the_audit_are_rolled_back_together(path: str,
     assert checksums(staged) == before
 
 
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize("page", form_pages(), ids=lambda page: page.path)
 def test_a_form_is_a_page_of_its_own(page: Screen, staged: Engine) -> None:
     """Without a script: it says what it does, has the fields that it takes, and JSON names them."""

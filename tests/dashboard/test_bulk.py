@@ -157,7 +157,6 @@ _BREAKS: dict[str, tuple[Callable[[str], str], int]] = {
 }
 
 
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", _BREAKS)
 def test_a_preview_that_is_not_one_changes_nothing(name: str, operator: Operator, engine: Engine) -> None:
     """It holds for its user, in its session, for its database, for five minutes, as it was shown."""

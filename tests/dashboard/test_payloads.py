@@ -283,7 +283,7 @@ def _seconds(text: str) -> float:
     return time.process_time() - started
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.each_value
 @pytest.mark.parametrize("unit", _HOSTILE)
 @pytest.mark.parametrize("start", ["", "["])
 def test_a_text_takes_a_time_in_proportion_to_its_length(start: str, unit: str) -> None:

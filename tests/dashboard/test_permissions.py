@@ -159,7 +159,6 @@ _BREAKS = (
 _POSTS = [route for route in ROUTES if route.method == "POST"]
 
 
-@pytest.mark.one_in(3)
 @pytest.mark.parametrize("make_foreign", _BREAKS, ids=lambda each: each.__name__.strip("_"))
 def test_a_foreign_form_is_refused_and_changes_nothing(make_foreign: Break, staged: Engine) -> None:
     """Each of the three checks alone is enough to refuse a form, for every route that takes one."""

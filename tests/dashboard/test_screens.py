@@ -39,7 +39,6 @@ def test_a_screen_is_a_page_and_the_same_as_json(screen: Screen, staged: Engine)
     assert "not_known" not in document.json()
 
 
-@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     "screen", [each for each in SCREENS if "{" not in each.path], ids=lambda s: s.path or "overview"
 )

@@ -298,7 +298,6 @@ def other_role(engine: Engine) -> Iterator[None]:
         connection.execute(text(f"DROP ROLE {OTHER_ROLE}"))
 
 
-@pytest.mark.one_in(2)
 @pytest.mark.usefixtures("other_role")
 @pytest.mark.relay_limits(RelayLimits(lease_mode=GROWING))
 @diagonal(

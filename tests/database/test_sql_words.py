@@ -110,7 +110,7 @@ def test_tags_that_are_never_closed_are_found_in_linear_time() -> None:
     assert growth(without_literals, build, 300) < LINEAR
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.each_value
 @pytest.mark.parametrize("unit", HOSTILE.values(), ids=HOSTILE)
 @pytest.mark.parametrize("end", ["", "SELECT 1", "INSERT"])
 def test_a_text_is_read_in_linear_time(unit: str, end: str) -> None:

@@ -165,7 +165,6 @@ def test_a_policy_for_another_role_does_not_count(outboxq_database: Database, ro
     assert only(url, "row-security-without-policy")["severity"] == "problem"
 
 
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("name", "short", "enough", "code"),
     [

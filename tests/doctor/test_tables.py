@@ -70,7 +70,6 @@ def test_a_missing_table_is_named(outboxq_database: Database, table: str) -> Non
     assert only(outboxq_database.url, "table-missing")["detail"]["table"] == table
 
 
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "name",
     [
@@ -200,7 +199,6 @@ def test_lost_autovacuum_settings_are_named(outboxq_database: Database) -> None:
     assert not named(outboxq_database.url, "autovacuum-settings-lost")
 
 
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("table", "setting", "severity"),
     [

@@ -405,7 +405,7 @@ def test_a_result_that_json_cannot_hold_is_done_and_not_called_again(once, engin
     assert row(engine, "1") | {"status": "done", "result": None} == row(engine, "1")
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     "result",
     [float("nan"), "a\0b", "\ud800", "x" * 300_000, Account(id=1), {1, object()}],

@@ -75,7 +75,7 @@ def flushes_named_by_tenant() -> Iterator[None]:
         event.remove(Session, "before_flush", name)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.each_value
 @BATCH_SIZES
 @pytest.mark.parametrize("batchable", [False, True])
 @pytest.mark.parametrize("claim", ["transaction", "lease"])

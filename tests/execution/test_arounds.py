@@ -174,7 +174,6 @@ OUTCOMES: dict[str, tuple[object, type[Event]]] = {
 }
 
 
-@pytest.mark.one_in(2)
 @every_way
 def test_an_outcome_takes_the_place_of_the_call(
     way: Way, engine: Engine, sessions: sessionmaker[OutboxSession], run: Callable[..., list[Event]]
@@ -442,7 +441,7 @@ def test_the_time_out_covers_the_arounds(
     assert seen == ["left"]
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.each_value
 @pytest.mark.parametrize("flavour", ["sync", "async"])
 @pytest.mark.parametrize("verb", ["commit", "rollback", "raw rollback"])
 def test_an_around_is_contained_as_its_handler_is(

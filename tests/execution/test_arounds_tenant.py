@@ -136,7 +136,7 @@ def cents(engine: Engine) -> dict[int, int]:
         return {purse.id: purse.cents for purse in session.query(Purse).order_by(Purse.id)}
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.each_value
 @pytest.mark.parametrize("flavour", ["sync", "async"])
 @pytest.mark.parametrize("way", ["alone", "savepoints", "shared", "batch", "lease"])
 def test_rows_are_loaded_and_locked_under_their_tenant(

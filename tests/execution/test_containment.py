@@ -51,7 +51,6 @@ def test_a_handler_that_commits_or_leaves_a_savepoint_open_is_done_once(
     assert dead_reasons(engine) == []
 
 
-@pytest.mark.one_in(2)
 @diagonal(
     pytest.mark.parametrize(
         ("how", "error"),

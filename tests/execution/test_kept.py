@@ -406,7 +406,7 @@ def _refusing(engine: Engine) -> None:
         connection.execute(text("ALTER TABLE outboxq.done_job ADD CONSTRAINT never CHECK (attempt < 0) NOT VALID"))
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.each_value
 @pytest.mark.parametrize("claim", ["transaction", "lease"])
 @pytest.mark.parametrize("batch_size", [1, 10])
 @pytest.mark.parametrize("refuse", [_revoked, _refusing])
@@ -447,7 +447,7 @@ def test_jobs_whose_rows_are_refused_are_done_without(
     assert len(said) == 1
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.each_value
 @pytest.mark.parametrize("claim", ["transaction", "lease"])
 @pytest.mark.parametrize("adds", [0, 1], ids=["alone", "with a unique job"])
 def test_a_row_whose_id_was_chosen_twice_gives_way(

@@ -69,7 +69,7 @@ def locked_jobs(sort: str) -> tuple[Jobs, object]:
 SORTS = pytest.mark.parametrize("sort", ["shared", "async", "batch handler", "savepoints", "lease"])
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.each_value
 @SORTS
 @pytest.mark.parametrize("batch_size", [1, 20])
 def test_no_update_of_two_relays_is_lost(

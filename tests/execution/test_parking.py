@@ -20,7 +20,7 @@ CREATE TRIGGER refuses BEFORE INSERT OR UPDATE ON outboxq.job FOR EACH ROW WHEN 
 """
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.each_value
 @pytest.mark.parametrize("kind", ["unknown", "of the other flavour"])
 @pytest.mark.parametrize("claim", ["transaction", "lease"])
 @pytest.mark.parametrize("batch_size", [1, 10])

@@ -89,7 +89,7 @@ def prepare(ctx: Context | _OneOf, how: str, role: str | None = None) -> None:
         ctx.session.add(Effect(name=how))
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.each_value
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("batch_size", [1, 10])
 @pytest.mark.parametrize("claim", ["transaction", "lease"])
@@ -123,7 +123,7 @@ def test_a_transaction_that_a_handler_prepares_is_rolled_back_and_its_attempts_c
     assert not [event for event in events if isinstance(event, DatabaseLost)]
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.each_value
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("flavour", ["sync", "async"])
 @pytest.mark.parametrize("together", ["shared", "group"])

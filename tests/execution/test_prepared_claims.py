@@ -66,7 +66,7 @@ def drain(target: str | Engine, jobs: Jobs, batch_size: int) -> None:
     with_limits(Relay(target, jobs, config), FOLLOW_ON).drain()
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.each_value
 @pytest.mark.parametrize(("before", "limit"), [(0, 10), (1_500, 500)], ids=["empty", "small"])
 @pytest.mark.parametrize(
     ("sort", "cursor"), [("ready", None), ("ready", Cursor(0, 1)), ("due", None)], ids=["start", "behind", "due"]
@@ -143,7 +143,7 @@ def test_claims_are_executed_by_name(
     assert all(executed)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.each_value
 @pytest.mark.parametrize("batch_size", [1, 5])
 @pytest.mark.parametrize("lost_after", ["each", "some"])
 def test_a_driver_that_lets_go_of_all_statements_costs_no_job(

@@ -76,7 +76,6 @@ def test_fifty_jobs_with_an_entity_each_are_loaded_locked_and_written_by_one_sta
     assert balances(engine) == dict.fromkeys(range(1, 51), 5)
 
 
-@pytest.mark.one_in(2)
 @diagonal(
     pytest.mark.parametrize("misdeed", MISDEEDS),
     FLAVOURS,
@@ -103,7 +102,6 @@ def test_whatever_one_handler_does_to_the_session_costs_no_other_its_rows(
     assert len(dead_reasons(engine)) == 10 - len(done)
 
 
-@pytest.mark.one_in(2)
 @diagonal(pytest.mark.parametrize("seed", range(4)), FLAVOURS)
 def test_any_mixture_of_handlers_does_each_job_exactly_once(
     seed: int, handler, engine: Engine, sessions: sessionmaker[OutboxSession], drain: Drain
@@ -144,7 +142,6 @@ def _misdeed_of(several: list[dict[str, object]], name: str) -> object:
     return next(given for given in several if given["name"] == name)["misdeed"]
 
 
-@pytest.mark.one_in(2)
 @diagonal(
     pytest.mark.parametrize("first", CREDITS),
     FLAVOURS,

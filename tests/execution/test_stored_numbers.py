@@ -90,7 +90,7 @@ def names(engine: Engine) -> list[str]:
         return sorted(connection.execute(text("SELECT name FROM effect_ledger")).scalars())
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.each_value
 @pytest.mark.parametrize("state", ["ready", "scheduled", "suspect"])
 @pytest.mark.parametrize("mode", ["transaction", "lease"])
 def test_a_job_with_any_number_is_done_and_holds_up_no_other(
@@ -108,7 +108,7 @@ def test_a_job_with_any_number_is_done_and_holds_up_no_other(
     assert len([event for event in events if isinstance(event, JobDone)]) == len(extremes) + 1
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.each_value
 @pytest.mark.parametrize("state", ["ready", "suspect"])
 def test_a_failing_job_with_any_number_is_given_up(
     engine: Engine, sessions: sessionmaker[OutboxSession], drain: Drain, extremes: tuple[str, ...], state: str
@@ -123,7 +123,7 @@ def test_a_failing_job_with_any_number_is_given_up(
         assert sorted(connection.execute(text(dead)).scalars()) == sorted(extremes)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.each_value
 @pytest.mark.parametrize("state", ["ready", "scheduled", "suspect"])
 def test_a_job_of_an_unknown_kind_with_any_number_is_parked(
     engine: Engine, sessions: sessionmaker[OutboxSession], drain: Drain, extremes: tuple[str, ...], state: str

@@ -109,7 +109,6 @@ def build(form: str) -> tuple[Jobs, Callable[[str], object]]:
     return jobs, lambda name: write_async.job(name=name)
 
 
-@pytest.mark.one_in(2)
 @pytest.mark.timeout(60)
 @diagonal(
     pytest.mark.parametrize(

@@ -134,7 +134,7 @@ def one(act: Act, **options: Any) -> tuple[Jobs, Any]:
     return jobs, handle
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     ("claim", "act"),
     [

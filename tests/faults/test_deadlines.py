@@ -492,7 +492,7 @@ def hang_in_a_loop(release: threading.Event) -> None:
         pass
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.each_value
 @cut_soon
 @pytest.mark.parametrize("hang", [hang_in_sleep, hang_in_a_loop])
 @pytest.mark.parametrize("ending", ["write", "return"])
@@ -712,7 +712,7 @@ def test_a_relay_whose_watch_cannot_reach_the_database_goes_on(
     assert relay.of(JobsSuspected)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.each_value
 @cut_soon
 @pytest.mark.parametrize("flavour", ["sync", "async"])
 @pytest.mark.parametrize("writes", [False, True])

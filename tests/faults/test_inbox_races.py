@@ -112,7 +112,7 @@ def test_a_delivery_that_rolls_back_is_made_up_for_by_another(engine: Engine, cr
     assert aborted
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.each_value
 @pytest.mark.parametrize("messages", [15, pytest.param(60, marks=pytest.mark.large)])
 @pytest.mark.parametrize("level", ["REPEATABLE READ", "SERIALIZABLE"])
 def test_on_stricter_levels_a_retry_of_the_transaction_is_enough(

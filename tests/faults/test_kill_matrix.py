@@ -67,7 +67,6 @@ def test_the_moments_are_in_the_order_of_the_way() -> None:
     assert "after-commit" not in CHARGED
 
 
-@pytest.mark.one_in(2)
 @each_mode_and_moment
 def test_a_relay_killed_at_any_moment_leaves_one_effect_each(
     engine: Engine,
@@ -89,7 +88,6 @@ def test_a_relay_killed_at_any_moment_leaves_one_effect_each(
     assert_nothing_left(engine, dead_relays=1)
 
 
-@pytest.mark.one_in(2)
 @each_mode_and_moment
 def test_a_relay_whose_backend_ends_at_any_moment_leaves_one_effect_each(
     engine: Engine,

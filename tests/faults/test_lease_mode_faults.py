@@ -99,7 +99,7 @@ def test_only_the_poisonous_job_of_a_claim_is_dead_in_the_end(
     assert {name: set(what) for name, what in found.items()} == {name: {"1 0"} for name in names if name != "poison"}
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.each_value
 @pytest.mark.parametrize("passing", [1, 9])
 @pytest.mark.parametrize("moment", FAULT_POINTS)
 def test_a_relay_killed_at_any_moment_of_a_claim_runs_a_job_twice_at_most(

@@ -156,7 +156,7 @@ def test_a_row_that_nothing_can_change_keeps_no_other_queue_waiting(
     assert not running.of(JobSetAside)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.each_value
 @pytest.mark.parametrize("mode", CLAIMS)
 @pytest.mark.parametrize("refusal", ["each row", "the statement", "a table that is missing"])
 def test_what_ails_all_jobs_blames_none(
@@ -234,7 +234,7 @@ def test_a_single_bad_row_among_many_costs_a_few_claims(
 UNCHANGED = "its relay died, and its row cannot be changed"
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     ("commands", "crashes", "reason"),
     [

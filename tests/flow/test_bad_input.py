@@ -274,7 +274,6 @@ def test_a_batch_whose_session_is_closed_takes_no_members(engine: Engine, sessio
     assert rows(engine, "SELECT count(*) FROM outboxq.job") == [(0,)]
 
 
-@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [

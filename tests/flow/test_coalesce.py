@@ -159,7 +159,7 @@ def _fail(_: Context) -> None:
     raise ValueError("no luck")
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.each_value
 @pytest.mark.parametrize("retry", [AT_ONCE, NEVER], ids=["due at once", "due later"])
 @pytest.mark.parametrize("ending", ["fail", "snooze"])
 def test_arguments_of_a_run_that_did_not_end_well_never_follow_newer_ones(

@@ -128,7 +128,6 @@ def test_no_more_jobs_run_than_the_limit_allows(
     assert sorted(gate.done) == list(range(12))
 
 
-@pytest.mark.one_in(2)
 @BOTH
 def test_slots_do_not_claim_in_vain_from_a_full_queue(
     engine: Engine,

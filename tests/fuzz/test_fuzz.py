@@ -48,7 +48,6 @@ def test_a_difference_is_found_and_told(lanes: dict[str, Lane]) -> None:
     assert repr(again) in told
 
 
-@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("name", "start"), [("jobs_are_lost", 0), ("jobs_are_turned_round", 1), ("statements_keep_rows", 0)]
 )
@@ -58,7 +57,6 @@ def test_a_bug_in_the_mechanism_is_found(name: str, start: int, lanes: dict[str,
         explore([lanes["alone"], lanes["shared"]], 500, start=start, shrinks=False)
 
 
-@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", PLANTS)
 def test_each_bug_makes_a_difference(name: str, forgetful: list[Lane]) -> None:
     """To a batch of two or three jobs, which come to the same without it."""
@@ -76,7 +74,6 @@ def test_jobs_in_company_come_to_what_they_come_to_alone(start: int, count: int,
     explore([lanes["alone"], lanes["savepoints"], lanes["shared"]], count, start=start)
 
 
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", SEEN)
 def test_batches_that_once_differed_do_not(name: str, lanes: dict[str, Lane]) -> None:
     """Alone, in savepoints and shared."""

@@ -83,7 +83,7 @@ def enqueue(sessions: sessionmaker[OutboxSession], jobs: Jobs, kind: str, **args
         session.add_job(jobs.resolve().find(kind), **args)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.each_value
 @pytest.mark.parametrize("kind", ["charge", "charge_async"])
 @pytest.mark.parametrize("claim", ["lease", "transaction"])
 def test_a_handler_that_fails_after_its_call_does_not_call_again(

@@ -111,7 +111,7 @@ def names(engine: Engine) -> list[str]:
 async def nobody_awaits() -> None: ...
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.each_value
 @EVERY_WAY
 def test_a_value_is_dropped_and_the_job_is_done(
     handlers: Handlers,
@@ -148,7 +148,7 @@ FRUITLESS: dict[str, tuple[Callable[[], object], str]] = {
 }
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.each_value
 @EVERY_WAY
 @pytest.mark.parametrize("guilty", [["coroutine"], list(FRUITLESS)], ids=["one", "of-each-sort"])
 def test_what_nobody_has_run_and_a_class_are_dead_letters_at_once(

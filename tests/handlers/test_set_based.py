@@ -254,7 +254,6 @@ STATEMENTS: dict[str, Any] = {
 }
 
 
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", STATEMENTS)
 def test_an_update_by_its_key_is_one_statement(name: str, engine: Engine) -> None:
     """Whatever it computes from the row and its parameters; keys that are not there change nothing."""
@@ -338,7 +337,6 @@ PLAIN: dict[str, Any] = {
 }
 
 
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", PLAIN)
 def test_what_may_mean_something_else_is_sent_row_by_row(name: str, engine: Engine) -> None:
     """Other rows, other tables, functions that may do anything, values that are made for each row."""
@@ -375,7 +373,6 @@ ODD: dict[str, tuple[Any, list[dict[str, Any]]]] = {
 }
 
 
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", ODD)
 def test_values_that_an_array_might_change_are_sent_row_by_row(name: str, engine: Engine) -> None:
     """What an array cannot hold, or would hold in one type, or what is equal only to the server."""

@@ -134,7 +134,7 @@ def after_select(session: Any, account: Account) -> None:
 POPULATE = {"populate_existing": True}
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.each_value
 @pytest.mark.parametrize("act", [by_expression, the_same, after_refresh, after_select])
 @pytest.mark.parametrize("sort", ["alone", "shared"])
 def test_what_loses_no_update_is_not_named(

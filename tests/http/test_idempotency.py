@@ -34,7 +34,6 @@ def one_client(outboxq_database: Database) -> Iterator[httpx.Client]:
         yield client
 
 
-@pytest.mark.one_in(2)
 def test_concurrent_requests_with_one_key_are_executed_once(client: httpx.Client, engine: Engine) -> None:
     """One of 16 clients executes, the others are told to come back, and every retry gets the same bytes."""
 
@@ -78,7 +77,6 @@ def test_a_retry_gets_the_first_answer(client: httpx.Client, engine: Engine) -> 
     assert ledger(engine) == Counter(order=1)
 
 
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize("status", [200, 302, 400, 404, 422, 500, 503])
 def test_an_error_is_an_outcome_too(one_client: httpx.Client, engine: Engine, status: int) -> None:
     """Nobody knows what an endpoint did before it answered with an error: it is replayed, and not executed again."""
@@ -90,7 +88,6 @@ def test_an_error_is_an_outcome_too(one_client: httpx.Client, engine: Engine, st
     assert ledger(engine) == Counter(order=1)
 
 
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize("status", [401, 403, 408, 409, 425, 429])
 def test_what_was_not_processed_is_processed_by_a_retry(one_client: httpx.Client, engine: Engine, status: int) -> None:
     """An answer that says that nothing was done leaves the key free, and is told as it is."""
@@ -113,7 +110,6 @@ def test_an_endpoint_that_raised_is_not_executed_again(client: httpx.Client, eng
     assert ledger(engine) == Counter(order=1)
 
 
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "header",
     [

@@ -215,7 +215,6 @@ def test_a_documentation_that_no_header_can_hold_is_refused(url: str) -> None:
     )
 
 
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "result",
     [

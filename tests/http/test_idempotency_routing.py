@@ -51,7 +51,7 @@ def client(outboxq_database: Database, request: pytest.FixtureRequest) -> Iterat
     asyncio.run(engine.dispose())
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.each_value
 @pytest.mark.parametrize("mode", ["", "tx"])
 @pytest.mark.parametrize(
     ("method", "path", "status"),
@@ -73,7 +73,7 @@ def test_what_the_router_refuses_is_not_kept(
             assert connection.execute(ROWS).all() == [("retryable", True)]
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.each_value
 @pytest.mark.parametrize("path", ["/there", "/below/there"])
 @pytest.mark.parametrize("status", [404, 405])
 def test_the_same_status_of_an_endpoint_is_an_outcome(

@@ -67,7 +67,6 @@ def test_an_id_that_comes_twice_in_a_batch_is_one_message(target: Target, engine
     assert stored(engine)["d"] == fingerprint(2)
 
 
-@pytest.mark.one_in(3)
 def test_a_batch_of_the_full_size_is_one_statement(target: Target, engine: Engine) -> None:
     """10,000 messages, new or not."""
     messages = {f"message {number}": number for number in range(10_000)}
@@ -206,7 +205,7 @@ def test_autocommit_is_refused(open_target: OneTarget, engine: Engine, flavour: 
     assert stored(engine) == {}
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.each_value
 @pytest.mark.parametrize("missing", ["DROP TABLE outboxq.inbox", "DROP SCHEMA outboxq CASCADE"])
 def test_missing_tables_are_explained(target: Target, engine: Engine, missing: str) -> None:
     """By what to do about it."""

@@ -121,7 +121,6 @@ def test_a_message_that_is_forgotten_right_after_the_wait_is_accepted(
     assert stored(engine) == {"m1": None}
 
 
-@pytest.mark.one_in(2)
 def test_try_accept_never_waits(target: Target, engine: Engine, rival: OpenRival) -> None:
     """A message on its way is in progress; the transaction goes on, and a later try finds what became of it."""
     committed, rolled_back = rival("m1"), rival("m2")
@@ -145,7 +144,7 @@ def test_a_lock_on_the_table_is_in_progress_too(target: Target, engine: Engine) 
     assert target.try_accept("m1") is Acceptance.ACCEPTED
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.each_value
 @pytest.mark.parametrize("setting", [None, "SET lock_timeout = '7s'", "SET LOCAL lock_timeout = '7s'"])
 def test_try_accept_leaves_the_lock_timeout_as_it_was(target: Target, rival: OpenRival, setting: str | None) -> None:
     """Whatever it answers: for the rest of the transaction, and after it."""

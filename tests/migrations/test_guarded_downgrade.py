@@ -122,7 +122,6 @@ def test_the_offline_sql_refuses_too(database: Database, installed: Engine, tmp_
     assert read_catalog(database.url) == before
 
 
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize("step", range(1, migrations.LATEST + 1))
 def test_it_waits_for_an_open_transaction_and_sees_its_job(database: Database, installed: Engine, step: int) -> None:
     """A producer that has inserted but not committed cannot lose its job to the drop, whichever step is first."""
@@ -137,7 +136,7 @@ def test_it_waits_for_an_open_transaction_and_sees_its_job(database: Database, i
         assert connection.execute(text("SELECT count(*) FROM outboxq.job")).scalar() == 1
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.each_value
 @pytest.mark.parametrize(("row", "said"), WHAT_COUNTS.values(), ids=list(WHAT_COUNTS))
 @pytest.mark.parametrize("target", [0, 3])
 def test_what_makes_a_repetition_harmless_is_not_dropped(

@@ -349,7 +349,6 @@ def test_the_sql_for_psql_commits_between_the_two(
     assert validated(admin) == [True] * 3
 
 
-@pytest.mark.one_in(3)
 @pytest.mark.parametrize("to", range(1, LATEST + 1))
 def test_the_sql_for_psql_ends_at_its_step(database: Database, admin: psycopg.Connection, to: int) -> None:
     """On both sides of the COMMIT."""

@@ -37,7 +37,6 @@ def test_the_declared_tables_equal_the_migrated_ones(database: Database, other_d
         assert declared[part] == migrated[part], part
 
 
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "change",
     [

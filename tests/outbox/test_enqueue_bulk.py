@@ -129,7 +129,7 @@ def test_a_hundred_thousand_jobs_are_added(engine: Engine, stored: Stored, state
     assert len({handle.id for handle in handles}) == 100_000
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.each_value
 @pytest.mark.parametrize("flush", [False, True], ids=["", "flushed"])
 @pytest.mark.parametrize("ends", list(itertools.product([True, False], repeat=3)))
 def test_a_batch_shares_the_end_of_its_savepoint(

@@ -220,7 +220,7 @@ waiting_or_not = pytest.mark.parametrize("waiting", [False, True], ids=["plain",
 Stored = Callable[[], dict[UUID, str]]
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.each_value
 @waiting_or_not
 def test_a_job_exists_once_its_transaction_commits_and_not_before(
     producer: Producer, stored: Stored, waiting: bool
@@ -234,7 +234,7 @@ def test_a_job_exists_once_its_transaction_commits_and_not_before(
     assert stored() == {handle.id: "ann"}
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.each_value
 @waiting_or_not
 @pytest.mark.parametrize("flush", [False, True], ids=["", "after-a-flush"])
 def test_a_job_is_gone_with_its_rollback(producer: Producer, stored: Stored, waiting: bool, flush: bool) -> None:

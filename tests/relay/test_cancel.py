@@ -149,7 +149,7 @@ def wait_for_the_end(running: RunningRelay, engine: Engine) -> None:
     assert (effects(engine), waiting(engine), dead(engine), requests(engine)) == ([], 0, 0, [])
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.each_value
 @MODES
 @pytest.mark.parametrize("how", ["looks", "works_outside", "sends", "awaits", "awaits_a_statement"])
 def test_a_running_job_is_cancelled(

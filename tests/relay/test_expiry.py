@@ -32,7 +32,7 @@ def let_expire(engine: Engine, condition: str = "true") -> None:
         connection.execute(text(f"UPDATE outboxq.job SET expires_at = now() - interval '1 second' WHERE {condition}"))
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.each_value
 @MODES
 @pytest.mark.parametrize("flavour", ["sync", "async"])
 @pytest.mark.parametrize("batch_size", [1, 10])

@@ -171,7 +171,7 @@ def test_a_lock_on_the_first_job_holds_up_its_group(
     assert book.begun == [4, 1, 2, 3]
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.each_value
 @pytest.mark.parametrize("claim", ["transaction", "lease"])
 @pytest.mark.parametrize("batch_size", [1, 10])
 @pytest.mark.parametrize("outcome", [Retry(timedelta(seconds=0.7)), Snooze(timedelta(seconds=0.7))])

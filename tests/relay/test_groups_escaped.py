@@ -14,7 +14,6 @@ from tests.support.ledger import rows, waiting
 Drain = Callable[..., list[Event]]
 
 
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize("way", ["statement", "commit", "cursor", "unseen", "unseen, begun again"])
 def test_the_order_of_a_group_outlasts_a_handler_that_ends_the_transaction(
     engine: Engine, sessions: sessionmaker[OutboxSession], drain: Drain, way: str

@@ -289,7 +289,7 @@ def test_a_queue_has_one_claim_mode() -> None:
         jobs.handler(claim="leese")(one.function)  # type: ignore[arg-type]
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.each_value
 @pytest.mark.parametrize("how", ["session", "bind", "driver"])
 @pytest.mark.parametrize("flavour", ["sync", "async"])
 def test_a_failed_attempt_leaves_nothing_whatever_it_wrote_through(

@@ -73,7 +73,7 @@ def enqueue(sessions: sessionmaker[OutboxSession], jobs: Jobs, numbers: range, q
         session.add_jobs(registry.find(f"kind {number % queues:03}").job(number) for number in numbers)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.each_value
 @pytest.mark.parametrize("queues", [2, 10, MANY])
 @pytest.mark.parametrize("group", ["*", "ordered"])
 @pytest.mark.parametrize("slots", [1, 4])

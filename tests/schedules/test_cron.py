@@ -55,7 +55,6 @@ def test_the_newest_of_the_times_that_were_missed_is_found(text, zone, moment, s
     assert newest == first or cron.after(newest - timedelta(seconds=1)) == newest
 
 
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize("zone", ZONES)
 def test_a_time_of_every_hour_is_what_clocks_on_the_wall_show(zone: str) -> None:
     """With a star for the hour, each minute at which the clocks show such a time is due, over a whole year.

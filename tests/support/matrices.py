@@ -1,6 +1,6 @@
 """Many cases of one test: some of them in every run, as a diagonal of a wide matrix, the rest with the large tests."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import product
 from typing import Any
 
@@ -38,6 +38,19 @@ def sampled(cases: Iterable[object], number: int = 1) -> list[Any]:
     several = [case if isinstance(case, tuple) else (case,) for case in cases]
     marks = [() if place < number else pytest.mark.large for place in range(len(several))]
     return [pytest.param(*case, marks=mark) for case, mark in zip(several, marks, strict=True)]
+
+
+def covering(cases: Sequence[Mapping[str, object]]) -> set[int]:
+    """The places of cases in which each value of each argument is met; few of them, and always the same."""
+    missing = [{(name, id(value)) for name, value in case.items()} for case in cases]
+    chosen = set[int]()
+    while any(missing):
+        place = max(range(len(cases)), key=lambda place: len(missing[place]))
+        chosen.add(place)
+        met = missing[place].copy()
+        for values in missing:
+            values -= met
+    return chosen
 
 
 def _places(sizes: list[int]) -> set[tuple[int, ...]]:

@@ -49,7 +49,7 @@ def rows(engine: Engine) -> int:
 
 
 @pytest.mark.parametrize(
-    "steps", sampled(map(list, (CRASH_STEPS[:3], CRASH_STEPS[3:6], CRASH_STEPS[6:]))), ids=lambda steps: steps[0]
+    "steps", sampled([(CRASH_STEPS[:3],), (CRASH_STEPS[3:6],), (CRASH_STEPS[6:],)]), ids=lambda steps: steps[0]
 )
 def test_a_handler_that_writes_through_its_session_survives_every_crash(outboxq_database: Database, steps) -> None:
     """Killed or cut off at each step of its way, the job has exactly one effect and leaves nothing."""

@@ -1,8 +1,13 @@
 """What of a wide matrix is in every run."""
 
+import subprocess
+import sys
+from itertools import product
+from pathlib import Path
+
 import pytest
 
-from tests.support.matrices import diagonal
+from tests.support.matrices import covering, diagonal
 
 
 @pytest.mark.parametrize("sizes", [(2, 2), (4, 2, 2), (2, 2, 3), (3, 2, 2), (5, 5, 2), (2, 20, 2)])
@@ -25,3 +30,30 @@ def test_short_dimensions_go_through_their_own_combinations() -> None:
     in_every_run = [case for case in cases if not case.marks]
     assert len({case.values[1:] for case in in_every_run}) == 4
     assert in_every_run[1].id == "1-async-1"
+
+
+@pytest.mark.parametrize("sizes", [(2, 2), (4, 2), (2, 2, 3), (5, 5, 2), (2, 20, 2)])
+def test_few_cases_have_each_value_of_each_argument(sizes: tuple[int, ...]) -> None:
+    """As many as the argument with the most values has; a value that one case alone has is among them."""
+    values = [[f"{place}" for place in range(size)] for size in sizes]
+    named = [{f"n{place}": value for place, value in enumerate(case)} for case in product(*values)]
+    chosen = covering(named)
+    assert len(chosen) == max(sizes)
+    for place, size in enumerate(sizes):
+        assert len({named[case][f"n{place}"] for case in chosen}) == size
+    assert len(named) in covering([*named, named[0] | {"n0": "alone"}])
+
+
+def test_what_is_large_does_not_depend_on_what_is_asked_for() -> None:
+    """A case that is run by its name, or as one that failed, is as large as among the others."""
+    several = Path(__file__).parents[1] / "cli" / "test_kinds.py"
+    large = _large_cases(several)
+    assert len(large) == 2
+    assert _large_cases(f"{several}::{large[0]}") == large[:1]
+
+
+def _large_cases(asked: Path | str) -> list[str]:
+    command = [sys.executable, "-m", "pytest", "-n", "0", "--collect-only", "-q", "-m", "large"]
+    listed = subprocess.run([*command, asked], capture_output=True, text=True, check=True)
+    names = [line.rpartition("::")[2] for line in listed.stdout.splitlines()]
+    return [name for name in names if name.startswith("test_the_other_kinds_of_its_queue_go_on")]

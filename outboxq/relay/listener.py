@@ -97,17 +97,20 @@ class Listener:
         self._wake_reader, self._wake_writer = socket.socketpair()
         self._wake_reader.setblocking(False)
         self._wake_writer.setblocking(False)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except BaseException:
+            self._close_sockets()
+            raise
 
     def stop(self) -> None:
-        """End the thread and its connection, and with it the flags."""
+        """End the thread and its connection, and with it the flags.
+
+        One that hangs in a half-open connection ends later: it is a daemon, and nothing waits for it.
+        """
         self._stopping.set()
         self._wake_thread()
         self._thread.join(_STOP_SECONDS)
-        # A thread that hangs in a half-open connection is a daemon, and goes with the process.
-        if not self._thread.is_alive():
-            self._wake_reader.close()
-            self._wake_writer.close()
 
     def fall_asleep(self, idle_slot: IdleSlot) -> "Future[float | None]":
         """Raise the sleep flags of the slot's queues.
@@ -133,11 +136,22 @@ class Listener:
         self._wake_thread()
 
     def _wake_thread(self) -> None:
-        # Never blocks a slot, let alone the event loop: if the socket is full, the thread is being woken already.
-        with contextlib.suppress(BlockingIOError):
+        # Never blocks a slot, let alone the event loop: if the socket is full, the thread is being woken already. It is
+        # closed when the thread has ended.
+        with contextlib.suppress(OSError):
             self._wake_writer.send(b"!")
 
     def _run(self) -> None:
+        try:
+            self._serve_until_stopped()
+        finally:
+            self._close_sockets()
+
+    def _close_sockets(self) -> None:
+        self._wake_reader.close()
+        self._wake_writer.close()
+
+    def _serve_until_stopped(self) -> None:
         while not self._stopping.is_set():
             try:
                 connection = self._connect()

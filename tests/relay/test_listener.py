@@ -1,6 +1,7 @@
 """The listener's thread outlives every error: without it a relay would poll for as long as it runs."""
 
 import logging
+import threading
 from collections.abc import Callable, Iterator
 
 import psycopg
@@ -139,6 +140,40 @@ def test_silence_of_a_dead_connection_is_no_missing_notification(
                 listener.stop()
     assert len(opened) == 2
     assert not caplog.records
+
+
+def test_a_thread_that_could_not_be_waited_for_closes_its_sockets_when_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one that connects to a host that does not answer; whoever wakes it then wakes nobody."""
+    connects, released = threading.Event(), threading.Event()
+
+    def connect() -> psycopg.Connection:
+        connects.set()
+        released.wait(ANSWER_SECONDS)
+        raise OSError("no route to host")
+
+    listener = Listener(connect, SCHEMA, lambda _queue: None, probe_seconds=10.0)
+    listener.start()
+    assert connects.wait(ANSWER_SECONDS)
+    with monkeypatch.context() as patch:
+        patch.setattr(listener._thread, "join", lambda _seconds: None)
+        listener.stop()
+    assert listener._wake_writer.fileno() >= 0
+    released.set()
+    wait_until(lambda: listener._wake_reader.fileno() == listener._wake_writer.fileno() == -1, "the sockets to close")
+    listener.wake_up(IdleSlot(frozenset(("mail",)), lambda: None))
+
+
+def test_a_thread_that_does_not_start_leaves_no_sockets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The relay ends with the error."""
+
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    listener = Listener(psycopg.connect, SCHEMA, lambda _queue: None, probe_seconds=10.0)
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        listener.start()
+    assert listener._wake_reader.fileno() == listener._wake_writer.fileno() == -1
 
 
 def libpq_through(proxy: CommitProxy) -> str:

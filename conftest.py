@@ -28,24 +28,35 @@ def pytest_collection(session: pytest.Session) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_pycollect_makeitem() -> Generator[None, Collected, Collected]:
-    """Mark as large the cases of a test that are not needed for each value of its arguments, if it has that mark."""
+    """Of a test marked `each_value`, mark as wide the cases that the values of its arguments do not need."""
     made = yield
     cases = [case for case in made if isinstance(case, pytest.Function)] if isinstance(made, list) else []
     if cases and cases[0].get_closest_marker("each_value"):
-        cases = [case for case in cases if not case.get_closest_marker("large")]
+        cases = [case for case in cases if not (case.get_closest_marker("large") or case.get_closest_marker("wide"))]
         needed = covering([case.callspec.params for case in cases])
         for place, case in enumerate(cases):
             if place not in needed:
-                case.add_marker(pytest.mark.large)
+                case.add_marker(pytest.mark.wide)
     return made
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Which of the wide cases are meant."""
+    parser.addoption("--part", metavar="N/M", help="of the wide cases only every M-th one, from the N-th (modulo M) on")
+
+
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark as large the examples' tests, whose files are as users copy them."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark the tests of the examples as large, whose files are as users copy them; take one part of the wide cases."""
     for item in items:
         if item.path.is_relative_to(_EXAMPLES):
             item.add_marker(pytest.mark.large)
+    if config.getoption("--part"):
+        number, parts = map(int, config.getoption("--part").split("/"))
+        wide = [item for item in items if item.get_closest_marker("wide")]
+        others = {item for place, item in enumerate(wide) if (place - number) % parts}
+        items[:] = [item for item in items if item not in others]
+        config.hook.pytest_deselected(items=list(others))
 
 
 def pytest_collection_finish() -> None:

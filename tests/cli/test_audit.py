@@ -31,7 +31,7 @@ COMMANDS: dict[str, tuple[list[str], Table, str]] = {
 
 
 # Rows at the ends of pages and within them. The pages are the same code for every command: each is killed on each side
-# of its first page's end, and one of them at all moments, with the large tests.
+# of its first page's end, and one of them at all moments, among the large tests.
 KILLED_AT = [
     pytest.param(name, at, at_commit, id=f"{name}-{at}-{'at COMMIT' if at_commit else 'in a statement'}", marks=marks)
     for name in COMMANDS

@@ -67,7 +67,7 @@ def _spoil(engine: Engine, name: str) -> None:
 _JOINED = ('"><script>' + NAMES[3], NAMES[6] + NAMES[7], NAMES[1] + NAMES[8], NAMES[2], NAMES[4], NAMES[5])
 
 
-# A tag with a template; a crawl of each of the others is one of the large tests.
+# A tag with a template; a crawl for each of the others is wide.
 @pytest.mark.parametrize("name", sampled(_JOINED))
 def test_a_hostile_name_is_text_on_every_page(name: str, engine: Engine) -> None:
     """Every list, and every page that a list leads to, has the tags that it is to have, and links of its own alone."""

@@ -1,4 +1,4 @@
-"""Many cases of one test: some of them in every run, as a diagonal of a wide matrix, the rest with the large tests."""
+"""Many cases of one test: some of them are in every run, as a diagonal of a matrix; the others have the mark `wide`."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import product
@@ -10,7 +10,7 @@ _PARAM = type(pytest.param())
 
 
 def diagonal(*dimensions: pytest.MarkDecorator) -> pytest.MarkDecorator:
-    """All combinations of the values of several `pytest.mark.parametrize`; most of them are large tests.
+    """All combinations of the values of several `pytest.mark.parametrize`; most of them have the mark `wide`.
 
     The others are as many as the longest dimension has values. Each value of each dimension is in one of them, and the
     short dimensions go through their own combinations as far as that number reaches.
@@ -24,19 +24,19 @@ def diagonal(*dimensions: pytest.MarkDecorator) -> pytest.MarkDecorator:
             pytest.param(
                 *(value for values, _ in chosen for value in values),
                 id="-".join(name for _, name in chosen),
-                marks=() if places in in_every_run else pytest.mark.large,
+                marks=() if places in in_every_run else pytest.mark.wide,
             )
         )
     return pytest.mark.parametrize([name for dimension in dimensions for name in _names(dimension)], cases)
 
 
 def sampled(cases: Iterable[object], number: int = 1) -> list[Any]:
-    """The cases of a `pytest.mark.parametrize`: the first ones in every run, and the others with the large tests.
+    """The cases of a `pytest.mark.parametrize`: the first ones are in every run, and the others have the mark `wide`.
 
     For what takes long and goes the same way in each case. A tuple has the values of several arguments.
     """
     several = [case if isinstance(case, tuple) else (case,) for case in cases]
-    marks = [() if place < number else pytest.mark.large for place in range(len(several))]
+    marks = [() if place < number else pytest.mark.wide for place in range(len(several))]
     return [pytest.param(*case, marks=mark) for case, mark in zip(several, marks, strict=True)]
 
 

@@ -12,7 +12,7 @@ from tests.support.matrices import covering, diagonal
 
 @pytest.mark.parametrize("sizes", [(2, 2), (4, 2, 2), (2, 2, 3), (3, 2, 2), (5, 5, 2), (2, 20, 2)])
 def test_each_value_of_each_dimension_is_in_every_run(sizes: tuple[int, ...]) -> None:
-    """By as many cases as the longest dimension has values; the others are there with the large tests."""
+    """By as many cases as the longest dimension has values; the others are wide."""
     dimensions = [pytest.mark.parametrize(f"n{place}", range(size)) for place, size in enumerate(sizes)]
     names, cases = diagonal(*dimensions).args
     assert names == [f"n{place}" for place in range(len(sizes))]
@@ -20,7 +20,7 @@ def test_each_value_of_each_dimension_is_in_every_run(sizes: tuple[int, ...]) ->
     in_every_run = [case.values for case in cases if not case.marks]
     assert len(in_every_run) == max(sizes)
     assert [len(set(values)) for values in zip(*in_every_run, strict=True)] == list(sizes)
-    assert {mark.name for case in cases for mark in case.marks} == {"large"}
+    assert {mark.name for case in cases for mark in case.marks} == {"wide"}
 
 
 def test_short_dimensions_go_through_their_own_combinations() -> None:
@@ -44,16 +44,23 @@ def test_few_cases_have_each_value_of_each_argument(sizes: tuple[int, ...]) -> N
     assert len(named) in covering([*named, named[0] | {"n0": "alone"}])
 
 
-def test_what_is_large_does_not_depend_on_what_is_asked_for() -> None:
-    """A case that is run by its name, or as one that failed, is as large as among the others."""
+def test_what_is_wide_does_not_depend_on_what_is_asked_for() -> None:
+    """A case that is run by its name, or as one that failed, is as wide as among the others."""
     several = Path(__file__).parents[1] / "cli" / "test_kinds.py"
-    large = _large_cases(several)
-    assert len(large) == 2
-    assert _large_cases(f"{several}::{large[0]}") == large[:1]
+    wide = _wide_cases(several)
+    assert len(wide) == 2
+    assert _wide_cases(f"{several}::{wide[0]}") == wide[:1]
 
 
-def _large_cases(asked: Path | str) -> list[str]:
-    command = [sys.executable, "-m", "pytest", "-n", "0", "--collect-only", "-q", "-m", "large"]
+def test_the_parts_of_what_is_wide_are_all_of_it() -> None:
+    """The number of a part goes on for ever: after as many runs as there are parts each case was run."""
+    several = Path(__file__).parents[1] / "cli" / "test_kinds.py"
+    assert sorted(_wide_cases(several, "--part", "6/2") + _wide_cases(several, "--part", "7/2")) == _wide_cases(several)
+    assert _wide_cases(several, "--part", "7/2") == _wide_cases(several)[1:]
+
+
+def _wide_cases(asked: Path | str, *options: str) -> list[str]:
+    command = [sys.executable, "-m", "pytest", "-n", "0", "--collect-only", "-q", "-m", "wide", *options]
     listed = subprocess.run([*command, asked], capture_output=True, text=True, check=True)
     names = [line.rpartition("::")[2] for line in listed.stdout.splitlines()]
     return [name for name in names if name.startswith("test_the_other_kinds_of_its_queue_go_on")]

@@ -90,6 +90,7 @@ class Listener:
         self._retry_seconds = _RETRY_FIRST_SECONDS
         self._retry_at = 0.0
         self._stopping = threading.Event()
+        self._sockets = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="outboxq-listener", daemon=True)
 
     def start(self) -> None:
@@ -136,9 +137,9 @@ class Listener:
         self._wake_thread()
 
     def _wake_thread(self) -> None:
-        # Never blocks a slot, let alone the event loop: if the socket is full, the thread is being woken already. It is
-        # closed when the thread has ended.
-        with contextlib.suppress(OSError):
+        # Never blocks a slot, let alone the event loop: if the socket is full, the thread is being woken already. Once
+        # the thread has ended, it is closed.
+        with self._sockets, contextlib.suppress(OSError):
             self._wake_writer.send(b"!")
 
     def _run(self) -> None:
@@ -148,8 +149,10 @@ class Listener:
             self._close_sockets()
 
     def _close_sockets(self) -> None:
-        self._wake_reader.close()
-        self._wake_writer.close()
+        # Not while a slot writes to it: at that moment its number may become that of another connection.
+        with self._sockets:
+            self._wake_reader.close()
+            self._wake_writer.close()
 
     def _serve_until_stopped(self) -> None:
         while not self._stopping.is_set():

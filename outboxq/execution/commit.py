@@ -296,6 +296,10 @@ def _run(
 
 
 def _goes_back(connection: Connection, savepoint: str) -> bool:
+    # If COMMIT itself was refused, no transaction is left: the next statement would begin another one, which has no
+    # savepoints either and would be taken for that of the next claim.
+    if transaction_status(connection) != TransactionStatus.INERROR:
+        return False
     try:
         run_script(connection, f"ROLLBACK TO SAVEPOINT {savepoint}")
     except psycopg.Error:

@@ -1,0 +1,83 @@
+"""COMMIT itself is refused: nothing that the jobs did stands, and nothing is reported that does not."""
+
+import threading
+from collections.abc import Iterator
+from datetime import timedelta
+
+import pytest
+from sqlalchemy import Engine, text
+from sqlalchemy.orm import sessionmaker
+
+from outboxq import Backoff, Context, Jobs, OutboxSession, RelayConfig
+from outboxq.events import JobDone
+from outboxq.postgres import Server
+from tests.conftest import StartRelay
+from tests.support.app import Effect
+from tests.support.ledger import ledger
+from tests.support.own_server import own_database, own_server
+from tests.support.waiting import PATIENCE, wait_until
+
+_NUMBER = 6
+
+
+@pytest.fixture
+def lonely_primary() -> Iterator[Server]:
+    """A server that makes those wait who ask for it, for a standby which is never there."""
+    with own_server({"synchronous_standby_names": "gone", "synchronous_commit": "local"}) as server:
+        yield server
+
+
+@pytest.mark.parametrize("keep", [None, timedelta(days=7)], ids=["plain", "kept"])
+def test_a_commit_that_gets_no_lock_is_not_taken_for_one_that_stands(
+    lonely_primary: Server, start_relay: StartRelay, keep: timedelta | None
+) -> None:
+    """One that notifies waits for the COMMIT of another that does, for as long as `lock_timeout` lets it."""
+    jobs = Jobs()
+
+    @jobs.handler(keep=keep, retry=Backoff(max_attempts=50, first_seconds=0.05, cap_seconds=0.05))
+    def work(ctx: Context, number: int) -> None:
+        ctx.session.add(Effect(name=str(number)))
+        ctx.session.execute(text("SELECT pg_notify('anything', 'x'), set_config('lock_timeout', '100ms', true)"))
+
+    with own_database(lonely_primary) as (database, engine):
+        with sessionmaker(engine, class_=OutboxSession).begin() as session:
+            session.add_jobs(work.job(number=number) for number in range(_NUMBER))
+        blocker = threading.Thread(target=_notify_and_wait, args=(engine,))
+        blocker.start()
+        try:
+            wait_until(lambda: _waits_for_its_standby(engine), "a COMMIT that holds the lock")
+            with start_relay(jobs, RelayConfig(slots_per_queue=1, poll_seconds=0.1), engine=database.url) as running:
+                wait_until(lambda: _has_been_refused(engine), "a refused COMMIT")
+                assert (running.of(JobDone), ledger(engine)) == ([], {})
+                _end_the_wait(engine)
+                wait_until(lambda: ledger(engine).total() >= _NUMBER, "every effect")
+                wait_until(lambda: len(running.of(JobDone)) >= _NUMBER, "every job")
+            assert ledger(engine) == {str(number): 1 for number in range(_NUMBER)}
+            assert len(running.of(JobDone)) == _NUMBER
+        finally:
+            _end_the_wait(engine)
+            blocker.join(PATIENCE)
+
+
+def _notify_and_wait(engine: Engine) -> None:
+    with engine.begin() as connection:
+        connection.execute(text("SET LOCAL synchronous_commit = on"))
+        connection.execute(text("CREATE TABLE written ()"))
+        connection.execute(text("NOTIFY anything"))
+
+
+def _waits_for_its_standby(engine: Engine) -> bool:
+    with engine.connect() as connection:
+        waits = text("SELECT count(*) FROM pg_stat_activity WHERE wait_event = 'SyncRep'")
+        return connection.execute(waits).scalar_one() == 1
+
+
+def _has_been_refused(engine: Engine) -> bool:
+    with engine.connect() as connection:
+        query = "SELECT xact_rollback FROM pg_stat_database WHERE datname = current_database()"
+        return connection.execute(text(query)).scalar_one() > 3
+
+
+def _end_the_wait(engine: Engine) -> None:
+    with engine.connect() as connection:
+        connection.execute(text("SELECT pg_cancel_backend(pid) FROM pg_stat_activity WHERE wait_event = 'SyncRep'"))

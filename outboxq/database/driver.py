@@ -197,21 +197,26 @@ def _read(driver: DriverConnection, results: Sequence[PGresult]) -> list[ScriptR
     return read
 
 
-def run_on_libpq(connection: PGconn, script: str) -> list[tuple[str | None, ...]]:
+def run_on_libpq(connection: PGconn, script: str, answer_seconds: float | None = None) -> list[tuple[str | None, ...]]:
     """Run statements on a thread's own connection; returns, as texts, the rows of the statement that has any.
 
     It does not wait for ever, as libpq's own call would: the other end of a connection may be gone.
+
+    Args:
+        answer_seconds: How long the other end may take nothing and send nothing; `ANSWER_SECONDS` if None. A long
+            script or answer may take longer, as long as it moves.
 
     Raises:
         psycopg.Error: one failed, and those behind it were not executed.
         psycopg.OperationalError: it was not answered in time.
     """
+    seconds = ANSWER_SECONDS if answer_seconds is None else answer_seconds
     connection.send_query(script.encode())
-    deadline = time.monotonic() + ANSWER_SECONDS
+    _flush(connection, seconds)
     rows: list[tuple[str | None, ...]] = []
     failed: psycopg.Error | None = None
     # libpq has to be asked until there is no more result.
-    while (result := _next_result(connection, deadline)) is not None:
+    while (result := _next_result(connection, seconds)) is not None:
         if result.status == ExecStatus.TUPLES_OK:
             rows = _rows(result)
         elif result.status != ExecStatus.COMMAND_OK:
@@ -227,14 +232,33 @@ def _rows(result: PGresult) -> list[tuple[str | None, ...]]:
     ]
 
 
-def _next_result(connection: PGconn, deadline: float) -> PGresult | None:
+def _flush(connection: PGconn, seconds: float) -> None:
+    # The driver's sockets do not block: what they do not take at once stays in libpq's buffer.
+    while connection.flush():
+        if _wait(connection, selectors.EVENT_READ | selectors.EVENT_WRITE, seconds) & selectors.EVENT_READ:
+            # A server that cannot get rid of its notifications does not read either.
+            connection.consume_input()
+
+
+def _next_result(connection: PGconn, seconds: float) -> PGresult | None:
     # Busy also between the last result and the end of the answer, which may come in pieces: libpq would wait for the
     # rest inside its own call, without an end, and psycopg keeps the interpreter's lock meanwhile.
     while connection.is_busy():
-        if not wait_readable([connection.socket], max(0.0, deadline - time.monotonic())):
-            raise psycopg.OperationalError(f"a connection was not answered within {ANSWER_SECONDS:g} s")
+        _wait(connection, selectors.EVENT_READ, seconds)
         connection.consume_input()
     return connection.get_result()
+
+
+def _wait(connection: PGconn, events: int, seconds: float) -> int:
+    """Which of these events the connection's socket is ready for.
+
+    Raises:
+        psycopg.OperationalError: none within `seconds`.
+    """
+    ready = _select([connection.socket], events, seconds)
+    if not ready:
+        raise psycopg.OperationalError(f"a connection was not answered within {seconds:g} s")
+    return ready
 
 
 def _text(value: bytes | None) -> str | None:
@@ -243,11 +267,19 @@ def _text(value: bytes | None) -> str | None:
 
 def wait_readable(files: "list[socket.socket | int]", seconds: float) -> bool:
     """Wait until one of these can be read; False if none could within `seconds`."""
+    return bool(_select(files, selectors.EVENT_READ, seconds))
+
+
+def _select(files: "list[socket.socket | int]", events: int, seconds: float) -> int:
+    """Wait until one of these is ready for one of the events; returns the events, 0 if none within `seconds`."""
     # Not select(): it refuses file descriptors from 1024 on.
     with selectors.DefaultSelector() as selector:
         for file in files:
-            selector.register(file, selectors.EVENT_READ)
-        return bool(selector.select(seconds))
+            selector.register(file, events)
+        ready = 0
+        for _, found in selector.select(seconds):
+            ready |= found
+        return ready
 
 
 def pause(connection: Connection, seconds: float) -> None:

@@ -31,5 +31,11 @@ def one_more(count: LiteralString) -> LiteralString:
 
 
 def next_token(token: LiteralString) -> LiteralString:
-    """The next token, and 1 after the greatest: a new token only has to be different, not greater."""
-    return f"greatest({token}, 0) % 9223372036854775806 + 1"
+    """A token that no lease of this id has had: the time in microseconds, or one more than the row's if that is later.
+
+    Nothing remembers the tokens of a row that is gone, while a lease of it may still be held by a relay that hangs: a
+    dead letter that is retried, or a job whose id a producer chooses again, must not count them anew. 1 follows the
+    greatest.
+    """
+    now = "(pg_catalog.date_part('epoch', pg_catalog.clock_timestamp()) * 1000000)::bigint"
+    return f"greatest(greatest({token}, 0) % 9223372036854775806 + 1, {now})"

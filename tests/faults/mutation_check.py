@@ -1162,6 +1162,27 @@ MUTANTS = (
         ("tests/execution/test_stored_numbers.py",),
     ),
     Mutant(
+        "the time in a lease's token",
+        "outboxq/statements/numbers.py",
+        "% 9223372036854775806 + 1, {now})",
+        "% 9223372036854775806 + 1)",
+        ("tests/relay/test_lease.py",),
+    ),
+    Mutant(
+        "what a socket does not take at once, of a thread's own script",
+        "outboxq/database/driver.py",
+        "    _flush(connection, seconds)\n",
+        "",
+        ("tests/database/test_driver.py",),
+    ),
+    Mutant(
+        "the look whether a transaction is left, after a refusal with kept jobs",
+        "outboxq/execution/commit.py",
+        "    if transaction_status(connection) != TransactionStatus.INERROR:\n",
+        "    if False:\n",
+        ("tests/faults/test_refused_commit.py",),
+    ),
+    Mutant(
         "another job that can be claimed, before one is blamed",
         "outboxq/execution/aside.py",
         "if not is_of_a_row(error) or all(_failure(connection, schema, *other) for other in others):",

@@ -44,6 +44,7 @@ from outboxq.fault_points import FaultPoint, fault_action
 from outboxq.outbox.handle import JobHandle
 from outboxq.postgres import Database
 from outboxq.relay.limits import RelayLimits
+from outboxq.statements import cancel as cancel_statements
 from tests.conftest import RunningRelay, StartRelay
 from tests.support.app import Effect
 from tests.support.ledger import dead, effects, rows, waiting
@@ -411,6 +412,134 @@ def test_a_job_that_ended_before_it_was_told_is_done(
         wait_until(lambda: running.of(JobDone), "the job to be done")
     assert effects(engine) == ["good"]
     assert requests(engine) == [handle.id]
+
+
+def add_again(engine: Engine, job_id: UUID, kind: str, group: str | None = None) -> None:
+    """Add a job with the id of one that is over, as its producer may choose it."""
+    with engine.begin() as connection:
+        connection.execute(
+            text(
+                "INSERT INTO outboxq.job (id, queue, kind, args, group_key, state) "
+                "VALUES (:id, 'q', :kind, '{}', :group, CASE WHEN :group IS NULL THEN 'ready' ELSE 'grouped' END)"
+            ),
+            {"id": job_id, "kind": kind, "group": group},
+        )
+
+
+@MODES
+@pytest.mark.parametrize("group", [None, "g"])
+def test_a_request_that_outlived_its_job_does_not_end_a_later_one_of_its_id(
+    engine: Engine,
+    sessions: sessionmaker[OutboxSession],
+    start_relay: StartRelay,
+    drain: Drain,
+    begun: threading.Event,
+    release: threading.Event,
+    claim: str,
+    group: str | None,
+) -> None:
+    """It runs once, soon, without an attempt more; the request is gone then, and can be made anew."""
+    jobs = Jobs()
+
+    @jobs.handler(queue="q", kind="good", claim=claim)  # type: ignore[arg-type]  # one of the two modes
+    def good(ctx: Context) -> None:
+        ctx.session.add(Effect(name=f"attempt {ctx.job.attempt}"))
+        begun.set()
+        assert release.wait(PATIENCE)
+
+    with start_relay(jobs, RelayConfig(listen=False, lease_seconds=3600)) as running:
+        (handle,) = add(sessions, jobs, "good")
+        assert begun.wait(PATIENCE)
+        assert cancel_now(sessions, handle) == "requested"
+        release.set()
+        wait_until(lambda: running.of(JobDone), "the job to be done")
+    add_again(engine, handle.id, "good", group)
+    events = drain(jobs)
+    assert not [event for event in events if isinstance(event, JobCancelled)]
+    assert (effects(engine), waiting(engine), requests(engine)) == (["attempt 1", "attempt 1"], 0, [])
+
+
+def test_a_request_for_a_later_job_of_an_id_counts(
+    engine: Engine, sessions: sessionmaker[OutboxSession], drain: Drain
+) -> None:
+    """Although there is one already, which was made for an earlier job."""
+    jobs = Jobs()
+
+    @jobs.handler(queue="q", kind="good")
+    def good(ctx: Context) -> None:
+        ctx.session.add(Effect(name="good"))
+
+    (handle,) = add(sessions, jobs, "good")
+    with engine.begin() as connection:
+        connection.execute(
+            text("INSERT INTO outboxq.cancel_request (job_id, requested_at) VALUES (:id, now() - interval '1 day')"),
+            {"id": handle.id},
+        )
+    with engine.begin() as connection:
+        connection.execute(cancel_statements.request([handle.id], "discard"))
+    events = drain(jobs)
+    assert [event.job.id for event in events if isinstance(event, JobCancelled)] == [handle.id]
+    assert (effects(engine), waiting(engine), requests(engine)) == ([], 0, [])
+
+
+@pytest.mark.parametrize("ahead", ["-1 hour", "1 hour"])
+def test_a_request_counts_whatever_clock_its_producer_has(
+    engine: Engine, sessions: sessionmaker[OutboxSession], drain: Drain, ahead: str
+) -> None:
+    """A job that says to have been added an hour from now is cancelled like any other."""
+    jobs = Jobs()
+
+    @jobs.handler(queue="q", kind="good")
+    def good(ctx: Context) -> None:
+        ctx.session.add(Effect(name="good"))
+
+    (handle,) = add(sessions, jobs, "good")
+    with engine.begin() as connection:
+        connection.execute(
+            text("UPDATE outboxq.job SET created_at = created_at + CAST(:ahead AS interval)"), {"ahead": ahead}
+        )
+        connection.execute(cancel_statements.request([handle.id], "discard"))
+    events = drain(jobs)
+    assert [event.job.id for event in events if isinstance(event, JobCancelled)] == [handle.id]
+
+
+@MODES
+def test_a_request_counts_for_a_run_that_takes_along_a_job_that_came_later(
+    engine: Engine, sessions: sessionmaker[OutboxSession], drain: Drain, claim: str
+) -> None:
+    """The run has the arguments and the time of that job, and the id of the cancelled one: it ends for both."""
+    jobs, ran = Jobs(), list[UUID]()
+
+    @jobs.handler(queue="q", claim=claim, coalesce="number")  # type: ignore[arg-type]  # one of the two modes
+    def one(ctx: Context, number: int) -> None:
+        ran.append(ctx.job.id)
+
+    with sessions.begin() as session:
+        handle = session.add_job(one, number=1)
+    with engine.begin() as connection:
+        connection.execute(cancel_statements.request([handle.id], "discard"))
+        connection.execute(text("UPDATE outboxq.job SET priority = 1"))
+    with sessions.begin() as session:
+        session.add_job(one, number=1)
+    events = drain(jobs, batch_size=1, slots_per_queue=1)
+    assert [event.job.id for event in events if isinstance(event, JobCancelled)] == [handle.id]
+    assert (ran, waiting(engine), requests(engine)) == ([], 0, [])
+
+
+def test_a_job_that_waits_is_cancelled_with_its_request(
+    engine: Engine, sessions: sessionmaker[OutboxSession]
+) -> None:
+    """It was asked for when it ran, and came back since: nothing of that is left."""
+    jobs = Jobs()
+
+    @jobs.handler(queue="q", kind="good")
+    def good(ctx: Context) -> None: ...
+
+    (handle,) = add(sessions, jobs, "good")
+    with engine.begin() as connection:
+        connection.execute(cancel_statements.request([handle.id], "discard"))
+    assert cancel_now(sessions, handle) == "cancelled"
+    assert (waiting(engine), requests(engine)) == (0, [])
 
 
 @MODES

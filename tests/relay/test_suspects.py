@@ -104,7 +104,7 @@ def test_a_batch_whose_claim_died_runs_alone_once_and_uncharged(
         transaction.rollback()
     events = drain(batch_size=10)
     done = [event.job for event in events if isinstance(event, JobDone)]
-    assert sorted((job.attempt, job.crashes, job.lease_token) for job in done if job.lease_token) == [(1, 0, 1)] * 3
+    assert [(job.attempt, job.crashes) for job in done if job.lease_token] == [(1, 0)] * 3
     assert [job.attempt for job in done if job.lease_token is None] == [1]
     with engine.connect() as connection:
         assert connection.execute(text("SELECT count(*) FROM effect_ledger")).scalar_one() == 4

@@ -36,17 +36,14 @@ def progress(connection: Connection, ids: Sequence[UUID]) -> dict[UUID, str]:
     """How far the cancellation of each of these jobs has come.
 
     `running`: it runs on; `waiting`: it waits, and its next claim ends it; `cancelled`; `dead`: it is a dead letter;
-    `over`: it came to its end by itself, before its relay heard of the request.
+    `over`: it came to its end by itself, before its relay heard of the request, also if a later job has its id.
     """
     return {row.id: row.state for row in connection.execute(statements.progress(ids))}
 
 
 def end_returned(connection: Connection, ids: Sequence[UUID], outcome: CancelOutcome) -> tuple[UUID, ...]:
     """End jobs whose cancellation was asked for and that wait now, without waiting for their next claim."""
-    gone = tuple(end_waiting(connection, ids, outcome))
-    if gone:
-        connection.execute(statements.drop_requests(gone))
-    return gone
+    return tuple(end_waiting(connection, ids, outcome, asked=True))
 
 
 def count_sharing(connection: Connection, job_id: UUID) -> Sharing:
@@ -72,7 +69,4 @@ def terminate(connection: Connection, job_id: UUID, outcome: CancelOutcome = "di
         return True
     # Behind the request, as the relay that ends the job locks both: else each might wait for the other.
     connection.execute(statements.lock_requests([job_id]))
-    taken = end_waiting(connection, [job_id], outcome, leased=True)
-    if taken:
-        connection.execute(statements.drop_requests([job_id]))
-    return bool(taken)
+    return bool(end_waiting(connection, [job_id], outcome, leased=True, asked=True))

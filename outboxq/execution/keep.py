@@ -31,10 +31,10 @@ _OUTCOMES: Mapping[type[Event], str] = {
     JobExpired: "expired",
 }
 _NO_OTHERS: Mapping[UUID, tuple[UUID, ...]] = {}
-# A row, or a table, that will be refused again: data, constraints, rights and missing tables, no room, limits, foreign
-# locks, and the patience of a role's time-out.
-_REFUSALS = frozenset({"22", "23", "42", "53", "54", "55"})
-_QUERY_CANCELED = "57014"
+# Classes of errors that are no refusal of rows: of the connection, of a transaction that is to be repeated, and of a
+# server that ends. Any other may be one: data, constraints, rights, no room, foreign locks, the patience of a role's
+# time-out, a damaged page, whatever code a trigger of the users raises.
+_NO_REFUSALS = ("08", "40", "57P")
 _UNIQUE_VIOLATION = "23505"
 # After a refusal nothing is kept for so long, lest each transaction meet it, and wait for a foreign lock.
 _PAUSE_SECONDS = 60.0
@@ -164,8 +164,8 @@ class Keeper:
     @staticmethod
     def may_be_refusal(error: BaseException) -> bool:
         """Whether an error of a string that kept jobs may have come from their table, and would come again."""
-        sqlstate = sqlstate_of(error) or ""
-        return sqlstate[:2] in _REFUSALS or sqlstate == _QUERY_CANCELED
+        sqlstate = sqlstate_of(error)
+        return sqlstate is not None and not sqlstate.startswith(_NO_REFUSALS)
 
     def refused(self, error: BaseException) -> None:
         """Keep nothing for a while, since the table has refused rows, and log that."""

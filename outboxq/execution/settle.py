@@ -79,12 +79,15 @@ def _drop(
 ) -> JobEvent:
     """End a job that has expired, or that was cancelled: as its request wants it, together with the request.
 
-    A request that is gone was answered already, before the job came back from the dead letters: then it runs again.
+    A request that is gone was answered already, before the job came back from the dead letters, and one that is older
+    than the job was made for an earlier job of its id: then it runs again.
     """
     if isinstance(result, ExpiredResult):
         finish(connection, job)
         return JobExpired(job, seconds)
-    outcome = connection.execute(cancel.take_request(job.id)).scalar_one_or_none()
+    # A run of jobs with a key may have taken over the time of one that was added after the request.
+    created_at = job.created_at if job.unique_key is None else None
+    outcome = connection.execute(cancel.take_request(job.id, created_at)).scalar_one_or_none()
     if outcome is None:
         runtime.orders.forget(job.id)
         snooze(connection, job, timedelta(0))

@@ -84,7 +84,10 @@ def _cancel(connection: Session | Connection, job_id: UUID, outcome: CancelOutco
 
 
 def cancel_or_request(connection: Connection, ids: Sequence[UUID], outcome: CancelOutcome) -> Requested:
-    """End those of these jobs that wait, and ask for an end of those that run."""
+    """End those of these jobs that wait, and ask for an end of those that run.
+
+    One that a relay is ending, because it was asked for before, counts as asked for.
+    """
     gone = end_waiting(connection, ids, outcome)
     others = [job_id for job_id in ids if job_id not in gone]
     asked: set[UUID] = set()
@@ -101,15 +104,27 @@ def cancel_or_request(connection: Connection, ids: Sequence[UUID], outcome: Canc
 
 
 def end_waiting(
-    connection: Connection, ids: Sequence[UUID], outcome: CancelOutcome, *, leased: bool = False
+    connection: Connection,
+    ids: Sequence[UUID],
+    outcome: CancelOutcome,
+    *,
+    leased: bool = False,
+    asked: bool = False,
 ) -> set[UUID]:
-    """End those of these jobs that wait, or are under a lease if that is wanted too; their ids."""
+    """End those of these jobs that wait, together with their requests; their ids.
+
+    Args:
+        leased: Also those that are under a lease.
+        asked: Only those whose cancellation was asked for.
+    """
     schema = mapped_schema(connection)
     if outcome == "dead":
-        buried = statements.bury_waiting(schema, ids, leased=leased)
+        buried = statements.bury_waiting(schema, ids, leased=leased, asked=asked)
         gone: set[UUID] = set(connection.execute(text(buried)).scalars())
     else:
-        gone = set(read_page(connection.execute(statements.cancel_waiting(ids, leased=leased))).changed)
+        cancelled = statements.cancel_waiting(ids, leased=leased, asked=asked)
+        gone = set(read_page(connection.execute(cancelled)).changed)
     if gone:
+        connection.execute(statements.drop_free_requests(list(gone)))
         connection.execute(text(results.tell_waiters(schema, gone)))
     return gone

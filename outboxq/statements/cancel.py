@@ -2,18 +2,36 @@
 
 A request is a row. The relay that runs the job ends it and deletes the request in the transaction that ends the job; so
 a request that is gone, together with its job, says that the job was cancelled, and one that is left behind that it came
-to its end by itself.
+to its end by itself. A producer may add a job of the same id later: a request counts only for the job that was there
+when it was made.
 """
 
 from collections.abc import Sequence
+from datetime import datetime
 from typing import LiteralString
 from uuid import UUID
 
 from psycopg import sql
-from sqlalchemy import Delete, Executable, Uuid, case, delete, exists, func, literal, or_, select
+from sqlalchemy import (
+    ColumnElement,
+    Delete,
+    Executable,
+    FromClause,
+    Uuid,
+    and_,
+    case,
+    delete,
+    exists,
+    func,
+    literal,
+    not_,
+    or_,
+    select,
+    update,
+)
 from sqlalchemy.dialects.postgresql import ARRAY, insert
 
-from outboxq.statements.builtin import unnest
+from outboxq.statements.builtin import pg, unnest
 from outboxq.statements.jobs import listed, running_transactions, xmax
 from outboxq.statements.paging import page_outcome, pick_page
 from outboxq.statements.render import compose, render
@@ -29,21 +47,56 @@ LEASED = ("leased", "group_leased")
 def request(ids: Sequence[UUID], outcome: str) -> Executable:
     """Ask for an end of those of these jobs that are there; returns their ids.
 
-    Index: both primary keys. Locks: the requests, new or old; a relay that ends a job at this moment is waited for.
+    A relay that is ending a job holds its request until the end of its batch, and is not waited for: a request that
+    stands is left as it is, except that another outcome is written if the row is free. If the relay is rolled back, the
+    request stands on.
+
+    Index: both primary keys. Locks: the requests that are new, or replace one for an earlier job of the same id; those
+    with another outcome, skipping what other transactions hold.
     """
-    there = select(job.c.id, literal(outcome, StoredText())).where(job.c.id.in_(ids)).order_by(job.c.id)
-    asked = insert(cancel_request).from_select(["job_id", "outcome"], there)
-    return asked.on_conflict_do_update(
-        index_elements=[cancel_request.c.job_id], set_={"outcome": asked.excluded.outcome}
-    ).returning(cancel_request.c.job_id)
+    there = select(job.c.id, job.c.created_at).where(job.c.id.in_(ids)).cte("there").prefix_with("MATERIALIZED")
+    stands = and_(cancel_request.c.job_id == there.c.id, cancel_request.c.requested_at >= there.c.created_at)
+    standing = select(cancel_request.c.job_id, cancel_request.c.outcome).where(stands).cte("standing")
+    # A clock that was set back between the two, or a producer that set the time itself, makes no request too old.
+    now = func.greatest(pg.clock_timestamp(), there.c.created_at)
+    wanted = select(there.c.id, literal(outcome, StoredText()), now).order_by(there.c.id)
+    added = insert(cancel_request).from_select(
+        ["job_id", "outcome", "requested_at"], wanted.where(there.c.id.not_in(select(standing.c.job_id)))
+    )
+    asked = added.on_conflict_do_update(
+        index_elements=[cancel_request.c.job_id],
+        set_={"outcome": added.excluded.outcome, "requested_at": added.excluded.requested_at},
+    ).cte("asked")
+    others = select(standing.c.job_id).where(standing.c.outcome != outcome)
+    free = select(cancel_request.c.job_id).where(cancel_request.c.job_id.in_(others)).with_for_update(skip_locked=True)
+    locked = free.cte("locked").prefix_with("MATERIALIZED")
+    changed = update(cancel_request).where(cancel_request.c.job_id == locked.c.job_id).values(outcome=outcome)
+    return select(there.c.id).add_cte(asked, changed.cte("changed"))
 
 
-def take_request(job_id: UUID) -> Executable:
-    """Take a job's request, in the transaction that ends the job; returns the outcome that was asked for, or no row.
+def take_request(job_id: UUID, created_at: datetime | None) -> Executable:
+    """Take a job's request, in the transaction that ends the job; returns the outcome that was asked for, or none.
 
-    Index: the primary key. Locks: the row, which operators and the pruner hold for a moment at most.
+    One that was made for an earlier job of the same id is taken away too, and has no outcome. Index: the primary key.
+    Locks: the row, which operators and the pruner hold for a moment at most.
+
+    Args:
+        created_at: When the job was added; None to take its request whenever that was made.
     """
-    return delete(cancel_request).where(cancel_request.c.job_id == job_id).returning(cancel_request.c.outcome)
+    taken = delete(cancel_request).where(cancel_request.c.job_id == job_id)
+    if created_at is None:
+        return taken.returning(cancel_request.c.outcome)
+    counts = cancel_request.c.requested_at >= created_at
+    return taken.returning(case((counts, cancel_request.c.outcome)).label("outcome"))
+
+
+def _counts(jobs: FromClause) -> ColumnElement[bool]:
+    """Whether a row of `cancel_request` is a request for this very job, and not for an earlier one of the same id.
+
+    A run that takes along newer jobs of its key takes over their `created_at`: its requests count whatever their time.
+    """
+    is_newer = cancel_request.c.requested_at >= jobs.c.created_at
+    return and_(cancel_request.c.job_id == jobs.c.id, or_(jobs.c.unique_key.is_not(None), is_newer))
 
 
 def lock_requests(ids: Sequence[UUID]) -> Executable:
@@ -60,7 +113,17 @@ def drop_requests(ids: Sequence[UUID]) -> Delete:
     return delete(cancel_request).where(cancel_request.c.job_id.in_(ids))
 
 
-def cancel_waiting(ids: Sequence[UUID], *, leased: bool = False) -> Executable:
+def drop_free_requests(ids: Sequence[UUID]) -> Delete:
+    """Take back the requests for these jobs, which this transaction has ended.
+
+    Index: the primary key. Locks: the rows, skipping those that another transaction holds: it may wait for this one.
+    """
+    free = select(cancel_request.c.job_id).where(cancel_request.c.job_id.in_(ids)).with_for_update(skip_locked=True)
+    picked = free.cte("picked").prefix_with("MATERIALIZED")
+    return delete(cancel_request).where(cancel_request.c.job_id == picked.c.job_id)
+
+
+def cancel_waiting(ids: Sequence[UUID], *, leased: bool = False, asked: bool = False) -> Executable:
     """Delete those of these jobs that wait; a row for each of those, whether it was locked and whether it is gone.
 
     Index, locks and bound are those of `pick_page`. A job that runs under a lease is not locked: its relay may have its
@@ -68,16 +131,22 @@ def cancel_waiting(ids: Sequence[UUID], *, leased: bool = False) -> Executable:
 
     Args:
         leased: Also those under a lease, whose handlers go on, and whose results are refused.
+        asked: Only those whose cancellation was asked for.
     """
-    waits = job.c.state.in_((*WAITING, *LEASED) if leased else WAITING)
-    page, picked = pick_page(job, [job.c.id.in_(ids), waits], None, len(ids))
+    conditions: list[ColumnElement[bool]] = [
+        job.c.id.in_(ids),
+        job.c.state.in_((*WAITING, *LEASED) if leased else WAITING),
+    ]
+    if asked:
+        conditions.append(select(cancel_request.c.job_id).where(_counts(job)).correlate(job).exists())
+    page, picked = pick_page(job, conditions, None, len(ids))
     gone = delete(job).where(job.c.id == picked.c.id).returning(job.c.id).cte("cancelled")
     return page_outcome(page, picked, gone)
 
 
 _BURY: LiteralString = """\
 WITH picked AS MATERIALIZED (
-  SELECT job.id FROM {job} AS job WHERE job.id = ANY ({ids}::uuid[]) AND job.state = ANY ({waiting})
+  SELECT job.id FROM {job} AS job WHERE job.id = ANY ({ids}::uuid[]) AND job.state = ANY ({waiting}){asked}
   ORDER BY job.id FOR UPDATE OF job SKIP LOCKED
 ), gone AS (
   DELETE FROM {job} AS job WHERE job.id = ANY (ARRAY(SELECT id FROM picked)) RETURNING job.*
@@ -91,12 +160,17 @@ WITH picked AS MATERIALIZED (
   FROM gone AS job
 )
 SELECT id FROM gone"""
+# As `_counts`.
+_ASKED: LiteralString = """
+    AND EXISTS (SELECT FROM {cancel_request} AS request
+      WHERE request.job_id = job.id AND (job.unique_key IS NOT NULL OR request.requested_at >= job.created_at))"""
 
 
-def bury_waiting(schema: str, ids: Sequence[UUID], *, leased: bool = False) -> str:
+def bury_waiting(schema: str, ids: Sequence[UUID], *, leased: bool = False, asked: bool = False) -> str:
     """Make dead letters of those of these jobs that wait, or with `leased` are under a lease; returns their ids.
 
-    Index: the primary keys. Locks: the jobs, skipping those that another transaction has; at most as many as `ids`.
+    With `asked` only of those whose cancellation was asked for. Index: the primary keys. Locks: the jobs, skipping
+    those that another transaction has; at most as many as `ids`.
     """
     return render(
         schema,
@@ -104,6 +178,7 @@ def bury_waiting(schema: str, ids: Sequence[UUID], *, leased: bool = False) -> s
         ids=[str(job_id) for job_id in ids],
         waiting=sql.SQL("{}::text[]").format(sql.Literal([*WAITING, *(LEASED if leased else ())])),
         reason=CANCELLED,
+        asked=compose(schema, _ASKED if asked else ""),
     )
 
 
@@ -111,11 +186,14 @@ def progress(ids: Sequence[UUID]) -> Executable:
     """How far the cancellation of each of these jobs has come, a row each: its id and a state, in one snapshot.
 
     `running`: a transaction or a lease has it; `waiting`: it waits, and its next claim ends it; `cancelled`: job and
-    request are gone; `dead`: it is a dead letter; `over`: it came to its end by itself. Index: the primary keys.
+    request are gone; `dead`: it is a dead letter; `over`: it came to its end by itself, and also if a later job of its
+    id is there. Index: the primary keys.
     """
     wanted = unnest(literal(list(ids), ARRAY(Uuid()))).table_valued("id", name="wanted").render_derived()
     runs = or_(listed.c.state.in_(LEASED), xmax.in_(running_transactions()))
-    found = select(case((runs, "running"), else_="waiting")).where(listed.c.id == wanted.c.id).scalar_subquery()
+    is_asked = select(cancel_request.c.job_id).where(_counts(listed)).correlate(listed).exists()
+    state_of = case((not_(is_asked), "over"), (runs, "running"), else_="waiting")
+    found = select(state_of).where(listed.c.id == wanted.c.id).scalar_subquery()
     asked = exists().where(cancel_request.c.job_id == wanted.c.id)
     is_dead = exists().where(dead_job.c.id == wanted.c.id)
     state = func.coalesce(found, case((is_dead, "dead"), (asked, "over"), else_="cancelled"))

@@ -6,7 +6,7 @@ from datetime import datetime
 from typing import Any
 from uuid import UUID
 
-from sqlalchemy import Executable, case, func, literal, select, update
+from sqlalchemy import Executable, and_, case, func, literal, not_, select, update
 
 from outboxq.statements.builtin import pg
 from outboxq.statements.jobs import JobFilter
@@ -41,8 +41,11 @@ class JobChange:
             now_state = case((job.c.state == "scheduled", "ready"), (job.c.state == "group_waiting", "grouped"))
             found |= {"run_at": pg.clock_timestamp(), "parked": 0, "state": func.coalesce(now_state, job.c.state)}
         elif self.run_at is not None:
-            later = case((literal(self.run_at) > pg.clock_timestamp(), "scheduled"), else_="ready")
-            timed = case((job.c.state.in_(("ready", "scheduled")), later), else_=job.c.state)
+            is_later = literal(self.run_at) > pg.clock_timestamp()
+            # The claim of suspects does not look at the time. One that is put off keeps its crashes, as after a retry.
+            put_off = and_(job.c.state.in_(("ready", "suspect")), is_later)
+            due = and_(job.c.state == "scheduled", not_(is_later))
+            timed = case((put_off, "scheduled"), (due, "ready"), else_=job.c.state)
             found |= {"run_at": self.run_at, "parked": 0, "state": timed}
         return found
 

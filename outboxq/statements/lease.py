@@ -244,7 +244,10 @@ FROM {queue_table} WHERE name = ANY ({queues}::text[])
 UNION ALL
 SELECT 'paused', queue, kind, NULL FROM {paused_kind} WHERE queue = ANY ({queues}::text[])
 UNION ALL
-(SELECT 'cancel', job_id::text, outcome, NULL FROM {cancel_request} ORDER BY requested_at DESC LIMIT 1000)
+(SELECT 'cancel', job_id::text, outcome, NULL FROM {cancel_request} AS request WHERE NOT EXISTS (
+  SELECT FROM {job} AS job
+  WHERE job.id = request.job_id AND job.unique_key IS NULL AND job.created_at > request.requested_at
+) ORDER BY requested_at DESC LIMIT 1000)
 UNION ALL
 (SELECT 'schedule', name, NULL, extract(epoch FROM next_at - pg_catalog.clock_timestamp())::float8::text
 FROM {schedule} WHERE paused_at IS NULL ORDER BY next_at LIMIT 1)"""

@@ -59,6 +59,27 @@ def test_a_job_moves_to_another_time(
     assert ledger(engine) == {"a": 1}
 
 
+def test_a_suspect_is_put_off_and_keeps_its_crashes(
+    outboxq_database: Database, engine: Engine, sessions: sessionmaker[OutboxSession], drain: Drain
+) -> None:
+    """It waits for its time, as a ready job does; for a time that has passed it stays a suspect, which runs alone."""
+    (handle,) = add(sessions, "a")
+    with engine.begin() as connection:
+        connection.execute(text("UPDATE outboxq.job SET state = 'suspect', crashes = 2"))
+    url = outboxq_database.url
+    call("jobs", "change", handle.id, "--run-at", "2020-01-01", url=url).ok()
+    assert rows(engine, "SELECT state, crashes FROM outboxq.job") == [("suspect", 2)]
+    moment = datetime.now(UTC) + LATER
+    said = call("jobs", "change", handle.id, "--run-at", moment.isoformat(), "--json", url=url).ok().json
+    assert said["changed"] == 1
+    assert rows(engine, "SELECT state, run_at, crashes FROM outboxq.job") == [("scheduled", moment, 2)]
+    drain()
+    assert ledger(engine) == {}
+    call("jobs", "change", handle.id, "--run-now", url=url).ok()
+    drain()
+    assert ledger(engine) == {"a": 1}
+
+
 def test_a_higher_priority_runs_first(
     outboxq_database: Database, sessions: sessionmaker[OutboxSession], drain: Drain
 ) -> None:

@@ -406,10 +406,16 @@ def _refusing(engine: Engine) -> None:
         connection.execute(text("ALTER TABLE outboxq.done_job ADD CONSTRAINT never CHECK (attempt < 0) NOT VALID"))
 
 
-@pytest.mark.each_value
+def _raising(engine: Engine) -> None:
+    function = "CREATE FUNCTION refuse() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN RAISE 'not today'; END $$"
+    trigger = "CREATE TRIGGER refuse BEFORE INSERT ON outboxq.done_job FOR EACH ROW EXECUTE FUNCTION refuse()"
+    with engine.begin() as connection:
+        connection.execute(text(f"{function}; {trigger}"))
+
+
 @pytest.mark.parametrize("claim", ["transaction", "lease"])
 @pytest.mark.parametrize("batch_size", [1, 10])
-@pytest.mark.parametrize("refuse", [_revoked, _refusing])
+@pytest.mark.parametrize("refuse", [_revoked, _refusing, _raising])
 def test_jobs_whose_rows_are_refused_are_done_without(
     engine: Engine,
     sessions: Sessions,

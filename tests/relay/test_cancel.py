@@ -420,9 +420,9 @@ def add_again(engine: Engine, job_id: UUID, kind: str, group: str | None = None)
         connection.execute(
             text(
                 "INSERT INTO outboxq.job (id, queue, kind, args, group_key, state) "
-                "VALUES (:id, 'q', :kind, '{}', :group, CASE WHEN :group IS NULL THEN 'ready' ELSE 'grouped' END)"
+                "VALUES (:id, 'q', :kind, '{}', :group, :state)"
             ),
-            {"id": job_id, "kind": kind, "group": group},
+            {"id": job_id, "kind": kind, "group": group, "state": "grouped" if group else "ready"},
         )
 
 
@@ -438,7 +438,7 @@ def test_a_request_that_outlived_its_job_does_not_end_a_later_one_of_its_id(
     claim: str,
     group: str | None,
 ) -> None:
-    """It runs once, soon, without an attempt more; the request is gone then, and can be made anew."""
+    """It runs once, soon, without an attempt more."""
     jobs = Jobs()
 
     @jobs.handler(queue="q", kind="good", claim=claim)  # type: ignore[arg-type]  # one of the two modes
@@ -456,7 +456,61 @@ def test_a_request_that_outlived_its_job_does_not_end_a_later_one_of_its_id(
     add_again(engine, handle.id, "good", group)
     events = drain(jobs)
     assert not [event for event in events if isinstance(event, JobCancelled)]
-    assert (effects(engine), waiting(engine), requests(engine)) == (["attempt 1", "attempt 1"], 0, [])
+    assert (effects(engine), waiting(engine)) == (["attempt 1", "attempt 1"], 0)
+
+
+@MODES
+def test_a_request_for_an_earlier_job_of_its_id_interrupts_none_that_runs(
+    engine: Engine,
+    sessions: sessionmaker[OutboxSession],
+    start_relay: StartRelay,
+    begun: threading.Event,
+    release: threading.Event,
+    claim: str,
+) -> None:
+    """The look that reports a request for the job beside it does not report it."""
+    jobs, runs = Jobs(), threading.Event()
+
+    @jobs.handler(queue="q", kind="good", claim=claim)  # type: ignore[arg-type]  # one of the two modes
+    def good(ctx: Context) -> None:
+        ctx.session.add(Effect(name="good"))
+        begun.set()
+        assert release.wait(PATIENCE)
+
+    @jobs.handler(queue="q", kind="other", claim=claim)  # type: ignore[arg-type]  # one of the two modes
+    def other(ctx: Context) -> None:
+        runs.set()
+        ctx.session.execute(text("SELECT pg_sleep(60)"))
+
+    good_one, other_one = add(sessions, jobs, "good", "other")
+    with engine.begin() as connection:
+        old = "INSERT INTO outboxq.cancel_request (job_id, requested_at) VALUES (:id, now() - interval '1 day')"
+        connection.execute(text(old), {"id": good_one.id})
+    with start_relay(jobs, RelayConfig(listen=False, slots_per_queue=2)) as running:
+        assert begun.wait(PATIENCE)
+        assert runs.wait(PATIENCE)
+        assert cancel_now(sessions, other_one) == "requested"
+        wait_until(lambda: running.of(JobCancelled), "the job beside it to end")
+        release.set()
+        wait_until(lambda: running.of(JobDone), "the job to be done")
+        ended = [(type(event), event.job.id) for event in running.events if isinstance(event, JobEvent)]
+    assert ended == [(JobCancelled, other_one.id), (JobDone, good_one.id)]
+    assert effects(engine) == ["good"]
+
+
+def test_a_request_for_an_earlier_job_of_its_id_has_no_outcome(
+    engine: Engine, sessions: sessionmaker[OutboxSession]
+) -> None:
+    """It may have been reported a moment ago, when the job that it was made for was there."""
+    jobs = Jobs()
+    jobs.handler(queue="q", kind="good")(lambda ctx: None)
+    (handle,) = add(sessions, jobs, "good")
+    with engine.begin() as connection:
+        connection.execute(cancel_statements.request([handle.id], "discard"))
+        asked_at = connection.execute(text("SELECT requested_at FROM outboxq.cancel_request")).scalar_one()
+        later = cancel_statements.take_request(handle.id, asked_at + timedelta(seconds=1))
+        assert connection.execute(later).scalars().all() == [None]
+    assert requests(engine) == []
 
 
 def test_a_request_for_a_later_job_of_an_id_counts(
@@ -526,9 +580,7 @@ def test_a_request_counts_for_a_run_that_takes_along_a_job_that_came_later(
     assert (ran, waiting(engine), requests(engine)) == ([], 0, [])
 
 
-def test_a_job_that_waits_is_cancelled_with_its_request(
-    engine: Engine, sessions: sessionmaker[OutboxSession]
-) -> None:
+def test_a_job_that_waits_is_cancelled_with_its_request(engine: Engine, sessions: sessionmaker[OutboxSession]) -> None:
     """It was asked for when it ran, and came back since: nothing of that is left."""
     jobs = Jobs()
 

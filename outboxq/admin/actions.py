@@ -183,9 +183,9 @@ class Actions:
 
     def put_schedule(self, connection: Connection, new: schedules.NewSchedule) -> schedules.Schedule:
         """Make or change a schedule, as `schedules.put` does."""
-        made = schedules.put(connection, new)
+        made, changed = schedules.put_and_count(connection, new)
         change = {"kind": made.kind, "queue": made.queue, "cron": made.cron, "time_zone": made.time_zone}
-        self._record(connection, "schedule.put", [made.name], 1, {**change, "args": "not kept"})
+        self._record(connection, "schedule.put", [made.name], changed, {**change, "args": "not kept"})
         return made
 
     def pause_schedules(self, connection: Connection, names: Sequence[str]) -> tuple[str, ...]:

@@ -194,12 +194,21 @@ def put(connection: Executor, new: NewSchedule) -> Schedule:
     Raises:
         ScheduleDeclared: code declares it.
     """
+    return put_and_count(connection, new)[0]
+
+
+def put_and_count(connection: Executor, new: NewSchedule) -> tuple[Schedule, int]:
+    """As `put`, and how many schedules were made or changed: none if it was there as it is to be.
+
+    Raises:
+        ScheduleDeclared: code declares it.
+    """
     row = new.as_row(_clock(connection), declared=False)
-    connection.execute(statements.put([row], keep_declared=True))
+    changed = len(connection.execute(statements.put([row], keep_declared=True)).all())
     found = _find(connection, new.name)
     if found.declared:
         raise ScheduleDeclared(new.name)
-    return _schedule(found)
+    return _schedule(found), changed
 
 
 def declare(connection: Executor, schedules: Iterable[NewSchedule]) -> tuple[Gone, ...]:

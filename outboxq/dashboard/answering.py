@@ -11,8 +11,6 @@ from functools import partial
 from typing import Any, TypeAlias, TypeVar
 from urllib.parse import parse_qsl
 
-from sqlalchemy.exc import DBAPIError
-from sqlalchemy.exc import TimeoutError as PoolTimeout
 from starlette.datastructures import ImmutableMultiDict
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
@@ -20,7 +18,7 @@ from starlette.responses import Response
 from outboxq.admin.actions import Actions, Actor
 from outboxq.dashboard.databases import Database, Way
 from outboxq.dashboard.desk import Desk, KnownKinds
-from outboxq.dashboard.errors import Refused, answer_to
+from outboxq.dashboard.errors import EXPECTED, Refused, answer_to
 from outboxq.dashboard.intents import Caller, Intents
 from outboxq.dashboard.live import Poller
 from outboxq.dashboard.logins import Auth, Login
@@ -37,7 +35,6 @@ from outboxq.dashboard.sessions import Flash, Session, Sessions
 from outboxq.dashboard.settings import Settings
 from outboxq.dashboard.tries import Tries
 from outboxq.dashboard.view import Look, as_json, look_at
-from outboxq.errors import OutboxqError
 
 logger = logging.getLogger("outboxq.dashboard")
 
@@ -100,7 +97,7 @@ class Dashboard:
             response = await self._checked(route, request, session, page)
         except ClientDisconnect:
             return Response(status_code=400)
-        except (Refused, OutboxqError, DBAPIError, PoolTimeout) as error:
+        except EXPECTED as error:
             response = self._refusal(answer_to(error), page)
         if session is None and not isinstance(route, Door):
             self.sessions.write(request, response, page.session)
@@ -162,7 +159,7 @@ class Dashboard:
     async def _act(self, route: Action, database: Database, request: Request, page: Page) -> Response:
         try:
             done = await self._done(route, database, request, page)
-        except (Refused, OutboxqError, DBAPIError, PoolTimeout) as error:
+        except EXPECTED as error:
             return await self._show_again(route, database, page, answer_to(error))
         if wants_json(request):
             return Response(as_json({"text": done.text, **done.data}), media_type="application/json")
@@ -192,7 +189,7 @@ class Dashboard:
         given = {**page.form, **_names(page.request)}
         try:
             view, look = await self._look(database, page, lambda look: route.show_again(look, given))
-        except (Refused, OutboxqError, DBAPIError, PoolTimeout):
+        except EXPECTED:
             raise refused from None
         if view is None:
             raise refused

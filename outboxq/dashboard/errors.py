@@ -1,5 +1,6 @@
 """What goes wrong, as an answer: a status, and a sentence that says no more than the user may know."""
 
+import psycopg
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 
@@ -39,6 +40,10 @@ class Refused(Exception):
         self.text = text
 
 
+# What a page or an action may end with. Of what goes below SQLAlchemy the driver's own errors come.
+EXPECTED = (Refused, OutboxqError, DBAPIError, psycopg.Error, PoolTimeout)
+
+
 def answer_to(error: Exception) -> Refused:
     """The answer to an error of a page or an action."""
     match error:
@@ -50,7 +55,7 @@ def answer_to(error: Exception) -> Refused:
             return Refused(400, f"The arguments do not fit: {error}")
         case SchemaError():
             return Refused(503, str(error))
-        case DBAPIError() | PoolTimeout():
+        case DBAPIError() | psycopg.Error() | PoolTimeout():
             return _of_database(error)
         case TimeoutError():
             return Refused(503, "So many rows could not be looked through in time: ask for fewer, or use `outboxq`.")
@@ -60,7 +65,7 @@ def answer_to(error: Exception) -> Refused:
             return Refused(409, str(error))
 
 
-def _of_database(error: DBAPIError | PoolTimeout) -> Refused:
+def _of_database(error: DBAPIError | psycopg.Error | PoolTimeout) -> Refused:
     missing = explain_missing_tables(error)
     if missing is not None:
         return Refused(503, str(missing))

@@ -12,19 +12,16 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import anyio
-from sqlalchemy.exc import DBAPIError
-from sqlalchemy.exc import TimeoutError as PoolTimeout
 from starlette.responses import StreamingResponse
 from starlette.routing import compile_path
 from starlette.types import Receive, Scope, Send
 
 from outboxq.dashboard.databases import FINDINGS_SECONDS, Database
-from outboxq.dashboard.errors import Refused, answer_to
+from outboxq.dashboard.errors import EXPECTED, Refused, answer_to
 from outboxq.dashboard.parameters import read_parameters
 from outboxq.dashboard.route import Route, Screen
 from outboxq.dashboard.segments import names_in
 from outboxq.dashboard.view import look_at
-from outboxq.errors import OutboxqError
 
 if TYPE_CHECKING:
     from outboxq.dashboard.answering import Dashboard
@@ -157,13 +154,13 @@ class Poller:
         if time.monotonic() < self._doctor_at:
             return
         self._doctor_at = time.monotonic() + FINDINGS_SECONDS
-        with contextlib.suppress(OutboxqError, DBAPIError, PoolTimeout):
+        with contextlib.suppress(*EXPECTED):
             await self._database.examine()
 
     async def _look(self, watched: Watched) -> None:
         try:
             event = await self._made(watched)
-        except (OutboxqError, DBAPIError, PoolTimeout, Refused) as error:
+        except EXPECTED as error:
             event = _event("trouble", answer_to(error).text)
         except Exception:
             logger.exception("a page could not be made: path=%s", watched.screen.path)

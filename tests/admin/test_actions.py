@@ -63,6 +63,11 @@ SINGLE: dict[str, tuple[Act, tuple[str, str | None, int, object]]] = {
         ("schedule.put", "weekly", 1,
          {"kind": "report", "queue": "q", "cron": "@daily", "time_zone": "UTC", "args": "not kept"}),
     ),
+    "schedule as it is": (
+        lambda a, c, _: a.put_schedule(c, new_schedule()),
+        ("schedule.put", "nightly", 0,
+         {"kind": "report", "queue": "q", "cron": "@daily", "time_zone": "UTC", "args": "not kept"}),
+    ),
     "pause schedule": (lambda a, c, _: a.pause_schedules(c, ["nightly"]), ("schedule.pause", "nightly", 1, None)),
     "resume schedule": (lambda a, c, _: a.resume_schedules(c, ["nightly"]), ("schedule.resume", "nightly", 0, None)),
     "remove schedule": (lambda a, c, _: a.remove_schedules(c, ["nightly"]), ("schedule.remove", "nightly", 1, None)),

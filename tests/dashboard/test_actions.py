@@ -4,13 +4,14 @@ from typing import Any
 
 import httpx
 import pytest
-from sqlalchemy import Engine, text
+from sqlalchemy import Engine, create_engine, text
 from starlette.testclient import TestClient
 
 from outboxq import Jobs
 from outboxq.dashboard import Role, create_app
 from outboxq.dashboard.route import Action, Screen
 from outboxq.dashboard.routes import ACTIONS
+from outboxq.postgres import Database
 from tests.support.dashboard import (
     ORIGIN,
     action_fields,
@@ -255,6 +256,33 @@ def test_force_ends_the_session_that_runs_a_job(staged: Engine) -> None:
     with staged.connect() as connection:
         actions = [row.action for row in connection.execute(text(_ENTRIES + " ORDER BY id"))]
     assert actions == ["job.cancel_running", "job.terminate"]
+
+
+def test_force_without_the_right_to_end_sessions_is_refused_in_one_sentence(
+    staged: Engine, outboxq_database: Database
+) -> None:
+    """The driver's own error, below SQLAlchemy; the request that goes before it stands."""
+    role = f"limited_{outboxq_database.name}"
+    with staged.begin() as connection:
+        connection.execute(text(f"CREATE ROLE {role}"))
+        connection.execute(text(f"GRANT USAGE ON SCHEMA outboxq TO {role}"))
+        connection.execute(text(f"GRANT ALL ON ALL TABLES IN SCHEMA outboxq TO {role}"))
+        connection.execute(text(f"GRANT pg_read_all_stats TO {role}"))
+    limited = create_engine(staged.url, connect_args={"options": f"-c role={role}"})
+    try:
+        with staged.connect() as relay, relay.begin() as transaction:
+            relay.execute(text("SET LOCAL search_path = outboxq"))
+            relay.execute(text(f"DELETE {_JOB}"))
+            with client_of(create_app({"orders": limited}, auth=as_user(Role.ADMIN))) as client:
+                answer = _do(client, _of("jobs/{job_id}/terminate"))
+            assert (answer.status_code, "may not do this" in answer.text) == (403, True)
+            transaction.rollback()
+        assert _is(staged, "EXISTS (SELECT FROM outboxq.cancel_request)")
+    finally:
+        limited.dispose()
+        with staged.begin() as connection:
+            connection.execute(text(f"DROP OWNED BY {role}"))
+            connection.execute(text(f"DROP ROLE {role}"))
 
 
 def _registry() -> Jobs:

@@ -1176,6 +1176,27 @@ MUTANTS = (
         ("tests/database/test_driver.py",),
     ),
     Mutant(
+        "the time of a request, when a job is to be cancelled for it",
+        "outboxq/statements/cancel.py",
+        "    counts = cancel_request.c.requested_at >= created_at\n",
+        "    counts = cancel_request.c.requested_at.is_not(None)\n",
+        ("tests/relay/test_cancel.py",),
+    ),
+    Mutant(
+        "the time of a request, when a relay looks for them",
+        "outboxq/statements/lease.py",
+        " AND job.created_at > request.requested_at",
+        " AND job.created_at > request.requested_at AND false",
+        ("tests/relay/test_cancel.py",),
+    ),
+    Mutant(
+        "a request that stands already is left alone",
+        "outboxq/statements/cancel.py",
+        "wanted.where(there.c.id.not_in(select(standing.c.job_id)))",
+        "wanted",
+        ("tests/admin/test_cancel_locks.py",),
+    ),
+    Mutant(
         "the look whether a transaction is left, after a refusal with kept jobs",
         "outboxq/execution/commit.py",
         "    if transaction_status(connection) != TransactionStatus.INERROR:\n",

@@ -42,6 +42,10 @@ CANCELLED = "cancelled"
 # States of jobs that wait: under a lease a job runs, or its relay is dead.
 WAITING = ("ready", "scheduled", "suspect", "grouped", "group_waiting", "group_suspect")
 LEASED = ("leased", "group_leased")
+# Whether a request is for this very job, as in `_counts`, for texts in which they are called `request` and `job`.
+COUNTS: LiteralString = (
+    "request.job_id = job.id AND (job.unique_key IS NOT NULL OR request.requested_at >= job.created_at)"
+)
 
 
 def request(ids: Sequence[UUID], outcome: str) -> Executable:
@@ -160,10 +164,8 @@ WITH picked AS MATERIALIZED (
   FROM gone AS job
 )
 SELECT id FROM gone"""
-# As `_counts`.
-_ASKED: LiteralString = """
-    AND EXISTS (SELECT FROM {cancel_request} AS request
-      WHERE request.job_id = job.id AND (job.unique_key IS NOT NULL OR request.requested_at >= job.created_at))"""
+_ASKED: LiteralString = f"""
+    AND EXISTS (SELECT FROM {{cancel_request}} AS request WHERE {COUNTS})"""
 
 
 def bury_waiting(schema: str, ids: Sequence[UUID], *, leased: bool = False, asked: bool = False) -> str:

@@ -9,6 +9,7 @@ from uuid import UUID
 
 from sqlalchemy import TextClause, text
 
+from outboxq.statements.cancel import COUNTS
 from outboxq.statements.doctor.sessions import qualified, schema_name
 
 # Counts go no further.
@@ -42,7 +43,7 @@ LEFT JOIN LATERAL (
 ) AS holder ON true
 LEFT JOIN pg_catalog.pg_stat_activity AS activity ON activity.pid = holder.pid
 LEFT JOIN {relay} AS relay ON relay.id = job.lease_owner
-LEFT JOIN {request} AS request ON request.job_id = job.id
+LEFT JOIN {request} AS request ON {counts}
 LEFT JOIN {paused} AS paused ON paused.queue = job.queue AND paused.kind = job.kind
 WHERE job.id = CAST(:job_id AS uuid)"""
 
@@ -53,6 +54,7 @@ def job_facts(schema: str, job_id: UUID) -> TextClause:
         job=qualified(schema, "job"),
         relay=qualified(schema, "relay"),
         request=qualified(schema, "cancel_request"),
+        counts=COUNTS,
         paused=qualified(schema, "paused_kind"),
     )
     return text(statement).bindparams(job_id=str(job_id))

@@ -13,6 +13,7 @@ def test_a_cancellation_that_no_relay_answers_is_named(outboxq_database: Databas
         url,
         "SELECT outboxq.add_job('runs', '{}', 'q')",
         "SELECT outboxq.add_job('waits', '{}', 'q')",
+        "UPDATE outboxq.job SET created_at = created_at - interval '1 hour'",
         "INSERT INTO outboxq.cancel_request (job_id) SELECT id FROM outboxq.job",
         "INSERT INTO outboxq.cancel_request (job_id) VALUES (gen_random_uuid())",
     )

@@ -2,6 +2,7 @@
 
 from sqlalchemy import TextClause, text
 
+from outboxq.statements.cancel import COUNTS
 from outboxq.statements.doctor.sessions import qualified
 
 MAX_REQUESTS = 100
@@ -16,7 +17,7 @@ def unanswered_requests(schema: str, after_seconds: float) -> TextClause:
         f"""\
 SELECT job.id::text AS id, job.queue, job.kind,
   extract(epoch FROM pg_catalog.clock_timestamp() - request.requested_at)::float8 AS seconds
-FROM {qualified(schema, "cancel_request")} AS request JOIN {qualified(schema, "job")} AS job ON job.id = request.job_id
+FROM {qualified(schema, "cancel_request")} AS request JOIN {qualified(schema, "job")} AS job ON {COUNTS}
 WHERE request.requested_at < pg_catalog.clock_timestamp() - pg_catalog.make_interval(secs => :after_seconds)
   AND (job.state IN ('leased', 'group_leased') OR job.xmax IN (
     SELECT backend_xid FROM pg_catalog.pg_stat_activity WHERE backend_xid IS NOT NULL

@@ -3,16 +3,18 @@
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import psycopg
 from psycopg.pq import Conninfo
-from sqlalchemy import URL, Dialect, Engine, NullPool, QueuePool, create_engine, event
+from sqlalchemy import URL, Dialect, Engine, NullPool, PoolProxiedConnection, QueuePool, create_engine, event
 from sqlalchemy.dialects.postgresql.psycopg import PGDialect_psycopg
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
+from sqlalchemy.util import greenlet_spawn
 
 from outboxq.database.driver import DriverConnection
 from outboxq.database.urls import host_names, psycopg_url
@@ -230,18 +232,33 @@ def listen_connector(
     if listen_url is not None:
         return _url_connector(psycopg_url(listen_url), LISTENER_NAME)
 
-    def by_engine() -> DriverConnection:
-        assert engines.sync is not None
-        raw = engines.sync.raw_connection()
+    if engines.sync is not None:
+        return _sync_connector(engines.sync.raw_connection)
+    assert engines.asynchronous is not None
+    return _async_connector(engines.asynchronous.raw_connection, loop)
+
+
+def _sync_connector(take: Callable[[], PoolProxiedConnection]) -> Callable[[], DriverConnection]:
+    """Keep a connection that a pool opens: it is the pool's no longer."""
+
+    def connect() -> DriverConnection:
+        raw = take()
         driver = raw.driver_connection
         raw.detach()
         assert isinstance(driver, psycopg.Connection)
         driver.rollback()
         return driver
 
-    async def by_async_engine() -> DriverConnection:
-        assert engines.asynchronous is not None
-        raw = await engines.asynchronous.raw_connection()
+    return connect
+
+
+def _async_connector(
+    take: Callable[[], Awaitable[PoolProxiedConnection]], loop: Callable[[], asyncio.AbstractEventLoop | None]
+) -> Callable[[], DriverConnection]:
+    """`_sync_connector` for a pool that opens its connections in an event loop; called in another thread."""
+
+    async def connect() -> DriverConnection:
+        raw = await take()
         driver = raw.driver_connection
         raw.detach()
         assert isinstance(driver, psycopg.AsyncConnection)
@@ -252,9 +269,9 @@ def listen_connector(
         running = loop()
         if running is None:
             raise OSError("the event loop does not run")
-        return _result_in(running, asyncio.run_coroutine_threadsafe(by_async_engine(), running))
+        return _result_in(running, asyncio.run_coroutine_threadsafe(connect(), running))
 
-    return by_engine if engines.sync is not None else through_loop
+    return through_loop
 
 
 def _result_in(loop: asyncio.AbstractEventLoop, opening: "Future[DriverConnection]") -> DriverConnection:
@@ -272,7 +289,7 @@ def beside_connector(
 ) -> Callable[[], DriverConnection]:
     """How a connection beside those of a producer is opened: as its engine opens them, or by a URL.
 
-    An engine of another driver than psycopg is asked for its URL alone.
+    It takes no place in the engine's pool. An engine of another driver than psycopg is asked for its URL alone.
 
     Raises:
         ConfigError: not a PostgreSQL URL.
@@ -282,8 +299,14 @@ def beside_connector(
     if given.dialect.driver not in ("psycopg", "psycopg_async"):
         return _url_connector(psycopg_url(given.url), RESULTS_NAME)
     if isinstance(given, AsyncEngine):
-        return listen_connector(Engines(None, given, owns_sync=False, owns_asynchronous=False), None, loop)
-    return listen_connector(Engines(given, None, owns_sync=False, owns_asynchronous=False), None, loop)
+        return _async_connector(partial(greenlet_spawn, _take_beside, given.sync_engine), loop)
+    return _sync_connector(partial(_take_beside, given))
+
+
+def _take_beside(engine: Engine) -> PoolProxiedConnection:
+    """A connection from a pool for it alone, with the engine's settings, listeners and way to connect."""
+    # Those that wait for a result may hold all connections of the engine's pool meanwhile.
+    return engine.pool.recreate().connect()
 
 
 def _url_connector(url: URL, application_name: str) -> Callable[[], DriverConnection]:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias, get_args, overload
 from uuid import UUID
 
-from sqlalchemy import Connection, text
+from sqlalchemy import Connection, TwoPhaseTransaction, text
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession
 from sqlalchemy.orm import Session
 
@@ -94,8 +94,9 @@ def cancel_or_request(connection: Connection, ids: Sequence[UUID], outcome: Canc
     if others:
         # A job that was put back to wait meanwhile is ended by its next claim.
         asked = set(connection.execute(statements.request(others, outcome)).scalars())
-        channel = wake.channel_name(mapped_schema(connection))
-        connection.execute(wake.NOTIFY, {"channel": channel, "payload": wake.SETTINGS})
+        if _may_notify(connection):
+            channel = wake.channel_name(mapped_schema(connection))
+            connection.execute(wake.NOTIFY, {"channel": channel, "payload": wake.SETTINGS})
     return Requested(
         cancelled=tuple(job_id for job_id in ids if job_id in gone),
         requested=tuple(job_id for job_id in others if job_id in asked),
@@ -126,5 +127,14 @@ def end_waiting(
         gone = set(read_page(connection.execute(cancelled)).changed)
     if gone:
         connection.execute(statements.drop_free_requests(list(gone)))
-        connection.execute(text(results.tell_waiters(schema, gone)))
+        if _may_notify(connection):
+            connection.execute(text(results.tell_waiters(schema, gone)))
     return gone
+
+
+def _may_notify(connection: Connection) -> bool:
+    """False in two phases: PREPARE TRANSACTION refuses a transaction that has notified.
+
+    The looks of relays and of those who wait for results find what they were not told.
+    """
+    return not isinstance(connection.get_transaction(), TwoPhaseTransaction)

@@ -2,7 +2,9 @@
 
 First the flags, then the look, then the wait. A job that ends before the look is seen by it. One that ends later finds
 the flags raised, and notifies with its COMMIT; so does one that ends between the two. A flag is refused only while a
-transaction that ends the job is at its COMMIT: it is tried again, and the look is later than that COMMIT.
+transaction that ends the job, or many jobs, is at its COMMIT: it is tried again, and a look is later than that COMMIT.
+That transaction may wait for a lock of others. So jobs are looked at without their flags too: what is over is told, and
+what is not is looked at again soon, since its end may notify nothing.
 
 At most 500 flags are up at once; jobs beyond are looked at every second. Flags that several jobs share would be bounded
 too, but transactions that end jobs of one flag at the same time would refuse it to each other, and notify for nothing.
@@ -38,7 +40,7 @@ from outboxq.statements.wake import listen_on
 
 # The step of the migrations that brings the table of finished jobs.
 _STEP = 11
-# A flag that was refused is tried again after this pause, which doubles.
+# A job whose flag was refused is looked at, and the flag tried again, after this pause, which doubles.
 _RETRY_FIRST_SECONDS, _RETRY_CAP_SECONDS = 0.005, 0.1
 _RECONNECT_FIRST_SECONDS, _RECONNECT_CAP_SECONDS = 0.05, 1.0
 
@@ -221,22 +223,30 @@ class ResultListener:
         return True
 
     def _look(self, connection: PGconn) -> None:
-        """Look at the jobs that are due, but not at those whose flags are refused; tell the waits of what is over."""
+        """Look at the jobs that are due, and tell the waits of what is over.
+
+        Those whose flags are refused stay due, and are looked at without them after a pause.
+        """
         if not self._due:
             return
+        if unflagged := self._refused & self._due:
+            self._tell(run_on_libpq(connection, statements.look_at_jobs(self._schema, unflagged)))
         looked = self._flagged(connection) if self._hears else set(self._due)
         if looked:
             fault_point("before-look")
             rows = run_on_libpq(connection, statements.look_at_jobs(self._schema, looked))
             fault_point("after-look")
             self._due -= looked
-            for row in rows:
-                self._read(*row)
+            self._tell(rows)
         self._refused = set(self._due)
         self.trouble, self._reconnect_seconds = None, _RECONNECT_FIRST_SECONDS
 
     def _flagged(self, connection: PGconn) -> set[UUID]:
-        """Raise the flags of the jobs that are due, as far as there is room; those to look at, flagged or beyond."""
+        """Raise the flags of the jobs that are due, as far as there is room.
+
+        Returns:
+            The jobs for which one look is enough: an end behind it is notified of, or the job is beyond, and polled.
+        """
         # The flag of all jobs is the first.
         missing = sorted({statements.ALL_JOBS, *map(str, self._due)} - self._flags)
         room = 1 + self._limits.most_flags - len(self._flags)
@@ -248,7 +258,7 @@ class ResultListener:
         flagged = {job_id for job_id in self._due if job_id in self._beyond or str(job_id) in self._flags}
         is_whole = statements.ALL_JOBS in self._flags and flagged == self._due
         self._retry_seconds = _RETRY_FIRST_SECONDS if is_whole else min(self._retry_seconds * 2, _RETRY_CAP_SECONDS)
-        return flagged if statements.ALL_JOBS in self._flags else set()
+        return flagged if statements.ALL_JOBS in self._flags else flagged & self._beyond
 
     def _drop_flags(self, connection: PGconn) -> None:
         dropped = {str(job_id) for job_id in self._left if job_id not in self._waits} & self._flags
@@ -256,6 +266,10 @@ class ResultListener:
         if dropped:
             self._flags -= dropped
             run_on_libpq(connection, statements.drop_result_flags(self._schema, dropped))
+
+    def _tell(self, rows: list[tuple[str | None, ...]]) -> None:
+        for row in rows:
+            self._read(*row)
 
     def _read(self, job_id: str | None, *found: str | None) -> None:
         """Tell the waits for a job what a look has found, if the job is over."""

@@ -60,18 +60,21 @@ def tell_waiters(schema: str, job_ids: Collection[UUID]) -> str:
 
 
 _LOOK: LiteralString = """\
-SELECT wanted.id, waiting.found, finished.outcome, finished.result, buried.reason
+SELECT wanted.id, waiting.found, ended.outcome, ended.result, ended.reason
 FROM pg_catalog.unnest({ids}::uuid[]) AS wanted (id)
 LEFT JOIN LATERAL (SELECT true AS found FROM {job} WHERE id = wanted.id LIMIT 1) AS waiting ON true
-LEFT JOIN LATERAL (SELECT outcome, result::text FROM {done} WHERE id = wanted.id LIMIT 1) AS finished ON true
-LEFT JOIN LATERAL (SELECT reason FROM {dead} WHERE id = wanted.id LIMIT 1) AS buried ON true"""
+LEFT JOIN LATERAL (
+  SELECT outcome, result::text, NULL AS reason, finished_at AS ended_at FROM {done} WHERE id = wanted.id
+  UNION ALL SELECT NULL, NULL, reason, died_at FROM {dead} WHERE id = wanted.id
+  ORDER BY ended_at DESC LIMIT 1
+) AS ended ON true"""
 
 
 def look_at_jobs(schema: str, job_ids: Collection[UUID]) -> str:
     """What became of jobs: a row for each, with its id; whether it waits or runs; its outcome and its result as JSON
     text, if it is over and kept; and why it is dead.
 
-    One statement, so that a job on its way from one table to the other is seen in one of them. Indexes: the primary
-    keys; no locks.
+    Of a kept row and a dead letter of one id, which a producer chose twice, the later counts. One statement, so that
+    a job on its way from one table to the other is seen in one of them. Indexes: the primary keys; no locks.
     """
     return render(schema, _LOOK, ids=[str(job_id) for job_id in job_ids])

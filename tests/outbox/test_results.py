@@ -12,9 +12,19 @@ from uuid import uuid4
 import pytest
 from sqlalchemy import Engine, create_engine, make_url, text
 from sqlalchemy.ext.asyncio import create_async_engine
-from sqlalchemy.orm import sessionmaker
+from sqlalchemy.orm import Session, sessionmaker
 
-from outboxq import AsyncOutboxSession, Context, Jobs, OutboxSession, Unique, cancel, external, wait_for_result
+from outboxq import (
+    AsyncOutboxSession,
+    Context,
+    Jobs,
+    OutboxSession,
+    RelayConfig,
+    Unique,
+    cancel,
+    external,
+    wait_for_result,
+)
 from outboxq.errors import (
     ConfigError,
     JobNotDone,
@@ -24,11 +34,12 @@ from outboxq.errors import (
     SchemaError,
     WaitRefused,
 )
+from outboxq.events import JobCancelled
 from outboxq.postgres import Database
 from tests.conftest import StartRelay
 from tests.support.pgbouncer import pgbouncer
-from tests.support.results import KEEP, Report, keeping_jobs, only_woken, waiting
-from tests.support.waiting import PATIENCE
+from tests.support.results import KEEP, Report, keeping_jobs, limited, only_woken, told, waiting
+from tests.support.waiting import PATIENCE, wait_until
 
 Drain = Callable[..., list[Any]]
 Sessions = sessionmaker[OutboxSession]
@@ -126,6 +137,66 @@ def test_a_job_that_is_cancelled_while_it_runs_ends_the_wait(
     assert raised.value.outcome == "cancelled"
 
 
+@pytest.fixture
+def prepared_transactions_allowed(engine: Engine) -> None:
+    with engine.connect() as connection:
+        if connection.execute(text("SHOW max_prepared_transactions")).scalar_one() == "0":
+            pytest.skip("this server has max_prepared_transactions = 0")
+
+
+@pytest.mark.usefixtures("prepared_transactions_allowed")
+@pytest.mark.parametrize("outcome", ["discard", "dead"])
+@pytest.mark.parametrize("by", ["session", "connection"])
+def test_a_job_that_is_waited_for_can_be_cancelled_in_two_phases(
+    outboxq_database: Database, engine: Engine, sessions: Sessions, by: str, outcome: Any
+) -> None:
+    """PREPARE TRANSACTION refuses a transaction that has notified, so nothing is; a later look ends the wait."""
+    _, work = keeping_jobs()
+    with sessions.begin() as session:
+        handle = session.add_job(work, name="x")
+    with (
+        told(outboxq_database) as heard,
+        limited(look_seconds=0.1, linger_seconds=0.1),
+        waiting(lambda: handle.result(engine, timeout=PATIENCE)) as result,
+    ):
+        if by == "session":
+            # In a savepoint too.
+            with Session(engine, twophase=True) as session, session.begin(), session.begin_nested():
+                assert cancel(session, handle, outcome) == "cancelled"
+        else:
+            with engine.connect() as connection, connection.begin_twophase() as transaction:
+                assert cancel(connection, handle, outcome) == "cancelled"
+                transaction.prepare()
+                transaction.commit()
+        with pytest.raises(ResultNotFound if outcome == "discard" else JobNotDone):
+            result()
+        assert heard() == []
+
+
+@CLAIMS
+@pytest.mark.usefixtures("prepared_transactions_allowed")
+def test_a_job_that_runs_can_be_cancelled_in_two_phases(
+    engine: Engine, sessions: Sessions, start_relay: StartRelay, claim: str
+) -> None:
+    """Its relay is not notified, and finds the request with its next beat."""
+    jobs, entered = Jobs(), threading.Event()
+
+    @jobs.handler(claim=claim)
+    def work(ctx: Context) -> None:
+        entered.set()
+        deadline = time.monotonic() + PATIENCE
+        while not ctx.cancelled and time.monotonic() < deadline:
+            threading.Event().wait(0.01)
+
+    with sessions.begin() as session:
+        handle = session.add_job(work)
+    with start_relay(jobs, RelayConfig(lease_seconds=1)) as relay:
+        assert entered.wait(PATIENCE)
+        with Session(engine, twophase=True) as session, session.begin():
+            assert cancel(session, handle) == "requested"
+        wait_until(lambda: relay.of(JobCancelled), "the end of the job")
+
+
 def test_a_wait_inside_of_the_transaction_that_adds_the_job_is_refused(engine: Engine, sessions: Sessions) -> None:
     """Also in and behind a savepoint of it, flushed or not: the job is not committed before the block ends."""
     _, work = keeping_jobs()
@@ -172,6 +243,30 @@ def test_a_wait_behind_a_rollback_says_that_there_is_no_job(engine: Engine, sess
         handle.result(engine, timeout=PATIENCE)
     with pytest.raises(ResultNotFound):
         wait_for_result(engine, uuid4(), timeout=PATIENCE)
+
+
+_RENAMED = text("UPDATE outboxq.job SET id = :id WHERE id = :later")
+
+
+def test_of_two_jobs_of_one_id_the_later_one_counts(engine: Engine, sessions: Sessions, drain: Drain) -> None:
+    """A kept row and a dead letter stand beside each other, whichever of the two came first."""
+    jobs, work = keeping_jobs()
+    with sessions.begin() as session:
+        job_id = session.add_job(work, name="x").id
+
+    def again(name: str) -> None:
+        with sessions.begin() as session:
+            later = session.add_job(work, name=name)
+            session.flush()
+            session.execute(_RENAMED, {"id": job_id, "later": later.id})
+        drain(jobs)
+
+    drain(jobs)
+    again("dies")
+    with pytest.raises(JobNotDone, match="beyond help"):
+        wait_for_result(engine, job_id, timeout=PATIENCE)
+    again("y")
+    assert wait_for_result(engine, job_id, timeout=PATIENCE)["name"] == "y"
 
 
 def test_a_wait_for_what_no_kind_keeps_is_refused(engine: Engine, sessions: Sessions, drain: Drain) -> None:

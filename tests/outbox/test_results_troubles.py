@@ -2,7 +2,8 @@
 
 import asyncio
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 from uuid import uuid4
 
@@ -13,15 +14,18 @@ from sqlalchemy.ext.asyncio import create_async_engine
 from sqlalchemy.orm import sessionmaker
 
 from outboxq import OutboxSession, wait_for_result
+from outboxq.database.driver import run_script
 from outboxq.errors import ConfigError, ResultNotFound, ResultTimeout
 from outboxq.outbox.results import listeners
 from outboxq.postgres import Database
-from outboxq.statements.results import result_channel
+from outboxq.statements.results import result_channel, tell_waiters
 from tests.support.results import keeping_jobs, limited, listening, waiting
 from tests.support.waiting import PATIENCE, wait_until
 
 Drain = Callable[..., list[Any]]
 Sessions = sessionmaker[OutboxSession]
+# What a wait that missed its job runs into.
+MISSED_SECONDS = 10.0
 
 
 @pytest.fixture
@@ -292,3 +296,77 @@ def test_waits_that_come_and_go_do_not_put_off_the_look_at_all(engine: Engine, h
         finally:
             is_over.set()
             thread.join(PATIENCE)
+
+
+@contextmanager
+def _telling_many(engine: Engine) -> Iterator[None]:
+    """Within the block, a transaction that ended many jobs has tried the flag of all waits, and is not over."""
+    with engine.begin() as connection:
+        run_script(connection, tell_waiters("outboxq", [uuid4() for _ in range(65)]))
+        yield
+
+
+def test_a_job_that_is_done_is_told_while_the_flag_of_all_waits_is_refused(
+    engine: Engine, handle: Any, drain: Drain
+) -> None:
+    """A transaction that ends many jobs, and waits for a lock meanwhile, hides none that were over before."""
+    drain(keeping_jobs()[0])
+    with limited(look_seconds=3600.0, linger_seconds=0.1), _telling_many(engine):
+        assert handle.result(engine, timeout=MISSED_SECONDS)["name"] == "x"
+
+
+@pytest.mark.parametrize("most_flags", [0, 500], ids=["beyond", "flagged"])
+def test_a_job_that_ends_while_the_flag_of_all_waits_is_refused_is_told(
+    engine: Engine, handle: Any, drain: Drain, most_flags: int
+) -> None:
+    """Within a few looks, as no notification is sure to tell of it."""
+    limits = {"look_seconds": 3600.0, "poll_most_seconds": 0.1, "linger_seconds": 0.1, "most_flags": most_flags}
+    values: list[Any] = []
+    thread = threading.Thread(target=lambda: values.append(handle.result(engine, timeout=MISSED_SECONDS)))
+    with limited(**limits), _telling_many(engine):
+        thread.start()
+        wait_until(lambda: _has_asked(engine, handle), "a wait that is refused its flag")
+        with engine.begin() as connection:
+            # By hand, so that nothing is told.
+            connection.execute(text("DELETE FROM outboxq.job"))
+            connection.execute(_DONE, {"id": handle.id})
+        thread.join(PATIENCE)
+        assert values == [7]
+
+
+def test_a_job_whose_own_flag_is_refused_is_looked_at_too(engine: Engine, handle: Any, drain: Drain) -> None:
+    """Two jobs may have the same flag by their hash: the transaction of the other one may take its time."""
+    drain(keeping_jobs()[0])
+    with limited(look_seconds=3600.0, linger_seconds=0.1), engine.begin() as ending:
+        run_script(ending, tell_waiters("outboxq", [handle.id]))
+        assert handle.result(engine, timeout=MISSED_SECONDS)["name"] == "x"
+
+
+def test_a_wait_has_its_flag_once_the_flag_of_all_waits_is_free(engine: Engine, handle: Any, drain: Drain) -> None:
+    """Looks without a flag end then, and a notification wakes it."""
+    values: list[Any] = []
+    thread = threading.Thread(target=lambda: values.append(handle.result(engine, timeout=MISSED_SECONDS)))
+    with limited(look_seconds=3600.0, linger_seconds=0.1):
+        with _telling_many(engine):
+            thread.start()
+            wait_until(lambda: _has_asked(engine, handle), "a wait that is refused its flag")
+        wait_until(lambda: _flags(engine) == 2, "both flags")
+        drain(keeping_jobs()[0])
+        thread.join(PATIENCE)
+    assert [value["name"] for value in values] == ["x"]
+
+
+_DONE = text(
+    "INSERT INTO outboxq.done_job (id, queue, kind, outcome, attempt, created_at, seconds, result, expires_at) "
+    "VALUES (:id, 'default', 'work', 'done', 1, now(), 0, '7', now() + interval '1 day')"
+)
+
+
+def _has_asked(engine: Engine, handle: Any) -> bool:
+    """Whether a listener has asked for this job, and is answered."""
+    asked = text(
+        "SELECT EXISTS (SELECT FROM pg_stat_activity WHERE state = 'idle' AND query LIKE :asked "
+        "AND datname = current_database())"
+    )
+    with engine.connect() as connection:
+        return connection.execute(asked, {"asked": f"%{handle.id}%"}).scalar_one()

@@ -325,7 +325,7 @@ def test_a_job_that_ends_while_the_flag_of_all_waits_is_refused_is_told(
     thread = threading.Thread(target=lambda: values.append(handle.result(engine, timeout=MISSED_SECONDS)))
     with limited(**limits), _telling_many(engine):
         thread.start()
-        wait_until(lambda: _has_asked(engine, handle), "a wait that is refused its flag")
+        _see_looks(engine)
         with engine.begin() as connection:
             # By hand, so that nothing is told.
             connection.execute(text("DELETE FROM outboxq.job"))
@@ -349,7 +349,7 @@ def test_a_wait_has_its_flag_once_the_flag_of_all_waits_is_free(engine: Engine, 
     with limited(look_seconds=3600.0, linger_seconds=0.1):
         with _telling_many(engine):
             thread.start()
-            wait_until(lambda: _has_asked(engine, handle), "a wait that is refused its flag")
+            _see_looks(engine)
         wait_until(lambda: _flags(engine) == 2, "both flags")
         drain(keeping_jobs()[0])
         thread.join(PATIENCE)
@@ -362,11 +362,17 @@ _DONE = text(
 )
 
 
-def _has_asked(engine: Engine, handle: Any) -> bool:
-    """Whether a listener has asked for this job, and is answered."""
-    asked = text(
-        "SELECT EXISTS (SELECT FROM pg_stat_activity WHERE state = 'idle' AND query LIKE :asked "
-        "AND datname = current_database())"
+def _see_looks(engine: Engine) -> None:
+    """Wait until a listener has sent a few strings, of which at least one was a look."""
+    seen = set[object]()
+    sent = text(
+        "SELECT query_start FROM pg_stat_activity WHERE datname = current_database() "
+        "AND query ~ 'advisory_lock_shared|waiting.found' AND pid <> pg_backend_pid()"
     )
-    with engine.connect() as connection:
-        return connection.execute(asked, {"asked": f"%{handle.id}%"}).scalar_one()
+
+    def see() -> bool:
+        with engine.connect() as connection:
+            seen.update(connection.execute(sent).scalars())
+        return len(seen) > 3
+
+    wait_until(see, "looks of a listener")

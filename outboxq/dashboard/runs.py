@@ -12,12 +12,10 @@ from dataclasses import dataclass
 from typing import TypeAlias
 from uuid import UUID
 
-from sqlalchemy.exc import DBAPIError
-
 from outboxq.admin.actions import Total
 from outboxq.admin.marks import Begin
 from outboxq.dashboard.databases import Database
-from outboxq.dashboard.errors import Refused
+from outboxq.dashboard.errors import EXPECTED, Refused
 from outboxq.errors import OutboxqError
 
 logger = logging.getLogger("outboxq.dashboard")
@@ -61,7 +59,7 @@ class Runs:
 
         Raises:
             Refused: it goes on here already, or two others do.
-            OutboxqError, DBAPIError: it ended with this before its first page.
+            OutboxqError, DBAPIError, psycopg.Error: it ended with this before its first page.
         """
         key = (database.segment, wanted.entry)
         if key in self._running:
@@ -85,7 +83,7 @@ class Runs:
         del self._running[key]
         error = None if task.cancelled() else task.exception()
         if error is not None and not isinstance(error, DashboardStopped):
-            expected = isinstance(error, OutboxqError | DBAPIError)
+            expected = isinstance(error, EXPECTED)
             logger.warning(
                 "a change of many rows ended early: audit=%s error=%s",
                 key[1],

@@ -94,7 +94,7 @@ class ResultListener:
         self._retry_seconds = _RETRY_FIRST_SECONDS
         self._reconnect_seconds = _RECONNECT_FIRST_SECONDS
         self._poll_seconds = limits.poll_first_seconds
-        self._look_at = self._poll_at = 0.0
+        self._look_at = self._poll_at = self._unflagged_at = 0.0
         self._idle_since = time.monotonic()
         self._wake_reader, self._wake_writer = socket.socketpair()
         self._wake_reader.setblocking(False)
@@ -229,8 +229,10 @@ class ResultListener:
         """
         if not self._due:
             return
-        if unflagged := self._refused & self._due:
+        if (unflagged := self._refused & self._due) and time.monotonic() >= self._unflagged_at:
             self._tell(run_on_libpq(connection, statements.look_at_jobs(self._schema, unflagged)))
+            # Other waits that begin or end meanwhile wake the thread, and need not have all of these looked at.
+            self._unflagged_at = time.monotonic() + self._retry_seconds
         looked = self._flagged(connection) if self._hears else set(self._due)
         if looked:
             fault_point("before-look")

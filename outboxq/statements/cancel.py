@@ -58,9 +58,13 @@ def request(ids: Sequence[UUID], outcome: str) -> Executable:
     Index: both primary keys. Locks: the requests that are new, or replace one for an earlier job of the same id; those
     with another outcome, skipping what other transactions hold.
     """
-    there = select(job.c.id, job.c.created_at).where(job.c.id.in_(ids)).cte("there").prefix_with("MATERIALIZED")
-    stands = and_(cancel_request.c.job_id == there.c.id, cancel_request.c.requested_at >= there.c.created_at)
-    standing = select(cancel_request.c.job_id, cancel_request.c.outcome).where(stands).cte("standing")
+    there = (
+        select(job.c.id, job.c.created_at, job.c.unique_key)
+        .where(job.c.id.in_(ids))
+        .cte("there")
+        .prefix_with("MATERIALIZED")
+    )
+    standing = select(cancel_request.c.job_id, cancel_request.c.outcome).where(_counts(there)).cte("standing")
     # A clock that was set back between the two, or a producer that set the time itself, makes no request too old.
     now = func.greatest(pg.clock_timestamp(), there.c.created_at)
     wanted = select(there.c.id, literal(outcome, StoredText()), now).order_by(there.c.id)

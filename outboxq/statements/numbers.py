@@ -37,5 +37,5 @@ def next_token(token: LiteralString) -> LiteralString:
     dead letter that is retried, or a job whose id a producer chooses again, must not count them anew. 1 follows the
     greatest.
     """
-    now = "(pg_catalog.date_part('epoch', pg_catalog.clock_timestamp()) * 1000000)::bigint"
+    now = "(pg_catalog.date_part('epoch', pg_catalog.clock_timestamp()) * 1000000::float8)::bigint"
     return f"greatest(greatest({token}, 0) % 9223372036854775806 + 1, {now})"

@@ -55,7 +55,7 @@ budget AS MATERIALIZED (
   SELECT rate.tat FROM {rate} AS rate CROSS JOIN asked
   WHERE rate.name = {queue} AND asked.jobs > 0 AND {has_room} AND (
     rate.tat <= pg_catalog.clock_timestamp() + ({depth} - asked.least_jobs * {each}) * interval '1 microsecond'
-    OR rate.tat > pg_catalog.clock_timestamp() + ({depth} + 1000000) * interval '1 microsecond')
+    OR rate.tat > pg_catalog.clock_timestamp() + ({depth} + 1000000::float8) * interval '1 microsecond')
   FOR UPDATE OF rate
 ), taken AS MATERIALIZED (
   SELECT now, ahead, CASE WHEN free >= least_jobs THEN least(jobs, free) ELSE 0 END AS tokens

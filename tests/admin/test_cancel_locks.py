@@ -62,6 +62,24 @@ def test_a_second_cancellation_does_not_wait_for_the_relay_that_answers_the_firs
     assert count(engine, "job") == count(engine, "cancel_request") == (0 if commits else 1)
 
 
+def test_a_second_cancellation_of_a_coalesced_job_does_not_wait_either(engine: Engine) -> None:
+    """Its run may have taken over the time of a job that was added after the request, which counts all the same."""
+    job_id = uuid4()
+    renewed = "UPDATE outboxq.job SET unique_key = 'k', created_at = created_at + interval '1 hour'"
+    with engine.begin() as connection:
+        connection.execute(text(JOB), {"id": job_id})
+        connection.execute(request([job_id], "discard"))
+        connection.execute(text(renewed))
+    with engine.connect() as relay:
+        relay.execute(text("DELETE FROM outboxq.job WHERE id = :id"), {"id": job_id})
+        assert relay.execute(take_request(job_id, None)).scalar_one() == "discard"
+        with engine.begin() as connection:
+            connection.execute(text("SET LOCAL lock_timeout = '100ms'"))
+            assert cancellation.cancel_running(connection, [job_id], "discard") == Requested((), (job_id,), ())
+        relay.commit()
+    assert count(engine, "job") == count(engine, "cancel_request") == 0
+
+
 def test_another_outcome_is_asked_for_if_no_relay_answers_yet(engine: Engine) -> None:
     """The later request says what is to become of the job; a job that was not asked for is asked for with it."""
     first, second = uuid4(), uuid4()

@@ -87,8 +87,13 @@ def _look_around(operator: Pointer) -> None:
     """The backlog, and that two relays work on it."""
     waiting = operator.page.locator(".figures div", has_text="Waiting").locator("dd")
     expect(waiting).to_have_text(re.compile(r"[1-9]\d*"))
+    # A page without scripts stays as it was loaded, which may be before both have said that they serve.
+    wait_until(lambda: _serving(operator) == 2, "two relays that serve")
+
+
+def _serving(operator: Pointer) -> int:
     operator.screen("Relays")
-    expect(operator.page.locator("tbody .tag.good")).to_have_count(2)
+    return operator.page.locator("tbody .tag.good").count()
 
 
 def _pause_and_resume(operator: Pointer, engine: Engine) -> None:

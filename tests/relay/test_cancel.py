@@ -41,6 +41,7 @@ from outboxq.events import (
     JobsSuspected,
 )
 from outboxq.fault_points import FaultPoint, fault_action
+from outboxq.handlers.options import ClaimMode
 from outboxq.outbox.handle import JobHandle
 from outboxq.postgres import Database
 from outboxq.relay.limits import RelayLimits
@@ -88,7 +89,7 @@ def cancel_now(sessions: sessionmaker[OutboxSession], handle: JobHandle, **optio
         return cancel(session, handle, **options)
 
 
-def hanging(claim: str, how: str, begun: threading.Event, release: threading.Event) -> Jobs:
+def hanging(claim: ClaimMode, how: str, begun: threading.Event, release: threading.Event) -> Jobs:
     """A registry with a handler `hang` that writes a row, and then does not end unless it is cancelled."""
     jobs = Jobs()
     options = {"kind": "hang", "queue": "q", "claim": claim, "timeout_seconds": None, "retry": ONCE}
@@ -159,7 +160,7 @@ def test_a_running_job_is_cancelled(
     start_relay: StartRelay,
     begun: threading.Event,
     release: threading.Event,
-    claim: str,
+    claim: ClaimMode,
     how: str,
 ) -> None:
     """Its handler is told, or its statement or task is cancelled; its rows are undone, and it never runs again."""
@@ -183,7 +184,7 @@ def test_a_handler_that_does_not_listen_is_cut_off(
     start_relay: StartRelay,
     begun: threading.Event,
     release: threading.Event,
-    claim: str,
+    claim: ClaimMode,
     how: str,
 ) -> None:
     """Its backend is ended, so that nothing of it can stand, and another slot takes the place of its own."""
@@ -248,7 +249,7 @@ def test_a_cancelled_job_may_become_a_dead_letter(
     start_relay: StartRelay,
     begun: threading.Event,
     release: threading.Event,
-    claim: str,
+    claim: ClaimMode,
 ) -> None:
     """With the reason "cancelled"; the event says so."""
     jobs = hanging(claim, "looks", begun, release)
@@ -393,12 +394,12 @@ def test_a_job_that_ended_before_it_was_told_is_done(
     start_relay: StartRelay,
     begun: threading.Event,
     release: threading.Event,
-    claim: str,
+    claim: ClaimMode,
 ) -> None:
     """Its relay does not hear of the request in time: what it did stands, and its request says so."""
     jobs = Jobs()
 
-    @jobs.handler(queue="q", kind="good", claim=claim)  # type: ignore[arg-type]  # one of the two modes
+    @jobs.handler(queue="q", kind="good", claim=claim)
     def good(ctx: Context) -> None:
         ctx.session.add(Effect(name="good"))
         begun.set()
@@ -435,13 +436,13 @@ def test_a_request_that_outlived_its_job_does_not_end_a_later_one_of_its_id(
     drain: Drain,
     begun: threading.Event,
     release: threading.Event,
-    claim: str,
+    claim: ClaimMode,
     group: str | None,
 ) -> None:
     """It runs once, soon, without an attempt more."""
     jobs = Jobs()
 
-    @jobs.handler(queue="q", kind="good", claim=claim)  # type: ignore[arg-type]  # one of the two modes
+    @jobs.handler(queue="q", kind="good", claim=claim)
     def good(ctx: Context) -> None:
         ctx.session.add(Effect(name=f"attempt {ctx.job.attempt}"))
         begun.set()
@@ -466,18 +467,18 @@ def test_a_request_for_an_earlier_job_of_its_id_interrupts_none_that_runs(
     start_relay: StartRelay,
     begun: threading.Event,
     release: threading.Event,
-    claim: str,
+    claim: ClaimMode,
 ) -> None:
     """The look that reports a request for the job beside it does not report it."""
     jobs, runs = Jobs(), threading.Event()
 
-    @jobs.handler(queue="q", kind="good", claim=claim)  # type: ignore[arg-type]  # one of the two modes
+    @jobs.handler(queue="q", kind="good", claim=claim)
     def good(ctx: Context) -> None:
         ctx.session.add(Effect(name="good"))
         begun.set()
         assert release.wait(PATIENCE)
 
-    @jobs.handler(queue="q", kind="other", claim=claim)  # type: ignore[arg-type]  # one of the two modes
+    @jobs.handler(queue="q", kind="other", claim=claim)
     def other(ctx: Context) -> None:
         runs.set()
         ctx.session.execute(text("SELECT pg_sleep(60)"))
@@ -559,12 +560,12 @@ def test_a_request_counts_whatever_clock_its_producer_has(
 
 @MODES
 def test_a_request_counts_for_a_run_that_takes_along_a_job_that_came_later(
-    engine: Engine, sessions: sessionmaker[OutboxSession], drain: Drain, claim: str
+    engine: Engine, sessions: sessionmaker[OutboxSession], drain: Drain, claim: ClaimMode
 ) -> None:
     """The run has the arguments and the time of that job, and the id of the cancelled one: it ends for both."""
     jobs, ran = Jobs(), list[UUID]()
 
-    @jobs.handler(queue="q", claim=claim, coalesce="number")  # type: ignore[arg-type]  # one of the two modes
+    @jobs.handler(queue="q", claim=claim, coalesce="number")
     def one(ctx: Context, number: int) -> None:
         ran.append(ctx.job.id)
 
@@ -596,7 +597,7 @@ def test_a_job_that_waits_is_cancelled_with_its_request(engine: Engine, sessions
 
 @MODES
 def test_a_request_stands_until_the_job_is_gone(
-    engine: Engine, sessions: sessionmaker[OutboxSession], start_relay: StartRelay, drain: Drain, claim: str
+    engine: Engine, sessions: sessionmaker[OutboxSession], start_relay: StartRelay, drain: Drain, claim: ClaimMode
 ) -> None:
     """A job that was put back to be retried before its relay heard of the request is dropped by its next claim."""
     jobs, handles, attempts = Jobs(), list[JobHandle](), list[int]()
@@ -752,7 +753,7 @@ def test_a_group_goes_on_behind_its_cancelled_head(
     start_relay: StartRelay,
     begun: threading.Event,
     release: threading.Event,
-    claim: str,
+    claim: ClaimMode,
 ) -> None:
     """The head is gone with its rows, and the next one of its group runs."""
     jobs = hanging(claim, "looks", begun, release)

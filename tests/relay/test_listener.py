@@ -143,7 +143,7 @@ def test_silence_of_a_dead_connection_is_no_missing_notification(
 
 
 def test_a_thread_that_could_not_be_waited_for_closes_its_sockets_when_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As one that connects to a host that does not answer; whoever wakes it then wakes nobody."""
+    """As one that connects to a host that does not answer; a slot that wakes it after that gets no error."""
     connects, released = threading.Event(), threading.Event()
 
     def connect() -> psycopg.Connection:

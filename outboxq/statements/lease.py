@@ -215,7 +215,8 @@ def look_around(schema: str, queues: tuple[str, ...]) -> str:
     - 'group_leases': jobs of groups are leased, in whatever queue. Index: job_group_state, one probe.
     - 'limits', queue, NULL, settings: its limits and its rate, if it has any.
     - 'paused', queue, kind: jobs of this kind are not to run.
-    - 'cancel', job's id, outcome: the job is not to go on. Up to 1,000, the newest first.
+    - 'cancel', job's id, outcome: the job is not to go on. Up to 1,000, the newest first. Index: the jobs' primary key,
+      a probe for each request.
     - 'schedule', its name, NULL, seconds: the schedule that is due next, and when; negative if it is. Index:
       schedule_next, its first entry.
 
@@ -244,10 +245,10 @@ FROM {queue_table} WHERE name = ANY ({queues}::text[])
 UNION ALL
 SELECT 'paused', queue, kind, NULL FROM {paused_kind} WHERE queue = ANY ({queues}::text[])
 UNION ALL
-(SELECT 'cancel', job_id::text, outcome, NULL FROM {cancel_request} AS request WHERE NOT EXISTS (
-  SELECT FROM {job} AS job
-  WHERE job.id = request.job_id AND job.unique_key IS NULL AND job.created_at > request.requested_at
-) ORDER BY requested_at DESC LIMIT 1000)
+(SELECT 'cancel', job_id::text, outcome, NULL FROM {cancel_request} AS request WHERE NOT coalesce((
+  SELECT job.unique_key IS NULL AND job.created_at > request.requested_at FROM {job} AS job
+  WHERE job.id = request.job_id
+), false) ORDER BY requested_at DESC LIMIT 1000)
 UNION ALL
 (SELECT 'schedule', name, NULL, extract(epoch FROM next_at - pg_catalog.clock_timestamp())::float8::text
 FROM {schedule} WHERE paused_at IS NULL ORDER BY next_at LIMIT 1)"""

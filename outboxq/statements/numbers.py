@@ -34,8 +34,7 @@ def next_token(token: LiteralString) -> LiteralString:
     """A token that no lease of this id has had: the time in microseconds, or one more than the row's if that is later.
 
     Nothing remembers the tokens of a row that is gone, while a lease of it may still be held by a relay that hangs: a
-    dead letter that is retried, or a job whose id a producer chooses again, must not count them anew. 1 follows the
-    greatest.
+    dead letter that is retried, or a job whose id a producer chooses again, must not count them anew.
     """
     now = "(pg_catalog.date_part('epoch', pg_catalog.clock_timestamp()) * 1000000::float8)::bigint"
     return f"greatest(greatest({token}, 0) % 9223372036854775806 + 1, {now})"

@@ -8,6 +8,7 @@ from typing import LiteralString
 
 from psycopg import sql
 
+from outboxq.statements.cancel import COUNTS
 from outboxq.statements.render import fill, render
 
 # synchronous_commit: a deletion need not wait for the disk or a standby; if a crash undoes it, it is made again.
@@ -62,16 +63,16 @@ def delete_finished(schema: str, limit: int, skip: int = 0) -> str:
     return _delete(schema, "done_job", ("id",), limit, skip)
 
 
-_DELETE_REQUESTS: LiteralString = """\
+_DELETE_REQUESTS: LiteralString = f"""\
 WITH old AS MATERIALIZED (
-  SELECT request.job_id FROM {cancel_request} AS request
+  SELECT request.job_id FROM {{cancel_request}} AS request
   WHERE request.requested_at < pg_catalog.statement_timestamp() - interval '1 hour'
-    AND NOT EXISTS (SELECT FROM {job} AS job WHERE job.id = request.job_id)
+    AND NOT EXISTS (SELECT FROM {{job}} AS job WHERE {COUNTS})
   ORDER BY request.requested_at
-  LIMIT {limit} OFFSET {skip}
+  LIMIT {{limit}} OFFSET {{skip}}
   FOR UPDATE OF request SKIP LOCKED
 ), deleted AS (
-  DELETE FROM {cancel_request} AS gone USING old WHERE gone.job_id = old.job_id RETURNING 1
+  DELETE FROM {{cancel_request}} AS gone USING old WHERE gone.job_id = old.job_id RETURNING 1
 )
 SELECT pg_catalog.count(*) FROM deleted"""
 
@@ -79,8 +80,9 @@ SELECT pg_catalog.count(*) FROM deleted"""
 def delete_requests(schema: str, limit: int, skip: int = 0) -> str:
     """Delete up to `limit` cancellations of an hour ago whose jobs are gone; one row, with their number.
 
-    A request stands for as long as its job is there: the job may come back from a retry or a crash. Reads all requests,
-    of which there are few; index: the job's primary key. Locks: the rows, skipping those that others hold.
+    A request stands for as long as its job is there: the job may come back from a retry or a crash. A later job of the
+    same id keeps none. Reads all requests, of which there are few; index: the job's primary key. Locks: the rows,
+    skipping those that others hold.
     """
     return render(schema, _DELETE_REQUESTS, limit=limit, skip=skip)
 

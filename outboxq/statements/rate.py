@@ -44,7 +44,7 @@ open AS MATERIALIZED (
   WHERE NOT EXISTS (SELECT FROM {queue_table} WHERE name = {queue} AND paused_at IS NOT NULL)
   LIMIT {most}
 ), asked AS MATERIALIZED (
-  SELECT pg_catalog.count(*) AS jobs, least({chunk}, pg_catalog.count(*)) AS least_jobs FROM waiting
+  SELECT pg_catalog.count(*) AS jobs, least({chunk}, pg_catalog.count(*))::float8 AS least_jobs FROM waiting
 )"""
 # All times are in microseconds, and rounded up. The time is read behind the row's lock. Several tokens are used within
 # `keep`, and so count from its end on; one token is used at once.
@@ -71,7 +71,7 @@ budget AS MATERIALIZED (
 ), moved AS (
   UPDATE {rate} AS rate
   SET tat = taken.now + pg_catalog.ceil(taken.ahead + taken.tokens * {each}) * interval '1 microsecond'
-  FROM taken WHERE rate.name = {queue} AND (taken.tokens > 0 OR taken.ahead >= {depth})
+  FROM taken WHERE rate.name = {queue} AND (taken.tokens > 0::float8 OR taken.ahead >= {depth})
 )
 SELECT asked.jobs, {has_room}, coalesce((SELECT tokens FROM taken), 0)::integer, (
     SELECT (least(greatest(extract(epoch FROM tat - pg_catalog.clock_timestamp())::float8 * 1000000::float8, 0::float8),

@@ -829,22 +829,29 @@ def test_a_dead_letter_comes_back_without_its_cancellation(
 def test_requests_are_pruned_an_hour_later_if_their_jobs_are_gone(
     engine: Engine, sessions: sessionmaker[OutboxSession], drain: Drain
 ) -> None:
-    """One whose job is still there stays, however old: the job may come back from a retry or a crash."""
+    """One whose job is still there stays, however old: the job may come back from a retry or a crash.
+
+    A later job of its id does not keep it.
+    """
     jobs = Jobs()
 
     @jobs.handler(queue="q", kind="good")
     def good(ctx: Context) -> None: ...
 
-    (handle,) = add(sessions, jobs, "good")
+    asked, later = add(sessions, jobs, "good", "good")
     young = UUID(int=2)
     with engine.begin() as connection:
         connection.execute(text("INSERT INTO outboxq.queue (name, paused_at) VALUES ('q', now())"))
         connection.execute(
+            text("UPDATE outboxq.job SET created_at = now() - interval '3 hours' WHERE id = :id"), {"id": asked.id}
+        )
+        connection.execute(
             text(
-                "INSERT INTO outboxq.cancel_request (job_id, requested_at) VALUES "
-                "(:job, now() - interval '2 hours'), (:gone, now() - interval '2 hours'), (:young, now())"
+                "INSERT INTO outboxq.cancel_request (job_id, requested_at) VALUES (:young, now()), "
+                "(:asked, now() - interval '2 hours'), (:later, now() - interval '2 hours'), "
+                "(:gone, now() - interval '2 hours')"
             ),
-            {"job": handle.id, "gone": UUID(int=1), "young": young},
+            {"asked": asked.id, "later": later.id, "gone": UUID(int=1), "young": young},
         )
     drain(jobs)
-    assert set(requests(engine)) == {handle.id, young}
+    assert set(requests(engine)) == {asked.id, young}

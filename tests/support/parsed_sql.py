@@ -2,10 +2,15 @@
 
 from typing import Any
 
-from pglast import ast, parse_sql
+from pglast import ast, parse_sql, split
 from pglast.visitors import Skip, Visitor
 
 _QUERIES = (ast.SelectStmt, ast.InsertStmt, ast.UpdateStmt, ast.DeleteStmt, ast.PrepareStmt)
+
+
+def queries(sql: str) -> list[str]:
+    """Of the statements of a text, those that look for rows, or change some."""
+    return [each for each in split(sql) if isinstance(parse_sql(each)[0].stmt, _QUERIES)]
 
 
 class Names(Visitor):
@@ -22,7 +27,6 @@ class Names(Visitor):
         self.operators: set[str] = set()
         self._ctes: set[str] = set()
         statements = parse_sql(sql)
-        self.are_queries = bool(statements) and all(isinstance(statement.stmt, _QUERIES) for statement in statements)
         self(statements)
         self.tables -= {(None, name) for name in self._ctes}
 

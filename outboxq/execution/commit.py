@@ -61,7 +61,8 @@ def commit(
 
     Jobs that ran together then run each by itself. A lone job runs again, `FREE_RETRIES` times for free, after a
     deadlock, a serialization failure, or a lock_timeout, mostly of a unique job's key that another transaction is just
-    taking. Any other refusal is a failed attempt of the lone job, and committed as such.
+    taking. Any other refusal is a failed attempt of the lone job, and committed as such. Only if COMMIT itself gets no
+    lock, which is never one of its rows, nothing is counted.
 
     A leased job whose handler wrote nothing has no transaction: it is removed later, with others. With `looks`, the
     batches (`jobs.batch`) of its jobs are looked at in the same round trip, behind COMMIT. The next claim goes along,
@@ -69,7 +70,7 @@ def commit(
 
     Raises:
         ConnectionLost: the answer to COMMIT was lost: either everything stands, or nothing.
-        psycopg.Error: COMMIT was refused, and it is not known which of several jobs is the cause.
+        psycopg.Error: COMMIT was refused, and it is not known which of several jobs is the cause, or none is.
         TransactionEscaped: a handler had ended the transaction.
     """
     if batch.transaction is None:
@@ -87,6 +88,8 @@ def commit(
         # Sent and not refused: the error came after COMMIT, or that is not known. If several jobs each passed a check
         # of their own, the one to blame shows when each runs alone.
         if batch.commit_was_sent or not (batch.is_lone or batch.runs_together):
+            raise
+        if error.sqlstate == LOCK_NOT_AVAILABLE and transaction_status(connection) == TransactionStatus.IDLE:
             raise
         failed = _back_to_claim(connection, batch, batch.transaction, runtime, error)
     is_conflict = failed.transient or failed.sqlstate == LOCK_NOT_AVAILABLE

@@ -17,11 +17,12 @@ from dataclasses import dataclass, field, replace
 from uuid import UUID
 
 import psycopg
+from psycopg.pq import TransactionStatus
 from sqlalchemy import Connection
 
 from outboxq.clock import clock
-from outboxq.database.driver import ScriptResult, end_transaction, is_lost, pause, run_script
-from outboxq.database.errors import sqlstate_of
+from outboxq.database.driver import ScriptResult, end_transaction, is_lost, pause, run_script, transaction_status
+from outboxq.database.errors import LOCK_NOT_AVAILABLE, sqlstate_of
 from outboxq.events import Event, JobEvent, JobLeaseLost, JobsParked
 from outboxq.execution.batch_state import BatchReport
 from outboxq.execution.claim import Claimed, ClaimRequest
@@ -42,7 +43,6 @@ _CHECK_SECONDS = 0.01
 _MARK = "/* as RELEASE SAVEPOINT oq_... */ "
 # An operator's forgotten session may hold a row for ever. A reaper is done in a moment.
 _PATIENCE = "SET LOCAL lock_timeout = '5s'; "
-_LOCK_NOT_AVAILABLE = "55P03"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,9 +87,11 @@ class Unsettled:
         rows = self.keeper.kept(self.finished, self.stands_for) if keep else None
         kept = keep_jobs(schema, rows, self.keeper.relay, gone=True) + GIVING_WAY if rows is not None else ""
         finishing = f"{finish_leased(schema, done, free=free, keeping=kept)}; " if self.finished else ""
+        # What their table refuses is refused with them, and not by COMMIT.
+        checking = "SET CONSTRAINTS ALL IMMEDIATE; " if kept else ""
         telling = f"{tell_waiters(schema, self.ended)}; " if self.ended else ""
         giving_back = f"{release_leased(schema, self.waiting, free=free)}; " if self.waiting else ""
-        return f"{LOCAL_SETTINGS}{_PATIENCE}{BY_KEYS}{_MARK}{finishing}{giving_back}{telling}"
+        return f"{LOCAL_SETTINGS}{_PATIENCE}{BY_KEYS}{checking}{_MARK}{finishing}{giving_back}{telling}"
 
     @property
     def ended(self) -> list[UUID]:
@@ -247,6 +249,9 @@ def settle_leased(
         except psycopg.Error as error:
             if is_lost(connection):
                 raise ConnectionLost("the connection was lost while jobs were settled: all are, or none") from error
+            if transaction_status(connection) != TransactionStatus.INERROR:
+                # COMMIT itself was refused, mostly for a lock that others have: it would be with less, too.
+                raise
             less = sending.after(error, leased.keeper)
             if less is None:
                 # Perhaps an error of the claim: the jobs are settled by themselves when the slot has recovered.
@@ -277,7 +282,7 @@ class _Sending:
     def after(self, error: psycopg.Error, keeper: Keeper) -> "_Sending | None":
         """What to send after an error of the server; None if it would be the same again."""
         alone = replace(self, next_claim=None)
-        if sqlstate_of(error) == _LOCK_NOT_AVAILABLE and not self.free:
+        if sqlstate_of(error) == LOCK_NOT_AVAILABLE and not self.free:
             return replace(alone, free=True)
         may_be_refusal = bool(keeper.kinds) and keeper.may_be_refusal(error)
         if self.next_claim is not None:

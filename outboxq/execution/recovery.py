@@ -15,6 +15,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from outboxq.clock import clock
 from outboxq.database.driver import end_transaction, is_lost, pause, run_script
+from outboxq.database.errors import LOCK_NOT_AVAILABLE, sqlstate_of
 from outboxq.errors import LeaseLost
 from outboxq.events import Event, JobCrashed, JobEvent, JobInterrupted, JobLeaseLost, JobsParked
 from outboxq.execution import settle
@@ -105,8 +106,9 @@ def _recover_rolled_back(
     if not batch.is_lone:
         # Which job was at fault cannot be known, because the jobs shared a transaction.
         return Recovered(None, run_alone=len(batch.jobs))
-    if runtime.handler_of(batch.job) is None:
-        # A job of an unknown kind, which could not even be parked.
+    if runtime.handler_of(batch.job) is None or sqlstate_of(error) == LOCK_NOT_AVAILABLE:
+        # A job of an unknown kind, which could not even be parked; or one whose COMMIT got no lock, as long as another
+        # hangs that notifies, too.
         report = postpone(connection, batch.job, runtime)
     else:
         report = record_failed_attempt(connection, batch, runtime.describe(error, batch.job), runtime)

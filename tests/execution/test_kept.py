@@ -406,16 +406,27 @@ def _refusing(engine: Engine) -> None:
         connection.execute(text("ALTER TABLE outboxq.done_job ADD CONSTRAINT never CHECK (attempt < 0) NOT VALID"))
 
 
+_RAISE = "CREATE FUNCTION refuse() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN RAISE 'not today'; END $$"
+
+
 def _raising(engine: Engine) -> None:
-    function = "CREATE FUNCTION refuse() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN RAISE 'not today'; END $$"
     trigger = "CREATE TRIGGER refuse BEFORE INSERT ON outboxq.done_job FOR EACH ROW EXECUTE FUNCTION refuse()"
     with engine.begin() as connection:
-        connection.execute(text(f"{function}; {trigger}"))
+        connection.execute(text(f"{_RAISE}; {trigger}"))
+
+
+def _raising_late(engine: Engine) -> None:
+    trigger = (
+        "CREATE CONSTRAINT TRIGGER refuse AFTER INSERT ON outboxq.done_job DEFERRABLE INITIALLY DEFERRED "
+        "FOR EACH ROW EXECUTE FUNCTION refuse()"
+    )
+    with engine.begin() as connection:
+        connection.execute(text(f"{_RAISE}; {trigger}"))
 
 
 @pytest.mark.parametrize("claim", ["transaction", "lease"])
 @pytest.mark.parametrize("batch_size", [1, 10])
-@pytest.mark.parametrize("refuse", [_revoked, _refusing, _raising])
+@pytest.mark.parametrize("refuse", [_revoked, _refusing, _raising, _raising_late])
 def test_jobs_whose_rows_are_refused_are_done_without(
     engine: Engine,
     sessions: Sessions,

@@ -1204,6 +1204,27 @@ MUTANTS = (
         ("tests/faults/test_refused_commit.py",),
     ),
     Mutant(
+        "the look whether a transaction is left, when jobs of a lease are settled",
+        "outboxq/execution/lease_mode.py",
+        "            if transaction_status(connection) != TransactionStatus.INERROR:\n",
+        "            if False:\n",
+        ("tests/faults/test_refused_commit.py",),
+    ),
+    Mutant(
+        "a COMMIT that gets no lock, for which no job is blamed",
+        "outboxq/execution/recovery.py",
+        " or sqlstate_of(error) == LOCK_NOT_AVAILABLE",
+        "",
+        ("tests/faults/test_refused_commit.py",),
+    ),
+    Mutant(
+        "requests for jobs that are gone, when a later one of their id is there",
+        "outboxq/statements/prune.py",
+        "AS job WHERE {COUNTS})",
+        "AS job WHERE job.id = request.job_id)",
+        ("tests/relay/test_cancel.py",),
+    ),
+    Mutant(
         "another job that can be claimed, before one is blamed",
         "outboxq/execution/aside.py",
         "if not is_of_a_row(error) or all(_failure(connection, schema, *other) for other in others):",

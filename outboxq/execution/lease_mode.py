@@ -250,8 +250,11 @@ def settle_leased(
             if is_lost(connection):
                 raise ConnectionLost("the connection was lost while jobs were settled: all are, or none") from error
             if transaction_status(connection) != TransactionStatus.INERROR:
-                # COMMIT itself was refused, mostly for a lock that others have: it would be with less, too.
-                raise
+                # COMMIT itself was refused, mostly for a lock that others have, and for no row.
+                if sending.next_claim is None:
+                    raise
+                sending = replace(sending, next_claim=None)
+                continue
             less = sending.after(error, leased.keeper)
             if less is None:
                 # Perhaps an error of the claim: the jobs are settled by themselves when the slot has recovered.

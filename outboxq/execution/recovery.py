@@ -198,7 +198,7 @@ def postpone(connection: Connection, job: Job, runtime: Runtime, batch: tuple[UU
     """
     with connection.begin():
         clear_marks(connection, runtime.schema, batch)
-        settle.postpone(connection, job, POSTPONED)
+        settle.postpone(connection, job, POSTPONED, passes=settle.passes(job, runtime))
     return BatchReport(1, ())
 
 

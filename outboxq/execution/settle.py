@@ -195,9 +195,9 @@ def is_unchanged(connection: Connection, job: Job) -> bool:
     return connection.execute(unchanged(job)).first() is not None
 
 
-def postpone(connection: Connection, job: Job, delay: timedelta) -> None:
+def postpone(connection: Connection, job: Job, delay: timedelta, *, passes: bool) -> None:
     """Move a job that cannot even be settled out of the way of its queue."""
-    connection.execute(statements.postpone(job, delay))
+    connection.execute(statements.postpone(job, delay, passes=passes))
 
 
 def check_shared(connection: Connection, xid: str) -> None:

@@ -70,9 +70,6 @@ def put_back(
     run it, so `parked` is 0 again.
     """
     schedule = _schedule(claimed, delay, passes)
-    if claimed.lease_token is None and claimed.unique_key is not None:
-        # A token, which no lease has had, shows that the job ran, although its attempt may not have been counted.
-        schedule["lease_token"] = _random_token()
     return _write(claimed, {"parked": 0, "attempt": attempt, "errors": errors, **schedule})
 
 
@@ -81,14 +78,18 @@ def _random_token() -> int:
 
 
 def _schedule(claimed: Job, delay: timedelta | None, passes: bool) -> dict[str, object]:
+    ran: dict[str, object] = {}
+    if claimed.lease_token is None and claimed.unique_key is not None:
+        # A token, which no lease has had, shows that the job ran, although its attempt may not have been counted.
+        ran["lease_token"] = _random_token()
     if delay is None:
-        return {"state": "ready" if claimed.group_key is None else "grouped"}
+        return {**ran, "state": "ready" if claimed.group_key is None else "grouped"}
     later = pg.clock_timestamp() + literal(delay)
     if claimed.group_key is None:
-        return {"state": "scheduled", "run_at": later}
+        return {**ran, "state": "scheduled", "run_at": later}
     several = select(queue.c.max_per_group).where(queue.c.name == claimed.queue).scalar_subquery() > 1
     blocks = case((several, literal_column("'group_waiting'")), else_=literal_column("'grouped'"))
-    return {"state": "group_waiting" if passes else blocks, "run_at": later}
+    return {**ran, "state": "group_waiting" if passes else blocks, "run_at": later}
 
 
 def put_back_until(claimed: Job, run_at: datetime) -> Insert | Update:
@@ -172,13 +173,15 @@ def insert_dead(claimed: Job, *, reason: str, errors: "str | ColumnElement[str]"
     )
 
 
-def postpone(claimed: Job, delay: timedelta) -> Insert | Update:
+def postpone(claimed: Job, delay: timedelta, *, passes: bool = False) -> Insert | Update:
     """Move a job out of the way of its queue, back from its lease if it has one, without counting the attempt.
 
-    A job that waits is changed only if no other transaction holds it; nothing but state and time are written.
+    A job that waits is changed only if no other transaction holds it; nothing is written of its errors and arguments.
+
+    Args:
+        passes: As in `put_back`.
     """
-    state = "scheduled" if claimed.group_key is None else "grouped"
-    later = {"state": state, "run_at": pg.clock_timestamp() + literal(delay)}
+    later = _schedule(claimed, delay, passes)
     if claimed.lease_token is not None:
         return _write(claimed, {**later, "attempt": claimed.attempt - 1})
     waits = and_(job.c.id == claimed.id, job.c.state.not_in(("leased", "group_leased")))

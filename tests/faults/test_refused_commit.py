@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Iterator
 from datetime import timedelta
+from typing import Any
 
 import pytest
 from sqlalchemy import Engine, text
@@ -20,6 +21,9 @@ from tests.support.own_server import own_database, own_server
 from tests.support.waiting import PATIENCE, wait_until
 
 _NUMBER = 6
+_NOTIFY = "SELECT pg_notify('anything', 'x'), set_config('lock_timeout', '100ms', true), nextval('tries')"
+# No transaction that is rolled back takes its numbers back.
+_TRIES = "SELECT last_value FROM tries"
 
 
 @pytest.fixture
@@ -48,9 +52,11 @@ def test_a_commit_that_gets_no_lock_is_not_taken_for_one_that_stands(
     @jobs.handler(keep=keep, claim=claim, retry=Backoff(max_attempts=1))
     def work(ctx: Context, number: int) -> None:
         ctx.session.add(Effect(name=str(number)))
-        ctx.session.execute(text("SELECT pg_notify('anything', 'x'), set_config('lock_timeout', '100ms', true)"))
+        ctx.session.execute(text(_NOTIFY))
 
     with own_database(lonely_primary) as (database, engine):
+        with engine.begin() as connection:
+            connection.execute(text("CREATE SEQUENCE tries"))
         with sessionmaker(engine, class_=OutboxSession).begin() as session:
             session.add_jobs(work.job(number=number) for number in range(_NUMBER))
         blocker = threading.Thread(target=_notify_and_wait, args=(engine,))
@@ -58,13 +64,53 @@ def test_a_commit_that_gets_no_lock_is_not_taken_for_one_that_stands(
         try:
             wait_until(lambda: _waits_for_its_standby(engine), "a COMMIT that holds the lock")
             with start_relay(jobs, RelayConfig(slots_per_queue=1, poll_seconds=0.1), engine=database.url) as running:
-                wait_until(lambda: _has_been_refused(engine), "refused COMMITs")
+                # All of them in one transaction, and the first one alone.
+                wait_until(lambda: _scalar(engine, _TRIES) > _NUMBER + 1, "refused COMMITs")
                 assert (running.of(JobDone), ledger(engine)) == ([], {})
                 _end_the_wait(engine)
                 wait_until(lambda: ledger(engine).total() >= _NUMBER, "every effect")
                 wait_until(lambda: len(running.of(JobDone)) >= _NUMBER, "every job")
             assert ledger(engine) == {str(number): 1 for number in range(_NUMBER)}
             assert len(running.of(JobDone)) == _NUMBER
+        finally:
+            _end_the_wait(engine)
+            blocker.join(PATIENCE)
+
+
+@pytest.mark.parametrize(
+    ("options", "waiting"),
+    [({"coalesce": "index"}, 0), ({"group": "g", "on_failure": "pass"}, 1)],
+    ids=["taken along", "passed"],
+)
+def test_a_job_whose_commit_gets_no_lock_is_put_off_as_after_a_failure(
+    lonely_primary: Server, start_relay: StartRelay, options: dict[str, Any], waiting: int
+) -> None:
+    """The next run of its key takes it along, and does not run before it; its group may pass it."""
+    jobs = Jobs()
+
+    @jobs.handler(retry=Backoff(max_attempts=1), **options)
+    def rebuild(ctx: Context, version: int) -> None:
+        ctx.session.add(Effect(name=str(version)))
+        ctx.session.execute(text(_NOTIFY))
+
+    with own_database(lonely_primary) as (database, engine):
+        with engine.begin() as connection:
+            connection.execute(text("CREATE SEQUENCE tries"))
+        new_session = sessionmaker(engine, class_=OutboxSession)
+        with new_session.begin() as session:
+            session.add_job(rebuild, version=1)
+        blocker = threading.Thread(target=_notify_and_wait, args=(engine,))
+        blocker.start()
+        try:
+            wait_until(lambda: _waits_for_its_standby(engine), "a COMMIT that holds the lock")
+            with start_relay(jobs, RelayConfig(slots_per_queue=1, poll_seconds=0.1), engine=database.url) as running:
+                put_off = "SELECT count(*) FROM outboxq.job WHERE run_at > now() + interval '1 minute'"
+                wait_until(lambda: _scalar(engine, put_off) == 1, "the job to be put off")
+                _end_the_wait(engine)
+                with new_session.begin() as session:
+                    session.add_job(rebuild, version=2)
+                wait_until(lambda: running.of(JobDone), "the newer one to be done")
+            assert (ledger(engine), _scalar(engine, "SELECT count(*) FROM outboxq.job")) == ({"2": 1}, waiting)
         finally:
             _end_the_wait(engine)
             blocker.join(PATIENCE)
@@ -100,7 +146,7 @@ def test_the_rows_of_finished_jobs_are_not_blamed_for_a_commit_that_gets_no_lock
         try:
             wait_until(lambda: _waits_for_its_standby(engine), "a COMMIT that holds the lock")
             with start_relay(jobs, RelayConfig(slots_per_queue=1), engine=database.url) as running:
-                wait_until(lambda: _scalar(engine, "SELECT last_value FROM tries") == 3, "the COMMIT that may wait")
+                wait_until(lambda: _scalar(engine, _TRIES) == 3, "the COMMIT that may wait")
                 _end_the_wait(engine)
                 wait_until(lambda: running.of(JobDone), "the job to be done")
             assert _scalar(engine, "SELECT count(*) FROM outboxq.done_job") == 1
@@ -119,10 +165,6 @@ def _notify_and_wait(engine: Engine) -> None:
 
 def _waits_for_its_standby(engine: Engine) -> bool:
     return _scalar(engine, "SELECT count(*) FROM pg_stat_activity WHERE wait_event = 'SyncRep'") == 1
-
-
-def _has_been_refused(engine: Engine) -> bool:
-    return _scalar(engine, "SELECT xact_rollback FROM pg_stat_database WHERE datname = current_database()") > 3
 
 
 def _scalar(engine: Engine, query: str) -> int:

@@ -36,13 +36,14 @@ def minutes_since(due: datetime, number: int) -> list[datetime]:
 
 def test_a_relay_fires_a_schedule_whose_kind_it_does_not_know(engine: Engine, start_relay: StartRelay) -> None:
     """Any relay adds the job: another one may know its handler."""
-    put(engine)
+    put(engine, missed="all")
     due = due_since(engine, "tick", timedelta(0))
     with start_relay(no_kinds()) as running:
-        events = wait_until(lambda: running.of(ScheduleFired), "the event")
-    assert fired(engine) == [due]
-    assert [(e.name, e.kind, e.queue, e.fire_time) for e in events] == [("tick", "tick", "ticks", due)]
-    assert 0 <= events[0].late_seconds < 120
+        event = wait_until(lambda: running.of(ScheduleFired), "the event")[0]
+    # Another one, if a minute has begun meanwhile.
+    assert fired(engine)[0] == due
+    assert (event.name, event.kind, event.queue, event.fire_time) == ("tick", "tick", "ticks", due)
+    assert 0 <= event.late_seconds < 120
 
 
 def test_a_schedule_that_comes_while_a_relay_runs_is_fired_by_it(engine: Engine, start_relay: StartRelay) -> None:

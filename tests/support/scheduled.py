@@ -1,5 +1,6 @@
 """Schedules of tests, and what they have fired."""
 
+import time
 from datetime import datetime, timedelta
 from typing import Any
 
@@ -10,6 +11,8 @@ from outboxq.tables import schedule
 
 tick = external("tick", queue="ticks")
 
+_LATE_SECOND = 54
+
 
 def put(engine: Engine, name: str = "tick", cron: str = "* * * * *", **options: Any) -> None:
     """Make a schedule, by default of every minute, of a job that no registry needs to know."""
@@ -18,9 +21,15 @@ def put(engine: Engine, name: str = "tick", cron: str = "* * * * *", **options: 
 
 
 def due_since(engine: Engine, name: str, ago: timedelta) -> datetime:
-    """Have a schedule be due since the beginning of the minute of some time ago; that time."""
+    """Have a schedule be due since the beginning of the minute of some time ago; that time.
+
+    If this minute is about to end, the next one is waited for: it would be another time to fire.
+    """
     with engine.begin() as connection:
         now: datetime = connection.execute(select(func.clock_timestamp())).scalar_one()
+        while not ago and now.second >= _LATE_SECOND:
+            time.sleep(60 - now.second)
+            now = connection.execute(select(func.clock_timestamp())).scalar_one()
         due = (now - ago).replace(second=0, microsecond=0)
         changed = connection.execute(update(schedule).where(schedule.c.name == name).values(next_at=due))
         assert changed.rowcount == 1

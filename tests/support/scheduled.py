@@ -20,17 +20,23 @@ def put(engine: Engine, name: str = "tick", cron: str = "* * * * *", **options: 
         schedules.put(connection, name, options.pop("job", tick.job()), cron=cron, **options)
 
 
+def young_minute(engine: Engine) -> datetime:
+    """The database's time; if its minute is about to end, the next one is waited for: another time to fire."""
+    while True:
+        with engine.connect() as connection:
+            now: datetime = connection.execute(select(func.clock_timestamp())).scalar_one()
+        if now.second < _LATE_SECOND:
+            return now
+        time.sleep(60 - now.second)
+
+
 def due_since(engine: Engine, name: str, ago: timedelta) -> datetime:
     """Have a schedule be due since the beginning of the minute of some time ago; that time.
 
-    If this minute is about to end, the next one is waited for: it would be another time to fire.
+    Beside relays that fire it, `young_minute` is asked before it is made: this moves its time back.
     """
+    due = (young_minute(engine) - ago).replace(second=0, microsecond=0)
     with engine.begin() as connection:
-        now: datetime = connection.execute(select(func.clock_timestamp())).scalar_one()
-        while not ago and now.second >= _LATE_SECOND:
-            time.sleep(60 - now.second)
-            now = connection.execute(select(func.clock_timestamp())).scalar_one()
-        due = (now - ago).replace(second=0, microsecond=0)
         changed = connection.execute(update(schedule).where(schedule.c.name == name).values(next_at=due))
         assert changed.rowcount == 1
     return due

@@ -321,7 +321,7 @@ def test_ids_are_changed_in_pages_and_those_that_are_not_there_are_told(engine: 
 def test_dead_letters_are_retried_with_other_arguments(engine: Engine) -> None:
     """Once they are checked, for each kind that is meant; the audit does not keep them, and asks for them again."""
     add(engine, 250, "dead_job", kind="a")
-    action = RetryDead(DEAD, '{"card": "4111"}')
+    action = RetryDead(DEAD, '{"card": "4111-1111"}')
     checked: list[tuple[str, str]] = []
 
     def refuse(kind: str, args: str) -> None:
@@ -330,21 +330,21 @@ def test_dead_letters_are_retried_with_other_arguments(engine: Engine) -> None:
 
     with pytest.raises(ArgumentError):
         Actions(ANNA).run(beginning(engine), action, check=refuse)
-    assert checked == [("a", '{"card": "4111"}')]
+    assert checked == [("a", '{"card": "4111-1111"}')]
     assert (count(engine, "dead_job"), audited(engine)) == (250, [])
     with pytest.raises(Halt):
         Actions(ANNA).run(beginning(engine), action, on_page=halt_after(1))
     (row,) = audited(engine)
     assert row["change"] == {"args": "not kept"}
-    assert "4111" not in operators.audit_text(engine)
+    assert "4111-1111" not in operators.audit_text(engine)
     with pytest.raises(ArgumentError, match="give them again"):
         Actions(ANNA).resume(beginning(engine), row["id"])
     with pytest.raises(ArgumentError):
         Actions(ANNA).resume(beginning(engine), row["id"], args="{}", check=refuse)
-    Actions(ANNA).resume(beginning(engine), row["id"], args='{"card": "4111"}')
+    Actions(ANNA).resume(beginning(engine), row["id"], args='{"card": "4111-1111"}')
     with engine.connect() as connection:
         found = connection.execute(text("SELECT args::text, count(*) FROM outboxq.job GROUP BY 1")).all()
-    assert found == [('{"card": "4111"}', 250)]
+    assert found == [('{"card": "4111-1111"}', 250)]
 
 
 def test_a_change_is_gone_on_with_as_it_was_asked_for(engine: Engine) -> None:

@@ -197,7 +197,8 @@ def test_a_killed_relay_is_told_as_the_last_that_served_the_queue(
     with sessions.begin() as session:
         job_id = session.add_job(app.record, name="a").id
     execute(outboxq_database.url, UNSEEN.format("5 minutes"))
-    gone = f"SELECT count(*) = 0 FROM pg_stat_activity WHERE application_name = '{RELAY}'"
+    own = f"application_name = '{RELAY}' AND datname = current_database()"
+    gone = f"SELECT count(*) = 0 FROM pg_stat_activity WHERE {own}"
     wait_until(lambda: one(engine, gone), "its connections to end")
     found = of_job(engine, job_id)
     assert codes(found) == ["no-relay"]

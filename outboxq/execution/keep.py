@@ -9,7 +9,7 @@ import logging
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypeAlias, cast
+from typing import TypeAlias
 from uuid import UUID
 
 from outboxq.clock import clock
@@ -24,6 +24,7 @@ from outboxq.statements.results import tell_waiters
 logger = logging.getLogger("outboxq.relay")
 
 Over: TypeAlias = JobDone | JobDiscarded | JobCancelled | JobExpired
+_ENDED: TypeAlias = Over | JobDied
 _OUTCOMES: Mapping[type[Event], str] = {
     JobDone: "done",
     JobDiscarded: "discarded",
@@ -124,8 +125,8 @@ class Keeper:
         kinds = self.kinds
         if not kinds or (self._paused_until and clock() < self._paused_until):
             return None
-        over = [event for event in events if type(event) in _OUTCOMES and cast("Over", event).job.kind in kinds]
-        return self._columns(cast("list[Over]", over), others) if over else None
+        over = [event for event in events if isinstance(event, Over) and event.job.kind in kinds]
+        return self._columns(over, others) if over else None
 
     def statements(
         self,
@@ -155,7 +156,7 @@ class Keeper:
             return []
         found: list[UUID] = []
         for event in events:
-            if isinstance(event, JobDone | JobDiscarded | JobCancelled | JobExpired | JobDied):
+            if isinstance(event, _ENDED):
                 keeping = self.kinds.get(event.job.kind)
                 if keeping is not None and keeping.result:
                     found += (event.job.id, *others.get(event.job.id, ()))

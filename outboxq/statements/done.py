@@ -175,13 +175,18 @@ def rows_of_done(schema: str, kept: KeptJobs, relay: UUID | None) -> DoneRows:
     """The rows of jobs that are over, which `relay` has run."""
     columns = dict(zip(_COLUMNS, kept, strict=False))
     # What the jobs have in common, as most of a claim's do, is sent once, and nothing where they have nothing.
-    own = {name: column for name, column in columns.items() if name == "id" or column.count(column[0]) < len(column)}
+    own = {name: column for name, column in columns.items() if name == "id" or not _is_all_alike(column)}
     common = {name: column[0] for name, column in columns.items() if name not in own} | {"relay": relay}
     return DoneRows(
         schema,
         {name: _array(name, column) for name, column in own.items()},
         {name: _literal(name, value) for name, value in common.items() if value is not None},
     )
+
+
+def _is_all_alike(column: Sequence[object]) -> bool:
+    # The last one shows at once that most columns are not.
+    return column[0] == column[-1] and column.count(column[0]) == len(column)
 
 
 # One for each set of columns in which jobs differ.

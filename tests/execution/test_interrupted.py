@@ -18,7 +18,7 @@ from outboxq import Backoff, Context, Jobs, OutboxSession, RelayConfig
 from outboxq.database.guard import Guard
 from outboxq.errors import DeferError
 from outboxq.events import Event, JobDone, JobRetried
-from outboxq.execution.claim import ClaimRequest
+from outboxq.execution.claim import ClaimRequest, ClaimTransaction
 from outboxq.execution.errors import Abandoned
 from outboxq.execution.lease_mode import Unsettled
 from outboxq.fault_points import FaultPoint, fault_action
@@ -226,6 +226,7 @@ def test_an_error_between_taking_and_settling_what_is_held_stops_no_slot(
     assert struck
 
 
+@pytest.mark.parametrize("question", ["as a whole", "back to the savepoint"])
 @pytest.mark.parametrize("batch_size", [1, 5])
 def test_a_question_that_fails_behind_commit_buries_no_job_that_is_done(
     engine: Engine,
@@ -233,6 +234,7 @@ def test_a_question_that_fails_behind_commit_buries_no_job_that_is_done(
     drain: Drain,
     monkeypatch: pytest.MonkeyPatch,
     batch_size: int,
+    question: str,
 ) -> None:
     """The claim behind COMMIT failed, and whether COMMIT came first could not be asked either: it is asked again."""
     jobs, struck, sent = Jobs(), [], ClaimRequest.text_after_commit
@@ -241,15 +243,21 @@ def test_a_question_that_fails_behind_commit_buries_no_job_that_is_done(
     def write(ctx: Context, name: str) -> None:
         ctx.session.add(Effect(name=name))
 
-    def refused(_connection: object, _anchor: object, _error: object) -> bool:
+    def refused(*_: object) -> str:
         struck.append(1)
+        if question == "back to the savepoint":
+            # In a transaction that has failed the server refuses it with 25P02, as a cancellation would with 57014.
+            return "SELECT 1"
         raise psycopg.errors.QueryCanceled
 
     def failing(request: ClaimRequest) -> str:
-        return sent(request) if struck else "SELECT 1 / 0"
+        return sent(request) if struck else "BEGIN; SELECT 1 / 0"
 
     monkeypatch.setattr(ClaimRequest, "text_after_commit", failing)
-    monkeypatch.setattr(commit_module, "_failed_after_commit", refused)
+    if question == "as a whole":
+        monkeypatch.setattr(commit_module, "_failed_after_commit", refused)
+    else:
+        monkeypatch.setattr(ClaimTransaction, "reset", refused)
     with sessions.begin() as session:
         session.add_jobs(write.job(name=f"job {number}") for number in range(10))
     events = drain(jobs, slots_per_queue=1, batch_size=batch_size)

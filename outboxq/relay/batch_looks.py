@@ -19,7 +19,8 @@ from outboxq.job import Job
 class BatchLooks:
     """The looks of one slot: most go with a COMMIT; the others are made when no transaction is open.
 
-    If users' code listens to the engine, it sets up each transaction, and no look goes with a COMMIT.
+    If users' code listens to the engine, it sets up each transaction, and no look goes with a COMMIT. Nor does one
+    whose answer has to say whether unique jobs were added: that would be lost if the look failed.
     """
 
     def __init__(self, schema: str, emit: Emitter) -> None:
@@ -31,7 +32,7 @@ class BatchLooks:
         self, connection: Connection, batch: BatchState, runtime: Runtime, next_claim: ClaimRequest | None
     ) -> Committed | None:
         """Commit a batch, and look at the batches of its jobs in the same round trip."""
-        if batch.is_plain or not is_listened_to(connection):
+        if batch.is_plain or not (batch.unique_adds or is_listened_to(connection)):
             return commit(connection, batch, runtime, next_claim)
         committed = commit(connection, batch, runtime, next_claim, looks=False)
         self.add(batch.jobs)

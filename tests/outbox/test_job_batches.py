@@ -1,6 +1,7 @@
 """Batches of `jobs.batch`: opened with their members in one transaction, whatever becomes of savepoints and flushes."""
 
 from collections.abc import Callable
+from datetime import timedelta
 
 import pytest
 from sqlalchemy import Engine, text
@@ -8,6 +9,7 @@ from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
 from sqlalchemy.orm import sessionmaker
 
 import outboxq
+import outboxq.execution.commit as commit_module
 from outboxq import AsyncOutboxSession, Backoff, Context, Jobs, OutboxSession, Unique
 from outboxq.errors import ArgumentError, EnqueueError
 from outboxq.events import BatchFinished, Event
@@ -72,6 +74,29 @@ def test_the_callback_runs_once_when_all_members_are_over(
     (finished,) = of(events, BatchFinished)
     assert (finished.id, finished.queue, finished.kind, finished.failed) == (batch.id, "reports", "report", 1)
     assert count(engine, "batch") == 0
+
+
+def test_a_look_that_fails_hides_no_answer_of_a_unique_job(
+    engine: Engine, sessions: sessionmaker[OutboxSession], drain: Drain, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """None goes with the COMMIT whose answer says whether the job was added."""
+    own, handles = Jobs(), []
+
+    @own.handler(queue="members")
+    def adding(ctx: Context, key: str) -> None:
+        handles.append(ctx.session.add_job(done.options(unique=key, delay=timedelta(hours=1))))
+
+    @own.handler(queue="reports")
+    def done(ctx: Context) -> None:
+        pass
+
+    with sessions.begin() as session, own.batch(session, on_done=done.job()) as batch:
+        session.add_job(done.options(unique="taken", delay=timedelta(hours=1)))
+        batch.add_jobs(adding.job(key=key) for key in ("free", "taken"))
+    monkeypatch.setattr(commit_module, "finish_after_commit", lambda *_: "BEGIN; SELECT 1 / 0")
+    events = drain(own)
+    assert [handle.added for handle in handles] == [True, False]
+    assert [finished.id for finished in of(events, BatchFinished)] == [batch.id]
 
 
 def test_an_empty_batch_adds_its_callback_at_once(

@@ -24,7 +24,7 @@ from outboxq.statements.results import tell_waiters
 logger = logging.getLogger("outboxq.relay")
 
 Over: TypeAlias = JobDone | JobDiscarded | JobCancelled | JobExpired
-_ENDED: TypeAlias = Over | JobDied
+Ended: TypeAlias = Over | JobDied
 _OUTCOMES: Mapping[type[Event], str] = {
     JobDone: "done",
     JobDiscarded: "discarded",
@@ -156,7 +156,7 @@ class Keeper:
             return []
         found: list[UUID] = []
         for event in events:
-            if isinstance(event, _ENDED):
+            if isinstance(event, Ended):
                 keeping = self.kinds.get(event.job.kind)
                 if keeping is not None and keeping.result:
                     found += (event.job.id, *others.get(event.job.id, ()))

@@ -175,7 +175,7 @@ def rows_of_done(schema: str, kept: KeptJobs, relay: UUID | None) -> DoneRows:
     """The rows of jobs that are over, which `relay` has run."""
     columns = dict(zip(_COLUMNS, kept, strict=False))
     # What the jobs have in common, as most of a claim's do, is sent once, and nothing where they have nothing.
-    own = {name: column for name, column in columns.items() if name == "id" or not _is_all_alike(column)}
+    own = {name: column for name, column in columns.items() if name == "id" or not _is_uniform(column)}
     common = {name: column[0] for name, column in columns.items() if name not in own} | {"relay": relay}
     return DoneRows(
         schema,
@@ -184,8 +184,8 @@ def rows_of_done(schema: str, kept: KeptJobs, relay: UUID | None) -> DoneRows:
     )
 
 
-def _is_all_alike(column: Sequence[object]) -> bool:
-    # The last one shows at once that most columns are not.
+def _is_uniform(column: Sequence[object]) -> bool:
+    # Where values differ, the last one mostly shows it at once.
     return column[0] == column[-1] and column.count(column[0]) == len(column)
 
 

@@ -555,9 +555,23 @@ MUTANTS = (
     Mutant(
         "the question whether COMMIT came before the error",
         "outboxq/execution/commit.py",
-        "        return gone.sqlstate == _NO_SUCH_SAVEPOINT\n",
-        "        return gone is None\n",
+        "            raise\n        return True\n    return False\n",
+        "            raise\n        return False\n    return False\n",
         ("tests/relay/test_following.py",),
+    ),
+    Mutant(
+        "the recovery, where it cannot be asked whether COMMIT came before the error",
+        "outboxq/execution/commit.py",
+        "            # Cancelled, perhaps: nothing is known, and the recovery asks the server.\n            raise\n",
+        "            return False\n",
+        ("tests/execution/test_interrupted.py",),
+    ),
+    Mutant(
+        "the look at batches apart from a COMMIT that says whether unique jobs were added",
+        "outboxq/relay/batch_looks.py",
+        "if batch.is_plain or not (batch.unique_adds or is_listened_to(connection)):",
+        "if batch.is_plain or not is_listened_to(connection):",
+        ("tests/outbox/test_job_batches.py",),
     ),
     Mutant(
         "what the jobs before it left, sent before anything of a handler's",

@@ -10,7 +10,7 @@ from typing import Any
 
 import psutil
 import pytest
-from sqlalchemy import Engine, text
+from sqlalchemy import Connection, Engine, text
 
 from outboxq.dashboard import Role, create_app
 from outboxq.postgres import Database
@@ -18,14 +18,14 @@ from tests.cli.test_help import COMMANDS
 from tests.support.cli import call
 from tests.support.dashboard import as_user, client_of, path_of, screens
 from tests.support.doctor import open_session
-from tests.support.millions import counting_costs, delete_heads, fill_millions
+from tests.support.millions import counting_costs, delete_heads, fill_millions, processor_seconds
 from tests.support.staged import numbered
 
 logger = logging.getLogger(__name__)
 
 LIMIT_SECONDS = 0.3
-# In this time the server of a machine of which that is demanded adds up a million numbers.
-_ADDING_SECONDS = 0.08
+# How long a server takes to count to a million where LIMIT_SECONDS holds, and up to how many times as long another may.
+_COUNTING_SECONDS, _MOST_TIMES = 0.03, 3.0
 _FILTERED = (
     "queues/q1", "queues/q1?period=24h", "kinds/k1", "jobs?queue=q3&kind=k3", "jobs?kind=nope", "jobs?state=running",
     "jobs?state=scheduled", "jobs?q=order_id:999000", "jobs?q=order_id:500", "jobs?group=x",
@@ -139,7 +139,7 @@ def test_a_million_rows_of_everything_slow_neither_pages_nor_commands_down(
 ) -> None:
     """By index alone, nothing left out, and within 0.3 s; behind a pinned snapshot, that holds for each statement.
 
-    A machine that is slower, or busy, is given as much more.
+    A machine that is slower has more time, in proportion.
     """
     lines = [line.split() for line in _LINES.splitlines()]
     assert {" ".join(words) for words in COMMANDS} - _ELSEWHERE.keys() == {
@@ -159,15 +159,17 @@ def test_a_million_rows_of_everything_slow_neither_pages_nor_commands_down(
 
 
 def _limit_seconds(engine: Engine) -> float:
-    """The limit on this machine, as fast as it is at the moment."""
+    """The limit on this machine: by what its processor takes for a count, however long that waits for others."""
 
-    def seconds() -> float:
-        begun = time.perf_counter()
-        connection.execute(text("SELECT sum(number) FROM generate_series(1, 1000000) AS number"))
-        return time.perf_counter() - begun
+    def seconds(connection: Connection, pid: int) -> float:
+        begun = processor_seconds(pid)
+        connection.execute(text("SELECT count(*) FROM (SELECT generate_series(1, 1000000)) AS numbers"))
+        return processor_seconds(pid) - begun
 
     with engine.connect() as connection:
-        return LIMIT_SECONDS * max(1.0, min(seconds() for _ in range(3)) / _ADDING_SECONDS)
+        pid = connection.execute(text("SELECT pg_backend_pid()")).scalar_one()
+        times = min(seconds(connection, pid) for _ in range(3)) / _COUNTING_SECONDS
+    return LIMIT_SECONDS * min(max(times, 1.0), _MOST_TIMES)
 
 
 def _run(lines: list[list[str]], url: str, engine: Engine) -> None:
@@ -195,14 +197,14 @@ def _look_at_pages(engine: Engine) -> dict[str, float]:
     """Every screen and every filter, with the seconds of the best of three."""
     paths = [path_of(screen, engine, "orders") for screen in screens()] + [f"/orders/{each}" for each in _FILTERED]
     took: dict[str, float] = {}
-    processes, limit = _used(engine), _limit_seconds(engine)
+    processes = _used(engine)
     with client_of(create_app({"orders": engine}, auth=as_user(Role.ADMIN))) as client:
         for path in paths:
             with counting_costs() as costs:
                 page = client.get(path)
             assert page.status_code == 200, (path, page.text[-300:])
             assert costs.whole == set(), path
-            assert costs.slowest[0] <= limit, (path, costs.slowest)
+            assert costs.slowest[0] <= LIMIT_SECONDS or costs.slowest[0] <= _limit_seconds(engine), (path, costs)
             assert 'class="notice warn"' not in page.text or path.endswith(("/orders/", "/doctor")), (path, page.text)
             used, waited = _measured(client, path, processes)
             logger.info("%6.0f ms, waited for %6.0f ms  %s", used * 1000, waited * 1000, path)

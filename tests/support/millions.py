@@ -90,12 +90,12 @@ def counting_costs() -> Iterator[Costs]:
         if _STATEMENT.match(statement):
             plan = "\n".join(row[0] for row in raw.execute(f"EXPLAIN {statement}", parameters).fetchall())
             found.whole.update(f"{table}: {statement[:300]}" for table in _READ_WHOLE.findall(plan))
-        begun[raw.info.backend_pid] = _processor_seconds(raw.info.backend_pid)
+        begun[raw.info.backend_pid] = processor_seconds(raw.info.backend_pid)
 
     def after(connection: Connection, cursor: object, statement: str, *_: object) -> None:
         raw: Any = connection.connection.driver_connection
         pid = raw.info.backend_pid
-        found.slowest = max(found.slowest, (_processor_seconds(pid) - begun.pop(pid), statement[:300]))
+        found.slowest = max(found.slowest, (processor_seconds(pid) - begun.pop(pid), statement[:300]))
 
     event.listen(Engine, "before_cursor_execute", before)
     event.listen(Engine, "after_cursor_execute", after)
@@ -106,5 +106,5 @@ def counting_costs() -> Iterator[Costs]:
         event.remove(Engine, "after_cursor_execute", after)
 
 
-def _processor_seconds(pid: int) -> float:
+def processor_seconds(pid: int) -> float:
     return int(Path(f"/proc/{pid}/schedstat").read_text().split()[0]) / 1e9

@@ -81,7 +81,7 @@ class BatchState:
         events: The events of the jobs before `position`, if the transaction commits.
         unknown: Jobs of kinds that no handler here can run.
         late_result: The result of a handler that never used the database, until its settlement has begun.
-        commit_was_sent: COMMIT was sent, and was not refused.
+        commit_was_sent: COMMIT was sent, and is not known to be refused.
         blocked: The groups whose next jobs are given back: one of their jobs is put off, and holds them up.
         has_deadlocked: Jobs that ran together were undone by a deadlock or a serialization failure.
         dead_letters: The dead letters that a recovery of this batch has written.

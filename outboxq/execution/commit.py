@@ -70,7 +70,8 @@ def commit(
 
     Raises:
         ConnectionLost: the answer to COMMIT was lost: either everything stands, or nothing.
-        psycopg.Error: COMMIT was refused, and it is not known which of several jobs is the cause, or none is.
+        psycopg.Error: COMMIT was refused, and it is not known which of several jobs is the cause, or none is; or it is
+            not known whether COMMIT came before the error.
         TransactionEscaped: a handler had ended the transaction.
     """
     if batch.transaction is None:
@@ -186,7 +187,7 @@ def _forgive(connection: Connection, request: ClaimRequest | None, error: psycop
 
 
 def _failed_after_commit(connection: Connection, transaction: ClaimTransaction, error: psycopg.Error) -> bool:
-    """Whether it was the next claim that failed: the batch is committed, and its savepoint is gone.
+    """Whether it was the look or the next claim that failed: the batch is committed, and its savepoint is gone.
 
     Raises:
         psycopg.Error: that could not be found out.
@@ -203,7 +204,7 @@ def _failed_after_commit(connection: Connection, transaction: ClaimTransaction, 
     except psycopg.Error as gone:
         if gone.sqlstate != _NO_SUCH_SAVEPOINT:
             # Cancelled, perhaps: nothing is known, and the recovery asks the server.
-            raise
+            raise error from gone
         return True
     return False
 

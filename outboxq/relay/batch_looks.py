@@ -19,8 +19,8 @@ from outboxq.job import Job
 class BatchLooks:
     """The looks of one slot: most go with a COMMIT; the others are made when no transaction is open.
 
-    If users' code listens to the engine, it sets up each transaction, and no look goes with a COMMIT. Nor does one
-    whose answer has to say whether unique jobs were added: that would be lost if the look failed.
+    If users' code listens to the engine, it sets up each transaction, and no look goes with a COMMIT. Nor does
+    one with a COMMIT whose answer says whether unique jobs were added: that would be lost if the look failed.
     """
 
     def __init__(self, schema: str, emit: Emitter) -> None:
@@ -31,7 +31,7 @@ class BatchLooks:
     def commit(
         self, connection: Connection, batch: BatchState, runtime: Runtime, next_claim: ClaimRequest | None
     ) -> Committed | None:
-        """Commit a batch, and look at the batches of its jobs in the same round trip."""
+        """Commit a batch, and look at the batches of its jobs, in the same round trip if it may be."""
         if batch.is_plain or not (batch.unique_adds or is_listened_to(connection)):
             return commit(connection, batch, runtime, next_claim)
         committed = commit(connection, batch, runtime, next_claim, looks=False)
@@ -49,7 +49,7 @@ class BatchLooks:
         return look_at_batches(connection, self._schema, ids)
 
     def add(self, jobs: Iterable[Job]) -> None:
-        """Look at the batches of these jobs later: they were removed by a recovery, or among users' listeners."""
+        """Look at the batches of these jobs later: no look went along when they were removed."""
         self._waiting |= batch_ids(jobs)
 
     def make(self, connection: Connection) -> None:

@@ -93,9 +93,11 @@ class BatchLoop:
                 report = self._recovered(connection, error, runtime)
             self.release_waiting(connection)
             self.batch = None
+            if report is not None:
+                # Before the looks, which may wait, or meet the end of the connection: the batch is over.
+                self._after(connection, report, runtime)
             self._looks.make(connection)
             if report is not None:
-                self._after(connection, report, runtime)
                 if not self.is_full:
                     self._state.admission.ended(name)
                 return True

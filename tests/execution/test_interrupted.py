@@ -17,7 +17,7 @@ import outboxq.execution.commit as commit_module
 from outboxq import Backoff, Context, Jobs, OutboxSession, RelayConfig
 from outboxq.database.guard import Guard
 from outboxq.errors import DeferError
-from outboxq.events import Event, JobDone, JobRetried
+from outboxq.events import Event, JobDied, JobDone, JobRetried
 from outboxq.execution.claim import ClaimRequest, ClaimTransaction
 from outboxq.execution.errors import Abandoned
 from outboxq.execution.lease_mode import Unsettled
@@ -224,6 +224,33 @@ def test_an_error_between_taking_and_settling_what_is_held_stops_no_slot(
         wait_until(lambda: waiting(engine) == 0, "every job")
     assert Counter(ran) == dict.fromkeys(names, 1)
     assert struck
+
+
+def test_a_refused_commit_is_blamed_although_the_way_back_is_cancelled(
+    engine: Engine, sessions: sessionmaker[OutboxSession], drain: Drain, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The attempt that fails says which constraint it was, and not what came between."""
+    jobs, struck, reset = Jobs(), [], ClaimTransaction.reset
+    with engine.begin() as connection:
+        connection.execute(text("CREATE TABLE unique_late (n int UNIQUE DEFERRABLE INITIALLY DEFERRED)"))
+        connection.execute(text("INSERT INTO unique_late VALUES (1)"))
+
+    @jobs.handler(queue="q", retry=Backoff(max_attempts=1))
+    def write(ctx: Context) -> None:
+        ctx.session.execute(text("INSERT INTO unique_late VALUES (1)"))
+
+    def refused(transaction: ClaimTransaction) -> str:
+        struck.append(1)
+        # In a transaction that has failed the server refuses it with 25P02, as a cancellation would with 57014.
+        return "SELECT 1" if len(struck) == 1 else reset(transaction)
+
+    monkeypatch.setattr(ClaimTransaction, "reset", refused)
+    monkeypatch.setattr(ClaimRequest, "text_after_commit", lambda _request: "BEGIN")
+    with sessions.begin() as session:
+        session.add_job(write)
+    events = drain(jobs, slots_per_queue=1, batch_size=1)
+    assert struck
+    assert [event.error_type for event in events if isinstance(event, JobDied)] == ["psycopg.errors.UniqueViolation"]
 
 
 @pytest.mark.parametrize("question", ["as a whole", "back to the savepoint"])

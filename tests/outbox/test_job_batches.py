@@ -1,19 +1,23 @@
 """Batches of `jobs.batch`: opened with their members in one transaction, whatever becomes of savepoints and flushes."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from datetime import timedelta
+from uuid import UUID
 
+import psycopg
 import pytest
-from sqlalchemy import Engine, text
+from sqlalchemy import Connection, Engine, text
 from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
 from sqlalchemy.orm import sessionmaker
 
 import outboxq
 import outboxq.execution.commit as commit_module
 from outboxq import AsyncOutboxSession, Backoff, Context, Jobs, OutboxSession, Unique
+from outboxq.database.driver import run_script
 from outboxq.errors import ArgumentError, EnqueueError
-from outboxq.events import BatchFinished, Event
+from outboxq.events import BatchFinished, Event, JobDone
 from outboxq.postgres import Database
+from outboxq.relay import batch_looks
 from tests.support.app import Account, Effect
 from tests.support.ledger import of
 
@@ -97,6 +101,35 @@ def test_a_look_that_fails_hides_no_answer_of_a_unique_job(
     events = drain(own)
     assert [handle.added for handle in handles] == [True, False]
     assert [finished.id for finished in of(events, BatchFinished)] == [batch.id]
+
+
+def test_a_connection_that_ends_in_the_look_hides_no_job_that_is_done(
+    engine: Engine, sessions: sessionmaker[OutboxSession], drain: Drain, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was committed is told before the look; the sweep comes to the batch."""
+    own, look, ended = Jobs(), batch_looks.look_at_batches, []
+
+    @own.handler(queue="members")
+    def adding(ctx: Context) -> None:
+        ctx.session.add_job(done.options(unique="key", delay=timedelta(hours=1)))
+
+    @own.handler(queue="reports")
+    def done(ctx: Context) -> None:
+        pass
+
+    def cut_off(connection: Connection, schema: str, ids: Collection[UUID]) -> tuple[BatchFinished, ...]:
+        if not ended:
+            ended.append(1)
+            with pytest.raises(psycopg.OperationalError):
+                run_script(connection, "SELECT pg_terminate_backend(pg_backend_pid())")
+        return look(connection, schema, ids)
+
+    monkeypatch.setattr(batch_looks, "look_at_batches", cut_off)
+    with sessions.begin() as session, own.batch(session, on_done=done.job()) as batch:
+        batch.add_job(adding)
+    events = drain(own)
+    assert ended
+    assert [event.job.kind for event in of(events, JobDone)] == ["adding"]
 
 
 def test_an_empty_batch_adds_its_callback_at_once(

@@ -190,21 +190,21 @@ def _failed_after_commit(connection: Connection, transaction: ClaimTransaction, 
     """Whether it was the look or the next claim that failed: the batch is committed, and its savepoint is gone.
 
     Raises:
-        psycopg.Error: that could not be found out.
+        psycopg.Error: the same error; that could not be found out.
     """
     if error.sqlstate in _ESCAPED or is_lost(connection):
         return False
-    if transaction_status(connection) == TransactionStatus.IDLE:
-        # Either COMMIT was refused, or it was done, and what came meanwhile, such as a cancellation, hit BEGIN.
-        status = run_script(connection, xact_status(transaction.xid))[0].rows[0][0]
-        run_script(connection, "ROLLBACK")
-        return status == "committed"
     try:
+        if transaction_status(connection) == TransactionStatus.IDLE:
+            # Either COMMIT was refused, or it was done, and what came meanwhile, such as a cancellation, hit BEGIN.
+            status = run_script(connection, xact_status(transaction.xid))[0].rows[0][0]
+            run_script(connection, "ROLLBACK")
+            return status == "committed"
         run_script(connection, transaction.reset())
     except psycopg.Error as gone:
         if gone.sqlstate != _NO_SUCH_SAVEPOINT:
             # Cancelled, perhaps: nothing is known, and the recovery asks the server.
-            raise error from gone
+            raise error from None
         return True
     return False
 

@@ -1,13 +1,12 @@
 """When a slot looks at the batches (`jobs.batch`) of its jobs: behind their COMMIT, and never before it."""
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from uuid import UUID
 
 from sqlalchemy import Connection
 
 from outboxq.database.driver import is_listened_to, is_lost
 from outboxq.emitter import Emitter
-from outboxq.events import BatchFinished
 from outboxq.execution.batch_state import BatchState
 from outboxq.execution.claim import ClaimRequest
 from outboxq.execution.commit import Committed, commit
@@ -38,15 +37,12 @@ class BatchLooks:
         self.add(batch.jobs)
         return committed
 
-    def behind(self, connection: Connection, jobs: Iterable[Job]) -> tuple[BatchFinished, ...]:
-        """Look at the batches of leased jobs that were just removed together; no transaction is open."""
-        ids = batch_ids(jobs)
-        if not ids:
-            return ()
+    def behind(self, connection: Connection, jobs: Iterable[Job]) -> None:
+        """Look at the batches of leased jobs that were just removed together, and told; no transaction is open."""
         if is_listened_to(connection):
-            self._waiting |= ids
-            return ()
-        return look_at_batches(connection, self._schema, ids)
+            self.add(jobs)
+        elif ids := batch_ids(jobs):
+            self._look(connection, ids)
 
     def add(self, jobs: Iterable[Job]) -> None:
         """Look at the batches of these jobs later: no look went along when they were removed."""
@@ -58,6 +54,8 @@ class BatchLooks:
             return
         ids, self._waiting = self._waiting, set()
         with connection.begin():
-            finished = look_at_batches(connection, self._schema, ids)
-        for event in finished:
+            self._look(connection, ids)
+
+    def _look(self, connection: Connection, ids: Collection[UUID]) -> None:
+        for event in look_at_batches(connection, self._schema, ids):
             self._emit(event)

@@ -185,11 +185,13 @@ class BatchLoop:
                 if not leased.is_worked_off:
                     settled, claimed = self._settle_leased(connection, leased, runtime)
                     events += settled
-                events += self._looks.behind(connection, leased.jobs)
                 report = BatchReport(len(leased.jobs), events)
                 self.leased_batch = None
                 if claimed is not None and claimed.jobs:
                     self._ended(report)
+                    self._looks.behind(connection, leased.jobs)
+                else:
+                    self._looks.add(leased.jobs)
                 leased = self._hold(connection, claimed)
         return report
 

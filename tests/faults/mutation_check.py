@@ -555,14 +555,14 @@ MUTANTS = (
     Mutant(
         "the question whether COMMIT came before the error",
         "outboxq/execution/commit.py",
-        "            raise error from gone\n        return True\n    return False\n",
-        "            raise error from gone\n        return False\n    return False\n",
+        "            raise error from None\n        return True\n    return False\n",
+        "            raise error from None\n        return False\n    return False\n",
         ("tests/relay/test_following.py",),
     ),
     Mutant(
         "the recovery, where it cannot be asked whether COMMIT came before the error",
         "outboxq/execution/commit.py",
-        "            raise error from gone\n",
+        "            raise error from None\n",
         "            return False\n",
         ("tests/execution/test_interrupted.py",),
     ),

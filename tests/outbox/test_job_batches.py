@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Collection
 from datetime import timedelta
+from typing import Literal
 from uuid import UUID
 
 import psycopg
@@ -103,15 +104,23 @@ def test_a_look_that_fails_hides_no_answer_of_a_unique_job(
     assert [finished.id for finished in of(events, BatchFinished)] == [batch.id]
 
 
+@pytest.mark.parametrize("count", [1, 5])
+@pytest.mark.parametrize("claim", ["transaction", "lease"])
 def test_a_connection_that_ends_in_the_look_hides_no_job_that_is_done(
-    engine: Engine, sessions: sessionmaker[OutboxSession], drain: Drain, monkeypatch: pytest.MonkeyPatch
+    engine: Engine,
+    sessions: sessionmaker[OutboxSession],
+    drain: Drain,
+    monkeypatch: pytest.MonkeyPatch,
+    claim: Literal["transaction", "lease"],
+    count: int,
 ) -> None:
-    """What was committed is told before the look; the sweep comes to the batch."""
+    """What was committed is told before the look; in a transaction, and with the leased jobs that wrote nothing."""
     own, look, ended = Jobs(), batch_looks.look_at_batches, []
 
-    @own.handler(queue="members")
+    @own.handler(queue="members", claim=claim)
     def adding(ctx: Context) -> None:
-        ctx.session.add_job(done.options(unique="key", delay=timedelta(hours=1)))
+        if claim == "transaction":
+            ctx.session.add_job(done.options(unique="key", delay=timedelta(hours=1)))
 
     @own.handler(queue="reports")
     def done(ctx: Context) -> None:
@@ -126,10 +135,10 @@ def test_a_connection_that_ends_in_the_look_hides_no_job_that_is_done(
 
     monkeypatch.setattr(batch_looks, "look_at_batches", cut_off)
     with sessions.begin() as session, own.batch(session, on_done=done.job()) as batch:
-        batch.add_job(adding)
-    events = drain(own)
+        batch.add_jobs(adding.job() for _ in range(count))
+    events = drain(own, batch_size=2)
     assert ended
-    assert [event.job.kind for event in of(events, JobDone)] == ["adding"]
+    assert len([event for event in of(events, JobDone) if event.job.kind == "adding"]) == count
 
 
 def test_an_empty_batch_adds_its_callback_at_once(

@@ -139,7 +139,7 @@ def test_a_million_rows_of_everything_slow_neither_pages_nor_commands_down(
 ) -> None:
     """By index alone, nothing left out, and within 0.3 s; behind a pinned snapshot, that holds for each statement.
 
-    A machine that is slower has more time, in proportion.
+    A machine that is slower has more time, in proportion, up to three times as much.
     """
     lines = [line.split() for line in _LINES.splitlines()]
     assert {" ".join(words) for words in COMMANDS} - _ELSEWHERE.keys() == {

@@ -18,8 +18,8 @@ from outboxq.job import Job
 class BatchLooks:
     """The looks of one slot: most go with a COMMIT; the others are made when no transaction is open.
 
-    If users' code listens to the engine, it sets up each transaction, and no look goes with a COMMIT. Nor does
-    one with a COMMIT whose answer says whether unique jobs were added: that would be lost if the look failed.
+    If users' code listens to the engine, it sets up each transaction, and no look goes with a COMMIT. None goes with
+    one that adds unique jobs either: its answer says whether they were added, and would be lost if the look failed.
     """
 
     def __init__(self, schema: str, emit: Emitter) -> None:

@@ -31,7 +31,7 @@ def migrate(
 
     Running it again changes nothing. --to with a lower step goes back, and is refused while that would drop jobs, dead
     letters, or messages and effects that are still remembered. With an Alembic history of your own, call
-    outboxq.migrations.upgrade(op, to=12) in a revision instead.
+    outboxq.migrations.upgrade(op, to=14) in a revision instead.
 
     \b
     Examples:

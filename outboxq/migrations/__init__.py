@@ -7,7 +7,7 @@ deployments that migrate at the same time wait for each other.
     from outboxq import migrations
 
     def upgrade() -> None:
-        migrations.upgrade(op, to=12)
+        migrations.upgrade(op, to=14)
 
     def downgrade() -> None:
         migrations.downgrade(op, to=0)
@@ -34,6 +34,8 @@ from outboxq.migrations import (
     step_10_flow_validated,
     step_11_history,
     step_12_indexes,
+    step_13_ranges,
+    step_14_ranges_validated,
 )
 from outboxq.migrations.refusals import refusals_in_short
 from outboxq.statements.render import quote_identifier, quote_literal
@@ -53,10 +55,12 @@ STEPS: tuple[tuple[str, str], ...] = (
     (step_10_flow_validated.UP, step_10_flow_validated.DOWN),
     (step_11_history.UP, step_11_history.DOWN),
     (step_12_indexes.UP, step_12_indexes.DOWN),
+    (step_13_ranges.UP, step_13_ranges.DOWN),
+    (step_14_ranges_validated.UP, step_14_ranges_validated.DOWN),
 )
 LATEST = len(STEPS)
 # Steps that take a lock for which all other work waits; the steps behind them may take long.
-COMMIT_BEHIND = (7, 9, 11)
+COMMIT_BEHIND = (7, 9, 11, 13)
 
 _MARKER = re.compile("@([a-z_]+)@")
 _DOLLAR_QUOTES = ("$outboxq$", "$function$")
@@ -243,8 +247,8 @@ def upgrade(op: SupportsExecute, *, to: int | None = None, schema: str = "outbox
     A revision of yours should name its step, so that it does the same thing for ever. The step fails on a server older
     than PostgreSQL 15, and in a database whose encoding is not UTF8.
 
-    Bring tables that are in use past steps 7, 9 and 11 by revisions of their own, each in a transaction of its own: the
-    step behind each of them reads whole tables, and their locks are released only when they are committed.
+    Bring tables that are in use past steps 7, 9, 11 and 13 by revisions of their own, each in a transaction of its own:
+    the step behind each of them reads whole tables, and their locks are released only when they are committed.
 
     Args:
         op: Alembic's `op`, online or offline.

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from sqlalchemy import DDL, Connection, Engine, MetaData, String, Table, Text, cast, event, type_coerce
+from sqlalchemy import DDL, CheckConstraint, Connection, Engine, MetaData, String, Table, Text, cast, event, type_coerce
 from sqlalchemy.dialects.postgresql import JSONB
 from sqlalchemy.sql.elements import BindParameter, ColumnElement
 from sqlalchemy.types import TypeEngine, UserDefinedType
@@ -59,3 +59,15 @@ def set_storage(table: Table, parameters: str) -> None:
     # By ALTER TABLE, because SQLAlchemy 2.0 knows no WITH (...).
     statement = DDL(f"ALTER TABLE %(fullname)s SET ({parameters})")  # type: ignore[no-untyped-call]  # SQLAlchemy left it untyped
     event.listen(table, "after_create", statement)
+
+
+# What Python's datetime can hold, in any time zone: one row with another time could not be read, nor got past.
+FIRST_TIME = "timestamptz '0001-01-03 00:00:00+00'"
+LAST_TIME = "timestamptz '9999-12-29 00:00:00+00'"
+# Sums of it cannot overflow; neither infinity nor NaN is below.
+MOST_NUMBER = "1000000000000000"
+
+
+def bounded(name: str, *columns: str, first: str = FIRST_TIME, last: str = LAST_TIME) -> CheckConstraint:
+    """A check that each of these columns is NULL or from `first` to `last`."""
+    return CheckConstraint(" AND ".join(f"{column} BETWEEN {first} AND {last}" for column in columns), name=name)

@@ -21,7 +21,7 @@ from sqlalchemy import (
     text,
 )
 
-from outboxq.tables.columns import JsonText, StoredText, metadata, set_storage
+from outboxq.tables.columns import MOST_NUMBER, JsonText, StoredText, bounded, metadata, set_storage
 
 # What each relay says of itself, several times a minute. `running`: the jobs that have run for long. `limits`: those of
 # queues that its application declares.
@@ -48,8 +48,20 @@ relay_status = Table(
     # How often the relay has added to `stat`: the same numbers are never added twice.
     Column("flush", BigInteger, nullable=False),
     CheckConstraint("jsonb_typeof(running) = 'array' AND jsonb_typeof(limits) = 'array'", name="relay_status_running"),
+    bounded("relay_status_ranges", "started_at", "seen_at"),
 )
 set_storage(relay_status, "fillfactor = 50, autovacuum_vacuum_scale_factor = 0, autovacuum_vacuum_threshold = 500")
+
+_OUTCOMES = ("done", "retried", "died", "snoozed", "discarded", "crashed", "lost")
+_SUMS = ("wait_seconds", "run_seconds")
+
+
+def _bucket(column: str) -> str:
+    return (
+        f"array_ndims({column}) = 1 AND array_lower({column}, 1) = 1 AND array_position({column}, NULL) IS NULL "
+        f"AND 0 <= ALL ({column}) AND {MOST_NUMBER} >= ALL ({column})"
+    )
+
 
 # What became of jobs, by minutes (grain 60) and by hours (3600). All relays add to the same rows.
 stat = Table(
@@ -59,16 +71,16 @@ stat = Table(
     Column("at", DateTime(timezone=True), primary_key=True),
     Column("queue", StoredText, primary_key=True),
     Column("kind", StoredText, primary_key=True),
-    *(
-        Column(name, BigInteger, nullable=False, server_default=text("0"))
-        for name in ("done", "retried", "died", "snoozed", "discarded", "crashed", "lost")
-    ),
-    Column("wait_seconds", Double, nullable=False, server_default=text("0")),
-    Column("run_seconds", Double, nullable=False, server_default=text("0")),
+    *(Column(name, BigInteger, nullable=False, server_default=text("0")) for name in _OUTCOMES),
+    *(Column(name, Double, nullable=False, server_default=text("0")) for name in _SUMS),
     Column("wait", ARRAY(BigInteger), nullable=False),
     Column("run", ARRAY(BigInteger), nullable=False),
     CheckConstraint("grain IN (60, 3600)", name="stat_grain"),
     CheckConstraint("cardinality(wait) = 20 AND cardinality(run) = 20", name="stat_buckets"),
+    bounded("stat_ranges", "at"),
+    bounded("stat_counts", *_OUTCOMES, first="0", last=MOST_NUMBER),
+    bounded("stat_seconds", *_SUMS, first=f"-{MOST_NUMBER}", last=MOST_NUMBER),
+    CheckConstraint(f"{_bucket('wait')} AND {_bucket('run')}", name="stat_bucket_counts"),
 )
 set_storage(stat, "fillfactor = 50, autovacuum_vacuum_scale_factor = 0.05, autovacuum_vacuum_threshold = 1000")
 
@@ -81,6 +93,8 @@ gauge = Table(
     *(Column(name, Integer, nullable=False) for name in ("ready", "scheduled", "due", "leased", "suspect", "dead")),
     Column("exact", Boolean, nullable=False),
     Column("oldest_seconds", REAL),
+    bounded("gauge_ranges", "at"),
+    bounded("gauge_seconds", "oldest_seconds", first=f"-{MOST_NUMBER}", last=MOST_NUMBER),
 )
 
 # Jobs that are over, of kinds that keep them.
@@ -104,6 +118,8 @@ done_job = Table(
     Column("stands_for", ARRAY(Uuid)),
     Column("expires_at", DateTime(timezone=True), nullable=False),
     CheckConstraint("outcome IN ('done', 'discarded', 'cancelled', 'expired')", name="done_job_outcome"),
+    bounded("done_job_ranges", "created_at", "claimed_at", "finished_at", "expires_at"),
+    bounded("done_job_seconds", "seconds", first=f"-{MOST_NUMBER}", last=MOST_NUMBER),
 )
 Index("done_job_expires", done_job.c.expires_at)
 set_storage(
@@ -121,6 +137,7 @@ progress = Table(
     Column("relay", Uuid, nullable=False),
     Column("noted_at", DateTime(timezone=True), nullable=False, server_default=text("clock_timestamp()")),
     CheckConstraint("fraction BETWEEN 0 AND 1", name="progress_fraction"),
+    bounded("progress_ranges", "noted_at"),
 )
 set_storage(progress, "fillfactor = 50, autovacuum_vacuum_scale_factor = 0, autovacuum_vacuum_threshold = 500")
 
@@ -152,5 +169,6 @@ audit = Table(
     Column("stopped_at", DateTime(timezone=True)),
     Column("error", StoredText),
     CheckConstraint("via IN ('cli', 'web', 'api')", name="audit_via"),
+    bounded("audit_ranges", "at", "finished_at", "stopped_at"),
 )
 Index("audit_at", audit.c.at)

@@ -2,7 +2,7 @@
 
 from sqlalchemy import Boolean, CheckConstraint, Column, DateTime, Integer, Table, Uuid, text
 
-from outboxq.tables.columns import StoredText, metadata, set_storage
+from outboxq.tables.columns import StoredText, bounded, metadata, set_storage
 
 relay = Table(
     "relay",
@@ -12,6 +12,7 @@ relay = Table(
     Column("started_at", DateTime(timezone=True), nullable=False, server_default=text("clock_timestamp()")),
     Column("host", StoredText),
     Column("pid", Integer),
+    bounded("relay_ranges", "alive_until", "started_at"),
 )
 # Updated every few seconds: free room on the page keeps the updates HOT.
 set_storage(relay, "fillfactor = 50, autovacuum_vacuum_scale_factor = 0, autovacuum_vacuum_threshold = 500")

@@ -15,7 +15,7 @@ from sqlalchemy import (
     text,
 )
 
-from outboxq.tables.columns import JsonText, StoredText, metadata, set_storage
+from outboxq.tables.columns import FIRST_TIME, LAST_TIME, JsonText, StoredText, bounded, metadata, set_storage
 
 # The sizes that a claim can read, measured as the text that it reads. A value of up to 1,024 bytes, uncompressed,
 # cannot exceed them, and is not measured. A dead letter must meet them before it becomes a job again.
@@ -25,6 +25,25 @@ JOB_SIZES = (
     "AND (pg_catalog.pg_column_size(headers) <= 1024 AND pg_catalog.pg_column_compression(headers) IS NULL "
     "OR pg_catalog.octet_length(headers::text) <= 1048576) "
     "AND pg_catalog.octet_length(unique_key) <= 1024 AND pg_catalog.octet_length(group_key) <= 1024"
+)
+
+# What the callback of a batch must meet to become a job: the casts are those with which it does.
+_CALLBACK = (
+    "(jsonb_typeof(callback -> 'kind') = 'string') IS TRUE "
+    "AND (jsonb_typeof(callback -> 'queue') = 'string') IS TRUE "
+    "AND octet_length(callback ->> 'kind') BETWEEN 1 AND 63 "
+    "AND octet_length(callback ->> 'queue') BETWEEN 1 AND 63 "
+    "AND coalesce(jsonb_typeof(callback -> 'args'), 'null') IN ('object', 'null') "
+    "AND coalesce(jsonb_typeof(callback -> 'headers'), 'null') IN ('object', 'null') "
+    "AND coalesce(octet_length((callback -> 'args')::text), 0) <= 16777216 "
+    "AND coalesce(octet_length((callback -> 'headers')::text), 0) <= 1048000 "
+    "AND coalesce((callback ->> 'priority')::smallint, 0) > -32768 "
+    "AND coalesce((callback ->> 'max_attempts')::smallint, 1) >= 1 "
+    f"AND coalesce((callback ->> 'run_at')::timestamptz, {FIRST_TIME}) BETWEEN {FIRST_TIME} AND {LAST_TIME} "
+    "AND coalesce((callback ->> 'delay_seconds')::float8, 0) BETWEEN 0 AND 3153600000 "
+    "AND coalesce((callback ->> 'expires_seconds')::float8, 0) BETWEEN 0 AND 3153600000 "
+    "AND coalesce(octet_length(callback ->> 'coalesce'), 0) <= 1024 "
+    "AND coalesce(octet_length(callback ->> 'group'), 0) <= 1024"
 )
 
 job = Table(
@@ -138,6 +157,7 @@ dead_job = Table(
     Column("created_at", DateTime(timezone=True), nullable=False),
     Column("died_at", DateTime(timezone=True), nullable=False, server_default=text("clock_timestamp()")),
     Column("batch_id", Uuid),
+    bounded("dead_job_ranges", "created_at", "died_at"),
 )
 
 Index("dead_job_queue", dead_job.c.queue, dead_job.c.died_at)
@@ -153,6 +173,7 @@ unique_key = Table(
     Column("job_id", Uuid, nullable=False),
     Column("kept_until", DateTime(timezone=True)),
     CheckConstraint("octet_length(key) BETWEEN 1 AND 1024", name="unique_key_bytes"),
+    bounded("unique_key_ranges", "kept_until"),
 )
 
 # Batches that are not over: one is over when no row of it is left in `job`.
@@ -165,6 +186,8 @@ batch = Table(
     Column("parent_id", Uuid),
     Column("created_at", DateTime(timezone=True), nullable=False, server_default=text("clock_timestamp()")),
     CheckConstraint("jsonb_typeof(callback) = 'object'", name="batch_callback_object"),
+    bounded("batch_ranges", "created_at"),
+    CheckConstraint(_CALLBACK, name="batch_callback_job"),
 )
 Index("batch_parent", batch.c.parent_id, postgresql_where=text("parent_id IS NOT NULL"))
 
@@ -182,4 +205,5 @@ cancel_request = Table(
     Column("outcome", StoredText, nullable=False, server_default=text("'discard'")),
     Column("requested_at", DateTime(timezone=True), nullable=False, server_default=text("clock_timestamp()")),
     CheckConstraint("outcome IN ('discard', 'dead')", name="cancel_request_outcome"),
+    bounded("cancel_request_ranges", "requested_at"),
 )

@@ -2,7 +2,7 @@
 
 from sqlalchemy import Boolean, CheckConstraint, Column, DateTime, Index, Integer, LargeBinary, Table, Uuid, text
 
-from outboxq.tables.columns import JsonText, StoredText, metadata, set_storage
+from outboxq.tables.columns import JsonText, StoredText, bounded, metadata, set_storage
 
 # The messages that were accepted, each written in the transaction of the rows that it leads to.
 inbox = Table(
@@ -15,6 +15,7 @@ inbox = Table(
     Column("expires_at", DateTime(timezone=True), nullable=False),
     CheckConstraint("octet_length(consumer) BETWEEN 1 AND 63", name="inbox_consumer_bytes"),
     CheckConstraint("octet_length(message_id) BETWEEN 1 AND 512", name="inbox_message_id_bytes"),
+    bounded("inbox_ranges", "seen_at", "expires_at"),
 )
 Index("inbox_expires", inbox.c.expires_at)
 
@@ -44,6 +45,7 @@ effect = Table(
         "expires_at IS NULL OR status IN ('done', 'failed') OR status = 'retryable' AND NOT in_doubt",
         name="effect_kept",
     ),
+    bounded("effect_ranges", "locked_until", "first_called_at", "changed_at", "expires_at"),
 )
 Index("effect_expires", effect.c.expires_at, postgresql_where=text("expires_at IS NOT NULL"))
 Index("effect_open", effect.c.locked_until, postgresql_where=text("expires_at IS NULL AND status <> 'unknown'"))

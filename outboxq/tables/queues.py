@@ -2,7 +2,7 @@
 
 from sqlalchemy import Boolean, CheckConstraint, Column, DateTime, Double, Index, Integer, Table, text
 
-from outboxq.tables.columns import JsonText, StoredText, metadata, set_storage
+from outboxq.tables.columns import JsonText, StoredText, bounded, metadata, set_storage
 
 queue = Table(
     "queue",
@@ -29,6 +29,7 @@ queue = Table(
         name="queue_rate",
     ),
     CheckConstraint("keep_dead_seconds = 0 OR keep_dead_seconds BETWEEN 60 AND 315619200", name="queue_keep_dead"),
+    bounded("queue_ranges", "paused_at"),
 )
 
 # The theoretical arrival time of the generic cell rate algorithm, for each queue with a rate.
@@ -37,6 +38,8 @@ rate = Table(
     metadata,
     Column("name", StoredText, primary_key=True),
     Column("tat", DateTime(timezone=True), nullable=False),
+    # As far ahead as the burst of its queue takes.
+    CheckConstraint("isfinite(tat)", name="rate_ranges"),
 )
 set_storage(rate, "fillfactor = 50, autovacuum_vacuum_scale_factor = 0, autovacuum_vacuum_threshold = 500")
 
@@ -46,6 +49,7 @@ paused_kind = Table(
     Column("queue", StoredText, primary_key=True),
     Column("kind", StoredText, primary_key=True),
     Column("paused_at", DateTime(timezone=True), nullable=False, server_default=text("clock_timestamp()")),
+    bounded("paused_kind_ranges", "paused_at"),
 )
 
 # Jobs that are added at times: a relay that locks a due row adds its jobs and moves `next_at`, in one transaction.
@@ -79,5 +83,6 @@ schedule = Table(
         "next_at BETWEEN timestamptz '0001-01-03 00:00:00+00' AND timestamptz '9999-12-29 00:00:00+00'",
         name="schedule_times",
     ),
+    bounded("schedule_ranges", "last_at", "paused_at", "created_at"),
 )
 Index("schedule_next", schedule.c.next_at, postgresql_where=text("paused_at IS NULL"))

@@ -89,10 +89,12 @@ HISTORIES: dict[str, list[tuple[str, str]]] = {
         ("migrations.upgrade(op, to=10)", "migrations.downgrade(op, to=9)"),
         ("migrations.upgrade(op, to=11)", "migrations.downgrade(op, to=10)"),
         ("migrations.upgrade(op, to=12)", "migrations.downgrade(op, to=11)"),
+        ("migrations.upgrade(op, to=13)", "migrations.downgrade(op, to=12)"),
+        ("migrations.upgrade(op, to=14)", "migrations.downgrade(op, to=13)"),
     ],
     "the plugin's operations": [
         _OWN_TABLES,
-        ("op.outboxq_upgrade(to=12)", "op.outboxq_downgrade(to=0)"),
+        ("op.outboxq_upgrade(to=14)", "op.outboxq_downgrade(to=0)"),
     ],
 }
 

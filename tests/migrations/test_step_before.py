@@ -20,7 +20,7 @@ from tests.support.ledger import enqueue, ledger, of
 from tests.support.waiting import PATIENCE
 
 # By their latest step: the last commits that had it.
-OLD = {10: "7d1eacf", 11: "825e858"}
+OLD = {10: "7d1eacf", 11: "825e858", 12: "78f39e6"}
 PRODUCER = """
 import sys
 from sqlalchemy import create_engine

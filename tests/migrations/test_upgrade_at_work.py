@@ -13,10 +13,12 @@ from sqlalchemy import Engine
 
 from outboxq.migrations import COMMIT_BEHIND, LATEST
 from outboxq.migrations.runner import migrate
+from outboxq.migrations.step_13_ranges import CHECKS
 from outboxq.postgres import Database
 from tests.support import app
 from tests.support.cli import REPOSITORY, environment, run
 from tests.support.ledger import ledger
+from tests.support.plain_rows import insert_row
 from tests.support.urls import libpq_url
 from tests.support.waiting import PATIENCE, wait_until
 
@@ -144,8 +146,8 @@ def test_under_its_lock_a_step_reads_the_table_for_its_indexes_only(empty_engine
     locking = {step: times for step, (locked, times) in reads.items() if locked}
     # Step 7 repairs rows before it locks, by two looks; step 9 makes four indexes.
     assert locking == {7: 2, 9: 4}
-    # Step 11 locks `queue`, which every claim reads.
-    assert {*locking, 11} == set(COMMIT_BEHIND)
+    # Step 11 locks `queue`, which every claim reads, and step 13 all tables but `job`.
+    assert {*locking, 11, 13} == set(COMMIT_BEHIND)
     assert reads[8][1] > 0
     assert reads[10][1] > 0
 
@@ -169,13 +171,32 @@ def test_who_holds_the_settings_of_queues_holds_up_the_step_and_no_producer(
         assert producer.execute("SELECT count(*) FROM outboxq.job").fetchone() == (20,)
 
 
+def test_who_writes_one_of_many_tables_holds_up_the_step_and_no_other_writer(
+    database: Database, empty_engine: Engine
+) -> None:
+    """Step 13 has all of its tables at once or none, for a moment at a time: the last one's writer stops no other."""
+    with empty_engine.begin() as connection:
+        migrate(connection, to=12)
+    url = libpq_url(database.url)
+    *others, last = CHECKS
+    waits = "SELECT count(*) FROM pg_locks WHERE NOT granted AND relation = %s::regclass"
+    with psycopg.connect(url, autocommit=True) as writer, psycopg.connect(url) as holder:
+        # Longer than the step waits at a time.
+        writer.execute("SET lock_timeout = '700ms'")
+        holder.execute(insert_row(last))
+        with migrating_behind(holder, database):
+            wait_until(lambda: writer.execute(waits, [f"outboxq.{last}"]).fetchone() == (1,), "the step to wait")
+            for table in others:
+                writer.execute(insert_row(table))
+
+
 @pytest.mark.parametrize("held", ["effect", "dead_job"])
 def test_who_writes_one_of_two_tables_holds_up_the_step_and_no_other_writer(
     database: Database, empty_engine: Engine, held: str
 ) -> None:
     """Step 12 has both tables at once or neither, for a moment at a time: calls and burials go on while it waits."""
     with empty_engine.begin() as connection:
-        migrate(connection, to=LATEST - 1)
+        migrate(connection, to=11)
     url = libpq_url(database.url)
     writes = {
         "effect": "INSERT INTO outboxq.effect (scope, key, status, provider_key, lock_token, locked_until) "

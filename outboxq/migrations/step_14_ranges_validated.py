@@ -1,0 +1,87 @@
+"""Step 14: the checks of step 13 hold for every row; what was there before is repaired. Frozen.
+
+Times and numbers are set to the nearest that may be; a callback that cannot become a job becomes a dead letter, which
+can be looked at and discarded; history of times that cannot be is deleted. Reads each table once, beside the work: no
+other work waits, if step 13 was committed before.
+"""
+
+from outboxq.migrations.step_13_ranges import ADD, CALLBACK, CHECKS, DROP, FIRST, LAST, LOCK_ALL, MOST, TIMES
+
+# Their times are in their keys, and their numbers are sums: nearer values would be other rows' or wrong.
+_DELETED = ("stat", "gauge")
+
+
+def _breaks(table: str) -> str:
+    conditions = [condition for name, condition in CHECKS[table].items() if name != "batch_callback_job"]
+    return " OR ".join(f"NOT ({condition})" for condition in conditions)
+
+
+def _nearest(column: str) -> str:
+    # greatest() of NULL and a time is the time.
+    return f"CASE WHEN {column} IS NOT NULL THEN least(greatest({column}, {FIRST}), {LAST}) END"
+
+
+def _repair(table: str) -> str:
+    if table in _DELETED:
+        return f"    DELETE FROM @schema@.{table} WHERE {_breaks(table)};"
+    values = [f"{column} = {_nearest(column)}" for column in TIMES.get(table, ())]
+    if table == "rate":
+        values.append("tat = clock_timestamp()")
+    if table == "done_job":
+        values.append(f"seconds = CASE WHEN seconds = 'NaN' THEN 0 ELSE least(greatest(seconds, -{MOST}), {MOST}) END")
+    return f"    UPDATE @schema@.{table} SET {', '.join(values)} WHERE {_breaks(table)};"
+
+
+# Its trigger refuses changes of actions that are over.
+_REPAIR_AUDIT = f"""\
+    IF EXISTS (SELECT FROM @schema@.audit WHERE {_breaks("audit")}) THEN
+      ALTER TABLE @schema@.audit DISABLE TRIGGER keep_audit;
+  {_repair("audit")}
+      ALTER TABLE @schema@.audit ENABLE TRIGGER keep_audit;
+    END IF;"""
+
+# A cast that fails is an error, and not false: each row is tried by itself.
+_BURY = f"""\
+    DECLARE
+      candidate uuid;
+      has_text boolean;
+      fits boolean;
+    BEGIN
+      FOR candidate IN SELECT id FROM @schema@.batch LOOP
+        BEGIN
+          has_text := false;
+          fits := false;
+          PERFORM octet_length(callback::text) FROM @schema@.batch WHERE id = candidate;
+          has_text := true;
+          fits := EXISTS (SELECT FROM @schema@.batch WHERE id = candidate AND {CALLBACK});
+        EXCEPTION WHEN program_limit_exceeded OR out_of_memory OR data_exception OR internal_error THEN
+          NULL;
+        END;
+        CONTINUE WHEN fits;
+        WITH gone AS (
+          DELETE FROM @schema@.batch WHERE id = candidate RETURNING *
+        )
+        INSERT INTO @schema@.dead_job (id, queue, kind, args, headers, priority, attempt, crashes, errors, reason,
+          created_at, batch_id)
+        SELECT CASE WHEN EXISTS (SELECT FROM @schema@.dead_job WHERE dead_job.id = gone.id)
+            THEN gen_random_uuid() ELSE gone.id END,
+          CASE WHEN octet_length(callback ->> 'queue') BETWEEN 1 AND 63 THEN callback ->> 'queue' ELSE 'default' END,
+          CASE WHEN octet_length(callback ->> 'kind') BETWEEN 1 AND 63 THEN callback ->> 'kind' ELSE 'unknown' END,
+          CASE WHEN has_text AND jsonb_typeof(callback -> 'args') = 'object' THEN callback -> 'args' ELSE '{{}}' END,
+          '{{}}', 0, 0, 0, '[]', 'the callback of its batch cannot become a job',
+          {_nearest("created_at")}, parent_id
+        FROM gone;
+      END LOOP;
+    END;"""
+
+_REPAIRS = "\n".join(_REPAIR_AUDIT if table == "audit" else _repair(table) for table in CHECKS)
+_VALIDATE = "\n".join(
+    f"    ALTER TABLE @schema@.{table} " + ", ".join(f"VALIDATE CONSTRAINT {name}" for name in checks) + ";"
+    for table, checks in CHECKS.items()
+)
+
+UP = f"""\
+{_BURY}
+{_REPAIRS}
+{_VALIDATE}"""
+DOWN = f"{LOCK_ALL}\n{DROP}\n{ADD}"

@@ -6,7 +6,7 @@ The next time is computed from the last one, and never from now, so that nothing
 import difflib
 import zoneinfo
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta, tzinfo
 from itertools import islice, takewhile
@@ -97,12 +97,14 @@ class Cron:
 
     def _later(self, moment: datetime) -> Iterator[datetime]:
         last = moment.astimezone(UTC)
-        for found in CronSim(self._fields, last.astimezone(self._zone)):
-            due = found.astimezone(UTC)
-            # In the hour that comes twice, the first of the two may be named, which is over.
-            if due > last:
-                yield due
-                last = due
+        # OverflowError: after the year 9999 there is no time.
+        with suppress(OverflowError):
+            for found in CronSim(self._fields, last.astimezone(self._zone)):
+                due = found.astimezone(UTC)
+                # In the hour that comes twice, the first of the two may be named, which is over.
+                if due > last:
+                    yield due
+                    last = due
 
 
 def _explain(refusal: str, fields: str) -> str:

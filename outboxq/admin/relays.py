@@ -71,8 +71,11 @@ _Running: TypeAlias = tuple[RunningJob, ...]
 
 
 def decode_running(running: str) -> _Running:
-    """The jobs that `relay_status.running` names."""
-    return msgspec.json.decode(running, type=_Running)
+    """The jobs that `relay_status.running` names; none if it cannot be read, such as that of a newer relay."""
+    try:
+        return msgspec.json.decode(running, type=_Running)
+    except (msgspec.MsgspecError, RecursionError):
+        return ()
 
 
 def _with_progress(job: RunningJob, noted: Progress | None) -> RunningJob:

@@ -102,6 +102,8 @@ def _explain_database(error: Exception) -> Failure | None:
     original = error.orig if isinstance(error, DBAPIError) else error
     if not isinstance(original, psycopg.Error):
         return None
+    if original.sqlstate is None and isinstance(original, psycopg.DataError):
+        return Failure("a row holds a value that cannot be read: run `outboxq migrate`, which repairs such rows", 1)
     if original.sqlstate is None:
         return Failure(f"the connection to the database was lost ({type(original).__name__})", 1)
     # Class 22, data exceptions, quotes the offending value, and DETAIL quotes rows: neither is shown.

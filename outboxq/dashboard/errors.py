@@ -1,7 +1,7 @@
 """What goes wrong, as an answer: a status, and a sentence that says no more than the user may know."""
 
 import psycopg
-from sqlalchemy.exc import DBAPIError
+from sqlalchemy.exc import DataError, DBAPIError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 
 from outboxq.dashboard.parameters import BadRequest
@@ -80,6 +80,8 @@ def _of_database(error: DBAPIError | psycopg.Error | PoolTimeout) -> Refused:
             return Refused(503, "Another session has locked what this needs. Try again in a moment.")
         case "23505":
             return Refused(409, "It was done already, or another session has just done the same: look again.")
+        case None if isinstance(error, DataError):
+            return Refused(503, "A row holds a value that cannot be read: `outboxq migrate` repairs such rows.")
         case str() as state if state.startswith("22"):
             return Refused(400, f"The database cannot hold such a value: {describe_error(error)}.")
         case _:

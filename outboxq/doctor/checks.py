@@ -10,6 +10,7 @@ from sqlalchemy.exc import DBAPIError
 
 from outboxq.admin.roles import Part
 from outboxq.database.driver import is_lost, run_script, unprepared
+from outboxq.database.errors import sqlstate_of
 from outboxq.doctor import (
     cancellation,
     dead_letters,
@@ -184,17 +185,18 @@ def _transaction(connection: Connection) -> Iterator[None]:
 
 @contextmanager
 def _reporting(subject: str, grant: str, context: CheckContext, found: list[Finding]) -> Iterator[None]:
-    """A check that the database refuses is a finding; one that loses the connection ends the doctor's work.
+    """A check that fails is a finding, whatever the reason; one that loses the connection ends the doctor's work.
 
     Raises:
         ConnectionLost: with the finding that says so.
     """
     try:
         yield
-    except (DBAPIError, psycopg.Error) as error:
+    except Exception as error:
         original = error.orig if isinstance(error, DBAPIError) else error
-        sqlstate = original.sqlstate if isinstance(original, psycopg.Error) else None
-        if sqlstate is None or is_lost(context.connection):
+        sqlstate = sqlstate_of(error)
+        is_of_connection = isinstance(original, psycopg.OperationalError | psycopg.InterfaceError)
+        if (sqlstate is None and is_of_connection) or is_lost(context.connection):
             raise ConnectionLost(
                 Finding(
                     "connection-lost",
@@ -207,10 +209,17 @@ def _reporting(subject: str, grant: str, context: CheckContext, found: list[Find
         found.append(_refused(subject, grant, sqlstate, original))
 
 
-def _refused(subject: str, grant: str, sqlstate: str, original: BaseException | None) -> Finding:
+def _refused(subject: str, grant: str, sqlstate: str | None, original: BaseException | None) -> Finding:
     denied = sqlstate == _INSUFFICIENT_PRIVILEGE
-    message = original.diag.message_primary if isinstance(original, psycopg.Error) else None
-    reason = _REASONS.get(sqlstate) or message or "the database refused"
+    if sqlstate is None:
+        # Its text may hold a value of the row.
+        reason = f"there is a row that cannot be read ({type(original).__name__})"
+    else:
+        # Class 22, data exceptions, quotes the value.
+        message = (
+            original.diag.message_primary if isinstance(original, psycopg.Error) and sqlstate[:2] != "22" else None
+        )
+        reason = _REASONS.get(sqlstate) or message or f"the database refused (SQLSTATE {sqlstate})"
     return Finding(
         "check-not-made",
         "warning",

@@ -71,6 +71,10 @@ CHECKS["gauge"]["gauge_seconds"] = _bounded("oldest_seconds", first=f"-{MOST}", 
 CHECKS["stat"]["stat_counts"] = _bounded(*_COUNTS, first="0", last=MOST)
 CHECKS["stat"]["stat_seconds"] = _bounded(*_SUMS, first=f"-{MOST}", last=MOST)
 CHECKS["stat"]["stat_bucket_counts"] = f"{_bucket('wait')}\n        AND {_bucket('run')}"
+CHECKS["relay_status"]["relay_status_names"] = (
+    "array_position(queues, NULL) IS NULL AND array_position(kinds, NULL) IS NULL "
+    "AND array_position(free, NULL) IS NULL"
+)
 # It may be as far ahead as its queue's burst takes, and is compared with the clock, never read.
 CHECKS["rate"] = {"rate_ranges": "isfinite(tat)"}
 

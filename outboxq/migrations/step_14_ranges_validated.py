@@ -27,6 +27,8 @@ def _repair(table: str) -> str:
     values = [f"{column} = {_nearest(column)}" for column in TIMES.get(table, ())]
     if table == "rate":
         values.append("tat = clock_timestamp()")
+    if table == "relay_status":
+        values += [f"{names} = array_remove({names}, NULL)" for names in ("queues", "kinds", "free")]
     if table == "done_job":
         values.append(f"seconds = CASE WHEN seconds = 'NaN' THEN 0 ELSE least(greatest(seconds, -{MOST}), {MOST}) END")
     return f"    UPDATE @schema@.{table} SET {', '.join(values)} WHERE {_breaks(table)};"

@@ -22,13 +22,25 @@ BOUNDS = (
 )  # fmt: skip
 BUCKETS = len(BOUNDS) + 1
 OUTCOMES: tuple[LiteralString, ...] = ("done", "retried", "died", "snoozed", "discarded", "crashed", "lost")
-_SUMS: tuple[LiteralString, ...] = (*OUTCOMES, "wait_seconds", "run_seconds")
+_SECONDS: tuple[LiteralString, ...] = ("wait_seconds", "run_seconds")
+_SUMS: tuple[LiteralString, ...] = (*OUTCOMES, *_SECONDS)
 _HISTOGRAMS: tuple[LiteralString, ...] = ("wait", "run")
 
-_ADDED: LiteralString = ", ".join(f"{name} = total.{name} + excluded.{name}" for name in _SUMS)
+# No sum exceeds what the table takes, nor its type: one that did would end the history of its minute.
+_MOST: LiteralString = "1000000000000000"
+
+
+def _at_most(value: LiteralString, type_: LiteralString) -> LiteralString:
+    return f"least({value}, {_MOST})::{type_}"
+
+
+_ADDED: LiteralString = ", ".join(
+    f"{name} = {_at_most(f'total.{name}::numeric + excluded.{name}', 'bigint')}" for name in OUTCOMES
+)
+_ADDED += ", " + ", ".join(f"{name} = {_at_most(f'total.{name} + excluded.{name}', 'float8')}" for name in _SECONDS)
 _ADDED_BUCKETS: LiteralString = ", ".join(
-    f"{name} = ARRAY(SELECT one + other FROM unnest(total.{name}, excluded.{name}) WITH ORDINALITY "
-    "AS pair (one, other, place) ORDER BY place)"
+    f"{name} = ARRAY(SELECT {_at_most('one::numeric + other', 'bigint')} "
+    f"FROM unnest(total.{name}, excluded.{name}) WITH ORDINALITY AS pair (one, other, place) ORDER BY place)"
     for name in _HISTOGRAMS
 )
 _COLUMNS: LiteralString = ", ".join((*_SUMS, *_HISTOGRAMS))
@@ -168,7 +180,8 @@ def _texts(names: Sequence[str]) -> sql.Composable:
 
 _OLDEST_MINUTE: LiteralString = """\
 SELECT pg_catalog.date_bin('1 hour', at, {origin})::text FROM {stat}
-WHERE grain = 60 AND at < pg_catalog.date_bin('1 hour', pg_catalog.statement_timestamp() - {kept}::interval, {origin})
+WHERE grain = 60 AND at > '-infinity'::timestamptz
+  AND at < pg_catalog.date_bin('1 hour', pg_catalog.statement_timestamp() - {kept}::interval, {origin})
 ORDER BY grain, at LIMIT 1"""
 
 _ROLL_UP: LiteralString = """\
@@ -179,13 +192,13 @@ WITH gone AS (
   SELECT queue, kind, {sums} FROM gone GROUP BY queue, kind
 ), waits AS (
   SELECT queue, kind, pg_catalog.array_agg(jobs ORDER BY place) AS wait FROM (
-    SELECT queue, kind, place, pg_catalog.sum(jobs)::bigint AS jobs
+    SELECT queue, kind, place, least(pg_catalog.sum(jobs), 1000000000000000)::bigint AS jobs
     FROM gone CROSS JOIN LATERAL pg_catalog.unnest(wait) WITH ORDINALITY AS bucket (jobs, place)
     GROUP BY queue, kind, place) AS buckets
   GROUP BY queue, kind
 ), runs AS (
   SELECT queue, kind, pg_catalog.array_agg(jobs ORDER BY place) AS run FROM (
-    SELECT queue, kind, place, pg_catalog.sum(jobs)::bigint AS jobs
+    SELECT queue, kind, place, least(pg_catalog.sum(jobs), 1000000000000000)::bigint AS jobs
     FROM gone CROSS JOIN LATERAL pg_catalog.unnest(run) WITH ORDINALITY AS bucket (jobs, place)
     GROUP BY queue, kind, place) AS buckets
   GROUP BY queue, kind
@@ -211,7 +224,7 @@ def roll_up(schema: str, hour: str) -> str:
     One statement: each number is in the minutes or in the hour, and never in both.
     """
     sums = ", ".join(
-        f"pg_catalog.sum({name})::{'float8' if name.endswith('seconds') else 'bigint'} AS {name}" for name in _SUMS
+        f"{_at_most(f'pg_catalog.sum({name})', 'float8' if name in _SECONDS else 'bigint')} AS {name}" for name in _SUMS
     )
     return render(
         schema,

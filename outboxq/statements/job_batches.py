@@ -141,6 +141,16 @@ def sweep_batches(schema: str, after: UUID, limit: int) -> str:
     )
 
 
+def batch_page(schema: str, after: UUID, limit: int) -> str:
+    """The ids of the next `limit` open batches behind `after`, as text. Index: the primary key of `batch`; no locks."""
+    return render(
+        schema,
+        "SELECT id::text FROM {batch} WHERE id > {after}::uuid ORDER BY id LIMIT {limit}",
+        after=str(after),
+        limit=limit,
+    )
+
+
 def _finish(schema: str, statement: LiteralString, wanted: sql.Composable, **values: object) -> str:
     return render(
         schema, statement, wanted=wanted, batch_header=BATCH_HEADER, failed_header=BATCH_FAILED_HEADER, **values

@@ -18,6 +18,15 @@ MOST_RELAYS = 1_000
 # A relay names so many of its kinds.
 MOST_KINDS = 1_000
 
+# What a limit may be, as the table `queue` takes it: name, least, most and type.
+_LIMITS = (
+    ("running", "1", "10000", "int"),
+    ("per_group", "1", "1000", "int"),
+    ("rate_jobs", "1", "1000000", "int"),
+    ("rate_seconds", "0.001", "2678400", "float8"),
+    ("rate_burst", "1", "1000000", "int"),
+)
+
 _SERVED: LiteralString = """\
 SELECT DISTINCT pg_catalog.unnest(queues) AS queue FROM {relay_status}
 WHERE seen_at > pg_catalog.statement_timestamp() - interval '1 minute' ORDER BY queue LIMIT {limit}"""
@@ -90,16 +99,24 @@ def serving_relays(schema: str) -> TextClause:
 def declared_limits(schema: str) -> TextClause:
     """The limits of queues that the applications of living relays declare, a row for each queue.
 
-    If relays declare different ones, those of the relay that was started last. Reads the small table `relay_status`;
-    no locks.
+    If relays declare different ones, those of the relay that was started last; without what is no limit. Reads the
+    small table `relay_status`; no locks.
     """
+    numbers = ", ".join(
+        "CAST(pg_catalog.jsonb_path_query_first("
+        f"given.one, CAST('$.{name} ? (@ >= {least} && @ <= {most})' AS jsonpath)) AS {type_}) AS {name}"
+        for name, least, most, type_ in _LIMITS
+    )
     return text(
         f"""\
 SELECT DISTINCT ON (declared.name)
   declared.name, declared.running, declared.per_group, declared.rate_jobs, declared.rate_seconds, declared.rate_burst
 FROM {qualified(schema, "relay_status")} AS relay
-CROSS JOIN LATERAL pg_catalog.jsonb_to_recordset(relay.limits) AS declared (
-  name text, running int, per_group int, rate_jobs int, rate_seconds float8, rate_burst int)
+CROSS JOIN LATERAL (
+  SELECT pg_catalog.jsonb_extract_path_text(given.one, 'name') AS name, {numbers}
+  FROM pg_catalog.jsonb_array_elements(relay.limits) AS given (one)
+  WHERE pg_catalog.jsonb_typeof(pg_catalog.jsonb_extract_path(given.one, 'name')) = 'string'
+) AS declared
 WHERE {_SEEN} < :dead
 ORDER BY declared.name, relay.started_at DESC"""
     ).bindparams(dead=DEAD_SECONDS)

@@ -49,6 +49,11 @@ relay_status = Table(
     Column("flush", BigInteger, nullable=False),
     CheckConstraint("jsonb_typeof(running) = 'array' AND jsonb_typeof(limits) = 'array'", name="relay_status_running"),
     bounded("relay_status_ranges", "started_at", "seen_at"),
+    CheckConstraint(
+        "array_position(queues, NULL) IS NULL AND array_position(kinds, NULL) IS NULL "
+        "AND array_position(free, NULL) IS NULL",
+        name="relay_status_names",
+    ),
 )
 set_storage(relay_status, "fillfactor = 50, autovacuum_vacuum_scale_factor = 0, autovacuum_vacuum_threshold = 500")
 

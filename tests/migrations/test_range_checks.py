@@ -50,6 +50,7 @@ CHECKED_BEFORE = {
     "job.run_at", "job.created_at", "job.expires_at", "schedule.next_at", "schedule.jitter_seconds",
     "queue.rate_seconds", "queue.keep_dead_seconds", "progress.fraction", "stat.wait", "stat.run", "effect.expires_at",
 }  # fmt: skip
+POISONED += [("relay_status", column, "'{NULL}'") for column in ("queues", "kinds", "free")]
 _GOOD = {"kind": "k", "queue": "q"}
 BAD_CALLBACKS: list[object] = [
     {},

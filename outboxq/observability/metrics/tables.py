@@ -4,15 +4,14 @@ Each part is a READ ONLY transaction of its own, bounded by two seconds, that wa
 takes too long, is missing from the look, and takes no other with it.
 """
 
+import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
-import psycopg
 from sqlalchemy import Connection
-from sqlalchemy.exc import DBAPIError
 
 from outboxq.admin.stats import QueueStats, Stats, collect_stats
 from outboxq.database.driver import is_lost, run_script
@@ -29,6 +28,8 @@ from outboxq.statements.relays import declared_limits, may_read_relays
 from outboxq.statements.server import schema_version
 from outboxq.statements.stats import count_first_unknown_effects
 from outboxq.tables import HISTORY_VERSION
+
+logger = logging.getLogger("outboxq.metrics")
 
 # LOCAL, because a transaction pooler would keep anything else for the next client.
 _SETTINGS = "SET TRANSACTION READ ONLY; SET LOCAL statement_timeout = '2s'; SET LOCAL lock_timeout = '200ms'"
@@ -86,10 +87,12 @@ def timed(name: str, read: Callable[[], None], connection: Connection, reading: 
         with connection.begin():
             run_script(connection, _SETTINGS)
             read()
-    except (DBAPIError, psycopg.Error, SchemaError) as error:
+    except Exception as error:
+        # A row that cannot be read makes no other part fail.
         if is_lost(connection):
             raise
         is_answered = False
+        logger.debug("a part of a look failed: %s", name, extra={"error_type": type(error).__name__})
         missing = error if isinstance(error, SchemaError) else explain_missing_tables(error, HISTORY_VERSION)
     reading.highest("outboxq_exporter_query_seconds", (name,), time.perf_counter() - began_at)
     reading.highest("outboxq_exporter_query_ok", (name,), int(is_answered))

@@ -115,10 +115,11 @@ class Historian:
 
     def _keep_up(self) -> None:
         self._upkeep_at = clock() + draw_pause(_UPKEEP_SECONDS)
+        # First: an hour that cannot be rolled up keeps nothing else.
+        self.beside.transact(lambda connection: prune(connection, self.schema))
         for _ in range(_HOURS_MOST):
             if self.stopping.is_set() or not self.beside.transact(self._roll_up):
                 break
-        self.beside.transact(lambda connection: prune(connection, self.schema))
 
     def _roll_up(self, connection: Connection) -> bool:
         return roll_up_one_hour(connection, self.schema)

@@ -20,10 +20,10 @@ from psycopg.pq.abc import PGconn
 
 from outboxq.database.driver import run_on_libpq
 from outboxq.events import DeadLettersPruned, Pruned
-from outboxq.execution.aside import is_of_a_row
+from outboxq.execution.aside import describe, is_of_a_row
 from outboxq.relay.maintenance.task import PeriodicTask, refusal_of
 from outboxq.statements import prune as statements
-from outboxq.statements.job_batches import SETTINGS, sweep_batches
+from outboxq.statements.job_batches import SETTINGS, batch_page, sweep_batches
 from outboxq.statements.transaction import BEGIN
 from outboxq.statements.unique import delete_idle_keys, lock_idle_keys
 
@@ -100,20 +100,57 @@ class Pruner(PeriodicTask):
         """Add the callbacks of batches that are over; how many were."""
         over, after = 0, UUID(int=0)
         for _ in range(self.max_batches):
-            statement = sweep_batches(self.schema, after, self.batch_rows)
             try:
-                (row,) = run_on_libpq(connection, f"{BEGIN}; {SETTINGS}{statement}; COMMIT")
+                looked, last, finished = self._sweep_page(connection, after, self.batch_rows)
             except Exception as error:  # noqa: BLE001  # whatever it is, the relay's work does not depend on it
                 self._report("batches", error)
-                with contextlib.suppress(psycopg.Error, OSError):
-                    run_on_libpq(connection, "ROLLBACK")
                 break
-            looked, last, finished = row
-            over += int(finished or 0)
-            if last is None or int(looked or 0) < self.batch_rows or self.stopping.wait(_BREATH_SECONDS):
+            over += finished
+            if last is None or looked < self.batch_rows or self.stopping.wait(_BREATH_SECONDS):
                 break
-            after = UUID(last)
+            after = last
         return over
+
+    def _sweep_page(self, connection: PGconn, after: UUID, limit: int) -> tuple[int, UUID | None, int]:
+        """Sweep the next batches behind `after`; how many were looked at, the last one, and how many were over."""
+        statement = sweep_batches(self.schema, after, limit)
+        try:
+            ((looked, last, finished),) = run_on_libpq(connection, f"{BEGIN}; {SETTINGS}{statement}; COMMIT")
+        except psycopg.Error as error:
+            _roll_back(connection)
+            if limit == 1 or not is_of_a_row(error):
+                raise
+            return self._sweep_one_by_one(connection, after)
+        return int(looked or 0), UUID(last) if last else None, int(finished or 0)
+
+    def _sweep_one_by_one(self, connection: PGconn, after: UUID) -> tuple[int, UUID | None, int]:
+        """Do the same for a page in which a callback cannot become a job: those of the other batches can."""
+        page = [
+            UUID(found)
+            for (found,) in run_on_libpq(connection, batch_page(self.schema, after, self.batch_rows))
+            if found
+        ]
+        over = 0
+        for batch_id in page:
+            try:
+                over += self._sweep_page(connection, after, 1)[2]
+            except psycopg.Error as error:
+                if not is_of_a_row(error):
+                    raise
+                self._refuse(batch_id, error)
+            after = batch_id
+            if self.stopping.is_set():
+                break
+        return len(page), after if page else None, over
+
+    def _refuse(self, batch_id: UUID, error: psycopg.Error) -> None:
+        if (str(batch_id), "") not in self._warned:
+            self._warned.add((str(batch_id), ""))
+            logger.warning(
+                "the callback of batch %s cannot become a job, and is tried again in each round: %s",
+                batch_id,
+                describe(error),
+            )
 
     def _delete_idle_keys(self, connection: PGconn) -> int:
         """Delete the unique keys that nothing needs, from where the round before has stopped; how many were deleted.

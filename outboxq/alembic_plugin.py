@@ -4,6 +4,9 @@ Alembic imports this module in every project where outboxq is installed, so it s
 the revision that runs them.
 """
 
+import sys
+from collections.abc import Iterator
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -30,3 +33,13 @@ def setup(_: "Plugin") -> None:
 
     Operations.register_operation("outboxq_upgrade")(_Steps)
     Operations.register_operation("outboxq_downgrade")(_Steps)
+
+
+class _PluginModule(ModuleType):
+    """This module, which Alembic before 1.20.1 iterates over instead of taking it as the plugin."""
+
+    def __iter__(self) -> Iterator[ModuleType]:
+        yield self
+
+
+sys.modules[__name__].__class__ = _PluginModule

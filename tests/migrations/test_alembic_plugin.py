@@ -2,6 +2,8 @@
 
 import subprocess
 import sys
+from importlib.metadata import entry_points
+from types import ModuleType
 
 PROBE = """\
 import sys
@@ -16,3 +18,12 @@ def test_importing_alembic_imports_nothing_of_outboxq_but_the_plugin() -> None:
     """The plugin costs a project that does not use it nothing worth measuring."""
     done = subprocess.run([sys.executable, "-c", PROBE], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.split() == ["outboxq", "outboxq.alembic_plugin"]
+
+
+def test_every_loader_of_plugins_that_alembic_had_finds_the_plugin() -> None:
+    """Alembic 1.18 to 1.20.0 iterate over what the entry point loads; from 1.20.1 on it is to be a module."""
+    (plugin,) = (found for found in entry_points(group="alembic.plugins") if found.name == "outboxq")
+    loaded = plugin.load()
+    assert isinstance(loaded, ModuleType)
+    assert list(loaded) == [loaded]
+    assert callable(loaded.setup)

@@ -26,7 +26,7 @@ from outboxq.codec.readable import unreadable_in
 from outboxq.codec.signature import declared_signature, resolve_annotation
 from outboxq.codec.values import ENCODER, encode_value, json_decoder, problem_of
 from outboxq.errors import ArgumentError, PayloadError, RegistryError
-from outboxq.names import with_article
+from outboxq.names import type_name, with_article
 
 _NEVER_ENTITIES = frozenset({bool, int, float, str, bytes, list, dict, tuple, UUID, Decimal, datetime, date})
 _EMPTY = inspect.Parameter.empty
@@ -275,7 +275,7 @@ def _build_parameter(kind: str, function: Callable[..., object], declared: inspe
     unreadable = unreadable_in(stored) if entity is None and declared.default is _EMPTY else None
     if unreadable is not None:
         raise RegistryError(
-            f"handler {kind!r}, argument {declared.name!r}: JSON cannot hold {_shown(unreadable)}: store what it is "
+            f"handler {kind!r}, argument {declared.name!r}: JSON cannot hold {type_name(unreadable)}: store what it is "
             "made of, such as a text or numbers, and make it again in the handler"
         )
     locked = is_locked(annotation)
@@ -284,10 +284,6 @@ def _build_parameter(kind: str, function: Callable[..., object], declared: inspe
             f"handler {kind!r}, argument {declared.name!r}: Locked[...] takes a mapped class, or one of them or None"
         )
     return Parameter(declared.name, annotation, declared.default is _EMPTY, entity, optional, locked, decoder)
-
-
-def _shown(cls: type[object]) -> str:
-    return cls.__qualname__ if cls.__module__ == "builtins" else f"{cls.__module__}.{cls.__qualname__}"
 
 
 def _refuse_nested_entities(kind: str, name: str, annotation: object) -> None:

@@ -2,6 +2,8 @@
 
 from collections.abc import Callable
 
+from outboxq.names import type_name
+
 MAX_MESSAGE_CHARACTERS = 2_000
 
 
@@ -53,7 +55,4 @@ def storable_or_withheld(describe: Callable[[], str]) -> str:
 
 def name_of(error: BaseException) -> str:
     """The exception's class, storable whatever it is called."""
-    kind = type(error)
-    return storable_or_withheld(
-        lambda: kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
-    )
+    return storable_or_withheld(lambda: type_name(type(error)))

@@ -15,6 +15,7 @@ from sqlalchemy.sql.elements import ClauseElement
 
 from outboxq.codec.entities import entity_mapper, entity_state, primary_key_of
 from outboxq.errors import ArgumentError, ConfigError, PayloadError
+from outboxq.names import type_name
 
 MAX_ARGS_BYTES = 256 * 1024
 MAX_HEADERS_BYTES = 64 * 1024
@@ -41,7 +42,7 @@ def _encode_foreign(value: object) -> object:
 def _decode_foreign(annotation: type[object], value: object) -> object:
     validate = getattr(annotation, "model_validate", None)
     if validate is None:
-        raise msgspec.ValidationError(f"Expected a type that can be read from JSON, got `{annotation!r}`")
+        raise msgspec.ValidationError(f"Expected a type that can be read from JSON, got `{type_name(annotation)}`")
     return validate(value)
 
 

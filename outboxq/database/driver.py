@@ -34,6 +34,8 @@ _END_SECONDS = 10.0
 _END_ASYNC_SECONDS = 0.5
 # Looks that see no thread in a statement: one that has just taken the driver's lock is not in its statement yet.
 _IDLE_LOOKS = 3
+# epoll takes no more than 24 days, which a time that was computed from a clock that was set may exceed.
+_LONGEST_SECONDS = 86_400.0
 # The function in which a thread is while a statement of the driver's is under way.
 _WAIT = psycopg.Connection.wait.__code__
 
@@ -266,7 +268,7 @@ def _text(value: bytes | None) -> str | None:
 
 
 def wait_readable(files: "list[socket.socket | int]", seconds: float) -> bool:
-    """Wait until one of these can be read; False if none could within `seconds`."""
+    """Wait until one of these can be read; False if none could within `seconds`, or within a day."""
     return bool(_select(files, selectors.EVENT_READ, seconds))
 
 
@@ -277,7 +279,7 @@ def _select(files: "list[socket.socket | int]", events: int, seconds: float) -> 
         for file in files:
             selector.register(file, events)
         ready = 0
-        for _, found in selector.select(seconds):
+        for _, found in selector.select(min(seconds, _LONGEST_SECONDS)):
             ready |= found
         return ready
 

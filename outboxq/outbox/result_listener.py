@@ -24,6 +24,7 @@ import psycopg
 from psycopg.pq.abc import PGconn
 from sqlalchemy.exc import DBAPIError
 
+from outboxq.clock import clock
 from outboxq.database.driver import DriverConnection, run_on_libpq, wait_readable
 from outboxq.database.errors import (
     INSUFFICIENT_PRIVILEGE,
@@ -95,7 +96,7 @@ class ResultListener:
         self._reconnect_seconds = _RECONNECT_FIRST_SECONDS
         self._poll_seconds = limits.poll_first_seconds
         self._look_at = self._poll_at = self._unflagged_at = 0.0
-        self._idle_since = time.monotonic()
+        self._idle_since = clock()
         self._wake_reader, self._wake_writer = socket.socketpair()
         self._wake_reader.setblocking(False)
         self._wake_writer.setblocking(False)
@@ -159,7 +160,7 @@ class ResultListener:
             wait_readable([self._wake_reader], max(0.0, self._idle_seconds_left()))
 
     def _idle_seconds_left(self) -> float:
-        return self._idle_since + self._limits.linger_seconds - time.monotonic()
+        return self._idle_since + self._limits.linger_seconds - clock()
 
     def _connect_and_serve(self) -> None:
         try:
@@ -229,10 +230,10 @@ class ResultListener:
         """
         if not self._due:
             return
-        if (unflagged := self._refused & self._due) and time.monotonic() >= self._unflagged_at:
+        if (unflagged := self._refused & self._due) and clock() >= self._unflagged_at:
             self._tell(run_on_libpq(connection, statements.look_at_jobs(self._schema, unflagged)))
             # Other waits that begin or end meanwhile wake the thread, and need not have all of these looked at.
-            self._unflagged_at = time.monotonic() + self._retry_seconds
+            self._unflagged_at = clock() + self._retry_seconds
         looked = self._flagged(connection) if self._hears else set(self._due)
         if looked:
             fault_point("before-look")
@@ -305,7 +306,7 @@ class ResultListener:
             return self._retry_seconds if self._due <= self._refused else 0.0
         if not self._waits:
             return max(0.0, self._idle_seconds_left())
-        return max(0.0, (min(self._look_at, self._poll_at) if self._polled else self._look_at) - time.monotonic())
+        return max(0.0, (min(self._look_at, self._poll_at) if self._polled else self._look_at) - clock())
 
     @property
     def _polled(self) -> Collection[UUID]:
@@ -313,13 +314,13 @@ class ResultListener:
         return self._beyond if self._hears else self._waits
 
     def _set_looks(self) -> None:
-        now, limits = time.monotonic(), self._limits
+        now, limits = clock(), self._limits
         self._poll_seconds = limits.poll_most_seconds if self._hears else limits.poll_first_seconds
         self._look_at, self._poll_at = now + limits.look_seconds, now + self._poll_seconds
 
     def _note_due(self) -> None:
         """Have jobs looked at whose time has come. Other looks in between do not put it off."""
-        now = time.monotonic()
+        now = clock()
         if now >= self._look_at:
             self._leave_abandoned()
             self._due.update(self._waits)
@@ -342,15 +343,15 @@ class ResultListener:
             self._due.add(wait.job_id)
         if new and not self._hears:
             self._poll_seconds = self._limits.poll_first_seconds
-            self._poll_at = min(self._poll_at, time.monotonic() + self._poll_seconds)
+            self._poll_at = min(self._poll_at, clock() + self._poll_seconds)
         for wait in given_up:
             self._leave(wait)
         if self._waits:
-            self._idle_since = time.monotonic()
+            self._idle_since = clock()
 
     def _leave_abandoned(self) -> None:
         """Leave the waits that are past their time: those of event loops that were closed are given up by no one."""
-        now = time.monotonic()
+        now = clock()
         for wait in [wait for waits in self._waits.values() for wait in waits if wait.is_abandoned(now)]:
             self._leave(wait)
 
@@ -368,7 +369,7 @@ class ResultListener:
         return self._waits.pop(job_id, set())
 
     def _note_idle(self) -> None:
-        self._idle_since = time.monotonic()
+        self._idle_since = clock()
 
 
 def _explained(error: Exception) -> Exception:

@@ -29,7 +29,7 @@ class Wait:
     """One wait for the end of a job.
 
     Args:
-        deadline: By the monotonic clock. The caller keeps the time itself, unless its event loop is closed before.
+        deadline: By `clock()`. The caller keeps the time itself, unless its event loop is closed before.
         connect: Opens a connection outside of a transaction.
         loop: The event loop that waits, and in which `connect` works; None for a thread.
     """

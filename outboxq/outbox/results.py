@@ -3,7 +3,6 @@
 import asyncio
 import os
 import threading
-import time
 from collections.abc import Hashable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -15,6 +14,7 @@ import msgspec
 from sqlalchemy import URL, Engine
 from sqlalchemy.ext.asyncio import AsyncEngine
 
+from outboxq.clock import clock
 from outboxq.codec.values import build_decoder, decode_stored
 from outboxq.config import check_schema
 from outboxq.database.engines import AnyEngine, beside_connector
@@ -68,8 +68,8 @@ class _Asked:
     decoder: "msgspec.json.Decoder[object]"
 
     def deadline(self) -> float:
-        """When the time is over, by the monotonic clock, if it begins now."""
-        return time.monotonic() + self.seconds
+        """When the time is over, by our clock, if it begins now."""
+        return clock() + self.seconds
 
     def value(self, ending: Ending) -> object:
         """What the handler returned.

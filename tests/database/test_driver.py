@@ -10,7 +10,7 @@ import pytest
 from sqlalchemy import Connection, Engine, make_url
 from sqlalchemy.ext.asyncio import create_async_engine
 
-from outboxq.database.driver import run_on_libpq, run_outside_transaction, run_script
+from outboxq.database.driver import run_on_libpq, run_outside_transaction, run_script, wait_readable
 from outboxq.postgres import Database
 from tests.support.urls import libpq_url
 from tests.support.waiting import PATIENCE, wait_until
@@ -113,3 +113,11 @@ def sends_a_long_script(connection: Connection) -> None:
     run_script(connection, "ROLLBACK")
     assert run_outside_transaction(connection, LONG_SCRIPT) == [(LONG,)]
     assert run_outside_transaction(connection, "SELECT 1") == [(1,)]
+
+
+def test_a_wait_may_be_longer_than_the_system_takes() -> None:
+    """epoll takes 24 days: a time that was computed from a clock that was set may be years away."""
+    reader, writer = socket.socketpair()
+    with reader, writer:
+        writer.send(b"!")
+        assert wait_readable([reader], 1.7e9)

@@ -451,3 +451,19 @@ def test_what_is_no_engine_is_refused(engine: Engine, sessions: Sessions) -> Non
                 wait_for_result(given, uuid4())  # type: ignore[call-overload]
     with pytest.raises(ConfigError, match="at most 48 bytes"):
         wait_for_result(engine, uuid4(), schema="x" * 49)
+
+
+def test_the_thread_that_listens_outlives_a_clock_that_stops_and_goes_on_elsewhere(
+    engine: Engine, sessions: Sessions, drain: Drain, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a library for tests stops it: the thread has a clock of its own, and ends in order."""
+    jobs, work = keeping_jobs()
+    with sessions.begin() as session:
+        handle = session.add_job(work, name="x")
+    with only_woken():
+        with monkeypatch.context() as stopped:
+            stopped.setattr(time, "monotonic", lambda: 1.7e9)
+            with waiting(lambda: handle.result(engine, timeout=PATIENCE)) as result:
+                drain(jobs)
+                assert result() == {"name": "x", "pages": 3}
+        wait_until(lambda: "outboxq-results" not in {each.name for each in threading.enumerate()}, "the thread's end")

@@ -4,21 +4,21 @@ Accepting is one INSERT in the caller's own transaction: the message counts as a
 are committed. A delivery that comes meanwhile waits for that transaction, and takes the message over if it rolls back.
 """
 
-from collections.abc import Callable, Coroutine, Generator, Iterable, Mapping
+from collections.abc import Coroutine, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from enum import Enum
 from itertools import islice
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, overload
+from typing import Any, TypeAlias, overload
 
 from sqlalchemy import Connection
 from sqlalchemy.exc import DBAPIError
-from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession, async_scoped_session
-from sqlalchemy.orm import Session, scoped_session
+from sqlalchemy.orm import Session
 
 from outboxq.codec.values import fingerprint
 from outboxq.config import DEFAULT_RETENTION, check_retention
+from outboxq.database.answers import AsyncTarget, SyncTarget, run_on
 from outboxq.database.errors import LOCK_NOT_AVAILABLE, missing_tables_explained, sqlstate_of
 from outboxq.database.sessions import AnAsyncSession, SyncSession, outbox_connection
 from outboxq.emitter import tell
@@ -32,9 +32,6 @@ from outboxq.outbox.told import tell_after_commit, tells
 from outboxq.statements import inbox as statements
 from outboxq.statements.inbox import Outcome
 
-T = TypeVar("T")
-SyncTarget: TypeAlias = SyncSession | Connection
-AsyncTarget: TypeAlias = AnAsyncSession | AsyncConnection
 Messages: TypeAlias = Mapping[str, object] | Iterable[str | tuple[str, object]]
 
 MAX_CONSUMER_BYTES = 63
@@ -66,31 +63,6 @@ class AcceptedBatch:
     accepted: tuple[str, ...]
     duplicates: tuple[str, ...]
     conflicts: tuple[str, ...]
-
-
-class _Unawaited(Coroutine[Any, Any, T]):
-    """What the methods of `Inbox` return for an async session: a coroutine that refuses to be taken for an answer."""
-
-    def __init__(self, answer: Coroutine[Any, Any, T]) -> None:
-        self._answer = answer
-
-    def __await__(self) -> Generator[Any, None, T]:
-        return self._answer.__await__()
-
-    def send(self, value: Any, /) -> Any:
-        return self._answer.send(value)
-
-    def throw(self, *error: Any) -> Any:
-        return self._answer.throw(*error)
-
-    def close(self) -> None:
-        self._answer.close()
-
-    # Not in its type: a checker takes what follows for unreachable, and is silent about it.
-    if not TYPE_CHECKING:
-
-        def __bool__(self) -> bool:
-            raise TypeError("this is an async session's answer, and nothing has happened yet: `await inbox...`")
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +111,7 @@ class Inbox:
             SchemaError: the tables are missing.
         """
         given = _given(message_id, payload)
-        return _on(session, lambda target: self._accept(target, outbox_connection(target, "accept"), given))
+        return run_on(session, lambda it: self._accept(it, outbox_connection(it, "accept"), given), "inbox.accept(...)")
 
     @overload
     def try_accept(self, session: SyncTarget, message_id: str, *, payload: object = None) -> Acceptance: ...
@@ -157,7 +129,11 @@ class Inbox:
         That transaction may still roll back: let the sender deliver again.
         """
         given = _given(message_id, payload)
-        return _on(session, lambda target: self._try_accept(target, outbox_connection(target, "try_accept"), given))
+        return run_on(
+            session,
+            lambda target: self._try_accept(target, outbox_connection(target, "try_accept"), given),
+            "inbox.try_accept(...)",
+        )
 
     @overload
     def accept_all(self, session: SyncTarget, messages: Messages) -> AcceptedBatch: ...
@@ -181,9 +157,10 @@ class Inbox:
             ArgumentError, EnqueueError, SchemaError: as `accept`.
         """
         given, conflicts = _distinct(messages)
-        return _on(
+        return run_on(
             session,
             lambda target: self._accept_all(target, outbox_connection(target, "accept_all"), given, conflicts),
+            "inbox.accept_all(...)",
         )
 
     @overload
@@ -218,7 +195,7 @@ class Inbox:
             with connection.begin_nested() if job.pending else nullcontext():
                 return add_jobs(target, [job])[0] if self._accept(target, connection, given) else None
 
-        return _on(session, work)
+        return run_on(session, work, "inbox.accept_job(...)")
 
     def _accept(self, target: Session | Connection, connection: Connection, given: Mapping[str, bytes | None]) -> bool:
         ((message_id, outcome),) = self._outcomes(connection, given).items()
@@ -281,14 +258,6 @@ class Inbox:
         raise SchemaError(
             "messages are in the inbox, but this role cannot see them: does a row security policy hide rows of it?"
         )
-
-
-def _on(session: SyncTarget | AsyncTarget, work: Callable[[Session | Connection], T]) -> T | Coroutine[Any, Any, T]:
-    plain = session() if isinstance(session, scoped_session | async_scoped_session) else session
-    if isinstance(plain, AsyncSession | AsyncConnection):
-        # Made at once, so that Python warns of one that is never awaited.
-        return _Unawaited(plain.run_sync(work))
-    return work(plain)
 
 
 def _given(message_id: str, payload: object) -> dict[str, bytes | None]:

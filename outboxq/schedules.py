@@ -7,30 +7,23 @@ five seconds by default).
     schedules.put(session, "report-7", report.job(tenant=7), cron="30 2 * * *", time_zone="Europe/Berlin")
 """
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Coroutine
 from datetime import timedelta
-from typing import TypeAlias, TypeVar, overload
-
-from sqlalchemy import Connection
-from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession
-from sqlalchemy.orm import Session
+from typing import Any, overload
 
 from outboxq.admin import schedules as admin
 from outboxq.admin.schedules import FIRE_TIME, Missed, NewSchedule, Schedule
 from outboxq.cron import Cron, of_schedule
+from outboxq.database.answers import AsyncTarget, SyncTarget, run_on
 from outboxq.new_job import NewJob
 from outboxq.outbox.handle import JobHandle
 
 __all__ = ["FIRE_TIME", "Missed", "Schedule", "list_schedules", "pause", "put", "remove", "resume", "run_now"]
 
-T = TypeVar("T")
-_Sync: TypeAlias = Session | Connection
-_Async: TypeAlias = AsyncSession | AsyncConnection
-
 
 @overload
 def put(
-    connection: _Sync,
+    connection: SyncTarget,
     name: str,
     job: NewJob,
     *,
@@ -43,7 +36,7 @@ def put(
 
 @overload
 def put(
-    connection: _Async,
+    connection: AsyncTarget,
     name: str,
     job: NewJob,
     *,
@@ -51,11 +44,11 @@ def put(
     time_zone: str = "UTC",
     missed: Missed = "one",
     jitter: timedelta = timedelta(0),
-) -> Awaitable[Schedule]: ...
+) -> Coroutine[Any, Any, Schedule]: ...
 
 
 def put(
-    connection: _Sync | _Async,
+    connection: SyncTarget | AsyncTarget,
     name: str,
     job: NewJob,
     *,
@@ -63,7 +56,7 @@ def put(
     time_zone: str = "UTC",
     missed: Missed = "one",
     jitter: timedelta = timedelta(0),
-) -> Schedule | Awaitable[Schedule]:
+) -> Schedule | Coroutine[Any, Any, Schedule]:
     """Make a schedule, or change the one of this name.
 
     A schedule that is paused stays paused. The time that it is due next changes only if `cron` or `time_zone` does.
@@ -87,91 +80,89 @@ def put(
     with of_schedule(name):
         due = Cron(cron, time_zone)
     new = NewSchedule(name=name, job=job, cron=due, missed=missed, jitter=jitter)
-    return _run(connection, lambda it: admin.put(it, new))
+    return run_on(connection, lambda it: admin.put(it, new), "schedules.put(...)")
 
 
 @overload
-def remove(connection: _Sync, *names: str) -> tuple[str, ...]: ...
+def remove(connection: SyncTarget, *names: str) -> tuple[str, ...]: ...
 
 
 @overload
-def remove(connection: _Async, *names: str) -> Awaitable[tuple[str, ...]]: ...
+def remove(connection: AsyncTarget, *names: str) -> Coroutine[Any, Any, tuple[str, ...]]: ...
 
 
-def remove(connection: _Sync | _Async, *names: str) -> tuple[str, ...] | Awaitable[tuple[str, ...]]:
+def remove(connection: SyncTarget | AsyncTarget, *names: str) -> tuple[str, ...] | Coroutine[Any, Any, tuple[str, ...]]:
     """Delete schedules; the jobs that they added stay. Returns the names of those that were there.
 
     One that an application's code declares comes back when its relay starts again.
     """
-    return _run(connection, lambda it: admin.remove(it, names))
+    return run_on(connection, lambda it: admin.remove(it, names), "schedules.remove(...)")
 
 
 @overload
-def pause(connection: _Sync, *names: str) -> tuple[str, ...]: ...
+def pause(connection: SyncTarget, *names: str) -> tuple[str, ...]: ...
 
 
 @overload
-def pause(connection: _Async, *names: str) -> Awaitable[tuple[str, ...]]: ...
+def pause(connection: AsyncTarget, *names: str) -> Coroutine[Any, Any, tuple[str, ...]]: ...
 
 
-def pause(connection: _Sync | _Async, *names: str) -> tuple[str, ...] | Awaitable[tuple[str, ...]]:
+def pause(connection: SyncTarget | AsyncTarget, *names: str) -> tuple[str, ...] | Coroutine[Any, Any, tuple[str, ...]]:
     """Keep schedules from adding jobs, until they are resumed. Returns the names of those that were not paused."""
-    return _run(connection, lambda it: admin.pause(it, names))
+    return run_on(connection, lambda it: admin.pause(it, names), "schedules.pause(...)")
 
 
 @overload
-def resume(connection: _Sync, *names: str) -> tuple[str, ...]: ...
+def resume(connection: SyncTarget, *names: str) -> tuple[str, ...]: ...
 
 
 @overload
-def resume(connection: _Async, *names: str) -> Awaitable[tuple[str, ...]]: ...
+def resume(connection: AsyncTarget, *names: str) -> Coroutine[Any, Any, tuple[str, ...]]: ...
 
 
-def resume(connection: _Sync | _Async, *names: str) -> tuple[str, ...] | Awaitable[tuple[str, ...]]:
+def resume(connection: SyncTarget | AsyncTarget, *names: str) -> tuple[str, ...] | Coroutine[Any, Any, tuple[str, ...]]:
     """Have schedules add jobs again, from their next time on: times that passed meanwhile are skipped.
 
     Returns the names of those that were paused.
     """
-    return _run(connection, lambda it: admin.resume(it, names))
+    return run_on(connection, lambda it: admin.resume(it, names), "schedules.resume(...)")
 
 
 @overload
-def run_now(connection: _Sync, name: str) -> JobHandle: ...
+def run_now(connection: SyncTarget, name: str) -> JobHandle: ...
 
 
 @overload
-def run_now(connection: _Async, name: str) -> Awaitable[JobHandle]: ...
+def run_now(connection: AsyncTarget, name: str) -> Coroutine[Any, Any, JobHandle]: ...
 
 
-def run_now(connection: _Sync | _Async, name: str) -> JobHandle | Awaitable[JobHandle]:
+def run_now(connection: SyncTarget | AsyncTarget, name: str) -> JobHandle | Coroutine[Any, Any, JobHandle]:
     """Add a schedule's job once more, now, also if it is paused; when it is due next stays as it is.
 
     Raises:
         ScheduleNotFound: no schedule has this name.
     """
-    return _run(connection, lambda it: admin.run_now(it, name))
+    return run_on(connection, lambda it: admin.run_now(it, name), "schedules.run_now(...)")
 
 
 @overload
 def list_schedules(
-    connection: _Sync, *, queue: str | None = None, kind: str | None = None, limit: int | None = None
+    connection: SyncTarget, *, queue: str | None = None, kind: str | None = None, limit: int | None = None
 ) -> list[Schedule]: ...
 
 
 @overload
 def list_schedules(
-    connection: _Async, *, queue: str | None = None, kind: str | None = None, limit: int | None = None
-) -> Awaitable[list[Schedule]]: ...
+    connection: AsyncTarget, *, queue: str | None = None, kind: str | None = None, limit: int | None = None
+) -> Coroutine[Any, Any, list[Schedule]]: ...
 
 
 def list_schedules(
-    connection: _Sync | _Async, *, queue: str | None = None, kind: str | None = None, limit: int | None = None
-) -> list[Schedule] | Awaitable[list[Schedule]]:
+    connection: SyncTarget | AsyncTarget, *, queue: str | None = None, kind: str | None = None, limit: int | None = None
+) -> list[Schedule] | Coroutine[Any, Any, list[Schedule]]:
     """The schedules, of this queue or kind, by name; `limit` of them at most."""
-    return _run(connection, lambda it: admin.list_schedules(it, queue=queue, kind=kind, limit=limit))
-
-
-def _run(connection: _Sync | _Async, work: Callable[[_Sync], T]) -> T | Awaitable[T]:
-    if isinstance(connection, AsyncSession | AsyncConnection):
-        return connection.run_sync(work)
-    return work(connection)
+    return run_on(
+        connection,
+        lambda it: admin.list_schedules(it, queue=queue, kind=kind, limit=limit),
+        "schedules.list_schedules(...)",
+    )

@@ -1,6 +1,6 @@
 """`once`: calls to other services that count once, made by a handler's context or by an engine's `Effects`."""
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -10,6 +10,7 @@ from sqlalchemy import Engine
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from outboxq.config import DEFAULT_RETENTION, check_retention
+from outboxq.database.answers import Answer
 from outboxq.effects.request import Classify, LookUp, OnceOptions, make_request
 from outboxq.effects.runners import DEFAULT_LEASE_SECONDS, AsyncEffectRunner, EffectRunner, Tell
 from outboxq.effects.transactions import AsyncEngineTransactions, EngineTransactions
@@ -102,7 +103,7 @@ class CallsOnce(HasEffectAccess):
 class AsyncCallsOnce(HasEffectAccess):
     """Makes calls once, in an event loop."""
 
-    async def once(
+    def once(
         self,
         scope: str,
         *,
@@ -114,12 +115,15 @@ class AsyncCallsOnce(HasEffectAccess):
         payload: object = None,
         returns: type[T] | None = None,
         classify: Classify | None = None,
-    ) -> T:
-        """Do what `CallsOnce.once` does, with functions whose results are awaited."""
+    ) -> Coroutine[Any, Any, T]:
+        """Do what `CallsOnce.once` does when it is awaited, with functions whose results are awaited."""
         options = OnceOptions(
             scope, key, call, already_applied, ask_first, provider_remembers, payload, returns, classify
         )
-        return cast("T", await self._granted().run(options))
+        return Answer(self._once(options), f"once({scope!r}, ...)")
+
+    async def _once(self, options: OnceOptions) -> Any:
+        return await self._granted().run(options)
 
 
 def _teller(engine: Engine | AsyncEngine) -> Tell | None:

@@ -1,16 +1,20 @@
 """The sessions of handlers: joined to the relay's transaction, made when a handler first asks for one."""
 
-from collections.abc import Callable, Sequence
+import functools
+import inspect
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, NoReturn
 
 import psycopg
 from sqlalchemy import Connection, Engine
 from sqlalchemy.exc import InvalidRequestError, SQLAlchemyError
+from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import Session
 
+from outboxq.database.answers import Answer
 from outboxq.handlers.deferred import Write, defer
 from outboxq.handlers.unlocked import UnlockedChanges
-from outboxq.outbox.session import OutboxSession
+from outboxq.outbox.session import AsyncOutboxSession, OutboxSession
 
 
 def nothing() -> None:
@@ -60,6 +64,25 @@ class HandlerSession(OutboxSession):
         if self.in_transaction() and self.is_active:
             self.connection()
         super().rollback()
+
+
+class AsyncHandlerSession(AsyncOutboxSession):
+    """The session of an async handler: its coroutines are answers, none of which the handler may leave unawaited."""
+
+    sync_session_class = HandlerSession
+
+
+def _answering(name: str, method: Callable[..., Coroutine[Any, Any, Any]]) -> Callable[..., Answer[Any]]:
+    @functools.wraps(method)
+    def answer(self: AsyncHandlerSession, *args: Any, **kwargs: Any) -> Answer[Any]:
+        return Answer(method(self, *args, **kwargs), f"ctx.session.{name}(...)")
+
+    return answer
+
+
+for _name, _method in inspect.getmembers(AsyncSession, inspect.isfunction):
+    if inspect.iscoroutinefunction(_method) and not _name.startswith("_"):
+        setattr(AsyncHandlerSession, _name, _answering(_name, _method))
 
 
 def hand_over(deferred: list[Write], session: Session) -> None:

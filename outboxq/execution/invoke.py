@@ -13,11 +13,12 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from sqlalchemy.orm import Session
 from sqlalchemy.util import await_only, greenlet_spawn, memoized_property
 
+from outboxq.database.answers import count_answers
 from outboxq.database.guard import lend
 from outboxq.database.sessions import plain_session
 from outboxq.effects.api import EffectAccess
-from outboxq.errors import HandlerTimedOut
-from outboxq.execution.handler_session import SESSION_OPTIONS, HandlerSession, hand_over
+from outboxq.errors import HandlerError, HandlerTimedOut
+from outboxq.execution.handler_session import SESSION_OPTIONS, AsyncHandlerSession, HandlerSession, hand_over
 from outboxq.execution.surround import Surrounded, await_within, call_within
 from outboxq.handlers.call import HandlerCall
 from outboxq.handlers.context import AsyncContext, Context, JobContext
@@ -29,6 +30,7 @@ from outboxq.outbox.session import AsyncOutboxSession, OutboxSession
 T = TypeVar("T")
 P = ParamSpec("P")
 _HAS_ENDED = "the handler of this session has ended: await the tasks that use it, or give them sessions of their own"
+_UNAWAITED = "the handler did not await {}: nothing has come of it"
 
 
 class Run(NamedTuple):
@@ -160,7 +162,7 @@ class AsyncInvoker:
     def open_session(self, connection: Connection, on_first_use: Callable[[], None]) -> HandlerSession:
         """A session joined by "rollback_only", and an async session around it for the handler."""
         lent = AsyncConnection(self._connection.engine, lend(connection))
-        self._session = AsyncOutboxSession(bind=lent, sync_session_class=HandlerSession, **SESSION_OPTIONS)
+        self._session = AsyncHandlerSession(bind=lent, **SESSION_OPTIONS)
         session = self._session.sync_session
         assert isinstance(session, HandlerSession)
         session.on_first_use = on_first_use
@@ -181,7 +183,18 @@ class AsyncInvoker:
             if run.call.is_cancelled:
                 # Cancelled before there was a task.
                 raise asyncio.CancelledError
-            return await _within(handler.timeout_seconds, _awaited(handler, _OpeningAsyncContext(run, opened), args))
+            unawaited = count_answers()
+            try:
+                returned = await _within(
+                    handler.timeout_seconds, _awaited(handler, _OpeningAsyncContext(run, opened), args)
+                )
+                if unawaited:
+                    raise HandlerError(_UNAWAITED.format(", ".join(sorted(map(str, unawaited)))))
+            finally:
+                for answer in unawaited:
+                    # Or Python warns of it.
+                    answer.close()
+            return returned
 
         ended: list[Callable[[], object]] = []
         await_only(self._in_task(self._note_end(begin, ended), self._greenlet().gr_context, ended))

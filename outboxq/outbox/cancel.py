@@ -1,14 +1,15 @@
 """Cancel jobs: those that wait are gone at once, those that run are ended by their relay."""
 
-from collections.abc import Awaitable, Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias, get_args, overload
+from functools import partial
+from typing import Any, Literal, TypeAlias, get_args, overload
 from uuid import UUID
 
 from sqlalchemy import Connection, TwoPhaseTransaction, text
-from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession
 from sqlalchemy.orm import Session
 
+from outboxq.database.answers import AsyncTarget, SyncTarget, run_on
 from outboxq.errors import ArgumentError
 from outboxq.outbox.handle import JobHandle, job_id_of
 from outboxq.statements import cancel as statements
@@ -31,22 +32,20 @@ class Requested:
 
 
 @overload
-def cancel(
-    connection: Session | Connection, job: JobHandle | UUID | str, outcome: CancelOutcome = "discard"
-) -> Cancellation: ...
+def cancel(connection: SyncTarget, job: JobHandle | UUID | str, outcome: CancelOutcome = "discard") -> Cancellation: ...
 
 
 @overload
 def cancel(
-    connection: AsyncSession | AsyncConnection, job: JobHandle | UUID | str, outcome: CancelOutcome = "discard"
-) -> Awaitable[Cancellation]: ...
+    connection: AsyncTarget, job: JobHandle | UUID | str, outcome: CancelOutcome = "discard"
+) -> Coroutine[Any, Any, Cancellation]: ...
 
 
 def cancel(
-    connection: Session | Connection | AsyncSession | AsyncConnection,
+    connection: SyncTarget | AsyncTarget,
     job: JobHandle | UUID | str,
     outcome: CancelOutcome = "discard",
-) -> Cancellation | Awaitable[Cancellation]:
+) -> Cancellation | Coroutine[Any, Any, Cancellation]:
     """Cancel a job, when the caller's transaction commits; await the result if that is async.
 
     A job that waits is deleted. One that runs is asked for: its relay sets `ctx.cancelled`, cancels its statement or
@@ -69,9 +68,7 @@ def cancel(
     if outcome not in get_args(CancelOutcome):
         raise ArgumentError(f"cancel takes the outcome 'discard' or 'dead', got {outcome!r}")
     job_id = job_id_of(job)
-    if isinstance(connection, AsyncSession | AsyncConnection):
-        return connection.run_sync(_cancel, job_id, outcome)
-    return _cancel(connection, job_id, outcome)
+    return run_on(connection, partial(_cancel, job_id=job_id, outcome=outcome), "cancel(...)")
 
 
 def _cancel(connection: Session | Connection, job_id: UUID, outcome: CancelOutcome) -> Cancellation:

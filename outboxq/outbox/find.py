@@ -1,14 +1,14 @@
 """Find a job again by what `add_job` returned: for a producer whose COMMIT was not answered, and for tests."""
 
-from collections.abc import Awaitable
+from collections.abc import Coroutine
 from dataclasses import dataclass, field, replace
-from typing import Literal, overload
+from typing import Any, Literal, overload
 from uuid import UUID
 
 from sqlalchemy import Connection
-from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession
 from sqlalchemy.orm import Session
 
+from outboxq.database.answers import AsyncTarget, SyncTarget, run_on
 from outboxq.database.sessions import transaction_connection
 from outboxq.outbox.handle import JobHandle, job_id_of
 from outboxq.outbox.progress import Progress as Progress
@@ -40,16 +40,16 @@ class FoundJob:
 
 
 @overload
-def find_job(connection: Session | Connection, job: JobHandle | UUID | str) -> FoundJob | None: ...
+def find_job(connection: SyncTarget, job: JobHandle | UUID | str) -> FoundJob | None: ...
 
 
 @overload
-def find_job(connection: AsyncSession | AsyncConnection, job: JobHandle | UUID | str) -> Awaitable[FoundJob | None]: ...
+def find_job(connection: AsyncTarget, job: JobHandle | UUID | str) -> Coroutine[Any, Any, FoundJob | None]: ...
 
 
 def find_job(
-    connection: Session | Connection | AsyncSession | AsyncConnection, job: JobHandle | UUID | str
-) -> FoundJob | Awaitable[FoundJob | None] | None:
+    connection: SyncTarget | AsyncTarget, job: JobHandle | UUID | str
+) -> FoundJob | Coroutine[Any, Any, FoundJob | None] | None:
     """Look for a job, in a transaction that began after the one that added it; await the result if that is async.
 
     A job that is found was committed. None means that it was never committed, or that it is done and not kept: the rows
@@ -65,9 +65,7 @@ def find_job(
         ArgumentError: a text that is no id.
     """
     job_id = job_id_of(job)
-    if isinstance(connection, AsyncSession | AsyncConnection):
-        return connection.run_sync(_find, job_id)
-    return _find(connection, job_id)
+    return run_on(connection, lambda target: _find(target, job_id), "find_job(...)")
 
 
 def _find(connection: Session | Connection, job_id: UUID) -> FoundJob | None:

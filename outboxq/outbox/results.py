@@ -17,6 +17,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from outboxq.clock import clock
 from outboxq.codec.values import build_decoder, decode_stored
 from outboxq.config import check_schema
+from outboxq.database.answers import Answer
 from outboxq.database.engines import AnyEngine, beside_connector
 from outboxq.database.errors import describe_error
 from outboxq.errors import ConfigError, JobNotDone, ResultNotFound, ResultTimeout
@@ -115,7 +116,9 @@ def wait(
         )
     decoder = build_decoder(f"the result of job {job_id}", object if returns is None else returns)
     asked = _Asked(job_id, _schema_of(engine, schema), _seconds_of(timeout), decoder)
-    return _wait_in_loop(engine, asked) if isinstance(engine, AsyncEngine) else _wait_in_thread(engine, asked)
+    if isinstance(engine, AsyncEngine):
+        return Answer(_wait_in_loop(engine, asked), "wait_for_result(...)")
+    return _wait_in_thread(engine, asked)
 
 
 def _wait_in_thread(engine: str | URL | Engine, asked: _Asked) -> object:

@@ -1,7 +1,7 @@
 # pyright: strict, reportUnnecessaryTypeIgnoreComment=true
 """What type checkers accept of the public names, and the types that they infer. Checked, never run."""
 
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Generator, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Generator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from datetime import datetime, timedelta
@@ -163,7 +163,8 @@ def finding(session: Session, asynchronous: AsyncSession, handle: JobHandle) -> 
     assert_type(find_job(session, handle), FoundJob | None)
     assert_type(find_job(session, handle.id), FoundJob | None)
     assert_type(find_job(session, str(handle.id)), FoundJob | None)
-    assert_type(find_job(asynchronous, handle), Awaitable[FoundJob | None])
+    found = [find_job(asynchronous, handle)]
+    assert_type(found, list[Coroutine[Any, Any, FoundJob | None]])
 
 
 async def waiting(engine: Engine, asynchronous: AsyncEngine, handle: JobHandle, job_id: UUID) -> None:

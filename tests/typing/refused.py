@@ -22,7 +22,10 @@ from outboxq import (
     Retry,
     Snooze,
     add_job,
+    cancel,
     external,
+    find_job,
+    schedules,
 )
 from outboxq.events import JobDied, JobDone, JobRetried
 from outboxq.tables import job
@@ -111,8 +114,16 @@ def wrong_effects(ctx: Context, async_ctx: AsyncContext, session: Session) -> No
     Inbox("payments").accept_job(session, "m1", credit)  # type: ignore[call-overload]
 
 
-async def forgotten_awaits(session: AsyncOutboxSession) -> str:
+async def charge(provider_key: str) -> str:
+    return provider_key
+
+
+async def forgotten_awaits(ctx: AsyncContext, session: AsyncOutboxSession) -> str:
     payments = Inbox("payments")
+    ctx.once("charge", key="1", call=charge)  # type: ignore[unused-coroutine]
+    find_job(session, "id")  # type: ignore[unused-coroutine]
+    cancel(session, "id")  # type: ignore[unused-coroutine]
+    schedules.pause(session, "nightly")  # type: ignore[unused-coroutine]
     payments.accept(session, "m1")  # type: ignore[unused-coroutine]
     payments.accept_all(session, ["m1"])  # type: ignore[unused-coroutine]
     payments.accept_job(session, "m1", credit.job(1))  # type: ignore[unused-coroutine]

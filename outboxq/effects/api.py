@@ -11,7 +11,14 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from outboxq.config import DEFAULT_RETENTION, check_retention
 from outboxq.database.answers import Answer
-from outboxq.effects.request import Classify, LookUp, OnceOptions, make_request
+from outboxq.effects.request import (
+    Classify,
+    Describe,
+    LookUp,
+    OnceOptions,
+    describe_type_and_line,
+    make_request,
+)
 from outboxq.effects.runners import DEFAULT_LEASE_SECONDS, AsyncEffectRunner, EffectRunner, Tell
 from outboxq.effects.transactions import AsyncEngineTransactions, EngineTransactions
 from outboxq.emitter import HOOKS_OPTION, tell
@@ -24,12 +31,13 @@ T = TypeVar("T")
 class EffectAccess:
     """The permission to make calls through `runner`, or the reason for a refusal.
 
-    `retention_of` says how long a scope's results are remembered.
+    `retention_of` says how long a scope's results are remembered, `describe` what is stored of an error of a call.
     """
 
     runner: EffectRunner | AsyncEffectRunner
     retention_of: Callable[[str], timedelta]
     refusal: str | None = None
+    describe: Describe = describe_type_and_line
 
     def run(self, options: OnceOptions) -> Any:
         """Make the call, or replay its outcome; to be awaited if the runner works in an event loop.
@@ -40,7 +48,8 @@ class EffectAccess:
         """
         if self.refusal is not None:
             raise EffectRefused(self.refusal)
-        request = make_request(options, lease=self.runner.lease, retention=self.retention_of(options.scope))
+        retention = self.retention_of(options.scope)
+        request = make_request(options, lease=self.runner.lease, retention=retention, describe=self.describe)
         return self.runner.run(request, options)
 
 

@@ -134,7 +134,7 @@ def _look_up(request: Request, state: EffectState) -> Steps[LookUp[object]]:
         except BaseException as error:
             # The next caller asks again; a call that was in doubt stays in doubt.
             keep = None if state.in_doubt else request.retention
-            yield from record(request, "retryable", in_doubt=state.in_doubt, error=name_of(error), keep=keep)
+            yield from record(request, "retryable", in_doubt=state.in_doubt, error=request.describe(error), keep=keep)
             raise
     if not isinstance(answer, Unknown):
         return answer
@@ -251,18 +251,18 @@ def record_failure(request: Request, error: BaseException, state: EffectState, *
     """Record a call that raised; returns if the caller is to get that error itself."""
     error_class = _error_class(request, error)
     if error_class == "final":
-        recorded = yield from record(request, "failed", error=_refusal(error), keep=request.retention)
+        recorded = yield from record(request, "failed", error=_refusal(request, error), keep=request.retention)
         raise EffectFailed(request.scope, request.key, recorded.reason) from error
     if error_class == "retryable":
         keep = None if in_doubt else request.retention
-        yield from record(request, "retryable", in_doubt=in_doubt, error=name_of(error), keep=keep)
+        yield from record(request, "retryable", in_doubt=in_doubt, error=request.describe(error), keep=keep)
     elif request.can_look_up:
         # The lock stays until it expires: a request that is still on its way has that long to arrive.
-        yield from record(request, "started", in_doubt=True, error=name_of(error), unlock=False)
+        yield from record(request, "started", in_doubt=True, error=request.describe(error), unlock=False)
     elif request.is_key_remembered(state.known_seconds):
-        yield from record(request, "retryable", in_doubt=True, error=name_of(error))
+        yield from record(request, "retryable", in_doubt=True, error=request.describe(error))
     else:
-        reason = f"the call raised {name_of(error)}; " + why_unknown(request, looked_up=False)
+        reason = f"the call raised {request.describe(error)}; " + why_unknown(request, looked_up=False)
         yield from record(request, "unknown", error=reason)
         if isinstance(error, Exception):
             raise EffectUnknown(request.scope, request.key, reason) from error
@@ -277,10 +277,10 @@ def why_unknown(request: Request, *, looked_up: bool) -> str:
     return f"{asked}, and the other side {known}"
 
 
-def _refusal(error: BaseException) -> str:
+def _refusal(request: Request, error: BaseException) -> str:
     """Why the other side refused, in words that can be stored."""
     if not isinstance(error, CallRefused):
-        return name_of(error)
+        return request.describe(error)
     try:
         return storable(str(error.reason))
     except Exception:  # noqa: BLE001  # users' code; that it was refused must be recorded

@@ -1,15 +1,19 @@
 """What a caller of `once` asks for, checked before anything is called."""
 
 import functools
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
+from pathlib import PurePath
+from types import TracebackType
 from typing import Any, Generic, Literal, TypeAlias, TypeVar
 from uuid import UUID, uuid4, uuid5
 
 import msgspec
 
 from outboxq.codec.signature import resolve_return
+from outboxq.codec.text import name_of, storable
 from outboxq.codec.values import build_decoder, fingerprint
 from outboxq.errors import ConfigError
 from outboxq.names import MAX_SCOPE_BYTES, check_key
@@ -17,8 +21,20 @@ from outboxq.statements.effects import EffectLock
 
 T = TypeVar("T")
 
+Describe: TypeAlias = Callable[[BaseException], str]
 ErrorClass: TypeAlias = Literal["retryable", "final", "ambiguous"]
 Classify: TypeAlias = Callable[[Exception], ErrorClass]
+
+
+def describe_type_and_line(error: BaseException) -> str:
+    """An error's class and its innermost line; its text may quote what nobody could redact."""
+    line: TracebackType | None = error.__traceback__
+    while line is not None and line.tb_next is not None:
+        line = line.tb_next
+    if line is None:
+        return name_of(error)
+    code = line.tb_frame.f_code
+    return storable(f"{name_of(error)} ({'/'.join(PurePath(code.co_filename).parts[-3:])}:{line.tb_lineno})")
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +86,7 @@ class Request:
     looks_up_first: bool = False
     returns: object = None
     classify: Classify | None = None
+    describe: Describe = field(default=describe_type_and_line, compare=False)
     token: UUID = field(default_factory=uuid4)
 
     @functools.cached_property
@@ -87,8 +104,13 @@ class Request:
         return self.provider_remembers is not None and since_seconds < self.provider_remembers.total_seconds()
 
 
-def make_request(options: OnceOptions, *, lease: timedelta, retention: timedelta) -> Request:
+def make_request(
+    options: OnceOptions, *, lease: timedelta, retention: timedelta, describe: Describe = describe_type_and_line
+) -> Request:
     """Check what a caller gave, before anything is called.
+
+    Args:
+        describe: Makes of an error of the call what is stored of it.
 
     Raises:
         InvalidKey, ArgumentError, ConfigError: something cannot be used as given.
@@ -105,6 +127,7 @@ def make_request(options: OnceOptions, *, lease: timedelta, retention: timedelta
         looks_up_first=options.ask_first,
         returns=resolve_return(options.call) if options.returns is None else options.returns,
         classify=options.classify,
+        describe=describe,
     )
     request.decoder  # noqa: B018  # refuses a type that cannot be read, before the call
     return request
@@ -112,8 +135,11 @@ def make_request(options: OnceOptions, *, lease: timedelta, retention: timedelta
 
 def _check_options(options: OnceOptions) -> None:
     call, remembers, ask_first = options.call, options.provider_remembers, options.ask_first
-    if not callable(call):
-        raise ConfigError(f"once(call=...) takes a function of the provider key, got {type(call).__name__}")
+    _check_function("call", call, "the provider key")
+    if options.already_applied is not None:
+        _check_function("already_applied", options.already_applied, "the provider key")
+    if options.classify is not None:
+        _check_function("classify", options.classify, "the error")
     if remembers is not None and (not isinstance(remembers, timedelta) or remembers <= timedelta(0)):
         raise ConfigError(
             "provider_remembers takes how long the other side honours a key, such as timedelta(hours=24), or None "
@@ -123,6 +149,26 @@ def _check_options(options: OnceOptions) -> None:
         raise ConfigError(f"ask_first takes True or False, got {type(ask_first).__name__}")
     if ask_first and options.already_applied is None:
         raise ConfigError("ask_first=True takes a look-up too: give already_applied=..., which is what is asked")
+
+
+def _check_function(name: str, function: object, argument: str) -> None:
+    """Refuse what cannot be called with one argument: found out by the call, it would be a call in doubt."""
+    if not callable(function):
+        raise ConfigError(f"once({name}=...) takes a function of {argument}, got {type(function).__name__}")
+    try:
+        # Its own signature: one that it wraps may take what it adds.
+        signature = inspect.signature(function, follow_wrapped=False)
+    except (TypeError, ValueError):
+        # Some functions in C have none.
+        return
+    try:
+        signature.bind("")
+    except TypeError as error:
+        called = getattr(function, "__name__", type(function).__name__)
+        raise ConfigError(
+            f"once({name}=...) takes a function of {argument}, and {called}{signature} cannot be called with it alone: "
+            f"{error}"
+        ) from None
 
 
 def provider_key(deployment: UUID, scope: str, key: str) -> UUID:

@@ -9,6 +9,7 @@ from typing import TypeAlias
 
 from sqlalchemy import Connection
 
+from outboxq.codec.text import storable
 from outboxq.database.driver import give_up, is_at_rest
 from outboxq.database.guard import Guard
 from outboxq.effects.api import EffectAccess
@@ -112,7 +113,14 @@ class Runtime:
             return None
         # Refused also if the job is alone in its batch: a handler must not depend on how busy its queue is.
         is_shared = job.queue in self.sharing_queues and job.lease_token is None
-        return EffectAccess(self.caller, partial(self._retention, handler, job), _SHARED if is_shared else None)
+        retention, refusal = partial(self._retention, handler, job), _SHARED if is_shared else None
+        return EffectAccess(self.caller, retention, refusal, partial(self._describe_call, job))
+
+    def _describe_call(self, job: Job, error: BaseException) -> str:
+        """An error of a call to the outside: its class, its text as the job's handler wants it kept, and its line."""
+        record = self.kept(job, self.describe(error, job)).record
+        line = f" ({record.where[-1]})" if record.where else ""
+        return storable(f"{record.type}{record.message and f': {record.message}'}{line}")
 
     def _retention(self, handler: AnyHandler, job: Job, scope: str) -> timedelta:
         if not self.registry.may_call(scope, handler.kind):

@@ -230,10 +230,23 @@ class Actions:
     ) -> effects.EffectRecord:
         """Settle an effect, as `effects.resolve_effect` does. The audit keeps the verdict without the result."""
         found = effects.resolve_effect(connection, scope, key, verdict, keep=keep)
-        is_applied = isinstance(verdict, effects.WasApplied)
-        change = {"verdict": "applied" if is_applied else "not applied"}
-        self._record(connection, "effect.resolve", [f"{scope}/{key}"], 1, change)
+        self._record(connection, "effect.resolve", [f"{scope}/{key}"], 1, _verdict(verdict))
         return found
+
+    def resolve_effects(
+        self,
+        connection: Connection,
+        named: Sequence[effects.EffectRecord],
+        verdict: effects.Verdict,
+        *,
+        keep: timedelta = DEFAULT_RETENTION,
+    ) -> effects.Resolved:
+        """Settle several effects by one verdict, as `effects.resolve_effects` does: one row in the audit."""
+        done = effects.resolve_effects(connection, named, verdict, keep=keep)
+        targets = [f"{each.scope}/{each.key}" for each in done.resolved]
+        if targets:
+            self._record(connection, "effect.resolve", targets, len(targets), _verdict(verdict), held=len(done.left))
+        return done
 
     def forget_messages(self, connection: Connection, consumer: str, message_ids: Sequence[str]) -> messages.Forgotten:
         """Forget messages of a consumer, as `messages.forget_messages` does."""
@@ -266,3 +279,8 @@ class Actions:
         named = list(dict.fromkeys(targets))
         target, several = (named[0], None) if len(named) == 1 else (None, {"names": named})
         self._journal.record(connection, action, target, changed=changed, held=held, filter=several, change=change)
+
+
+def _verdict(verdict: effects.Verdict) -> dict[str, object]:
+    """What the audit keeps of a verdict."""
+    return {"verdict": "applied" if isinstance(verdict, effects.WasApplied) else "not applied"}

@@ -3,6 +3,7 @@
 Every function is one look or one change in the caller's transaction, and none waits for a row lock.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from functools import partial
@@ -75,6 +76,14 @@ class WasNotApplied:
     """The other side has not applied the call, and never will: the next caller calls again."""
 
 
+@dataclass(frozen=True, slots=True)
+class Resolved:
+    """What became of effects to be resolved. `left`: settled, called or locked by another since they were found."""
+
+    resolved: tuple[EffectRecord, ...]
+    left: tuple[EffectRecord, ...]
+
+
 Verdict: TypeAlias = WasApplied | WasNotApplied
 
 
@@ -109,6 +118,31 @@ def show_effect(connection: Connection, scope: str, key: str) -> EffectDetail:
     if row is None:
         raise EffectNotFound(scope, key)
     return EffectDetail(_record_of(row), row.is_locked, row.can_be_resolved, row.fingerprint, row.result)
+
+
+def find_unresolved(connection: Connection, wanted: EffectFilter) -> list[EffectRecord]:
+    """All effects that match and that `resolve_effect` takes a verdict for, without their results."""
+    found: dict[tuple[str, str], EffectRecord] = {}
+    for part in statements.PARTS[:2]:
+        for stretch in stretches(connection, part.by, *part.where):
+            for row in connection.execute(statements.select_unresolved(wanted, stretch)):
+                found.setdefault((row.scope, row.key), EffectRecord(*row))
+    return list(found.values())
+
+
+def resolve_effects(
+    connection: Connection, named: Sequence[EffectRecord], verdict: Verdict, *, keep: timedelta = DEFAULT_RETENTION
+) -> Resolved:
+    """Record one verdict of several effects, as `resolve_effect` does of one; what was settled meanwhile stays.
+
+    Raises:
+        ArgumentError: a result that JSON, or jsonb, cannot hold.
+    """
+    resolved, left = list[EffectRecord](), list[EffectRecord]()
+    for each in named:
+        row = connection.execute(_resolution(each.scope, each.key, verdict, keep)).one_or_none()
+        (left if row is None or row.scope is None else resolved).append(each)
+    return Resolved(tuple(resolved), tuple(left))
 
 
 def resolve_effect(

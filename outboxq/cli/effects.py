@@ -12,14 +12,18 @@ from outboxq.cli.help import Commands
 from outboxq.cli.options import ActingOptions, Yes, only, takes
 from outboxq.cli.output import notice, print_json, print_wrapped
 from outboxq.cli.reading import lists, shows
-from outboxq.cli.tables import Column
+from outboxq.cli.tables import Column, print_table
 from outboxq.codec.text import several
 
 if TYPE_CHECKING:
+    from datetime import timedelta
+
     from sqlalchemy import Connection
 
     from outboxq.admin.effects import Verdict
     from outboxq.admin.installation import NewInstallation
+
+_PER_TRANSACTION = 200
 
 app = Commands(help="List, show and resolve effects: calls that are made once; give a copied database keys of its own.")
 
@@ -28,6 +32,12 @@ Scope = Annotated[
 ]
 Key = Annotated[
     str, typer.Argument(metavar="KEY", help="Which call it is: the `key` that `once` was given.", show_default=False)
+]
+ErrorFilter: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        "--error", metavar="TEXT", help="Only those whose stored error has this text in it.", show_default=False
+    ),
 ]
 StatusFilter: TypeAlias = Annotated[
     Literal["started", "done", "failed", "retryable", "unknown"] | None,
@@ -56,12 +66,13 @@ StatusFilter: TypeAlias = Annotated[
         Column("provider_key", "id", rank=7),
         Column("error", "text"),
     ),
-    "--scope or --status",
+    "--scope, --status or --error",
 )
 def list_effects(
     connection: "Connection",
     scope: Annotated[str | None, only("scope")] = None,
     status: StatusFilter = None,
+    error: ErrorFilter = None,
     *,
     limit: int,
 ) -> Sequence[object]:
@@ -78,7 +89,7 @@ def list_effects(
     """
     from outboxq.admin import effects
 
-    return effects.list_effects(connection, effects.EffectFilter(scope=scope, status=status), limit=limit)
+    return effects.list_effects(connection, effects.EffectFilter(scope=scope, status=status, error=error), limit=limit)
 
 
 @app.command("show")
@@ -102,7 +113,14 @@ class ResolveOptions(ActingOptions):
     """A field per option."""
 
     scope: Scope
-    key: Key
+    key: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="KEY", help="Which call it is; without it, all of the scope that wait.", show_default=False
+        ),
+    ] = None
+    status: StatusFilter = None
+    error: ErrorFilter = None
     applied: Annotated[bool, typer.Option("--applied", help="The other side has applied the call.")] = False
     result: Annotated[
         str | None,
@@ -119,12 +137,16 @@ class ResolveOptions(ActingOptions):
     retention_days: Annotated[
         int, typer.Option("--retention-days", metavar="DAYS", min=1, max=3653, help="How long to remember it.")
     ] = 30
+    yes: Yes = False
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Change nothing: only list those that would be resolved.")
+    ] = False
 
 
 @app.command("resolve")
 @takes(ResolveOptions)
 def resolve_effect(options: ResolveOptions) -> None:
-    """Say what became of a call that has no known outcome.
+    """Say what became of a call that has no known outcome, or of many.
 
     The effect is unknown, in doubt, or its caller never came back. Ask the other side first, by the provider key that
     `outboxq effects show` prints. For an HTTP request (a scope such as 'POST /orders') look at the rows that it writes.
@@ -135,15 +157,24 @@ def resolve_effect(options: ResolveOptions) -> None:
     An effect that is done without a result can be given one in the same way. Any other effect that is settled, or that
     is being called, is not changed: the exit code is 1.
 
+    Without a key it is said of all of the scope that have no known outcome, and match --status and --error: after a bug
+    in front of the call, for example, that made each of them unknown. Asks first.
+
     \b
     Examples:
       outboxq effects resolve payments order-1001 --not-applied
+      outboxq effects resolve payments --error AttributeError --not-applied --dry-run
       outboxq effects resolve payments order-1002 --applied --result '{"id": 42}'
       outboxq effects resolve mail welcome-7 --applied --result null
     """
     from datetime import timedelta
 
     verdict, keep = _verdict(options), timedelta(days=options.retention_days)
+    if options.key is None:
+        _resolve_many(options, verdict, keep)
+        return
+    if options.dry_run or options.status is not None or options.error is not None:
+        raise WrongUsage("--status, --error and --dry-run are for many: leave KEY out")
     with options.transaction() as connection:
         found = options.actions().resolve_effect(connection, options.scope, options.key, verdict, keep=keep)
     if options.as_json:
@@ -153,6 +184,41 @@ def resolve_effect(options: ResolveOptions) -> None:
     print_wrapped(f"effect {found.scope!r}, key {found.key!r}, is resolved as {what}")
     if options.applied and options.result is None:
         notice("it has no result: a caller that asks for it fails (see --result)")
+
+
+def _resolve_many(options: ResolveOptions, verdict: "Verdict", keep: "timedelta") -> None:
+    from outboxq.admin.effects import EffectFilter, find_unresolved
+
+    what = "applied" if options.applied else "not applied"
+    with options.open() as begin:
+        with begin() as connection:
+            found = find_unresolved(connection, EffectFilter(options.scope, options.status, options.error))
+        number = several(len(found), "effect", "effects")
+        if options.dry_run:
+            if options.as_json:
+                print_json({"dry_run": True, "would_be_resolved": found})
+            else:
+                columns = Column("key", "id"), Column("status"), Column("changed_at"), Column("error", "text")
+                print_table(columns, found)
+                typer.echo(f"dry run: {number} would be resolved as {what}")
+            return
+        if found and not options.yes:
+            if not sys.stdin.isatty():
+                raise WrongUsage(f"{number} match, and there is no terminal to ask at: add --yes, or try --dry-run")
+            typer.confirm(f"Resolve {number} of {options.scope!r} as {what}?", abort=True, err=True)
+        actions, resolved, left = options.actions(), 0, 0
+        for first in range(0, len(found), _PER_TRANSACTION):
+            with begin() as connection:
+                done = actions.resolve_effects(connection, found[first : first + _PER_TRANSACTION], verdict, keep=keep)
+            # Committed.
+            resolved, left = resolved + len(done.resolved), left + len(done.left)
+    if options.as_json:
+        print_json({"resolved": resolved, "left": left})
+    else:
+        typer.echo(f"resolved {several(resolved, 'effect', 'effects')} as {what}")
+    if left:
+        notice(f"{left:,} were settled or locked by others meanwhile, and left as they are")
+    raise typer.Exit(1 if left else 0)
 
 
 def _verdict(options: ResolveOptions) -> "Verdict":

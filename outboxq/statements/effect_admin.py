@@ -15,14 +15,16 @@ from outboxq.tables import effect
 
 @dataclass(frozen=True, slots=True)
 class EffectFilter:
-    """Which effects are meant; without any value, all of them."""
+    """Which effects are meant; without any value, all of them. `error` is a part of what is stored of their error."""
 
     scope: str | None = None
     status: Status | None = None
+    error: str | None = None
 
     def conditions(self) -> list[ColumnElement[bool]]:
         """The filter as conditions on the table `effect`."""
-        return matching(effect, scope=self.scope, status=self.status)
+        found = matching(effect, scope=self.scope, status=self.status)
+        return found if self.error is None else [*found, pg.strpos(effect.c.error, self.error) > 0]
 
 
 SUMMARY_COLUMNS = (
@@ -49,7 +51,8 @@ class Part:
     statuses: frozenset[Status]
 
 
-# Each effect is in one of them. Indexes: effect_unknown, effect_open, effect_expires.
+# Each effect is in one of them, one without a known outcome in one of the first two. Indexes: effect_unknown,
+# effect_open, effect_expires.
 PARTS = (
     Part(effect.c.changed_at, (_has_status("unknown"),), frozenset({"unknown"})),
     Part(
@@ -67,6 +70,12 @@ def select_effects(
     """The effects of a stretch of a part that match, the latest first. Index: the part's, backwards; no locks."""
     shown = (effect.c[name] for name in SUMMARY_COLUMNS)
     return select(*shown).where(*wanted.conditions(), *stretch).order_by(part.by.desc()).limit(limit)
+
+
+def select_unresolved(wanted: EffectFilter, stretch: Sequence[ColumnElement[bool]]) -> Select[Any]:
+    """The effects of a stretch that match and can be resolved. Index: that of the stretch's part; no locks."""
+    shown = (effect.c[name] for name in SUMMARY_COLUMNS)
+    return select(*shown).where(*wanted.conditions(), *stretch, _is_open(brings_result=False))
 
 
 def select_effect(scope: str, key: str) -> Executable:

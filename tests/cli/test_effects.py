@@ -217,3 +217,55 @@ def test_stats_counts_what_waits_for_an_operator(outboxq_database: Database, eff
         call("effects", "resolve", scope, key, "--not-applied", url=url).ok()
     assert call("stats", "--json", url=url).ok().json["unknown_effects"] == 0
     assert "effects" not in call("stats", url=url).ok().stderr
+
+
+# Many at once
+
+
+def test_a_dry_run_lists_what_has_no_known_outcome(
+    outboxq_database: Database, engine: Engine, effects: dict[str, str]
+) -> None:
+    """Unknown, in doubt, or left by its caller; of that scope, and with that error, if one is given."""
+    url, only = outboxq_database.url, ("--not-applied", "--dry-run", "--json")
+    found = call("effects", "resolve", "payments", *only, url=url).ok().json
+    assert {each["key"] for each in found["would_be_resolved"]} == {"lost", "abandoned", "doubtful"}
+    found = call("effects", "resolve", "payments", "--error", "TimeoutError", *only, url=url).ok().json
+    assert [each["key"] for each in found["would_be_resolved"]] == ["lost"]
+    found = call("effects", "resolve", "payments", "--status", "started", *only, url=url).ok().json
+    assert [each["key"] for each in found["would_be_resolved"]] == ["abandoned"]
+    said = run("effects", "resolve", "payments", *only[:2], url=url).ok().stdout
+    assert "dry run: 3 effects would be resolved as not applied" in said
+    assert status_of(engine, "lost") == "unknown"
+
+
+def test_many_are_resolved_by_one_verdict(outboxq_database: Database, engine: Engine, effects: dict[str, str]) -> None:
+    """Those of other scopes, those that are settled and those that are being called stay; the audit names them."""
+    url = outboxq_database.url
+    refused = call("effects", "resolve", "payments", "--not-applied", url=url)
+    assert refused.exit_code == 2
+    assert "add --yes" in refused.stderr
+    done = call("effects", "resolve", "payments", "--applied", "--result", "null", "--yes", "--json", url=url).ok()
+    assert done.json == {"resolved": 3, "left": 0}
+    assert {key: status_of(engine, key) for key in (*effects, "welcome")} == {
+        "paid": "done", "lost": "done", "running": "started", "abandoned": "done", "doubtful": "done",
+        "welcome": "unknown",
+    }  # fmt: skip
+    [entry] = call("audit", "list", "--json", url=url).ok().json["audit"]
+    assert (entry["action"], entry["changed"]) == ("effect.resolve", 3)
+
+
+def test_what_another_transaction_holds_is_left(
+    outboxq_database: Database, engine: Engine, effects: dict[str, str]
+) -> None:
+    """It is not waited for; the exit code says that not all were resolved."""
+    with engine.begin() as connection:
+        connection.execute(text("SELECT FROM outboxq.effect WHERE key = 'lost' FOR UPDATE"))
+        done = call("effects", "resolve", "payments", "--not-applied", "--yes", "--json", url=outboxq_database.url)
+    assert done.exit_code == 1
+    assert done.json == {"resolved": 2, "left": 1}
+
+
+def test_filters_are_for_many(outboxq_database: Database) -> None:
+    said = call("effects", "resolve", "payments", "lost", "--not-applied", "--error", "x", url=outboxq_database.url)
+    assert said.exit_code == 2
+    assert "leave KEY out" in said.stderr

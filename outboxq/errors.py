@@ -142,6 +142,21 @@ class RelayStuck(OutboxqError):
     """A handler could not be freed within its deadline: this process must be replaced."""
 
 
+class LoginRefused(OutboxqError):
+    """The database has refused the relay's login for too long: it must be started again, with one that works.
+
+    Attributes:
+        reason: What the server said: "authentication failed", for example.
+    """
+
+    def __init__(self, reason: str, seconds: float) -> None:
+        super().__init__(
+            f"the database refuses the relay's login since {seconds:.0f} s ({reason}): the relay ends, to be started "
+            "again with the new password, role or database"
+        )
+        self.reason = reason
+
+
 class EntityGone(HandlerError):
     """An entity argument's row no longer exists; annotate it `Entity | None` to receive None instead."""
 

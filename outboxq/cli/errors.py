@@ -6,7 +6,7 @@ from typing import Any
 
 import typer
 
-from outboxq.errors import ArgumentError, ConfigError, InvalidKey, OutboxqError
+from outboxq.errors import ArgumentError, ConfigError, InvalidKey, LoginRefused, OutboxqError
 
 # What typer refuses: options and commands that do not exist, values that do not fit. It exports one such class alone,
 # which has this base.
@@ -88,6 +88,10 @@ def explain(error: Exception) -> Failure | None:
     if isinstance(error, _REFUSAL):
         refused: Any = error
         return Failure(refused.format_message(), refused.exit_code)
+    if isinstance(error, LoginRefused):
+        from outboxq.relay.supervisor import EXIT_REFUSED
+
+        return Failure(str(error), EXIT_REFUSED)
     if isinstance(error, OutboxqError):
         return Failure(str(error), 1)
     return _explain_database(error)

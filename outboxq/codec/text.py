@@ -1,6 +1,8 @@
 """Texts from anywhere, made safe: for a terminal, for a line of a log, and for PostgreSQL's text and jsonb."""
 
 from collections.abc import Callable
+from pathlib import PurePath
+from types import TracebackType
 
 from outboxq.names import type_name
 
@@ -56,3 +58,14 @@ def storable_or_withheld(describe: Callable[[], str]) -> str:
 def name_of(error: BaseException) -> str:
     """The exception's class, storable whatever it is called."""
     return storable_or_withheld(lambda: type_name(type(error)))
+
+
+def name_and_line(error: BaseException) -> str:
+    """An exception's class and its innermost line, without its text, which may quote what cannot be redacted here."""
+    line: TracebackType | None = error.__traceback__
+    while line is not None and line.tb_next is not None:
+        line = line.tb_next
+    if line is None:
+        return name_of(error)
+    code = line.tb_frame.f_code
+    return storable(f"{name_of(error)} ({'/'.join(PurePath(code.co_filename).parts[-3:])}:{line.tb_lineno})")

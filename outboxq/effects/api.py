@@ -9,6 +9,7 @@ from typing import Any, TypeVar, cast
 from sqlalchemy import Engine
 from sqlalchemy.ext.asyncio import AsyncEngine
 
+from outboxq.codec.text import name_and_line
 from outboxq.config import DEFAULT_RETENTION, check_retention
 from outboxq.database.answers import Answer
 from outboxq.effects.request import (
@@ -16,7 +17,6 @@ from outboxq.effects.request import (
     Describe,
     LookUp,
     OnceOptions,
-    describe_type_and_line,
     make_request,
 )
 from outboxq.effects.runners import DEFAULT_LEASE_SECONDS, AsyncEffectRunner, EffectRunner, Tell
@@ -37,7 +37,7 @@ class EffectAccess:
     runner: EffectRunner | AsyncEffectRunner
     retention_of: Callable[[str], timedelta]
     refusal: str | None = None
-    describe: Describe = describe_type_and_line
+    describe: Describe = name_and_line
 
     def run(self, options: OnceOptions) -> Any:
         """Make the call, or replay its outcome; to be awaited if the runner works in an event loop.

@@ -5,15 +5,13 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
-from pathlib import PurePath
-from types import TracebackType
 from typing import Any, Generic, Literal, TypeAlias, TypeVar
 from uuid import UUID, uuid4, uuid5
 
 import msgspec
 
 from outboxq.codec.signature import resolve_return
-from outboxq.codec.text import name_of, storable
+from outboxq.codec.text import name_and_line
 from outboxq.codec.values import build_decoder, fingerprint
 from outboxq.errors import ConfigError
 from outboxq.names import MAX_SCOPE_BYTES, check_key
@@ -24,17 +22,6 @@ T = TypeVar("T")
 Describe: TypeAlias = Callable[[BaseException], str]
 ErrorClass: TypeAlias = Literal["retryable", "final", "ambiguous"]
 Classify: TypeAlias = Callable[[Exception], ErrorClass]
-
-
-def describe_type_and_line(error: BaseException) -> str:
-    """An error's class and its innermost line; its text may quote what nobody could redact."""
-    line: TracebackType | None = error.__traceback__
-    while line is not None and line.tb_next is not None:
-        line = line.tb_next
-    if line is None:
-        return name_of(error)
-    code = line.tb_frame.f_code
-    return storable(f"{name_of(error)} ({'/'.join(PurePath(code.co_filename).parts[-3:])}:{line.tb_lineno})")
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +73,7 @@ class Request:
     looks_up_first: bool = False
     returns: object = None
     classify: Classify | None = None
-    describe: Describe = field(default=describe_type_and_line, compare=False)
+    describe: Describe = field(default=name_and_line, compare=False)
     token: UUID = field(default_factory=uuid4)
 
     @functools.cached_property
@@ -105,7 +92,7 @@ class Request:
 
 
 def make_request(
-    options: OnceOptions, *, lease: timedelta, retention: timedelta, describe: Describe = describe_type_and_line
+    options: OnceOptions, *, lease: timedelta, retention: timedelta, describe: Describe = name_and_line
 ) -> Request:
     """Check what a caller gave, before anything is called.
 

@@ -160,14 +160,16 @@ def _owner(file: str, homes: tuple[str, ...]) -> str:
     return "the standard library" if file.startswith((*_STANDARD, "<")) else "user"
 
 
-def homes_of(module: str) -> tuple[str, ...]:
+def homes_of(module: str | None) -> tuple[str, ...]:
     """The paths below which the code of a handler's application lies: its top-level package, and its distribution's.
 
     Looked up when a relay starts, because reading what is installed takes a while.
 
     Args:
-        module: The name of the module that the handler is written in.
+        module: The name of the module that the handler is written in; None if it is in none.
     """
+    if module is None:
+        return ()
     if module == "__main__":
         # `python -m shop.relay`: the module has its own name in its spec.
         module = getattr(getattr(sys.modules[module], "__spec__", None), "name", module)

@@ -4,11 +4,12 @@ The connection that was used last is taken first. Connections beyond the kept on
 ones have their claims prepared for the next job. A connection on which anything went wrong is closed, not given back.
 """
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
 from collections.abc import Set as AbstractSet
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -17,6 +18,7 @@ from sqlalchemy import Connection, Engine
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
+from outboxq.codec.text import name_and_line
 from outboxq.config import RelayConfig
 from outboxq.database.driver import driver_connection, give_up
 from outboxq.database.engines import Engines
@@ -29,6 +31,8 @@ from outboxq.handlers.handler import Flavour
 from outboxq.relay.limits import RelayLimits
 from outboxq.statements.server import server_epoch
 from outboxq.tables import SCHEMA
+
+logger = logging.getLogger("outboxq.relay")
 
 # How many connections stay open while all slots sleep. With the listener's and the lease's an idle relay has four.
 _WARM_CONNECTIONS = 2
@@ -149,9 +153,13 @@ class SlotConnections:
 def _close(slot_connections: list[SlotConnection]) -> None:
     """Close connections for good: their session settings must not get into the pool of the user's engine."""
     for slot_connection in slot_connections:
-        with suppress(SQLAlchemyError):
+        try:
             give_up(slot_connection.connection)
             slot_connection.connection.close()
+        except SQLAlchemyError:
+            continue
+        except Exception as error:  # noqa: BLE001  # users' listeners raise what they like, and the server has ended it
+            logger.warning("code on the relay's connection raised an error as it was closed: %s", name_and_line(error))
 
 
 def make_slot_connections(

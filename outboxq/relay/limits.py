@@ -67,6 +67,8 @@ class RelayLimits:
         token_seconds: For how long at most a relay keeps tokens of a queue's rate.
         cut_after_seconds: How long a cancelled statement or coroutine has to end in order.
         free_after_seconds: How long a handler that was cut off has to notice.
+        refused_seconds: After so long the relay ends if the database refuses its login all the while: its password may
+            have been changed, and who starts it has the new one.
         abort_seconds: How long a stopping relay has to take the jobs of all its slots back, or to have their COMMITs
             answered.
         lease_mode: How long the claims of lease mode last.
@@ -87,6 +89,7 @@ class RelayLimits:
     token_seconds: float = 0.05
     cut_after_seconds: float = 2.0
     free_after_seconds: float = 10.0
+    refused_seconds: float = 300.0
     abort_seconds: float = 15.0
     lease_mode: LeaseModeLimits = field(default_factory=LeaseModeLimits)
     hooks: HookLimits = field(default_factory=HookLimits)

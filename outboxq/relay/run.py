@@ -204,7 +204,9 @@ class RelayRun:
             if self._needs_loop(lifespan):
                 stack.enter_context(self._loop.run())
                 stack.push(self._abandon_tasks)
-            wait_for_database(self.engines, self.config, self._loop, self.emit, self.stopping, self._look_around)
+            wait_for_database(
+                self.engines, self.config, self._loop, self.emit, self.stopping, self._look_around, self._state.login
+            )
             if self.stopping.is_set():
                 return self._state.counters.report(self.hooks)
             exit_seconds = self.config.drain_seconds + _CLOSE_SECONDS

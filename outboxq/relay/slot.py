@@ -3,6 +3,7 @@
 The connection is a sync `Connection`, for sync and for async handlers; the loop around the slot is `SlotLoop`.
 """
 
+import asyncio
 import logging
 import random
 import time
@@ -13,8 +14,15 @@ import psycopg
 from sqlalchemy import Connection
 from sqlalchemy.exc import SQLAlchemyError
 
+from outboxq.codec.text import name_and_line
 from outboxq.database.driver import pause, run_alone, run_script
-from outboxq.database.errors import INSUFFICIENT_PRIVILEGE, describe_error, is_database_unavailable, sqlstate_of
+from outboxq.database.errors import (
+    INSUFFICIENT_PRIVILEGE,
+    NoConnection,
+    describe_error,
+    is_database_unavailable,
+    sqlstate_of,
+)
 from outboxq.events import DatabaseBack, DatabaseLost
 from outboxq.execution.batch_state import BatchReport, BatchState
 from outboxq.execution.claim import AnyScript
@@ -37,6 +45,8 @@ _LEASE_WAITS, _LEASE_WAIT_SECONDS = 500, 0.02
 _RECONNECT_FIRST_SECONDS = 0.1
 _RECONNECT_CAP_SECONDS = 10.0
 _MOST_DOUBLINGS = 10
+# What a connection that is lost, or refuses a statement, raises.
+CONNECTION_ERRORS = (psycopg.Error, SQLAlchemyError, ConnectionLost, NoConnection, OSError, asyncio.CancelledError)
 _NOT_ALLOWED = ": its role lacks rights, run what `outboxq roles --sql` prints"
 
 
@@ -118,6 +128,7 @@ class Slot:
 
     def _take(self, connected: SlotConnection) -> Runtime:
         self.connected = connected
+        self.state.login.succeeded()
         self._planner.prepared = connected.prepared
         if self._goes_on or self._spoiled is not None or self._lost_since is not None:
             self._planner.begin_anew()
@@ -315,7 +326,12 @@ class Slot:
         return self.sleep.pause_seconds(flagged=flagged)
 
     def lost(self, error: BaseException) -> float:
-        """Report a lost or refused connection; how long to wait before the next try."""
+        """Report a lost or refused connection, or an error of users' code on it; how long to wait before the next try.
+
+        Raises:
+            LoginRefused: the database refuses the relay's login for too long.
+        """
+        self.state.login.failed(error)
         if isinstance(error, ConnectionSpoiled):
             # Closed by us: the server is well.
             self._spoiled = error
@@ -324,7 +340,14 @@ class Slot:
         longest = min(_RECONNECT_FIRST_SECONDS * 2.0**self._batches.outages, _RECONNECT_CAP_SECONDS)
         seconds = longest * random.uniform(0.5, 1.0)
         self._batches.outages = min(self._batches.outages + 1, _MOST_DOUBLINGS)
-        if is_database_unavailable(error):
+        if not isinstance(error, CONNECTION_ERRORS):
+            # A listener of users' on the engine: the connection is closed, and what it had begun is rolled back.
+            logger.warning(
+                "code on the relay's connection raised an error, trying again: %s",
+                name_and_line(error),
+                extra={"retry_seconds": seconds},
+            )
+        elif is_database_unavailable(error):
             self._lost_since = self._lost_since or _now()
             self.state.emit(DatabaseLost(describe_error(error), seconds))
         else:

@@ -9,20 +9,17 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Protocol
 
-import psycopg
-from sqlalchemy.exc import SQLAlchemyError
-
 from outboxq.clock import clock
 from outboxq.config import SlotGroup
-from outboxq.database.errors import NoConnection
-from outboxq.execution.errors import Abandoned, ConnectionLost
+from outboxq.errors import ConfigError, RelayStuck, SchemaError
+from outboxq.execution.errors import Abandoned
 from outboxq.handlers.handler import Flavour
 from outboxq.relay.connections import SlotConnections
 from outboxq.relay.slot import Slot
 from outboxq.relay.state import RelayState
 
-# Errors that a slot survives: its connection is lost, or refuses a statement.
-_CONNECTION_ERRORS = (psycopg.Error, SQLAlchemyError, ConnectionLost, NoConnection, OSError)
+# No next try would end otherwise.
+_FINAL = (ConfigError, RelayStuck, SchemaError)
 # For a server that drops a connection, and takes the next: one that is away leaves its jobs for the next relay.
 _LAST_TRIES, _LAST_PAUSE_SECONDS, _LAST_SECONDS = 5, 0.1, 2.0
 
@@ -73,7 +70,9 @@ class SlotLoop:
                 break
             except asyncio.CancelledError as error:
                 self._outlive(error)
-            except _CONNECTION_ERRORS as error:
+            except _FINAL:
+                raise
+            except Exception as error:  # noqa: BLE001  # users' code on a connection, its listeners, raises what it likes
                 if slot.is_seized():
                     break
                 self._wait_after(error)
@@ -90,7 +89,9 @@ class SlotLoop:
                     slot.settle(slot_connection)
             except Abandoned:
                 return
-            except _CONNECTION_ERRORS as error:
+            except _FINAL:
+                raise
+            except Exception as error:  # noqa: BLE001  # as above
                 slot.lost(error)
                 self._wake_event.clear()
                 self._wake_event.wait(_LAST_PAUSE_SECONDS)

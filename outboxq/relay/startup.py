@@ -14,7 +14,15 @@ from outboxq.admin.schedules import declare
 from outboxq.config import RelayConfig
 from outboxq.database.driver import run_script
 from outboxq.database.engines import Engines
-from outboxq.database.errors import NoConnection, describe_error, is_database_unavailable, opening, sqlstate_of
+from outboxq.database.errors import (
+    QUERY_CANCELED,
+    NoConnection,
+    describe_error,
+    is_database_unavailable,
+    is_transient,
+    opening,
+    sqlstate_of,
+)
 from outboxq.emitter import Emitter
 from outboxq.errors import ConfigError, SchemaError
 from outboxq.events import DatabaseLost
@@ -22,6 +30,7 @@ from outboxq.execution.keep import Keeper
 from outboxq.handlers.resolved import Registry
 from outboxq.migrations.server import check_server, refusing_bytes
 from outboxq.relay.event_loop import LoopThread
+from outboxq.relay.login import Login
 from outboxq.statements.done import may_write
 from outboxq.statements.server import schema_version, synchronous_commit
 from outboxq.tables import NEEDED_VERSION, SCHEMA
@@ -40,6 +49,7 @@ def wait_for_database(
     emit: Emitter,
     stopping: threading.Event,
     then: Callable[[Connection], None],
+    login: Login,
 ) -> None:
     """Check the database; while it is down, emit `DatabaseLost` and try again, until the relay is told to stop.
 
@@ -49,6 +59,7 @@ def wait_for_database(
     Raises:
         SchemaError: the tables are missing or too old.
         ConfigError: the server, or a setting of it, does not fit.
+        LoginRefused: it refuses the relay's login for too long.
     """
     pause_seconds = _FIRST_PAUSE_SECONDS
     while not stopping.is_set():
@@ -59,7 +70,10 @@ def wait_for_database(
                 assert engines.asynchronous is not None
                 loop.call(greenlet_spawn(_connect_and_check, engines.asynchronous.sync_engine, config, then))
         except (DBAPIError, psycopg.Error, NoConnection, OSError) as error:
-            if not is_database_unavailable(error):
+            login.failed(error)
+            # A statement that was cancelled, or that waited for a lock too long, says nothing of the next try.
+            is_passing = is_database_unavailable(error) or is_transient(error) or sqlstate_of(error) == QUERY_CANCELED
+            if not is_passing:
                 raise
             emit(DatabaseLost(describe_error(error), pause_seconds))
             stopping.wait(pause_seconds)

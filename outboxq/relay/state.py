@@ -34,6 +34,7 @@ from outboxq.relay.hook_thread import HookThread
 from outboxq.relay.lease import RelayLease
 from outboxq.relay.limits import RelayLimits
 from outboxq.relay.listener import Listener
+from outboxq.relay.login import Login
 from outboxq.relay.poller import SharedPoller
 from outboxq.relay.progress import ProgressWriter
 from outboxq.relay.suspects import QuarantineTurns
@@ -129,9 +130,11 @@ class RelayState:
     # What it keeps of finished jobs; nothing until it has looked whether it may.
     keeper: Keeper = field(default_factory=Keeper)
     admission: Admission = field(init=False)
+    login: Login = field(init=False)
 
     def __post_init__(self) -> None:
         claims, limits = self.registry.claims, self.limits
+        self.login = Login(limits.refused_seconds)
         self.admission = Admission(self.config.schema, claims, self.flow, self.poller, limits, self.wake_another)
 
     def publish(self, report: BatchReport, claims: Iterable[Event] = (), parked: int = 0) -> None:

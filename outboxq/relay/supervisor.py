@@ -27,6 +27,8 @@ from outboxq.relay.signals import stop_signals
 EXIT_STARTED_WRONGLY = 2
 # A handler could not be freed, so that the process must be replaced.
 EXIT_STUCK = 3
+# A child's login was refused for long: who starts this process may have another one.
+EXIT_REFUSED = 4
 
 _TEND_SECONDS = 0.05
 # Several beats may be late on a busy machine.
@@ -108,10 +110,11 @@ class _Place:
 class Supervisor:
     """Keeps `processes` copies of `command` running until SIGTERM or SIGINT, or until all have ended by themselves.
 
-    A child that exits with 2 was started wrongly, which no restart can mend; of several databases, one may be mended
-    while the others work, so that its children are started again after pauses. One that exits with 3 had a handler that
-    could not be freed: it is replaced at once. Any other is replaced after pauses that double. A second signal kills
-    the children and ends this process by that signal.
+    A child that exits with 2 was started wrongly, and one that exits with 4 has a login that the database refuses: no
+    restart with the same environment mends that, and this process ends with that code. Of several databases one may be
+    mended while the others work, so that its children are started again after pauses. One that exits with 3 had a
+    handler that could not be freed: it is replaced at once. Any other is replaced after pauses that double. A second
+    signal kills the children and ends this process by that signal.
 
     Args:
         command: Stops when the pipe `OUTBOXQ_PARENT_PIPE` is closed (`outboxq.relay.signals.stop_when_parent_dies`),
@@ -248,7 +251,7 @@ class Supervisor:
     def _after_exit(self, place: _Place, child: _Child, code: int) -> int:
         place.child = None
         child.close()
-        if code == EXIT_STARTED_WRONGLY:
+        if code in (EXIT_STARTED_WRONGLY, EXIT_REFUSED):
             place.is_wrong = True
             if not self.databases or all(each.is_wrong for each in self._places):
                 return code

@@ -29,6 +29,7 @@ from outboxq.events import (
 )
 from outboxq.postgres import Database, Server, start_embedded
 from outboxq.relay.event_loop import LoopThread
+from outboxq.relay.login import Login
 from outboxq.relay.startup import wait_for_database
 from outboxq.statements.park import park_head
 from tests.conftest import StartRelay
@@ -479,7 +480,24 @@ def test_a_connection_that_is_lost_behind_the_check_is_an_outage(engine: Engine)
         run_script(connection, "SELECT")
 
     engines = Engines(engine, None, owns_sync=False, owns_asynchronous=False)
-    wait_for_database(engines, RelayConfig(), LoopThread(), lost.append, threading.Event(), look)
+    wait_for_database(engines, RelayConfig(), LoopThread(), lost.append, threading.Event(), look, Login(60))
+    assert [type(each) for each in lost] == [DatabaseLost]
+    assert len(looks) == 2
+
+
+def test_a_statement_that_is_cancelled_as_the_relay_starts_is_tried_again(engine: Engine) -> None:
+    """By an operator, or by a time-out that a busy server ran into."""
+    looks: list[Connection] = []
+    lost: list[object] = []
+
+    def look(connection: Connection) -> None:
+        looks.append(connection)
+        if len(looks) == 1:
+            connection.execute(text("SET LOCAL statement_timeout = 1"))
+            connection.execute(text("SELECT pg_sleep(60)"))
+
+    engines = Engines(engine, None, owns_sync=False, owns_asynchronous=False)
+    wait_for_database(engines, RelayConfig(), LoopThread(), lost.append, threading.Event(), look, Login(60))
     assert [type(each) for each in lost] == [DatabaseLost]
     assert len(looks) == 2
 

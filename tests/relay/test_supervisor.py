@@ -110,9 +110,9 @@ def test_children_end_when_the_supervisor_is_killed(directory: Path) -> None:
         wait_until(lambda: not alive(pids(directory)), "the children's end")
 
 
-@pytest.mark.parametrize(("exit_code", "expected"), [(0, 0), (2, 2)])
+@pytest.mark.parametrize(("exit_code", "expected"), [(0, 0), (2, 2), (4, 4)])
 def test_children_that_finish_or_were_started_wrongly_are_not_replaced(exit_code: int, expected: int) -> None:
-    """0 means drained; 2 means wrong usage, which no restart mends."""
+    """0 means drained; 2 means wrong usage, and 4 a login that is refused, which no restart of a child mends."""
     events: list[Event] = []
     command = [sys.executable, "-c", f"raise SystemExit({exit_code})"]
     assert run(command, 2, events) == expected

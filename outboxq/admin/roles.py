@@ -66,8 +66,8 @@ RIGHTS: Mapping[Part, Rights] = {
         "all that a producer does, also for jobs with a unique key",
         {"unique_key": ("SELECT", "INSERT", "UPDATE")},
         inserts={"job": _JOB_COLUMNS, "batch": ("id", "callback", "parent_id")},
-        # Whether the job that has a key is still there.
-        selects={"job": ("id",)},
+        # Whether the job that has a key is still there, and if it has expired, whether it runs.
+        selects={"job": ("id", "state", "expires_at", "xmax")},
         calls_functions=True,
     ),
     "receiver": Rights(
@@ -158,7 +158,7 @@ _GRANT_ON_TABLE = """\
 
 # Every part that inserts into other columns deletes rows too: a role without DELETE needs these columns, and no more.
 # Only a direct grant is looked for, because an inherited one cannot be revoked from the role.
-_ON_COLUMNS = """\
+_REVOKE_ON_TABLE = """\
   IF to_regclass({table_literal}) IS NOT NULL THEN
     IF NOT has_table_privilege({role_literal}, {table_literal}, 'DELETE') AND EXISTS (
       SELECT FROM pg_class CROSS JOIN aclexplode(relacl) AS held
@@ -169,7 +169,11 @@ _ON_COLUMNS = """\
       RAISE NOTICE USING MESSAGE = 'outboxq: role ' || {role_literal} || ' could {can} every column of '
         || {table_literal} || ', and may now {may} those that it needs';
     END IF;
-    -- A column that a later step adds is passed over until it is there.
+  END IF;"""
+
+# A column that a later step adds is passed over until it is there.
+_GRANT_ON_COLUMNS = """\
+  IF to_regclass({table_literal}) IS NOT NULL THEN
     EXECUTE 'GRANT {right} (' || (
       SELECT string_agg(quote_ident(attname), ', ') FROM pg_attribute
       WHERE attrelid = to_regclass({table_literal}) AND attname = ANY ({columns}) AND NOT attisdropped
@@ -227,30 +231,37 @@ def _grants(rights: Rights, name: str, schema: str) -> Iterable[str]:
         yield f"  GRANT SELECT ON ALL TABLES IN SCHEMA {schema} TO {role};"
     if rights.calls_functions:
         yield f"  GRANT EXECUTE ON ALL FUNCTIONS IN SCHEMA {schema} TO {role};"
-    for right, can, by_table in (("INSERT", "insert into", rights.inserts), ("UPDATE", "update", rights.updates)):
+    for right, can, by_table in (
+        ("INSERT", "insert into", rights.inserts),
+        ("UPDATE", "update", rights.updates),
+        ("SELECT", None, rights.selects),
+    ):
         for name_of_table, columns in by_table.items():
-            table = f"{schema}.{name_of_table}"
-            yield _ON_COLUMNS.format(
-                right=right,
-                can=can,
-                may=can.removeprefix("insert "),
-                table_literal=quote_literal(table),
-                role_literal=quote_literal(name),
-                columns=f"ARRAY[{', '.join(map(quote_literal, columns))}]::name[]",
-                table=table,
-                role=role,
-                table_in_text=quote_literal(table)[1:-1],
-                role_in_text=quote_literal(role)[1:-1],
-            )
-    for name_of_table, columns in rights.selects.items():
-        yield _GRANT_ON_TABLE.format(
-            table_literal=quote_literal(f"{schema}.{name_of_table}"),
-            rights=f"SELECT ({', '.join(columns)})",
-            table=f"{schema}.{name_of_table}",
-            role=role,
-        )
+            yield from _on_columns(right, can, f"{schema}.{name_of_table}", columns, name)
     for name_of_table, wanted in rights.tables.items():
         table = f"{schema}.{name_of_table}"
         yield _GRANT_ON_TABLE.format(
             table_literal=quote_literal(table), rights=", ".join(wanted), table=table, role=role
         )
+
+
+def _on_columns(right: str, can: str | None, table: str, columns: tuple[str, ...], name: str) -> Iterable[str]:
+    """A right on columns; with `can`, its name in a notice, a role that has it on the whole table loses it there."""
+    table_literal, role = quote_literal(table), quote_identifier(name)
+    if can is not None:
+        yield _REVOKE_ON_TABLE.format(
+            right=right,
+            can=can,
+            may=can.removeprefix("insert "),
+            table_literal=table_literal,
+            role_literal=quote_literal(name),
+            table=table,
+            role=role,
+        )
+    yield _GRANT_ON_COLUMNS.format(
+        right=right,
+        table_literal=table_literal,
+        columns=f"ARRAY[{', '.join(map(quote_literal, columns))}]::name[]",
+        table_in_text=table_literal[1:-1],
+        role_in_text=quote_literal(role)[1:-1],
+    )

@@ -148,7 +148,11 @@ def _missing_rights_explained() -> Iterator[None]:
             raise
         # The message names the table in any language.
         is_key = "unique_key" in str(error.orig)
-        missing = "SELECT, INSERT and UPDATE on unique_key" if is_key else "INSERT on job, and SELECT on its column id"
+        missing = (
+            "SELECT, INSERT and UPDATE on unique_key"
+            if is_key
+            else "INSERT on job, and SELECT on its columns id, state, expires_at and xmax"
+        )
         raise EnqueueError(
             f"this role may not add unique jobs, which takes {missing}: run what `outboxq roles --sql "
             "--unique-producer ROLE` prints"

@@ -27,17 +27,35 @@ COLUMNS: LiteralString = ", ".join(_ATTEMPT if column == "attempt" else f"claime
 # Which transaction this is, and in which backend: enough to ask later what became of it, or to end it.
 ANCHOR = "pg_catalog.pg_current_xact_id()::text, pg_catalog.pg_backend_pid()"
 
-# Whether the transaction that last deleted or locked this version of the row was aborted: a claim that died. Its id is
-# widened to 64 bits by its distance from the next id, modulo 2^32; an id that is not less than the next is in progress,
-# or a multixact. A hint, never a count: any lock that was rolled back reads the same, and so may a multixact's number.
-DIED = """\
+# The id, widened to 64 bits by its distance from the next id, modulo 2^32.
+_XID: LiteralString = "(next_xid - distance)::text::xid8"
+
+
+def _of_last_transaction(known: LiteralString, unknown: LiteralString) -> LiteralString:
+    """A condition on the transaction that last deleted or locked this version of the row; false if there is none.
+
+    `unknown`: of an id that is not less than the next one: that transaction has only begun, or it is a multixact.
+    """
+    return f"""\
 CASE WHEN job.xmax = '0'::xid THEN false ELSE (
     SELECT CASE WHEN distance BETWEEN 1 AND 2147483647 AND distance < next_xid - 2
-      THEN coalesce(pg_catalog.pg_xact_status((next_xid - distance)::text::xid8) = 'aborted', false) ELSE false END
+      THEN {known} ELSE {unknown} END
     FROM (SELECT next_xid, (next_xid - job.xmax::text::bigint) & 4294967295 AS distance
       FROM (SELECT pg_catalog.pg_snapshot_xmax(pg_catalog.pg_current_snapshot())::text::bigint AS next_xid) AS now
     ) AS widened
   ) END"""
+
+
+# Whether it was aborted: a claim that died. A hint, never a count: any lock that was rolled back reads the same, and so
+# may a multixact's number.
+DIED = _of_last_transaction(f"coalesce(pg_catalog.pg_xact_status({_XID}) = 'aborted', false)", "false")
+# Whether it may have claimed the job, and not given it back: it goes on, or this statement's snapshot is older than its
+# end. Its status is that of the moment, also of a savepoint's id, which no snapshot lists.
+HELD = _of_last_transaction(
+    f"coalesce(pg_catalog.pg_xact_status({_XID}) = 'in progress', false) "
+    f"OR NOT pg_catalog.pg_visible_in_snapshot({_XID}, pg_catalog.pg_current_snapshot())",
+    "true",
+)
 
 # MATERIALIZED: a bare `id IN (SELECT ... LIMIT ...)` may be planned as a join whose limited side is run again for each
 # row of the other, and then takes more than it asked for. Every eligibility test stands inside.

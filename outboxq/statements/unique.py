@@ -1,7 +1,9 @@
-"""Unique jobs: who has a key, which is free when the row of its job is gone and no period keeps it.
+"""Unique jobs: who has a key, which is free when its job does not live and no period keeps it.
 
 No relay writes a key when a job ends: the COMMIT that removes the job's row frees the key. A job that runs in
 transaction mode is deleted, but not yet for others: every other snapshot sees its row, so its key is taken.
+
+A job whose expiry has passed does not live, unless it runs: a relay that claims it later drops it.
 
 A key whose job is gone is taken over by compare-and-set. `ctid` says which version of the key's row the statement has
 judged: if another transaction has taken the key over meanwhile, be it for a job of the same id, there is a newer
@@ -12,8 +14,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any, LiteralString
 from uuid import UUID
 
+from psycopg import sql
 from sqlalchemy import (
     CTE,
+    Boolean,
     ColumnElement,
     Executable,
     Insert,
@@ -40,6 +44,7 @@ from sqlalchemy.types import TypeEngine
 from outboxq.job import UNIQUE_HEADER
 from outboxq.new_job import UniqueJob
 from outboxq.statements.builtin import pg
+from outboxq.statements.claim import HELD
 from outboxq.statements.enqueue import ARRAYS, arrays_of, interval_text, job_columns, rows_of, text_array
 from outboxq.statements.render import render
 from outboxq.tables import dead_job, job, unique_key
@@ -53,8 +58,15 @@ _ARRAYS: Mapping[str, TypeEngine[Any]] = {**ARRAYS, "key": Text(), "kept": Inter
 
 # Not the job's id: a dead letter that is retried takes its key over under the id that it had.
 _VERSION: ColumnElement[Any] = literal_column("unique_key.ctid")
+# The expiry is compared with a time before the snapshot, and the row's mark is read after it: a relay that has claimed
+# the job by then is seen, and one that claims it later reads a later clock before it calls the handler.
+_LIVES: LiteralString = (
+    "CASE WHEN job.expires_at <= pg_catalog.statement_timestamp() "
+    f"THEN job.state = 'leased' OR job.state = 'group_leased' OR {HELD} ELSE true END"
+)
+_lives: ColumnElement[bool] = literal_column(_LIVES, Boolean())
 # By the primary key, for each row of unique_key: as a join the planner might read the table as a whole.
-_HAS_JOB = select(true()).where(job.c.id == unique_key.c.job_id).scalar_subquery().is_not(None)
+_HAS_JOB = select(true()).where(job.c.id == unique_key.c.job_id, _lives).scalar_subquery().is_not(None)
 
 
 def stored_key(kind: ColumnElement[str], headers: ColumnElement[Any]) -> ColumnElement[str]:
@@ -183,7 +195,7 @@ WITH added AS MATERIALIZED (
 ), standing AS MATERIALIZED (
   SELECT held.key, held.job_id, held.ctid AS version,
     coalesce(held.kept_until > pg_catalog.statement_timestamp(), false)
-    OR (SELECT true FROM {job} AS job WHERE job.id = held.job_id) IS NOT NULL AS stands
+    OR (SELECT true FROM {job} AS job WHERE job.id = held.job_id AND {lives}) IS NOT NULL AS stands
   FROM {unique_key} AS held WHERE held.key = ANY (ARRAY(SELECT key FROM wanted))
 ), taken AS (
   INSERT INTO {unique_key} AS held (key, job_id, kept_until)
@@ -216,12 +228,13 @@ def take_keys(schema: str, jobs: Mapping[str, UniqueJob]) -> str:
         keys=[each.key.key for each in jobs.values()],
         ids=list(jobs),
         kept_for=[interval_text(each.key.kept) for each in jobs.values()],
+        lives=sql.SQL(_LIVES),
     )
 
 
 def key_is_free(key: ColumnElement[str]) -> ColumnElement[bool]:
     """Whether no living job has this key, or the key is NULL. Index: the primary keys; no locks."""
-    holder = exists().where(unique_key.c.key == key, job.c.id == unique_key.c.job_id)
+    holder = exists().where(unique_key.c.key == key, job.c.id == unique_key.c.job_id, _lives)
     return ~holder
 
 

@@ -51,7 +51,7 @@ PRODUCED = {
     "batch_id", "expires_at",
 }  # fmt: skip
 PRODUCED_BATCHES = {"id", "callback", "parent_id"}
-LOOKED_AT = {"id"}
+LOOKED_AT = {"id", "state", "expires_at"}
 # An operator's columns of the audit: those of a new row, without when and by which database role; and those of the
 # progress of a change of many rows.
 AUDITED = {

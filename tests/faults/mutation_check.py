@@ -1545,9 +1545,23 @@ MUTANTS = (
     Mutant(
         "a unique key is free while its job runs under a lease",
         "outboxq/statements/unique.py",
-        "_HAS_JOB = select(true()).where(job.c.id == unique_key.c.job_id)",
-        '_HAS_JOB = select(true()).where(job.c.id == unique_key.c.job_id, job.c.state != "leased")',
+        "_HAS_JOB = select(true()).where(job.c.id == unique_key.c.job_id, ",
+        '_HAS_JOB = select(true()).where(job.c.id == unique_key.c.job_id, job.c.state != "leased", ',
         ("tests/flow/test_unique.py::test_a_key_is_taken_for_as_long_as_its_job_lives",),
+    ),
+    Mutant(
+        "an expired job that waits keeps its unique key",
+        "outboxq/statements/unique.py",
+        "CASE WHEN job.expires_at <= pg_catalog.statement_timestamp() ",
+        "CASE WHEN false ",
+        ("tests/flow/test_unique_expires.py::test_an_expired_job_that_waits_has_no_key",),
+    ),
+    Mutant(
+        "an expired job that runs has lost its unique key",
+        "outboxq/statements/unique.py",
+        " OR {HELD} ELSE true END",
+        " ELSE true END",
+        ("tests/flow/test_unique_expires.py::test_a_job_that_began_before_it_expired_has_its_key",),
     ),
     Mutant(
         "unique keys are taken in the order of the adds",

@@ -657,9 +657,9 @@ def test_a_missing_right_is_named(outboxq_database: Database, engine: Engine, se
         try:
             connection.exec_driver_sql(roles_sql({"producer": role}))
             limited = create_engine(engine.url.set(username=role, password="p"))
-            with pytest.raises(EnqueueError, match="SELECT on its column id: run what `outboxq roles"):
+            with pytest.raises(EnqueueError, match="state, expires_at and xmax: run what `outboxq roles"):
                 add(sessionmaker(limited, class_=OutboxSession), "a")
-            connection.exec_driver_sql(f"GRANT SELECT (id) ON outboxq.job TO {role}")
+            connection.exec_driver_sql(f"GRANT SELECT (id, state, expires_at, xmax) ON outboxq.job TO {role}")
             with pytest.raises(EnqueueError, match="takes SELECT, INSERT and UPDATE on unique_key: run what `outboxq"):
                 add(sessionmaker(limited, class_=OutboxSession), "a")
             connection.exec_driver_sql(roles_sql({"unique_producer": role}))

@@ -1,6 +1,7 @@
 """A claimed job."""
 
 from datetime import datetime
+from typing import Any
 from uuid import UUID
 
 import msgspec
@@ -13,8 +14,12 @@ BATCH_FAILED_HEADER = "outboxq.batch_failed"
 UNIQUE_HEADER = "outboxq.unique"
 # How long the windows are of which a coalesced job may run in each once, in microseconds.
 EVERY_HEADER = "outboxq.every"
+# The `seq` with which a coalesced job was added, once its row has another one.
+ADDED_HEADER = "outboxq.added"
+# Longer headers, which no producer of ours writes, leave no room for it.
+MAX_STAMPED_BYTES = 1_000_000
 # What a job has for itself alone: another job that were given it would be followed, called back or unique as this one.
-OWN_HEADERS = frozenset({THEN_HEADER, BATCH_HEADER, BATCH_FAILED_HEADER, UNIQUE_HEADER, EVERY_HEADER})
+OWN_HEADERS = frozenset({THEN_HEADER, BATCH_HEADER, BATCH_FAILED_HEADER, UNIQUE_HEADER, EVERY_HEADER, ADDED_HEADER})
 
 
 # A struct, as a claim makes one for each of its jobs: in a third of a frozen dataclass's time, and nothing that the
@@ -56,6 +61,36 @@ class Job(msgspec.Struct, frozen=True, gc=False):
         at, due = self.claimed_at, self.run_at
         return 0.0 if at is None or at < due else (at - due).total_seconds()
 
+    @property
+    def added_order(self) -> tuple[int, int]:
+        """Its place among the jobs of its coalescing key, by the order in which they were added."""
+        return added_order(self.headers, self.seq)
+
     def __repr__(self) -> str:
         shown = (name for name in self.__struct_fields__ if name not in ("args", "headers", "errors"))
         return f"{type(self).__name__}({', '.join(f'{name}={getattr(self, name)!r}' for name in shown)})"
+
+
+def number_in(headers: str, name: str) -> int | None:
+    """The number in a header of a job; None if it has none, or one that no producer of ours has set."""
+    # Most jobs have no headers.
+    if name not in headers:
+        return None
+    try:
+        return int(msgspec.json.decode(headers, type=dict[str, Any])[name])
+    except (KeyError, TypeError, ValueError):
+        return None
+
+
+def added_order(headers: str, seq: int) -> tuple[int, int]:
+    """The place of a job with these headers, by which the newest of a coalescing key is found."""
+    added = number_in(headers, ADDED_HEADER)
+    return (seq if added is None else added), seq
+
+
+def with_added_order(headers: str, seq: int) -> str:
+    """The headers of a coalesced job with its place, which its next row has no other trace of."""
+    if number_in(headers, ADDED_HEADER) is not None or not headers.startswith("{") or len(headers) > MAX_STAMPED_BYTES:
+        return headers
+    rest = headers[1:].lstrip()
+    return f'{{"{ADDED_HEADER}": "{seq}"{"" if rest.startswith("}") else ", "}{rest}'

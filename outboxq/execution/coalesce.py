@@ -26,14 +26,14 @@ from outboxq.events import JobsCoalesced
 from outboxq.execution.batch_state import BatchState
 from outboxq.execution.lease_mode import LeasedBatch
 from outboxq.execution.windows import keep_windows, keep_windows_leased
-from outboxq.job import Job
+from outboxq.job import Job, added_order
 from outboxq.statements.coalesce import CONTENT, TAKEN_AT_ONCE, take_along, take_along_leased
 from outboxq.statements.lease_mode import finish_leased
 from outboxq.statements.transaction import READABLE_DATES, TIMED_AGAIN, UNTIMED, local_timeouts
 
 logger = logging.getLogger("outboxq.relay")
 
-_place = attrgetter("created_at", "seq")
+_place = attrgetter("added_order")
 
 
 @dataclass(slots=True)
@@ -81,7 +81,7 @@ class Runs:
             self._others[key] += ids
             count += len(ids)
             run, newest = self._runs[key], dict(zip(CONTENT, content, strict=True))
-            if (newest["created_at"], seq) > _place(run):
+            if added_order(newest["headers"], seq) > run.added_order:
                 # Its `id` and `seq` stay: by them it is found again if the answer to COMMIT is lost.
                 self._runs[key] = msgspec.structs.replace(run, **newest)
         return count

@@ -25,7 +25,7 @@ from outboxq.database.errors import describe_error
 from outboxq.execution.batch_state import BatchState
 from outboxq.execution.claim import ClaimTransaction
 from outboxq.execution.lease_mode import LeasedBatch
-from outboxq.job import EVERY_HEADER, Job
+from outboxq.job import EVERY_HEADER, Job, number_in
 from outboxq.outcomes import MAX_DELAY
 from outboxq.statements.settle import put_back_until
 from outboxq.statements.transaction import READABLE_DATES, TIMED_AGAIN, UNTIMED, local_timeouts
@@ -96,9 +96,9 @@ def _put_off(
 
 def _with_newest(jobs: Iterable[Job], row: tuple[Any, ...]) -> Iterator[tuple[Job, datetime]]:
     """Jobs of one key with the content of a newer one, if there is any, and the time until which they wait."""
-    until, created_at, args, headers, max_attempts = row
+    until, place, created_at, args, headers, max_attempts = row
     for job in jobs:
-        is_older = created_at is not None and job.created_at < created_at
+        is_older = place is not None and job.added_order < tuple(place)
         newest = {"created_at": created_at, "args": args, "headers": headers, "max_attempts": max_attempts}
         yield (msgspec.structs.replace(job, **newest) if is_older else job), until
 
@@ -109,7 +109,7 @@ def _throttled(jobs: Iterable[Job]) -> dict[str, tuple[int, list[Job]]]:
     A claimed job of the key that has no `every` runs at once, and stands for the others.
     """
     found: dict[str, list[Job]] = {}
-    for job in sorted(jobs, key=attrgetter("created_at", "seq")):
+    for job in sorted(jobs, key=attrgetter("added_order")):
         if job.unique_key is not None and job.group_key is None and len(job.unique_key.encode()) <= MAX_KEY_BYTES:
             found.setdefault(job.unique_key, []).append(job)
     throttled = {}
@@ -122,14 +122,8 @@ def _throttled(jobs: Iterable[Job]) -> dict[str, tuple[int, list[Job]]]:
 
 def _every(job: Job) -> int | None:
     """The length of a job's windows in microseconds; None if it has none, or one that no producer of ours has set."""
-    # Most jobs have no headers.
-    if EVERY_HEADER not in job.headers:
-        return None
-    try:
-        given = int(msgspec.json.decode(job.headers, type=dict[str, Any])[EVERY_HEADER])
-    except (KeyError, TypeError, ValueError):
-        return None
-    return given if 0 < given <= _MOST_MICROSECONDS else None
+    given = number_in(job.headers, EVERY_HEADER)
+    return given if given is not None and 0 < given <= _MOST_MICROSECONDS else None
 
 
 def _warn(error: psycopg.Error | DBAPIError) -> None:

@@ -31,6 +31,7 @@ from sqlalchemy import (
 )
 from sqlalchemy.dialects.postgresql import ARRAY, insert
 
+from outboxq.statements.added import headers_with_order
 from outboxq.statements.builtin import pg, unnest
 from outboxq.statements.jobs import listed, running_transactions, xmax
 from outboxq.statements.paging import page_outcome, pick_page
@@ -163,7 +164,7 @@ WITH picked AS MATERIALIZED (
     errors, reason, created_at, batch_id)
   SELECT CASE WHEN EXISTS (SELECT FROM {dead} AS earlier WHERE earlier.id = job.id)
       THEN pg_catalog.gen_random_uuid() ELSE job.id END,
-    job.queue, job.kind, job.args, job.headers, job.priority, job.attempt, job.max_attempts, job.crashes,
+    job.queue, job.kind, job.args, {headers}, job.priority, job.attempt, job.max_attempts, job.crashes,
     job.unique_key, job.group_key, job.errors, {reason}, job.created_at, job.batch_id
   FROM gone AS job
 )
@@ -184,6 +185,7 @@ def bury_waiting(schema: str, ids: Sequence[UUID], *, leased: bool = False, aske
         ids=[str(job_id) for job_id in ids],
         waiting=sql.SQL("{}::text[]").format(sql.Literal([*WAITING, *(LEASED if leased else ())])),
         reason=CANCELLED,
+        headers=sql.SQL(headers_with_order("job")),
         asked=compose(schema, _ASKED if asked else ""),
     )
 

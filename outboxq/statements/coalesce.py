@@ -11,6 +11,7 @@ from typing import LiteralString
 from psycopg import sql
 
 from outboxq.job import Job
+from outboxq.statements.added import added_order, headers_with_order
 from outboxq.statements.numbers import one_more_attempt
 from outboxq.statements.render import compose, render
 
@@ -38,17 +39,20 @@ siblings AS MATERIALIZED (
       AND (run_at <= pg_catalog.statement_timestamp() OR attempt > 0 OR lease_token > 0 OR parked > 0))
   LIMIT {limit} FOR UPDATE SKIP LOCKED
 )"""
-# The newest of a key is the one that was added last: a job that is put back keeps `created_at`, and draws a new `seq`.
+# The newest of a key is the one that was added last, which no clock tells. `seq` too: a job that is put off may have
+# another one's content.
 # An aggregate: a sort may be planned with penalties so high that the statement would be compiled.
-_NEWEST: LiteralString = """\
+_NEWEST: LiteralString = f"""\
 newest AS MATERIALIZED (
-  SELECT unique_key, pg_catalog.array_agg(id) AS ids, pg_catalog.max(
-    ARRAY[(EXTRACT(epoch FROM created_at) * '1000000'::numeric)::bigint, seq]) AS place
+  SELECT unique_key, pg_catalog.array_agg(id) AS ids, pg_catalog.max(ARRAY[{added_order("gone")}, seq]) AS place
   FROM gone GROUP BY unique_key
 )"""
+_TAKEN_OVER: dict[str, LiteralString] = {
+    "attempt": one_more_attempt("gone.attempt"),
+    "headers": headers_with_order("gone"),
+}
 _RETURNED: LiteralString = ", ".join(
-    one_more_attempt("gone.attempt") if name == "attempt" else f"gone.{name}{'::text' if name in _TEXTS else ''}"
-    for name in CONTENT
+    f"({_TAKEN_OVER.get(name, f'gone.{name}')}){'::text' if name in _TEXTS else ''}" for name in CONTENT
 )
 _ROWS: LiteralString = """
 SELECT newest.unique_key, newest.ids, gone.seq, {returned} FROM newest, gone WHERE gone.seq = newest.place[2]"""
@@ -69,7 +73,7 @@ _TAKE_ALONG_LEASED: LiteralString = (
     "WITH "
     + _SIBLINGS
     + """, ours AS MATERIALIZED (
-  SELECT job.id, job.unique_key, job.created_at, job.seq
+  SELECT job.id, job.unique_key, job.headers, job.seq
   FROM {job} AS job, unnest({ids}::uuid[], {tokens}::bigint[]) AS held (id, token)
   WHERE job.id = ANY ({ids}::uuid[]) AND job.id = held.id AND job.lease_token = held.token
     AND job.unique_key = ANY (ARRAY(SELECT unique_key FROM siblings))
@@ -80,11 +84,11 @@ _TAKE_ALONG_LEASED: LiteralString = (
   RETURNING id, unique_key, seq, {stored}
 ), """
     + _NEWEST
-    + """, changed AS (
-  UPDATE {job} AS job SET {content}
+    + f""", changed AS (
+  UPDATE {{job}} AS job SET {{content}}
   FROM newest, gone, ours
   WHERE job.id = ANY (ARRAY(SELECT id FROM ours)) AND job.id = ours.id AND ours.unique_key = newest.unique_key
-    AND gone.seq = newest.place[2] AND (gone.created_at, gone.seq) > (ours.created_at, ours.seq)
+    AND gone.seq = newest.place[2] AND newest.place > ARRAY[{added_order("ours")}, ours.seq]
 )"""
     + _ROWS
 )
@@ -106,9 +110,7 @@ def take_along_leased(schema: str, jobs: Iterable[Job]) -> str:
     `take_along`; besides, the leased rows are locked; a key whose lease was lost, or whose row is held, is left out.
     """
     held = list(jobs)
-    content = ", ".join(
-        f"{name} = {one_more_attempt('gone.attempt') if name == 'attempt' else f'gone.{name}'}" for name in CONTENT
-    )
+    content = ", ".join(f"{name} = {_TAKEN_OVER.get(name, f'gone.{name}')}" for name in CONTENT)
     return _render(
         schema,
         _TAKE_ALONG_LEASED,

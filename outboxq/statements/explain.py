@@ -9,6 +9,7 @@ from uuid import UUID
 
 from sqlalchemy import TextClause, text
 
+from outboxq.statements.added import added_order
 from outboxq.statements.cancel import COUNTS
 from outboxq.statements.doctor.sessions import qualified, schema_name
 
@@ -236,8 +237,8 @@ def newest_of_key(schema: str, key: str) -> TextClause:
     return text(
         f"""\
 SELECT id, pg_catalog.count(*) OVER () AS jobs FROM (
-  SELECT id, created_at, seq FROM {qualified(schema, "job")} WHERE unique_key = CAST(:key AS text) LIMIT :looked_at
-) AS found ORDER BY created_at DESC, seq DESC LIMIT 1"""
+  SELECT id, seq, headers FROM {qualified(schema, "job")} WHERE unique_key = CAST(:key AS text) LIMIT :looked_at
+) AS found ORDER BY {added_order("found")} DESC, seq DESC LIMIT 1"""
     ).bindparams(key=key, looked_at=MOST_LOOKED_AT)
 
 

@@ -21,6 +21,7 @@ from uuid import UUID
 from psycopg import sql
 
 from outboxq.statements import claim
+from outboxq.statements.added import headers_with_order
 from outboxq.statements.limit import count_parts, lock_claims, slot_parts
 from outboxq.statements.numbers import next_token, one_more, one_more_attempt
 from outboxq.statements.render import compose, quote_literal, render
@@ -353,7 +354,7 @@ def bring_back(schema: str, queue: str) -> str:
     Index: job_group_state, up to 1,000 jobs. Locks: the jobs, skipping those that another transaction holds. In a
     transaction of its own: rolled back with a batch, the jobs would bear marks.
     """
-    return render(schema, _BRING_BACK, queue=queue)
+    return render(schema, _BRING_BACK, queue=queue, headers=sql.SQL(headers_with_order("job")))
 
 
 _BRING_BACK: LiteralString = """\
@@ -361,6 +362,7 @@ WITH due AS MATERIALIZED (
   SELECT id FROM {job} WHERE state = 'group_waiting' AND queue = {queue} AND run_at <= pg_catalog.statement_timestamp()
   ORDER BY run_at LIMIT 1000 FOR UPDATE SKIP LOCKED
 ), back AS (
-  UPDATE {job} SET state = 'grouped', seq = DEFAULT WHERE id = ANY (ARRAY(SELECT id FROM due)) RETURNING id
+  UPDATE {job} AS job SET state = 'grouped', headers = {headers}, seq = DEFAULT
+  WHERE id = ANY (ARRAY(SELECT id FROM due)) RETURNING id
 )
 SELECT pg_catalog.count(*) FROM back"""

@@ -8,6 +8,7 @@ from uuid import UUID
 
 from psycopg import sql
 
+from outboxq.statements.added import headers_with_order
 from outboxq.statements.aside import dead_letter_row
 from outboxq.statements.numbers import next_token, one_attempt_less
 from outboxq.statements.render import compose, render
@@ -41,7 +42,7 @@ WITH lost AS MATERIALIZED (
     errors, reason, created_at, batch_id)
   SELECT CASE WHEN EXISTS (SELECT FROM {dead} AS earlier WHERE earlier.id = job.id
       AND (earlier.queue, earlier.kind) <> (job.queue, job.kind)) THEN pg_catalog.gen_random_uuid() ELSE job.id END,
-    job.queue, job.kind, job.args, job.headers, job.priority, {attempt},
+    job.queue, job.kind, job.args, {headers}, job.priority, {attempt},
     job.max_attempts, job.crashes, job.unique_key, job.group_key, {record},
     'crashed ' || job.crashes::text || ' of ' || {max_crashes}::text || ' times while it ran alone', job.created_at,
     job.batch_id
@@ -56,7 +57,7 @@ WITH lost AS MATERIALIZED (
 SELECT id, queue, kind, crashes, false FROM back UNION ALL SELECT id, queue, kind, crashes, true FROM dead"""
 
 
-_SUSPECT = sql.SQL("state = 'suspect', seq = DEFAULT")
+_SUSPECT = sql.SQL(f"state = 'suspect', headers = {headers_with_order('job')}, seq = DEFAULT")
 # In a group a suspect keeps its place. It is behind the suspects of other groups by its run_at.
 _GROUP_SUSPECT = sql.SQL("state = 'group_suspect', run_at = pg_catalog.clock_timestamp()")
 
@@ -171,6 +172,7 @@ def _take(
         _TAKE,
         leased=_leased(in_group=in_group),
         suspect=_GROUP_SUSPECT if in_group else _SUSPECT,
+        headers=sql.SQL(headers_with_order("job")),
         lost=lost,
         limit=limit,
         max_crashes=max_crashes,

@@ -34,7 +34,7 @@ from sqlalchemy.dialects.postgresql import insert as postgresql_insert
 from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.sql.compiler import SQLCompiler
 
-from outboxq.job import Job
+from outboxq.job import Job, with_added_order
 from outboxq.statements.builtin import pg
 from outboxq.statements.numbers import MOST_COUNTED, MOST_TOKEN, next_token
 from outboxq.statements.park import PARKED_UNTIL
@@ -107,7 +107,7 @@ def put_back_until(claimed: Job, run_at: datetime) -> Insert | Update:
     }
     if claimed.lease_token is None:
         return _write(claimed, {**waits, "lease_token": _random_token()})
-    newest = {name: getattr(claimed, name) for name in ("args", "headers", "max_attempts", "created_at")}
+    newest = {name: getattr(claimed, name) for name in ("args", "max_attempts", "created_at")}
     return _write(claimed, {**waits, **newest})
 
 
@@ -146,12 +146,14 @@ def _write(claimed: Job, changed: dict[str, object]) -> Insert | Update:
         expiry = {} if claimed.expires_at is None else {"expires_at": claimed.expires_at}
         if in_group:
             return _InsertInPlace(job).values(**_kept(claimed), **expiry, **changed, seq=claimed.seq)
-        return insert(job).values(**_kept(claimed), **expiry, **changed)
+        return insert(job).values(**_kept_with_order(claimed), **expiry, **changed)
     # `crashes` takes back the crash that the claim of a suspect counted. A new token: the old one is good for nothing.
     fenced = update(job).where(job.c.id == claimed.id, job.c.lease_token == claimed.lease_token)
     released: dict[str, object] = {"lease_owner": None, "lease_token": _NEXT_TOKEN}
     if not in_group:
         released["seq"] = literal_column("DEFAULT")
+        if claimed.unique_key is not None:
+            released["headers"] = with_added_order(claimed.headers, claimed.seq)
     return fenced.values(**changed, **released, crashes=claimed.crashes)
 
 
@@ -165,7 +167,7 @@ def insert_dead(claimed: Job, *, reason: str, errors: "str | ColumnElement[str]"
     is_other = or_(dead_job.c.queue != claimed.queue, dead_job.c.kind != claimed.kind)
     is_taken = exists().where(dead_job.c.id == claimed.id, is_other)
     own_id = case((is_taken, pg.gen_random_uuid()), else_=literal(claimed.id, dead_job.c.id.type))
-    values = _kept(claimed) | {"id": own_id, "attempt": claimed.attempt, "errors": errors, "reason": reason}
+    values = _kept_with_order(claimed) | {"id": own_id, "attempt": claimed.attempt, "errors": errors, "reason": reason}
     statement = postgresql_insert(dead_job).values(**values)
     changed = {name: statement.excluded[name] for name in values if name != "id"}
     return statement.on_conflict_do_update(
@@ -197,3 +199,11 @@ def errors_with(kept: str, record: str) -> "ColumnElement[str]":
 
 def _kept(claimed: Job) -> dict[str, object]:
     return {name: getattr(claimed, name) for name in _KEPT}
+
+
+def _kept_with_order(claimed: Job) -> dict[str, object]:
+    """With the order in which a coalesced job was added, as its next row draws a new `seq`."""
+    kept = _kept(claimed)
+    if claimed.unique_key is not None:
+        kept["headers"] = with_added_order(claimed.headers, claimed.seq)
+    return kept

@@ -12,7 +12,10 @@ from dataclasses import dataclass
 from typing import LiteralString
 from uuid import UUID
 
+from psycopg import sql
+
 from outboxq.job import EVERY_HEADER
+from outboxq.statements.added import added_order, headers_with_order
 from outboxq.statements.render import render
 
 # A check of the table, less the character in front.
@@ -40,13 +43,15 @@ WITH wanted AS MATERIALIZED (
   WHERE held.kept_until < excluded.kept_until OR held.job_id = ANY ({claimed}::uuid[])
   RETURNING key
 )
-SELECT wanted.key, wanted.until, newest.created_at, newest.args, newest.headers, newest.max_attempts
+SELECT wanted.key, wanted.until, newest.place, newest.created_at, newest.args, newest.headers, newest.max_attempts
 FROM wanted LEFT JOIN LATERAL (
-  SELECT job.created_at, job.args::text, job.headers::text, job.max_attempts FROM {job} AS job
+  SELECT ARRAY[{added}, job.seq] AS place, job.created_at, job.args::text, ({headers})::text AS headers,
+    job.max_attempts
+  FROM {job} AS job
   WHERE job.unique_key = wanted.key AND NOT job.id = ANY ({claimed}::uuid[]) AND job.headers->>{header} IS NOT NULL
     AND (job.state IN ('ready', 'leased', 'suspect')
       OR job.state = 'scheduled' AND (job.run_at <= wanted.now OR job.attempt > 0))
-  ORDER BY job.created_at DESC, job.seq DESC LIMIT 1
+  ORDER BY {added} DESC, job.seq DESC LIMIT 1
 ) AS newest ON true
 WHERE NOT EXISTS (SELECT FROM taken WHERE taken.key = pg_catalog.chr(30) || wanted.key)"""
 
@@ -64,7 +69,8 @@ def take_windows(schema: str, wanted: Sequence[WantedWindow], claimed: Sequence[
     """Take the present windows of these keys, one for each; a key whose window another job has is left out.
 
     A row for each key that was left out: the key, the end of the present window, and of the newest job of the key that
-    waits or runs elsewhere and has `every` too, its `created_at`, `args`, `headers` and `max_attempts`, or NULL.
+    waits or runs elsewhere and has `every` too, its place by the order of adding, its `created_at`, `args`, `headers`
+    and `max_attempts`, or NULL.
 
     Index: the primary key, and job_unique for the keys that are left out, of which each job is read. Locks: an advisory
     lock and the row of each key that is taken, until the transaction ends. It waits for a pruner that deletes such a
@@ -84,6 +90,8 @@ def take_windows(schema: str, wanted: Sequence[WantedWindow], claimed: Sequence[
             claimed=[str(job_id) for job_id in claimed],
             locks=f"outboxq_{schema} every",
             header=EVERY_HEADER,
+            added=sql.SQL(added_order("job")),
+            headers=sql.SQL(headers_with_order("job")),
         )
         + "; SET LOCAL enable_seqscan TO DEFAULT"
     )

@@ -988,10 +988,17 @@ MUTANTS = (
         ("tests/statements/test_lookups.py",),
     ),
     Mutant(
+        "a coalesced job that is put back keeps its place by the order of adding",
+        "outboxq/statements/settle.py",
+        '        kept["headers"] = with_added_order(claimed.headers, claimed.seq)',
+        "        pass",
+        (f"{_COALESCE}::test_arguments_of_a_run_that_did_not_end_well_never_follow_newer_ones",),
+    ),
+    Mutant(
         "a crashed suspect's place behind the others",
         "outboxq/statements/lease.py",
-        """_SUSPECT = sql.SQL("state = 'suspect', seq = DEFAULT")""",
-        """_SUSPECT = sql.SQL("state = 'suspect'")""",
+        "headers = {headers_with_order('job')}, seq = DEFAULT\")",
+        "headers = {headers_with_order('job')}\")",
         ("tests/relay/test_lease_steps.py",),
     ),
     Mutant(
@@ -1750,15 +1757,15 @@ MUTANTS = (
     Mutant(
         "the newest job of a key by its seq, for the claimed one",
         "outboxq/execution/coalesce.py",
-        '            if (newest["created_at"], seq) > _place(run):\n',
+        '            if added_order(newest["headers"], seq) > run.added_order:\n',
         "            if seq > run.seq:\n",
         (f"{_COALESCE}::test_arguments_of_a_run_that_did_not_end_well_never_follow_newer_ones",),
     ),
     Mutant(
         "the newest job of a key by its seq, among those that are taken along",
         "outboxq/statements/coalesce.py",
-        "    ARRAY[(EXTRACT(epoch FROM created_at) * '1000000'::numeric)::bigint, seq]) AS place\n",
-        "    ARRAY[seq, seq]) AS place\n",
+        'ARRAY[{added_order("gone")}, seq]) AS place\n',
+        "ARRAY[seq, seq]) AS place\n",
         (f"{_COALESCE}::test_the_newest_of_the_jobs_that_are_taken_along_is_the_one_that_was_added_last",),
     ),
     Mutant(
@@ -1806,7 +1813,7 @@ MUTANTS = (
     Mutant(
         "the arguments of a newer job that runs, for one that waits for the next window",
         "outboxq/execution/windows.py",
-        "        is_older = created_at is not None and job.created_at < created_at\n",
+        "        is_older = place is not None and job.added_order < tuple(place)\n",
         "        is_older = False\n",
         (f"{_THROTTLE}::test_an_older_job_that_is_put_back_has_the_arguments_of_a_newer_one_that_runs",),
     ),

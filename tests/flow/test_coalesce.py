@@ -13,11 +13,13 @@ from sqlalchemy.orm import sessionmaker
 
 import outboxq.execution.coalesce as coalesce_module
 from outboxq import Backoff, BatchContext, BatchItem, Context, Jobs, OutboxSession, RelayConfig, Snooze
+from outboxq.admin.dead_letters import DeadFilter, retry_page
 from outboxq.database.driver import ScriptResult, run_script
 from outboxq.events import Event, JobDone, JobRetried, JobsCoalesced, JobsSuspected
 from outboxq.handlers.handler import Handler
 from outboxq.postgres import Database
 from outboxq.statements.coalesce import TAKEN_AT_ONCE, take_along, take_along_leased
+from outboxq.statements.lease import reap
 from outboxq.testing.transaction import unit_test_job
 from tests.conftest import StartRelay
 from tests.flow.coalesce import run as run_under_kills
@@ -191,13 +193,86 @@ def test_the_newest_of_the_jobs_that_are_taken_along_is_the_one_that_was_added_l
         connection.execute(text("UPDATE outboxq.job SET seq = DEFAULT WHERE attempt > 0"))
         connection.execute(
             text(
-                "INSERT INTO outboxq.job (id, queue, kind, args, unique_key, priority, created_at) SELECT "
-                "gen_random_uuid(), queue, kind, '{\"version\": 0}', unique_key, 9, created_at - interval '1 day' "
+                "INSERT INTO outboxq.job (id, queue, kind, args, unique_key, priority, seq) OVERRIDING SYSTEM VALUE "
+                "SELECT gen_random_uuid(), queue, kind, '{\"version\": 0}', unique_key, 9, 0 "
                 "FROM outboxq.job WHERE attempt = 0"
             )
         )
     drain(rebuild.jobs, slots_per_queue=1, batch_size=1)
     assert (rebuild.runs, waiting(engine)) == ([1, 2], 0)
+
+
+def set_clock_back(engine: Engine) -> None:
+    """Each job was added at a time before those that were added before it, as the database's clock went back."""
+    with engine.begin() as connection:
+        connection.execute(
+            text(
+                "UPDATE outboxq.job SET created_at = timestamptz '2026-01-31' - (args->>'version')::int "
+                "* interval '1 hour'"
+            )
+        )
+
+
+@pytest.mark.parametrize("batch_size", [1, 50])
+def test_the_job_that_was_added_last_is_the_newest_though_the_clock_went_back(
+    rebuild: Rebuild, drain: Drain, engine: Engine, batch_size: int
+) -> None:
+    """Whether one claim takes several of them or only one."""
+    rebuild.add(1, 2, 3)
+    set_clock_back(engine)
+    drain(rebuild.jobs, slots_per_queue=1, batch_size=batch_size)
+    assert (rebuild.runs, waiting(engine)) == ([3], 0)
+
+
+@pytest.mark.parametrize("ending", ["fail", "snooze"])
+def test_a_job_that_was_put_back_is_not_the_newest(rebuild: Rebuild, drain: Drain, engine: Engine, ending: str) -> None:
+    """It is older than the one that was added while it ran, whose time is an earlier one, and has a later number."""
+
+    def end(ctx: Context) -> object:
+        rebuild.add(3)
+        with engine.begin() as connection:
+            connection.execute(text("UPDATE outboxq.job SET created_at = '2026-01-31' WHERE args = '{\"version\": 3}'"))
+        return _fail(ctx) if ending == "fail" else Snooze(timedelta(hours=1))
+
+    rebuild.does[2] = end
+    rebuild.add(1, 2)
+    drain(rebuild.jobs, slots_per_queue=1, batch_size=1)
+    assert (rebuild.runs, waiting(engine)) == ([2, 3], 0)
+
+
+def test_a_run_that_fails_twice_is_as_old_as_its_newest_job(rebuild: Rebuild, drain: Drain, engine: Engine) -> None:
+    """Its row has drawn numbers twice; the first one counts."""
+    rebuild.does[1] = _fail
+    rebuild.add(1)
+    for _ in range(2):
+        drain(rebuild.jobs, slots_per_queue=1)
+        with engine.begin() as connection:
+            connection.execute(text("UPDATE outboxq.job SET state = 'ready', run_at = now()"))
+    rebuild.add(2)
+    set_clock_back(engine)
+    drain(rebuild.jobs, slots_per_queue=1, batch_size=1)
+    assert (rebuild.runs, waiting(engine)) == ([1, 1, 2], 0)
+
+
+def test_a_suspect_and_a_retried_dead_letter_are_not_the_newest(
+    sessions: sessionmaker[OutboxSession], drain: Drain, engine: Engine
+) -> None:
+    """Both take new numbers when they come back."""
+    rebuild = Rebuild(sessions, "lease", Backoff(max_attempts=1))
+    rebuild.does[1] = _fail
+    rebuild.add(1)
+    drain(rebuild.jobs, slots_per_queue=1)
+    rebuild.add(2)
+    with engine.begin() as connection:
+        connection.execute(text("UPDATE outboxq.job SET state = 'leased', lease_owner = gen_random_uuid()"))
+    rebuild.add(3)
+    with engine.begin() as connection:
+        retry_page(connection, DeadFilter())
+        run_script(connection, reap("outboxq", 3, 10))
+    set_clock_back(engine)
+    assert rows(engine, "SELECT args->>'version' FROM outboxq.job ORDER BY seq") == [("3",), ("1",), ("2",)]
+    drain(rebuild.jobs, slots_per_queue=1, batch_size=1)
+    assert (rebuild.runs, waiting(engine)) == ([1, 3], 0)
 
 
 def test_a_run_that_fails_is_put_back_as_the_newest_job(rebuild: Rebuild, drain: Drain, engine: Engine) -> None:

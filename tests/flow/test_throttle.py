@@ -236,9 +236,9 @@ def test_an_older_job_that_is_put_back_has_the_arguments_of_a_newer_one_that_run
         with engine.begin() as connection:
             connection.execute(
                 text(
-                    "INSERT INTO outboxq.job (id, queue, kind, args, headers, unique_key, created_at) SELECT "
-                    "gen_random_uuid(), queue, kind, '{\"version\": 1}', headers, unique_key, "
-                    "created_at - interval '1 s' FROM outboxq.job"
+                    "INSERT INTO outboxq.job (id, queue, kind, args, headers, unique_key, seq, created_at) "
+                    "OVERRIDING SYSTEM VALUE SELECT gen_random_uuid(), queue, kind, '{\"version\": 1}', headers, "
+                    "unique_key, seq - 1, created_at + interval '1 s' FROM outboxq.job"
                 )
             )
             connection.execute(text("NOTIFY outboxq"))

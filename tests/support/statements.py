@@ -247,7 +247,7 @@ def _is_part(function: Callable[..., object]) -> bool:
     """Private, of a module of parts, or what sends a statement that is a constant beside it."""
     return (
         function.__name__.startswith("_")
-        or function.__module__.endswith((".builtin", ".numbers", ".render"))
+        or function.__module__.endswith((".added", ".builtin", ".numbers", ".render"))
         or "connection" in inspect.signature(function).parameters
     )
 

@@ -1,0 +1,33 @@
+"""When a job with a coalescing key was added: the order of `seq`, whatever the database's clock has shown.
+
+A job that is put back draws a new `seq`, and its first one goes into a header; so does that of a job whose content
+another row takes over.
+"""
+
+from typing import LiteralString
+
+from outboxq.job import ADDED_HEADER
+
+_ADDED: LiteralString = f"'{ADDED_HEADER}'"
+# A header that others wrote may be anything: it is taken if it can be a number.
+_MOST_DIGITS: LiteralString = "18"
+
+
+def added_order(row: LiteralString) -> LiteralString:
+    """The number of a job in the order in which jobs were added."""
+    header = f"{row}.headers->>{_ADDED}"
+    return (
+        f"CASE WHEN {header} ~ '^[0-9]+$' AND pg_catalog.length({header}) <= {_MOST_DIGITS} "
+        f"THEN ({header})::bigint ELSE {row}.seq END"
+    )
+
+
+def headers_with_order(row: LiteralString) -> LiteralString:
+    """The headers of a job with that number, if it has a coalescing key."""
+    return (
+        f"CASE WHEN {row}.unique_key IS NOT NULL AND {row}.headers->>{_ADDED} IS NULL "
+        f"AND pg_catalog.jsonb_typeof({row}.headers) = 'object' "
+        f"AND pg_catalog.octet_length({row}.headers::text) <= 1000000 "
+        f"THEN pg_catalog.jsonb_concat({row}.headers, pg_catalog.jsonb_build_object({_ADDED}, {row}.seq::text)) "
+        f"ELSE {row}.headers END"
+    )

@@ -180,6 +180,62 @@ def test_the_slot_of_a_session_that_ends_is_free_at_once(
         holder.close()
 
 
+def end_sessions_of_relays(engine: Engine) -> None:
+    with engine.begin() as connection:
+        connection.execute(
+            text(
+                "SELECT pg_terminate_backend(pid) FROM pg_stat_activity "
+                "WHERE application_name = 'outboxq relay' AND datname = current_database()"
+            )
+        )
+
+
+@pytest.mark.parametrize("gate", ["transaction"], indirect=True)
+def test_in_transaction_mode_a_job_counts_to_the_end_of_its_transaction(
+    engine: Engine, sessions: sessionmaker[OutboxSession], start_relay: StartRelay, gate: Gate
+) -> None:
+    """A handler that does not touch the database runs on when its session has ended, and another job runs beside it."""
+    limit(engine, running=1)
+    gate.add(sessions, 2)
+    with start_relay(gate.jobs, relay_of(2)):
+        wait_until(lambda: gate.running == 1, "the first job")
+        end_sessions_of_relays(engine)
+        wait_until(lambda: gate.running == 2, "the second job beside it")
+        gate.let_go(1_000)
+        wait_until(lambda: len(set(gate.done)) == 2, "both jobs")
+
+
+@pytest.mark.parametrize("gate", ["lease"], indirect=True)
+def test_in_lease_mode_a_job_counts_to_the_end_of_its_handler(
+    engine: Engine,
+    sessions: sessionmaker[OutboxSession],
+    start_relay: StartRelay,
+    gate: Gate,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whatever becomes of sessions: the relay that comes back finds the limit full, and runs no other job beside it."""
+    found: list[float] = []
+    found_full = Admission.found_full
+
+    def noting(admission: Admission, queue: str) -> None:
+        found.append(time.monotonic())
+        found_full(admission, queue)
+
+    monkeypatch.setattr(Admission, "found_full", noting)
+    limit(engine, running=1)
+    gate.add(sessions, 2)
+    with start_relay(gate.jobs, relay_of(2, lease_seconds=60.0)) as relay:
+        wait_until(lambda: gate.running == 1, "the first job")
+        end_sessions_of_relays(engine)
+        wait_until(lambda: relay.of(DatabaseLost), "the relay to notice")
+        lost = time.monotonic()
+        wait_until(lambda: sum(at > lost for at in found) > 2, "claims that find the limit full")
+        assert (gate.running, gate.most) == (1, 1)
+        gate.let_go(1_000)
+        wait_until(lambda: len(set(gate.done)) == 2, "both jobs")
+    assert gate.most == 1
+
+
 @pytest.mark.parametrize("gate", ["lease"], indirect=True)
 def test_a_claim_under_a_lease_waits_for_the_count_of_the_one_before(
     engine: Engine, sessions: sessionmaker[OutboxSession], start_relay: StartRelay, gate: Gate

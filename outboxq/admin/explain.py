@@ -15,7 +15,7 @@ from sqlalchemy import Connection, Row
 from outboxq.admin.reasons.absent import find_absent, find_batches_into, find_uncommitted
 from outboxq.admin.reasons.held import find_held
 from outboxq.admin.reasons.looks import Looks
-from outboxq.admin.reasons.queue import QueueFacts, find_in_queue, find_locked_table, look_at_queue
+from outboxq.admin.reasons.queue import QueueFacts, find_held_group, find_in_queue, find_locked_table, look_at_queue
 from outboxq.admin.reasons.reason import CODES as CODES
 from outboxq.admin.reasons.reason import Code as Code
 from outboxq.admin.reasons.reason import Reason as Reason
@@ -101,6 +101,7 @@ def _of_waiting(looks: Looks, job: Row[Any], facts: QueueFacts | None, relays: R
     yield from find_own(looks, job, relays)
     per_group = 1 if facts is None else facts.limits.per_group or 1
     yield from find_blocked_in_group(looks, job, per_group, relays)
+    yield from find_held_group(looks, job, per_group)
 
 
 def _of_next_job(

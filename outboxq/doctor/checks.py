@@ -57,6 +57,7 @@ CHECKS: tuple[Check, ...] = (
         _JOB | {"queue", "rate"},
         grant="SELECT on the tables job, queue and rate",
     ),
+    Check("who holds limits, groups and windows", limits.find_held_turns),
     Check(
         "dead letters",
         dead_letters.find_overdue_dead_letters,

@@ -27,6 +27,35 @@ def find_limited_queues(context: CheckContext) -> Iterator[Finding]:
     yield from _throttled(context, limits, late)
 
 
+def find_held_turns(context: CheckContext) -> Iterator[Finding]:
+    """Sessions that are no relays, and hold advisory locks that relays take for limits, groups and windows."""
+    for row in context.rows(statements.foreign_locks(context.schema, None)):
+        held = {"limits of queues": row.of_limits, "groups": row.of_groups, "windows": row.of_windows}
+        whose = " and ".join(name for name, is_held in held.items() if is_held)
+        session = "a prepared transaction" if row.pid is None else f"session {row.pid} of login {row.login!r}"
+        named = "" if row.pid is None else f" ({row.application_name!r}, {row.state or 'its state is hidden'})"
+        since = "" if row.seconds is None else f" for {age(row.seconds)}"
+        yield Finding(
+            "turn-held",
+            "warning",
+            f"{session}{named} is no relay, and has held advisory locks of {whose}{since}: their jobs wait for it",
+            {
+                "pid": row.pid,
+                "login": row.login,
+                "application_name": row.application_name,
+                "state": row.state,
+                "seconds": row.seconds,
+                "limits": row.of_limits,
+                "groups": row.of_groups,
+                "windows": row.of_windows,
+            },
+            "Have it let go: relays alone take locks of these names. It is in pg_prepared_xacts."
+            if row.pid is None
+            else f"Have it let go: relays alone take locks of these names. To end it: SELECT "
+            f"pg_terminate_backend({row.pid});",
+        )
+
+
 def _limits(context: CheckContext) -> Mapping[str, QueueLimits]:
     """What holds for each queue: as operators have set it, else as the registry declares it, or living relays do."""
     declared = {} if context.registry is None else context.registry.limits

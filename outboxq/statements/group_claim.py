@@ -265,7 +265,7 @@ def _locking(script: GroupScript, after: str, limit: int, room: str) -> str:
         has_room=sql.SQL(has_room),
         per_group=script.per_group,
         heads=heads,
-        lock=_lock_class(schema),
+        lock=lock_class(schema),
         groups=limit,
         state="group_suspect" if suspects else "grouped",
         is_suspect=suspects,
@@ -279,7 +279,8 @@ def _trusted(rendered: str) -> sql.Composable:
     return sql.SQL(escaped).format()
 
 
-def _lock_class(schema: str) -> str:
+def lock_class(schema: str) -> str:
+    """What the advisory locks of an installation's groups are called; its hash is their first key."""
     return f"{channel_name(schema)} group"
 
 
@@ -312,7 +313,7 @@ def _picking(schema: str, queue: str, owner: UUID | None, limit: int, per_group:
     is_open = (
         sql.SQL(_OPEN)
         if owner is None
-        else compose(schema, _OPEN_LEASED, owner=owner, lock=_lock_class(schema), queue=queue)
+        else compose(schema, _OPEN_LEASED, owner=owner, lock=lock_class(schema), queue=queue)
     )
     each: LiteralString = (
         "1" if owner is not None else "(SELECT greatest(1, {limit} / greatest(pg_catalog.count(*), 1)) FROM open)"

@@ -65,6 +65,11 @@ class WantedWindow:
     every_microseconds: int
 
 
+def lock_class(schema: str) -> str:
+    """What the advisory locks of an installation's windows are called; its hash is their first key."""
+    return f"outboxq_{schema} every"
+
+
 def take_windows(schema: str, wanted: Sequence[WantedWindow], claimed: Sequence[UUID]) -> str:
     """Take the present windows of these keys, one for each; a key whose window another job has is left out.
 
@@ -88,7 +93,7 @@ def take_windows(schema: str, wanted: Sequence[WantedWindow], claimed: Sequence[
             ids=[str(each.job_id) for each in wanted],
             every=[f"{each.every_microseconds} microseconds" for each in wanted],
             claimed=[str(job_id) for job_id in claimed],
-            locks=f"outboxq_{schema} every",
+            locks=lock_class(schema),
             header=EVERY_HEADER,
             added=sql.SQL(added_order("job")),
             headers=sql.SQL(headers_with_order("job")),

@@ -560,6 +560,54 @@ def test_a_full_limit_is_named(
         gate.go_on.set()
 
 
+def test_a_session_that_holds_the_limit_is_named(
+    outboxq_database: Database,
+    engine: Engine,
+    sessions: sessionmaker[OutboxSession],
+    start_relay: StartRelay,
+    limited: Callable[..., Jobs],
+) -> None:
+    """Any login may take the advisory locks of relays: nothing runs, and something is in the way."""
+    registry = limited(running=1)
+    taken = "SELECT pg_advisory_lock(hashtext('outboxq_outboxq limit'), hashtext('mail' || chr(31) || 0))"
+    with start_relay(registry):
+        wait_until(lambda: rows(engine, "SELECT FROM outboxq.relay_status"), "the relay to be listed")
+        with open_session(outboxq_database.url, taken, name="intruder") as pid:
+            (job_id,) = add(sessions, send.job())
+            found = of_job(engine, job_id)
+            assert codes(found)[0] == codes(of_queue(engine))[0] == "turn-held"
+            assert (found.verdict.details["pid"], found.verdict.details["application_name"]) == (pid, "intruder")
+        wait_until(lambda: codes(of_job(engine, job_id)) == ["not-found"], "the job to be done")
+    # Claims of leases count one at a time, under a lock of the queue's name.
+    (job_id,) = add(sessions, send.job())
+    execute(
+        outboxq_database.url,
+        "INSERT INTO outboxq.queue (name, max_running) VALUES ('mail', 2) "
+        "ON CONFLICT (name) DO UPDATE SET max_running = 2",
+    )
+    with open_session(outboxq_database.url, taken.replace("'mail' || chr(31) || 0", "'mail'")):
+        assert "turn-held" in codes(of_job(engine, job_id))
+
+
+def test_a_session_that_holds_a_group_is_named(
+    outboxq_database: Database, engine: Engine, sessions: sessionmaker[OutboxSession], start_relay: StartRelay
+) -> None:
+    """Its pid, login and application, and since when; of other groups nothing is said."""
+    taken = (
+        "SELECT pg_advisory_lock(hashtext('outboxq_outboxq group'), hashtext('mail' || chr(31) || 'g' || chr(31) || 1))"
+    )
+    with start_relay(jobs):
+        wait_until(lambda: rows(engine, "SELECT FROM outboxq.relay_status"), "the relay to be listed")
+        with open_session(outboxq_database.url, taken, name="intruder") as pid:
+            (job_id,) = add(sessions, send_in_order.job(key="g"))
+            found = of_job(engine, job_id)
+            assert codes(found)[0] == "turn-held"
+            assert (found.verdict.details["pid"], found.verdict.details["login"]) == (pid, engine.url.username)
+            (other,) = add(sessions, send_in_order.job(key="h"))
+            wait_until(lambda: codes(of_job(engine, other)) == ["not-found"], "the other group's job to be done")
+        wait_until(lambda: codes(of_job(engine, job_id)) == ["not-found"], "the job to be done")
+
+
 def test_a_rate_is_named_with_the_time_of_the_next_job(
     engine: Engine, sessions: sessionmaker[OutboxSession], start_relay: StartRelay, limited: Callable[..., Jobs]
 ) -> None:

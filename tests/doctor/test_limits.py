@@ -1,5 +1,6 @@
 """The doctor looks at queues whose jobs wait for a limit or a rate."""
 
+import pytest
 from sqlalchemy import Engine
 
 from outboxq import Context, Jobs
@@ -119,3 +120,22 @@ def test_limits_that_an_application_declares_count_if_no_operator_has_set_others
     limit(engine, running=5)
     assert named(url, "queue-limited", APP) == []
     assert only(url, "queue-throttled", APP)["detail"]["burst"] == 1
+
+
+@pytest.mark.parametrize(
+    ("lock", "whose"),
+    [
+        ("'outboxq_outboxq limit'), hashtext('mail' || chr(31) || 0", "limits"),
+        ("'outboxq_outboxq group'), hashtext('mail' || chr(31) || 'g' || chr(31) || 1", "groups"),
+        ("'outboxq_outboxq every'), hashtext('rebuild' || chr(31) || 'index'", "windows"),
+    ],
+    ids=["limit", "group", "window"],
+)
+def test_a_session_that_holds_the_turn_of_jobs_is_named(outboxq_database: Database, lock: str, whose: str) -> None:
+    """Any login may take the advisory locks of relays, and stop their jobs."""
+    url = outboxq_database.url
+    with open_session(url, f"SELECT pg_advisory_lock(hashtext({lock}))", name="intruder") as pid:
+        found = only(url, "turn-held")["detail"]
+        assert (found["pid"], found["application_name"]) == (pid, "intruder")
+        assert [name for name in ("limits", "groups", "windows") if found[name]] == [whose]
+    assert named(url, "turn-held") == []

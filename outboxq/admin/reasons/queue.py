@@ -1,8 +1,11 @@
 """What holds up a whole queue: it is paused, its table is locked, or a limit or a rate is used up."""
 
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
+
+from sqlalchemy import Row
 
 from outboxq.admin.reasons.looks import Looks
 from outboxq.admin.reasons.reason import Reason
@@ -53,7 +56,9 @@ def find_in_queue(looks: Looks, queue: str, facts: QueueFacts | None, relays: Re
             {"queue": queue, "paused_seconds": facts.paused_seconds},
             f"When the reason is gone: outboxq queues resume {shlex.quote(queue)}",
         )
-    yield from _limited(looks, queue, facts.limits)
+    statement = limits.foreign_locks(looks.schema, queue, most=facts.limits.running or 0)
+    foreign = looks.rows("who holds the queue's limit", statement)
+    yield from _limited(looks, queue, facts.limits, foreign)
     yield from _throttled(queue, facts.limits.rate, facts.ahead_seconds)
 
 
@@ -73,12 +78,46 @@ def find_locked_table(looks: Looks) -> Iterator[Reason]:
         return
 
 
-def _limited(looks: Looks, queue: str, held: QueueLimits) -> Iterator[Reason]:
+def _held_turn(row: Row[Any], whose: str) -> Reason:
+    """A session that is no relay holds an advisory lock that relays take for their turns."""
+    who = "a prepared transaction" if row.pid is None else f"session {row.pid} (login {row.login!r}"
+    if row.pid is not None:
+        since = "a time that is hidden" if row.seconds is None else duration(row.seconds)
+        who += f", application {row.application_name!r}, {row.state or 'its state is hidden'}, for {since})"
+    return Reason(
+        "turn-held",
+        f"{who} is no relay, and holds an advisory lock of {whose}: relays take it for jobs that run",
+        {
+            "pid": row.pid,
+            "login": row.login,
+            "application_name": row.application_name,
+            "state": row.state,
+            "seconds": row.seconds,
+        },
+        "Have it let go, or look for it in pg_prepared_xacts."
+        if row.pid is None
+        else f"Have it let go, or end it: SELECT pg_terminate_backend({row.pid});",
+    )
+
+
+def find_held_group(looks: Looks, job: Row[Any], per_group: int) -> Iterator[Reason]:
+    """A session that keeps the claims of relays from the group of a job."""
+    if job.group_key is None:
+        return
+    statement = limits.foreign_locks(looks.schema, job.queue, group=job.group_key, per_group=per_group)
+    for row in looks.rows("who holds its group", statement):
+        if row.of_groups:
+            yield _held_turn(row, f"group {job.group_key!r} of queue {job.queue!r}")
+
+
+def _limited(looks: Looks, queue: str, held: QueueLimits, foreign: Sequence[Row[Any]]) -> Iterator[Reason]:
     if held.running is None:
         return
+    yield from (_held_turn(row, f"the limit of queue {queue!r}") for row in foreign if row.of_claims)
     statement = limits.running(looks.schema).bindparams(names=[queue], most=[held.running])
     found = looks.row("how many jobs of the queue run", statement)
     if found is not None and found.running >= found.most:
+        yield from (_held_turn(row, f"the limit of queue {queue!r}") for row in foreign if not row.of_claims)
         yield Reason(
             "queue-limited",
             f"{found.running} jobs of queue {queue!r} run, and {found.most} may run at a time",

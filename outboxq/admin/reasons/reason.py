@@ -32,6 +32,7 @@ Code: TypeAlias = Literal[
     "queue-paused",
     "no-relay",
     "queue-not-served",
+    "turn-held",
     "queue-limited",
     "rate-limited",
     "coalesced",

@@ -2,6 +2,8 @@
 
 from sqlalchemy import TextClause, text
 
+from outboxq.database.engines import RELAY_NAME
+from outboxq.statements import group_claim, windows
 from outboxq.statements.doctor.sessions import qualified
 from outboxq.statements.limit import lock_class
 from outboxq.statements.render import quote_literal
@@ -24,6 +26,58 @@ SELECT limited.name AS queue, limited.most, (
 FROM ROWS FROM (
   pg_catalog.unnest(CAST(:names AS text[])), pg_catalog.unnest(CAST(:most AS integer[]))
 ) AS limited (name, most)"""
+
+
+# Any login may take an advisory lock. `claims`: the one that lets a queue's claims in lease mode count.
+_FOREIGN = """\
+SELECT held.pid, activity.usename::text AS login, activity.application_name, activity.state,
+  extract(epoch FROM pg_catalog.clock_timestamp() - coalesce(activity.xact_start, activity.state_change))::float8
+    AS seconds,
+  pg_catalog.bool_or(held.classid::bigint = names.limits) AS of_limits,
+  pg_catalog.bool_or(held.classid::bigint = names.groups) AS of_groups,
+  pg_catalog.bool_or(held.classid::bigint = names.windows) AS of_windows,
+  coalesce(pg_catalog.bool_or(held.classid::bigint = names.limits AND held.objid::bigint = names.claims), false)
+    AS of_claims
+FROM (SELECT pg_catalog.hashtext({limits})::bigint & 4294967295::bigint AS limits,
+  pg_catalog.hashtext({groups})::bigint & 4294967295::bigint AS groups,
+  pg_catalog.hashtext({windows})::bigint & 4294967295::bigint AS windows,
+  pg_catalog.hashtext(CAST(:queue AS text))::bigint & 4294967295::bigint AS claims) AS names
+JOIN pg_catalog.pg_locks AS held ON held.classid::bigint IN (names.limits, names.groups, names.windows)
+LEFT JOIN pg_catalog.pg_stat_activity AS activity ON activity.pid = held.pid
+WHERE held.locktype = 'advisory' AND held.granted AND held.objsubid = 2
+  AND held.database = (SELECT oid FROM pg_catalog.pg_database WHERE datname = pg_catalog.current_database())
+  AND coalesce(activity.application_name, '') <> {relay}
+  AND (CAST(:queue AS text) IS NULL OR held.objid::bigint IN (
+    SELECT pg_catalog.hashtext(name)::bigint & 4294967295::bigint
+    FROM pg_catalog.unnest(CASE held.classid::bigint WHEN names.limits THEN CAST(:slots AS text[])
+      WHEN names.groups THEN CAST(:turns AS text[]) END) AS named (name)))
+GROUP BY held.pid, activity.usename, activity.application_name, activity.state, activity.xact_start,
+  activity.state_change
+ORDER BY held.pid LIMIT 20"""
+
+
+def foreign_locks(
+    schema: str, queue: str | None, *, most: int = 0, group: str | None = None, per_group: int = 1
+) -> TextClause:
+    """The sessions, but for relays', that hold advisory locks of limits and groups, of a queue and a group of it.
+
+    Without a queue those of all limits, groups and windows.
+
+    Reads pg_locks. A prepared transaction has no `pid`.
+
+    Args:
+        most: The limit of the queue.
+        per_group: How many jobs of a group run at a time.
+    """
+    slots = [] if queue is None else [queue, *(f"{queue}\x1f{place}" for place in range(most))]
+    turns = [] if group is None else [f"{queue}\x1f{group}\x1f{slot}" for slot in range(1, per_group + 1)]
+    statement = _FOREIGN.format(
+        limits=quote_literal(lock_class(schema)),
+        groups=quote_literal(group_claim.lock_class(schema)),
+        windows=quote_literal(windows.lock_class(schema)),
+        relay=quote_literal(RELAY_NAME),
+    )
+    return text(statement).bindparams(queue=queue, slots=slots, turns=turns)
 
 
 def queue_limits(schema: str) -> TextClause:

@@ -212,6 +212,14 @@ def list_audit(connection: Connection, wanted: AuditFilter | None = None, *, lim
     return [AuditEntry(*row) for row in rows]
 
 
+def last_action_on(connection: Connection, target: str) -> AuditEntry | None:
+    """The last action that changed this one thing, if it is among the last 10,000; None if the audit cannot be read."""
+    if not connection.execute(statements.may_read(mapped_schema(connection))).scalar_one():
+        return None
+    row = connection.execute(statements.last_on(target)).one_or_none()
+    return None if row is None else AuditEntry(*row)
+
+
 @missing_tables_explained(HISTORY_VERSION)
 def show_audit(connection: Connection, entry: UUID) -> AuditDetail:
     """One action with what was meant.

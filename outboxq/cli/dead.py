@@ -10,7 +10,7 @@ from outboxq.cli.bulk import ChangeOptions, change_all, exit_code_of
 from outboxq.cli.help import Commands
 from outboxq.cli.options import KindFilter, OneId, QueueFilter, takes
 from outboxq.cli.output import notice, print_json
-from outboxq.cli.reading import lists, shows
+from outboxq.cli.reading import lists, shows, what_became_of
 from outboxq.cli.tables import Column
 from outboxq.codec.text import several
 
@@ -77,8 +77,14 @@ def show_dead(connection: "Connection", job_id: OneId) -> object:
       outboxq dead show 01929e1c-5a7d-7cc3-9a55-2f8c5c1b7d10
     """
     from outboxq.admin import dead_letters
+    from outboxq.cli.errors import CommandFailed
+    from outboxq.errors import JobNotFound
 
-    return dead_letters.show_dead(connection, job_id)
+    try:
+        return dead_letters.show_dead(connection, job_id)
+    except JobNotFound as missing:
+        became = what_became_of(connection, job_id, "it was retried or discarded, or there was none")
+        raise CommandFailed(f"{missing}: {became}") from missing
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

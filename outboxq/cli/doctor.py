@@ -58,14 +58,15 @@ class DoctorOptions(DatabaseOptions):
         typer.Option("--short-timeout", metavar="SECONDS", min=0, help="Report time-outs of the server below this."),
     ] = 60.0
     purpose: Annotated[
-        Literal["relay", "producer", "receiver", "reader", "operator"],
+        Literal["relay", "producer", "receiver", "reader", "operator"] | None,
         typer.Option(
             "--for",
             metavar="PART",
             help="What the role of the URL is for, which decides the rights that it needs: relay, producer, receiver, "
-            "reader or operator.",
+            "reader or operator. By default as it is a member of a group that `outboxq roles` makes, else relay.",
+            show_default=False,
         ),
-    ] = "relay"
+    ] = None
     listen_url: Annotated[
         list[str] | None,
         typer.Option(

@@ -12,7 +12,7 @@ from outboxq.cli.errors import WrongUsage
 from outboxq.cli.help import Commands
 from outboxq.cli.options import GroupFilter, KindFilter, OneId, QueueFilter, StateFilter, takes
 from outboxq.cli.output import notice, print_json
-from outboxq.cli.reading import lists, shows
+from outboxq.cli.reading import lists, shows, what_became_of
 from outboxq.cli.tables import Column
 from outboxq.cli.watching import watch_jobs
 from outboxq.codec.text import several
@@ -105,7 +105,8 @@ def show_job(connection: "Connection", job_id: OneId) -> object:
         outcome = finished.outcome_of(connection, job_id)
         if outcome is not None:
             raise CommandFailed(f"{missing}: it is {outcome}, see `outboxq done show {job_id}`") from missing
-        raise CommandFailed(f"{missing}: it is done, was cancelled, or never existed") from missing
+        became = what_became_of(connection, job_id, "it is done, was cancelled, or never existed")
+        raise CommandFailed(f"{missing}: {became}") from missing
 
 
 app.command("watch")(watch_jobs)

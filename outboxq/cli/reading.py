@@ -3,13 +3,18 @@
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
 from outboxq.cli.options import DatabaseOptions, Wide, as_command, parameters_of
 from outboxq.cli.output import notice, print_detail, print_json
 from outboxq.cli.tables import Column, print_table
+
+if TYPE_CHECKING:
+    from uuid import UUID
+
+    from sqlalchemy import Connection
 
 Shared = TypeVar("Shared", bound=DatabaseOptions)
 
@@ -79,3 +84,15 @@ def _options_of(find: Callable[..., object], shared: type[DatabaseOptions]) -> l
 def _take(shared: type[Shared], given: dict[str, Any]) -> Shared:
     """Take the values of the shared options out of those that were given."""
     return shared(**{each.name: given.pop(each.name) for each in parameters_of(shared)})
+
+
+def what_became_of(connection: "Connection", job_id: "UUID", unless_known: str) -> str:
+    """What operators did last to a job that is not there, by the audit; else `unless_known`."""
+    from outboxq.admin.audit import last_action_on
+
+    done = last_action_on(connection, str(job_id))
+    if done is None:
+        return unless_known
+    return (
+        f"{done.actor!r} did {done.action} to it at {done.at:%Y-%m-%d %H:%M:%S} UTC, see `outboxq audit show {done.id}`"
+    )

@@ -119,7 +119,7 @@ def run_checks(
     *,
     schema: str = SCHEMA,
     limits: Limits | None = None,
-    use: Part = "relay",
+    use: Part | None = None,
     registry: Registry | None = None,
     listen_connect: Connect | None = None,
 ) -> list[Finding]:
@@ -127,17 +127,21 @@ def run_checks(
 
     Args:
         connect: Opens a connection to the database; called twice, to recognise a transaction pooler.
-        use: What the role is for, which decides the rights that it needs.
+        use: What the role is for, which decides the rights that it needs; None: as it is a member of the groups that
+            `outboxq roles` makes, and else a relay's.
         registry: Kinds that wait are compared with it.
         listen_connect: Opens a connection by the URL that relays listen on, if they have one.
     """
     with connect() as given, unprepared(given):
         connection = given.execution_options(isolation_level="READ COMMITTED", schema_translate_map={SCHEMA: schema})
         context = CheckContext(
-            connection=connection, schema=schema, limits=limits or Limits(), use=use, registry=registry
+            connection=connection, schema=schema, limits=limits or Limits(), use=use or "relay", registry=registry
         )
         found: list[Finding] = []
         try:
+            if use is None:
+                with _transaction(connection):
+                    context = replace(context, use=rights.use_of(context))
             context = _look_at_tables(context, found)
             for check in CHECKS:
                 if check.fits(context):

@@ -112,7 +112,8 @@ def _not_served(queue: _LateQueue, relays: _Relays) -> Finding:
     others = f"; served are {', '.join(map(repr, served))}" if served else ""
     dead = relays.last_dead(queue.name)
     if dead is not None:
-        others += f"; the last one that did, {dead.host} (process {dead.pid}), was seen {age(dead.seen_seconds)} ago"
+        seen = f"was seen {age(dead.seen_seconds)} ago and has not ended in order"
+        others += f"; one that did, {dead.host} (process {dead.pid}), {seen}"
     return Finding(
         "queue-not-served",
         "problem",

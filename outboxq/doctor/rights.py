@@ -4,7 +4,7 @@ import re
 import shlex
 from collections.abc import Iterator, Mapping
 
-from outboxq.admin.roles import RIGHTS, Part
+from outboxq.admin.roles import RIGHTS, Part, default_names
 from outboxq.doctor.findings import CheckContext, Finding
 from outboxq.doctor.formatting import identifier
 from outboxq.names import with_article
@@ -14,7 +14,15 @@ from outboxq.statements.doctor.sessions import role_settings
 # An identifier of a search path: in quotes, or as it is.
 _SCHEMA = re.compile(r'"((?:[^"]|"")+)"|([^",\s]+)')
 _SELECT = ("SELECT",)
+_WIDEST: tuple[Part, ...] = ("relay", "operator", "reader", "receiver", "unique_producer", "producer")
 _POLICY_COMMANDS = {"SELECT": "r", "INSERT": "a", "UPDATE": "w", "DELETE": "d"}
+
+
+def use_of(context: CheckContext) -> Part:
+    """What this role is for, by the groups that it is a member of; a relay's, if by none."""
+    parts = {name: part for part, name in default_names().items()}
+    member = {parts[name] for name in context.scalars(statements.groups_of_role(list(parts)))}
+    return next((part for part in _WIDEST if part in member), "relay")
 
 
 def find_missing_rights(context: CheckContext) -> Iterator[Finding]:

@@ -9,6 +9,7 @@ from sqlalchemy import Row
 from sqlalchemy.exc import DBAPIError
 
 from outboxq.codec.text import several
+from outboxq.database.engines import RELAY_NAME
 from outboxq.doctor.findings import CheckContext, Finding, Value, detail_of
 from outboxq.doctor.formatting import age, size
 from outboxq.statements.doctor import sessions as statements
@@ -64,7 +65,10 @@ def _count_leased_jobs(context: CheckContext, transactions: list[str]) -> Mappin
 
 def _jobs_held(row: Row[Any], jobs: int) -> Finding:
     what = f"has held {several(jobs, 'job', 'jobs')}" if jobs else "has had a transaction open on the jobs"
-    if row.state == "active":
+    if row.application_name == RELAY_NAME:
+        # Idle in its transaction while the handler does something else.
+        what = f"of a relay has run {several(jobs, 'job', 'jobs') if jobs else 'a handler'}"
+    if row.application_name == RELAY_NAME or row.state == "active":
         advice = (
             "A handler or statement that runs this long keeps its jobs and its connection: give long handlers "
             'timeout_seconds or claim="lease". '
@@ -94,8 +98,12 @@ def find_pinned_snapshot(context: CheckContext) -> Iterator[Finding]:
             "warning",
             f"{_session(first)} has pinned the oldest snapshot for {age(first.seconds)}{also}: {_PINNED}",
             {**_session_detail(first), "transactions": first.transactions, "others": others},
-            "Commit or end what it does; run long reports on a standby, or in shorter transactions. "
-            f"To end it: SELECT pg_terminate_backend({first.pid});",
+            (
+                'It is a handler of a relay: give long handlers timeout_seconds or claim="lease". '
+                if first.application_name == RELAY_NAME
+                else "Commit or end what it does; run long reports on a standby, or in shorter transactions. "
+            )
+            + f"To end it: SELECT pg_terminate_backend({first.pid});",
         )
 
 

@@ -10,7 +10,10 @@ from sqlalchemy import (
     ColumnElement,
     Executable,
     FromClause,
+    Select,
+    Text,
     TextClause,
+    cast,
     delete,
     insert,
     null,
@@ -49,6 +52,8 @@ SUMMARY_COLUMNS = (
     "id", "at", "finished_at", "stopped_at", "actor", "role", "via", "db_user", "action", "target", "reason",
     "expected", "changed", "held", "error",
 )  # fmt: skip
+# How many rows are looked through for one thing.
+LOOKED_AT = 10_000
 # What was cut off of these is not gone on with.
 _NEVER_RESUMED = ("audit.prune", "job.terminate")
 DETAIL_COLUMNS = ("position", "resumed", "filter", "change")
@@ -60,6 +65,22 @@ WRITTEN_COLUMNS = (
 )  # fmt: skip
 # What a change of many rows writes as it goes on.
 PROGRESS_COLUMNS = ("changed", "held", "position", "resumed", "finished_at", "stopped_at", "error")
+
+
+def may_read(schema: str) -> TextClause:
+    """One row: whether the table is there and may be read. Catalogs only; no locks."""
+    return text(
+        "SELECT coalesce(pg_catalog.has_table_privilege(pg_catalog.to_regclass(:name)::oid, 'SELECT'), false)"
+    ).bindparams(name=f"{quote_identifier(schema)}.audit")
+
+
+def last_on(target: str) -> Select[Any]:
+    """The last action on one thing, of the last `LOOKED_AT`; a row. Index: audit_at, backwards; no locks."""
+    latest = select(audit).order_by(audit.c.at.desc()).limit(LOOKED_AT).subquery()
+    shown = (latest.c[name] for name in SUMMARY_COLUMNS)
+    # Of several, a filter has their ids.
+    is_meant = or_(latest.c.target == target, pg.strpos(cast(latest.c.filter, Text), target) > 0)
+    return select(*shown).where(is_meant, latest.c.changed > 0).order_by(latest.c.at.desc()).limit(1)
 
 
 def may_write(schema: str) -> TextClause:

@@ -31,13 +31,15 @@ _AS_EVERYWHERE = "SET LOCAL enable_sort TO DEFAULT; SET LOCAL enable_seqscan TO 
 # A job that has never run and is not due is left alone: its producer has set the time. One that ran waits for its next
 # attempt, with older arguments than this run's: if it stayed, it would run with them after this run. Whether a job ran
 # shows in its attempts, and if the last one was not counted, in its token.
-_SIBLINGS: LiteralString = """\
+IS_TAKEN_ALONG: LiteralString = """\
+(state IN ('ready', 'suspect', 'group_waiting', 'group_suspect') OR state IN ('scheduled', 'grouped')
+      AND (run_at <= pg_catalog.statement_timestamp() OR attempt > 0 OR lease_token > 0 OR parked > 0))"""
+_SIBLINGS: LiteralString = f"""\
 siblings AS MATERIALIZED (
-  SELECT id, unique_key FROM {job} AS job
-  WHERE unique_key = ANY ({keys}::text[])
-    AND (state IN ('ready', 'suspect', 'group_waiting', 'group_suspect') OR state IN ('scheduled', 'grouped')
-      AND (run_at <= pg_catalog.statement_timestamp() OR attempt > 0 OR lease_token > 0 OR parked > 0))
-  LIMIT {limit} FOR UPDATE SKIP LOCKED
+  SELECT id, unique_key FROM {{job}} AS job
+  WHERE unique_key = ANY ({{keys}}::text[])
+    AND {IS_TAKEN_ALONG}
+  LIMIT {{limit}} FOR UPDATE SKIP LOCKED
 )"""
 # The newest of a key is the one that was added last, which no clock tells. `seq` too: a job that is put off may have
 # another one's content.

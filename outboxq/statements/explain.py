@@ -11,6 +11,7 @@ from sqlalchemy import TextClause, text
 
 from outboxq.statements.added import added_order
 from outboxq.statements.cancel import COUNTS
+from outboxq.statements.coalesce import IS_TAKEN_ALONG
 from outboxq.statements.doctor.sessions import qualified, schema_name
 
 # Counts go no further.
@@ -229,17 +230,23 @@ def _count(schema: str, condition: str) -> TextClause:
     return text(f"SELECT pg_catalog.count(*) FROM ({found}) AS found").bindparams(most=MOST_COUNTED + 1)
 
 
-def newest_of_key(schema: str, key: str) -> TextClause:
-    """The newest of the jobs of a coalescing key, and how many there are; a row.
+def newest_of_key(schema: str, key: str, job_id: UUID) -> TextClause:
+    """The newest of the jobs of a coalescing key that one run takes along, and how many they are; a row.
+
+    No row if a run does not take this job along: its producer has set a later time.
 
     Index: job_unique, 1,000 entries of it.
     """
     return text(
         f"""\
-SELECT id, pg_catalog.count(*) OVER () AS jobs FROM (
-  SELECT id, seq, headers FROM {qualified(schema, "job")} WHERE unique_key = CAST(:key AS text) LIMIT :looked_at
-) AS found ORDER BY {added_order("found")} DESC, seq DESC LIMIT 1"""
-    ).bindparams(key=key, looked_at=MOST_LOOKED_AT)
+SELECT id, jobs FROM (
+  SELECT id, pg_catalog.count(*) OVER () AS jobs, pg_catalog.bool_or(id = CAST(:job_id AS uuid)) OVER () AS has_job
+  FROM (
+    SELECT id, seq, headers FROM {qualified(schema, "job")}
+    WHERE unique_key = CAST(:key AS text) AND {IS_TAKEN_ALONG} LIMIT :looked_at
+  ) AS found ORDER BY {added_order("found")} DESC, seq DESC LIMIT 1
+) AS newest WHERE has_job"""
+    ).bindparams(key=key, job_id=str(job_id), looked_at=MOST_LOOKED_AT)
 
 
 def busiest_relays() -> TextClause:

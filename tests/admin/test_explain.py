@@ -635,6 +635,35 @@ def test_a_newer_job_of_the_same_key_stands_for_it(
     assert codes(of_job(engine, newer)) == ["behind-others"]
 
 
+def test_a_newer_job_of_the_same_key_that_is_to_run_later_stands_for_none(
+    engine: Engine, sessions: sessionmaker[OutboxSession], served: None
+) -> None:
+    """A run takes along what may run by then: its producer has set the other one's time."""
+    later = timedelta(hours=1)
+    older, newer = add(sessions, rebuild.job(version=1), rebuild.options(delay=later).job(version=2))
+    assert codes(of_job(engine, older)) == ["due-now"]
+    assert codes(of_job(engine, newer)) == ["scheduled"]
+
+
+def test_a_suspect_that_runs_counts_once(
+    outboxq_database: Database, engine: Engine, sessions: sessionmaker[OutboxSession]
+) -> None:
+    """In transaction mode it has a lease besides its place in the limit: one job runs, and two may."""
+    with engine.begin() as connection:
+        queues.set_limits(connection, ["mail"], make_limits(running=2))
+    suspect, other = add(sessions, send.job(), send.job())
+    owner = "INSERT INTO outboxq.relay (id, alive_until) VALUES (gen_random_uuid(), clock_timestamp() + interval '1 h')"
+    execute(
+        outboxq_database.url,
+        owner,
+        "UPDATE outboxq.job SET state = 'leased', crashes = 1, lease_owner = (SELECT id FROM outboxq.relay) "
+        f"WHERE id = '{suspect}'",
+    )
+    place = "SELECT pg_advisory_xact_lock(hashtext('outboxq_outboxq limit'), hashtext('mail' || chr(31) || 0))"
+    with open_session(outboxq_database.url, place, name=RELAY):
+        assert codes(of_job(engine, other)) == ["due-now"]
+
+
 def test_jobs_that_come_before_it_are_counted(
     engine: Engine, sessions: sessionmaker[OutboxSession], served: None
 ) -> None:

@@ -221,3 +221,18 @@ def test_a_filter_that_matches_nothing_is_done(outboxq_database: Database, waiti
     """A clean-up that finds nothing to clean up has not failed."""
     said: Outcome = call("jobs", "cancel", "--queue", "x' OR true --", url=outboxq_database.url).ok()
     assert said.stdout == "cancelled 0 jobs\n"
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_a_job_that_an_operator_has_cancelled_is_told_by_the_audit(
+    several: bool, outboxq_database: Database, waiting: dict[str, JobHandle]
+) -> None:
+    """Who did what to it, and when; of a job of which nothing is known, all that it may be."""
+    url, job_id = outboxq_database.url, waiting["first"].id
+    others = [waiting["ship"].id] if several else []
+    call("jobs", "cancel", job_id, *others, url=url).ok()
+    said = call("jobs", "show", job_id, url=url)
+    assert said.exit_code == 1
+    assert "did job.cancel to it at " in said.stderr
+    assert "`outboxq audit show " in said.stderr
+    assert "it is done, was cancelled, or never existed" in call("jobs", "show", uuid4(), url=url).stderr

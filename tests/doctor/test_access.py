@@ -7,12 +7,15 @@ from contextlib import contextmanager
 
 import psycopg
 import pytest
-from sqlalchemy import Connection, make_url
+from sqlalchemy import Connection, create_engine, make_url
 
 from outboxq import doctor
-from outboxq.admin.roles import RIGHTS, roles_sql
+from outboxq.admin.roles import RIGHTS, Part, roles_sql
 from outboxq.database.engines import make_engine
+from outboxq.doctor import rights
 from outboxq.postgres import Database
+from tests.admin.test_roles import Cast
+from tests.admin.test_roles import roles as roles
 from tests.support.cli import call
 from tests.support.doctor import examine, execute, named, only, open_session
 from tests.support.pgbouncer import pgbouncer
@@ -80,6 +83,16 @@ def test_each_missing_grant_is_named_by_use(outboxq_database: Database, role: An
     assert only(url, "grant-missing", "--for", "producer")["detail"]["missing"] == [
         f"INSERT ({', '.join(RIGHTS['producer'].inserts['job'])})"
     ]
+
+
+@pytest.mark.parametrize("part", ["operator", "reader", "relay"])
+def test_what_a_role_is_for_is_known_by_its_group(roles: Cast, part: Part, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No operator is told of what a relay would need."""
+    monkeypatch.setattr(rights, "default_names", lambda: roles.groups)
+    engine = create_engine(roles.url(part))
+    found = doctor.run_checks(lambda: engine.connect())
+    engine.dispose()
+    assert [each.title for each in found if each.code == "grant-missing"] == []
 
 
 def test_a_producer_that_lacks_a_column_learns_which(outboxq_database: Database, role: AnotherRole) -> None:

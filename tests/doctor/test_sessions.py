@@ -48,6 +48,19 @@ def test_a_session_that_holds_jobs_is_named(outboxq_database: Database) -> None:
     assert named(url, "jobs-held-by-session", *NOW) == []
 
 
+def test_a_long_handler_of_a_relay_is_no_foreign_session(outboxq_database: Database) -> None:
+    """Its session waits in its transaction for what the handler does elsewhere: it is no client that forgot COMMIT."""
+    url = outboxq_database.url
+    execute(url, ADD)
+    with open_session(url, "DELETE FROM outboxq.job", name="outboxq relay"):
+        found = only(url, "jobs-held-by-session", *NOW)
+        pinned = only(url, "snapshot-pinned-by-session", *NOW)
+    assert "of a relay has run 1 job for" in found["title"]
+    assert "timeout_seconds" in found["advice"]
+    assert "client" not in found["advice"]
+    assert "handler of a relay" in pinned["advice"]
+
+
 def test_an_insert_that_is_not_committed_is_named(outboxq_database: Database) -> None:
     """A producer that forgot its COMMIT is named, although nobody can see its job."""
     with open_session(outboxq_database.url, ADD) as session:

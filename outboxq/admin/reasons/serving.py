@@ -45,7 +45,7 @@ class Relays:
 
     @property
     def last_dead(self) -> Row[Any] | None:
-        """Of the dead relays that served the queue, the one that was seen last."""
+        """Of the relays that served the queue and did not end in order, the one that was seen last."""
         return next((relay for relay in self.seen if relay.serves and not relay.is_alive), None)
 
     @property
@@ -141,7 +141,8 @@ def _last(relays: Relays) -> str:
     dead = relays.last_dead
     if dead is None:
         return ""
-    return f"; the last one that did, {named([dead])}, was seen {duration(dead.seen_seconds)} ago"
+    # One that ends in order removes its row: others may have served the queue since.
+    return f"; one that did, {named([dead])}, was seen {duration(dead.seen_seconds)} ago and has not ended in order"
 
 
 def _last_details(relays: Relays) -> dict[str, Value]:

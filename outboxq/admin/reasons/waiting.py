@@ -178,7 +178,7 @@ def find_coalesced(looks: Looks, job: Row[Any]) -> Iterator[Reason]:
     """A newer job of the same coalescing key stands for it."""
     if job.unique_key is None:
         return
-    newest = looks.row("jobs of its key", statements.newest_of_key(looks.schema, job.unique_key))
+    newest = looks.row("jobs of its key", statements.newest_of_key(looks.schema, job.unique_key, job.id))
     if newest is None or newest.id == job.id:
         return
     more = " or more" if newest.jobs >= statements.MOST_LOOKED_AT else ""

@@ -10,7 +10,7 @@ from outboxq.statements.render import quote_literal
 
 # The names of advisory locks in pg_locks are numbers without a sign.
 _RUNNING = """\
-SELECT limited.name AS queue, limited.most, (
+SELECT limited.name AS queue, limited.most, greatest((
     SELECT pg_catalog.count(*) FROM pg_catalog.pg_locks AS held
     WHERE held.locktype = 'advisory' AND held.granted AND held.objsubid = 2
       AND held.database = (SELECT oid FROM pg_catalog.pg_database WHERE datname = pg_catalog.current_database())
@@ -18,11 +18,11 @@ SELECT limited.name AS queue, limited.most, (
       AND held.objid::bigint IN (
         SELECT pg_catalog.hashtext(limited.name || pg_catalog.chr(31) || place::text)::bigint & 4294967295::bigint
         FROM pg_catalog.generate_series(0, limited.most - 1) AS place)
-  ) + (
+  ), (
     SELECT pg_catalog.count(*) FROM {job} WHERE state = 'leased' AND queue = limited.name
   ) + (
     SELECT pg_catalog.count(*) FROM {job} WHERE state = 'group_leased' AND queue = limited.name
-  ) AS running
+  )) AS running
 FROM ROWS FROM (
   pg_catalog.unnest(CAST(:names AS text[])), pg_catalog.unnest(CAST(:most AS integer[]))
 ) AS limited (name, most)"""
@@ -89,7 +89,9 @@ def queue_limits(schema: str) -> TextClause:
 
 
 def running(schema: str) -> TextClause:
-    """How many slots of queues' limits are taken, those of jobs under leases included; a row for each of `names`.
+    """How many slots of queues' limits are taken, or jobs run under leases; a row for each of `names`.
+
+    The greater of the two: a queue has one or the other, but that a suspect of transaction mode has both.
 
     Indexes: job_leased and job_group_state, as many rows as run under leases.
     """

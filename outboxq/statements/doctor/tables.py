@@ -128,6 +128,14 @@ GROUP BY class.oid, class.relname ORDER BY 1"""
     ).bindparams(schema_name(schema))
 
 
+def groups_of_role(names: list[str]) -> TextClause:
+    """Those of these roles that exist and whose rights this role has. Catalogs only; no locks."""
+    return text(
+        "SELECT rolname::text FROM pg_catalog.pg_roles "
+        "WHERE rolname = ANY (CAST(:names AS name[])) AND pg_catalog.pg_has_role(oid, 'USAGE')"
+    ).bindparams(names=names)
+
+
 def search_path() -> TextClause:
     """The search path in which this role's sessions look functions and operators up."""
     return text("SELECT session_user::text AS role, pg_catalog.current_setting('search_path') AS value")

@@ -22,6 +22,7 @@ from sqlalchemy import (
     cast,
     delete,
     exists,
+    func,
     insert,
     literal,
     literal_column,
@@ -84,7 +85,10 @@ def _schedule(claimed: Job, delay: timedelta | None, passes: bool) -> dict[str, 
         ran["lease_token"] = _random_token()
     if delay is None:
         return {**ran, "state": "ready" if claimed.group_key is None else "grouped"}
-    later = pg.clock_timestamp() + literal(delay)
+    later: ColumnElement[Any] = pg.clock_timestamp() + literal(delay)
+    if claimed.expires_at is not None:
+        # Then it is dropped at once: until then its group, its batch and a waiting caller would wait for nothing.
+        later = func.least(later, literal(claimed.expires_at))
     if claimed.group_key is None:
         return {**ran, "state": "scheduled", "run_at": later}
     several = select(queue.c.max_per_group).where(queue.c.name == claimed.queue).scalar_subquery() > 1

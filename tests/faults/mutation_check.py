@@ -988,6 +988,15 @@ MUTANTS = (
         ("tests/statements/test_lookups.py",),
     ),
     Mutant(
+        "a job that is put off for longer than it may wait comes at its expiry",
+        "outboxq/statements/settle.py",
+        "        later = func.least(later, literal(claimed.expires_at))\n",
+        "        pass\n",
+        (
+            "tests/flow/test_option_pairs.py::test_a_job_that_would_be_tried_again_after_its_expiry_holds_nothing_up_till_then",
+        ),
+    ),
+    Mutant(
         "a coalesced job that is put back keeps its place by the order of adding",
         "outboxq/statements/settle.py",
         '        kept["headers"] = with_added_order(claimed.headers, claimed.seq)',

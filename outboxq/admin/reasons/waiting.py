@@ -54,7 +54,7 @@ def _expiry(job: Row[Any]) -> Iterator[Reason]:
             details,
             "Nothing. If it was to run all the same, add it again with a later `expires`.",
         )
-    elif job.due_in_seconds > job.expires_in_seconds:
+    elif job.due_in_seconds >= job.expires_in_seconds:
         yield Reason(
             "expires-first",
             f"it expires in {duration(job.expires_in_seconds)}, before its time in {duration(job.due_in_seconds)}: it "

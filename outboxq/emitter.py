@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Protocol, TypeAlias, cast, get_args
 
 from outboxq.events import CountedEvent, Event, Hook, JobDied, JobRetried
+from outboxq.forks import call_here
 
 logger = logging.getLogger("outboxq.hooks")
 
@@ -60,7 +61,7 @@ class Emitter:
         hooks, is_wanted_later = self._find(type(event)) if told is None else told
         for hook in hooks:
             try:
-                hook(event)
+                call_here(hook, event)
             except BaseException as error:
                 # User code: reported with its traceback, whatever it raises. Ctrl-C comes to the main thread alone.
                 self._on_failure(hook, event)

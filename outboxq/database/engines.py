@@ -19,6 +19,7 @@ from sqlalchemy.util import greenlet_spawn
 from outboxq.database.driver import DriverConnection
 from outboxq.database.urls import host_names, psycopg_url
 from outboxq.errors import ConfigError
+from outboxq.forks import cut_off_in_children
 
 T = TypeVar("T")
 
@@ -246,6 +247,7 @@ def _sync_connector(take: Callable[[], PoolProxiedConnection]) -> Callable[[], D
         driver = raw.driver_connection
         raw.detach()
         assert isinstance(driver, psycopg.Connection)
+        cut_off_in_children(driver)
         driver.rollback()
         return driver
 
@@ -262,6 +264,7 @@ def _async_connector(
         driver = raw.driver_connection
         raw.detach()
         assert isinstance(driver, psycopg.AsyncConnection)
+        cut_off_in_children(driver)
         await driver.rollback()
         return driver
 
@@ -314,4 +317,10 @@ def _url_connector(url: URL, application_name: str) -> Callable[[], DriverConnec
     _, in_url = PGDialect_psycopg().create_connect_args(url)  # type: ignore[no-untyped-call]  # SQLAlchemy's own
     parameters = {**in_url, **connect_arguments(url, application_name), "autocommit": True}
     refused = threading.Event()
-    return lambda: _connect(psycopg.connect, parameters, url, refused)
+
+    def connect() -> DriverConnection:
+        driver = _connect(psycopg.connect, parameters, url, refused)
+        cut_off_in_children(driver)
+        return driver
+
+    return connect

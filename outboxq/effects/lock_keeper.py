@@ -5,9 +5,7 @@ their lock, and ends when nothing is held any more.
 """
 
 import logging
-import os
 import threading
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -18,21 +16,12 @@ from sqlalchemy import Connection
 from outboxq.clock import clock
 from outboxq.database.errors import describe_error
 from outboxq.effects.protocol import LockExpiry
+from outboxq.forks import forget_in_children
 from outboxq.statements import effects as statements
 
 logger = logging.getLogger("outboxq.effects")
 
 Transaction = Callable[[Callable[[Connection], object]], object]
-_KEEPERS = weakref.WeakSet["LockKeeper"]()
-
-
-def _forget_all() -> None:
-    # The calls under way and their thread are the parent's, and so is whatever held a condition when it forked.
-    for keeper in _KEEPERS:
-        keeper.forget()
-
-
-os.register_at_fork(after_in_child=_forget_all)
 
 
 class LockKeeper:
@@ -47,10 +36,10 @@ class LockKeeper:
         self._transact = transact
         self._beat_seconds = lease_seconds / 3
         self.forget()
-        _KEEPERS.add(self)
+        forget_in_children(self)
 
     def forget(self) -> None:
-        """Keep no locks, as at the start."""
+        """Keep no locks, as at the start: the calls under way and their thread are the parent's."""
         self._held: dict[LockExpiry, float] = {}
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None

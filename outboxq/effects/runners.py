@@ -22,6 +22,7 @@ from outboxq.effects.telling import telling
 from outboxq.effects.transactions import AsyncTransactions, Transactions
 from outboxq.errors import CallNotApplied, ConfigError, HandlerError
 from outboxq.events import EffectCalled
+from outboxq.forks import await_here, call_here
 from outboxq.names import with_article
 from outboxq.statements.effects import select_deployment
 
@@ -72,10 +73,10 @@ class EffectRunner:
             case Transact(work, settles):
                 return self._transactions.run(work, settles=settles)
             case Call(provider_key):
-                return _not_awaitable(options.call(provider_key))
+                return _not_awaitable(call_here(options.call, provider_key))
             case LookUpCall(provider_key):
                 assert options.already_applied is not None
-                return options.already_applied(provider_key)
+                return call_here(options.already_applied, provider_key)
             case Pause(seconds):
                 time.sleep(seconds)
                 return None
@@ -165,12 +166,12 @@ class AsyncEffectRunner:
                     # Recorded as not applied, instead of unknown: the call was certainly not made.
                     raise CallNotApplied("cancelled before the call")
                 assert options is not None
-                return await _awaited(options.call(provider_key))
+                return await _awaited(call_here(options.call, provider_key))
             case LookUpCall(provider_key):
                 cancellation.release()
                 assert options is not None
                 assert options.already_applied is not None
-                return await _awaited(options.already_applied(provider_key))
+                return await _awaited(call_here(options.already_applied, provider_key))
             case Pause(seconds):
                 cancellation.release()
                 await asyncio.sleep(seconds)
@@ -203,7 +204,7 @@ def _read_deployment(connection: Connection) -> UUID:
 
 async def _awaited(value: Awaitable[object] | object) -> object:
     # A plain function has done its work by now: what it did must be recorded, not refused.
-    return await value if inspect.isawaitable(value) else value
+    return await await_here(value) if inspect.isawaitable(value) else value
 
 
 def _not_awaitable(value: object) -> object:

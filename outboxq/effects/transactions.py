@@ -8,9 +8,10 @@ import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
-from sqlalchemy import Connection, Engine
+from sqlalchemy import Connection, Engine, event
+from sqlalchemy.engine.interfaces import DBAPIConnection
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 from sqlalchemy.util import greenlet_spawn
@@ -19,6 +20,7 @@ from outboxq.config import check_schema
 from outboxq.database.errors import sqlstate_of
 from outboxq.effects.lock_keeper import Transaction
 from outboxq.errors import ConfigError
+from outboxq.forks import cut_off_in_children, forget_in_children
 from outboxq.tables import SCHEMA, mapped_schema
 
 T = TypeVar("T")
@@ -41,11 +43,18 @@ class SidePool:
         self._schema = schema
         self._is_over = False
         self.engine = self._make()
+        forget_in_children(self)
+
+    def forget(self) -> None:
+        """Have none of the connections, which are the parent's."""
+        self.engine = self._make()
 
     def _make(self) -> Engine:
         options = {"isolation_level": "READ COMMITTED", "schema_translate_map": {SCHEMA: self._schema}}
         model = self._model
-        beside = Engine(model.pool.recreate(), model.dialect, model.url, hide_parameters=True)
+        pool = model.pool.recreate()
+        event.listen(pool, "connect", _cut_off_in_children)
+        beside = Engine(pool, model.dialect, model.url, hide_parameters=True)
         return beside.execution_options(**options)
 
     @contextmanager
@@ -77,6 +86,13 @@ class SidePool:
         """Close the pool, and from now on each connection that is returned."""
         self._is_over = True
         self.engine.pool.dispose()
+
+
+def _cut_off_in_children(connection: DBAPIConnection, _record: object) -> None:
+    # The adapter of an async driver's connection names what it wraps. Producers may have other drivers than psycopg.
+    driver: Any = getattr(connection, "driver_connection", connection)
+    if hasattr(driver, "fileno"):
+        cut_off_in_children(driver)
 
 
 class EngineTransactions:

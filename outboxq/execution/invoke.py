@@ -20,6 +20,7 @@ from outboxq.effects.api import EffectAccess
 from outboxq.errors import HandlerError, HandlerTimedOut
 from outboxq.execution.handler_session import SESSION_OPTIONS, AsyncHandlerSession, HandlerSession, hand_over
 from outboxq.execution.surround import Surrounded, await_within, call_within
+from outboxq.forks import await_here, call_here
 from outboxq.handlers.call import HandlerCall
 from outboxq.handlers.context import AsyncContext, Context, JobContext
 from outboxq.handlers.deferred import Write
@@ -127,8 +128,9 @@ class SyncInvoker:
         """Run the handler to its end."""
         ctx = _OpeningContext(run, cast("Callable[[], OutboxSession]", session))
         if isinstance(args, Surrounded):
-            return call_within(args.arounds, args.context_of(ctx), lambda: handler.function(ctx, **args.load()))
-        return handler.function(ctx, **args)
+            load = args.load
+            return call_within(args.arounds, args.context_of(ctx), lambda: call_here(handler.function, ctx, **load()))
+        return call_here(handler.function, ctx, **args)
 
 
 class AsyncInvoker:
@@ -249,12 +251,12 @@ _ENDED = _Ended()
 
 def _awaited(handler: AnyHandler, ctx: AsyncContext[Any], args: Args) -> Awaitable[object]:
     if not isinstance(args, Surrounded):
-        running: Awaitable[object] = handler.function(ctx, **args)
+        running: Awaitable[object] = call_here(handler.function, ctx, **args)
         return running
 
     async def load_and_call() -> object:
         # In a greenlet, where plain code may wait for the database.
-        return await handler.function(ctx, **await greenlet_spawn(args.load))
+        return await await_here(handler.function(ctx, **await greenlet_spawn(args.load)))
 
     return await_within(args.arounds, args.context_of(ctx), load_and_call)
 
@@ -285,7 +287,7 @@ async def _with_its_cancellations(running: Awaitable[object]) -> object:
     task = asyncio.current_task()
     assert task is not None
     try:
-        return await running
+        return await await_here(running)
     finally:
         if task.cancelling():
             await asyncio.sleep(0)

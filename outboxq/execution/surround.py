@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from outboxq.errors import HandlerError
 from outboxq.execution.handler_session import AttemptSession
+from outboxq.forks import await_here, call_here
 from outboxq.handlers.around import Around, Arounds, Wrapping
 from outboxq.handlers.context import AsyncBatchContext, AsyncContext, BatchContext, JobContext
 from outboxq.job import Job
@@ -58,7 +59,7 @@ def call_within(arounds: Sequence[Around], ctx: object, call: Callable[[], objec
     if not arounds:
         return call()
     around, *inner = arounds
-    wrapping = around.checked(around.make(ctx))
+    wrapping = around.checked(call_here(around.make, ctx))
     if wrapping is None:
         return call_within(inner, ctx, call)
     if not isinstance(wrapping, AbstractContextManager | AbstractAsyncContextManager):
@@ -68,14 +69,14 @@ def call_within(arounds: Sequence[Around], ctx: object, call: Callable[[], objec
             f"around {around.name} returned an async context manager, and the handler is sync: return a sync one, or "
             'register it with @jobs.around(flavour="async")'
         )
-    wrapping.__enter__()
+    call_here(wrapping.__enter__)
     try:
         returned = call_within(inner, ctx, call)
     except BaseException as error:
         # Raised again, whatever it answers: what failed must not count as done.
-        wrapping.__exit__(type(error), error, error.__traceback__)
+        call_here(wrapping.__exit__, type(error), error, error.__traceback__)
         raise
-    wrapping.__exit__(None, None, None)
+    call_here(wrapping.__exit__, None, None, None)
     return returned
 
 
@@ -102,10 +103,10 @@ async def await_within(arounds: Sequence[Around], ctx: object, call: Callable[[]
 
 
 async def _made(around: Around, ctx: object) -> Wrapping:
-    made = around.make(ctx)
+    made = call_here(around.make, ctx)
     # A context manager may be awaitable too, and is meant to be entered.
     if inspect.isawaitable(made) and not isinstance(made, AbstractContextManager | AbstractAsyncContextManager):
-        made = await made
+        made = await await_here(made)
     return around.checked(made)
 
 
@@ -116,13 +117,13 @@ class _Both(NamedTuple):
 
     async def enter(self) -> None:
         if isinstance(self.wrapping, AbstractAsyncContextManager):
-            await self.wrapping.__aenter__()
+            await await_here(self.wrapping.__aenter__())
         else:
-            self.wrapping.__enter__()
+            call_here(self.wrapping.__enter__)
 
     async def leave(self, error: BaseException | None) -> None:
         said = (None, None, None) if error is None else (type(error), error, error.__traceback__)
         if isinstance(self.wrapping, AbstractAsyncContextManager):
-            await self.wrapping.__aexit__(*said)
+            await await_here(self.wrapping.__aexit__(*said))
         else:
-            self.wrapping.__exit__(*said)
+            call_here(self.wrapping.__exit__, *said)

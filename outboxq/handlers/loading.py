@@ -10,6 +10,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from outboxq.errors import ConfigError, OutboxqError
+from outboxq.forks import call_here
 from outboxq.names import with_article
 
 if TYPE_CHECKING:
@@ -56,7 +57,7 @@ def _import(name: str) -> ModuleType:
     if directory not in sys.path:
         sys.path.insert(0, directory)
     try:
-        return importlib.import_module(name)
+        return call_here(importlib.import_module, name)
     except ModuleNotFoundError as error:
         if error.name is not None and f"{name}.".startswith(f"{error.name}."):
             raise ConfigError(

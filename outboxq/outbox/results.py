@@ -1,7 +1,6 @@
 """Results: wait for what the handler of a job returns, in a thread or in an event loop."""
 
 import asyncio
-import os
 import threading
 from collections.abc import Hashable
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from outboxq.database.answers import Answer
 from outboxq.database.engines import AnyEngine, beside_connector
 from outboxq.database.errors import describe_error
 from outboxq.errors import ConfigError, JobNotDone, ResultNotFound, ResultTimeout
+from outboxq.forks import forget_in_children
 from outboxq.outbox.result_listener import ResultLimits, ResultListener
 from outboxq.outbox.result_wait import Ending, Wait
 from outboxq.tables import SCHEMA, mapped_schema
@@ -31,9 +31,10 @@ class ResultListeners:
 
     def __init__(self) -> None:
         self.limits = ResultLimits()
-        self.clear()
+        self.forget()
+        forget_in_children(self)
 
-    def clear(self) -> None:
+    def forget(self) -> None:
         """Know of no listener: in a forked process there is no thread of the old one."""
         self._lock = threading.Lock()
         self._listeners: dict[Hashable, ResultListener] = {}
@@ -56,7 +57,6 @@ class ResultListeners:
 
 
 listeners = ResultListeners()
-os.register_at_fork(after_in_child=listeners.clear)
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,6 +27,7 @@ from outboxq.database.guard import Guard
 from outboxq.emitter import HOOKS_OPTION
 from outboxq.execution.invoke import AsyncInvoker, Invoker, SyncInvoker
 from outboxq.execution.prepared import PreparedStatements
+from outboxq.forks import cut_off_in_children
 from outboxq.handlers.handler import Flavour
 from outboxq.relay.limits import RelayLimits
 from outboxq.statements.server import server_epoch
@@ -58,6 +59,7 @@ def make_slot_connection(
     connection: Connection, invoker: Invoker, harmless: AbstractSet[str] = frozenset()
 ) -> SlotConnection:
     """Set up a new connection. `harmless`: functions that are known to leave nothing on a connection."""
+    cut_off_in_children(driver_connection(connection))
     with connection.begin():
         epoch = server_epoch(connection)
     prepares = driver_connection(connection).prepare_threshold is not None

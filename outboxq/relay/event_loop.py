@@ -8,6 +8,8 @@ from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
+from outboxq.forks import await_here, runs_here
+
 _STOP_SECONDS = 5.0
 # A loop that does not answer within this time is blocked by a handler.
 _ANSWER_SECONDS = 1.0
@@ -52,10 +54,7 @@ class LoopThread:
     def call(self, awaitable: Awaitable[T], timeout_seconds: float | None = None) -> T:
         """Run an awaitable in the loop and wait for its result."""
 
-        async def run() -> T:
-            return await awaitable
-
-        return self.submit(run()).result(timeout_seconds)
+        return self.submit(await_here(awaitable)).result(timeout_seconds)
 
     def call_unless_blocked(self, awaitable: Awaitable[object], timeout_seconds: float) -> None:
         """Run an awaitable in the loop and wait for its end; do nothing if the loop is blocked."""
@@ -81,6 +80,7 @@ def _run_loop(started: Future[asyncio.AbstractEventLoop], ends: threading.Event)
     """
     with asyncio.Runner() as runner:
         loop = runner.get_loop()
+        runs_here(loop)
         started.set_result(loop)
         while not ends.is_set():
             with suppress(KeyboardInterrupt, SystemExit):

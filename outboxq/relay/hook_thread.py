@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from outboxq.emitter import forget
 from outboxq.events import Event
+from outboxq.forks import await_here, call_here, runs_here
 from outboxq.handlers.function import name_of
 from outboxq.handlers.hooks import EventHook
 from outboxq.relay.limits import HookLimits
@@ -166,7 +167,7 @@ class HookThread:
 
     def _call(self, hook: EventHook, event: Event, runner: asyncio.Runner) -> None:
         try:
-            returned = hook.function(event)
+            returned = call_here(hook.function, event)
             if inspect.isawaitable(returned):
                 error = runner.run(_error_of(returned, self._limits.await_seconds))
                 if error is not None:
@@ -180,10 +181,11 @@ async def _error_of(awaitable: Awaitable[object], seconds: float) -> BaseExcepti
 
     Not raised here: a KeyboardInterrupt or a SystemExit that comes out of a task ends the event loop.
     """
+    runs_here(asyncio.get_running_loop())
     deadline = asyncio.timeout(seconds)
     try:
         async with deadline:
-            await awaitable
+            await await_here(awaitable)
     except BaseException as error:  # noqa: BLE001  # raised again by the caller
         late = TimeoutError(f"the hook took longer than {seconds:g} s for one event")
         return late if deadline.expired() else error

@@ -12,6 +12,7 @@ from contextlib import (
 from typing import TypeAlias
 
 from outboxq.errors import ConfigError
+from outboxq.forks import call_here
 from outboxq.handlers.resolved import Lifespan
 from outboxq.relay.event_loop import LoopThread
 
@@ -42,7 +43,9 @@ def make_lifespan(lifespan: Lifespan | None) -> AnyLifespan:
 def enter_lifespan(stack: ExitStack, lifespan: AnyLifespan, loop: LoopThread, exit_seconds: float) -> object:
     """Enter the lifespan, an async one in the loop, and have `stack` leave it; returns its state."""
     if isinstance(lifespan, AbstractContextManager):
-        return stack.enter_context(lifespan)
+        state = call_here(lifespan.__enter__)
+        stack.push(lambda *error: call_here(lifespan.__exit__, *error))
+        return state
     state = loop.call(lifespan.__aenter__())
     stack.callback(_leave_in_loop, lifespan, loop, exit_seconds)
     return state

@@ -13,6 +13,7 @@ from outboxq.clock import clock
 from outboxq.config import SlotGroup
 from outboxq.errors import ConfigError, RelayStuck, SchemaError
 from outboxq.execution.errors import Abandoned
+from outboxq.forks import call_here
 from outboxq.handlers.handler import Flavour
 from outboxq.relay.connections import SlotConnections
 from outboxq.relay.slot import Slot
@@ -61,7 +62,7 @@ class SlotLoop:
                 is_over = not (until_empty or slot.wants_work())
                 if not is_over:
                     with self._connections.borrow() as slot_connection:
-                        is_over = work(slot_connection)
+                        is_over = call_here(work, slot_connection)
                 if is_over and until_empty:
                     break
                 if is_over:
@@ -86,7 +87,7 @@ class SlotLoop:
                 return
             try:
                 with self._connections.borrow() as slot_connection:
-                    slot.settle(slot_connection)
+                    call_here(slot.settle, slot_connection)
             except Abandoned:
                 return
             except _FINAL:
@@ -104,7 +105,7 @@ class SlotLoop:
         while not self._state.stopping.is_set():
             if sleep.needs_connection():
                 with self._connections.borrow() as slot_connection:
-                    if slot.work_seen(slot_connection):
+                    if call_here(slot.work_seen, slot_connection):
                         return
             if not flagged:
                 request = sleep.fall_asleep()

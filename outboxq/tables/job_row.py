@@ -1,5 +1,6 @@
 """`JobRow`: what stands in a session for the jobs of a flush."""
 
+import os
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -36,6 +37,15 @@ class JobRow:
 # Selected from the table, so that `binds` by table lead here too; without its primary key, so that nothing is written.
 _numbered = select(func.pg_catalog.max(job.c.seq, type_=job.c.seq.type).label("number")).subquery("jobs")
 _mapping = threading.Lock()
+
+
+def _forget_lock() -> None:
+    # A thread that a forked child lacks may have held it.
+    global _mapping
+    _mapping = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_forget_lock)
 
 
 def job_mapper() -> Mapper[JobRow]:

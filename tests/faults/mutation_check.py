@@ -1499,7 +1499,7 @@ MUTANTS = (
     Mutant(
         "an error that an around swallows, and that stays the attempt's",
         "outboxq/execution/surround.py",
-        "        wrapping.__exit__(type(error), error, error.__traceback__)\n        raise\n",
+        "        call_here(wrapping.__exit__, type(error), error, error.__traceback__)\n        raise\n",
         "        if not wrapping.__exit__(type(error), error, error.__traceback__):\n            raise\n"
         "        return None\n",
         ("tests/execution/test_arounds.py::test_an_error_fails_the_attempt_whatever_the_arounds_answer",),
@@ -1511,6 +1511,27 @@ MUTANTS = (
         "        given = self._arguments()\n"
         "        return Surrounded.of(arounds, self._session, lambda: given, batch)\n",
         ("tests/execution/test_arounds_tenant.py::test_rows_are_loaded_and_locked_under_their_tenant",),
+    ),
+    Mutant(
+        "the end of a child that a handler has forked",
+        "outboxq/forks.py",
+        '        _end("returned", 0)\n    return returned\n\n\nasync def',
+        "        pass\n    return returned\n\n\nasync def",
+        ("tests/faults/test_forks.py::test_a_child_that_comes_back_to_the_relay_ends_and_the_job_is_its_parents",),
+    ),
+    Mutant(
+        "the end of a child before the tasks of others run in it",
+        "outboxq/forks.py",
+        '        loop.call_soon(_end, "awaited", 1)\n',
+        "        pass\n",
+        ("tests/faults/test_forks.py::test_a_child_that_comes_back_to_the_relay_ends_and_the_job_is_its_parents",),
+    ),
+    Mutant(
+        "the cut between a forked child and the connections of its parent",
+        "outboxq/forks.py",
+        "            os.dup2(nowhere.fileno(), file.fileno(), inheritable=False)\n",
+        "            pass\n",
+        ("tests/faults/test_forks.py::test_a_child_reaches_nothing_of_its_parents",),
     ),
     Mutant(
         "the lock of a row that was not there when rows were locked together",

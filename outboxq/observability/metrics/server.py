@@ -14,6 +14,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, TypeAlias
 
 from outboxq.errors import ConfigError
+from outboxq.forks import cut_off_in_children
 
 logger = logging.getLogger("outboxq.metrics")
 
@@ -53,6 +54,7 @@ class _Server(ThreadingHTTPServer):
         self._room = threading.Semaphore(_CLIENTS_MOST)
         self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
         super().__init__(address, _Handler)
+        cut_off_in_children(self.socket)
 
     def process_request(self, request: Any, client_address: Any) -> None:
         """Answer in a thread, if there is room."""

@@ -22,6 +22,7 @@ from outboxq.execution.frames import Frame, frames_of, shortened, stored_frames,
 from outboxq.execution.redaction import READ_CHARACTERS, Redactor, original_of, text_of
 from outboxq.job import Job
 from outboxq.outcomes import DeadLetter, Discard, Retry
+from outboxq.statements.lease import INTERRUPTED, RELAY_DIED
 
 R = TypeVar("R")
 _Links: TypeAlias = list[tuple[BaseException, bool]]
@@ -120,6 +121,19 @@ def kept_errors(stored: str) -> str:
     except (msgspec.DecodeError, RecursionError):
         return "[]"
     return msgspec.json.encode(history[-(KEPT_ERRORS - 1) :]).decode()
+
+
+def count_unfinished(stored: str) -> int:
+    """How many of the stored records are of runs that were interrupted, or died with their relay."""
+    types = (INTERRUPTED, RELAY_DIED)
+    try:
+        return sum(record.type in types for record in msgspec.json.decode(stored.encode(), type=list[_Typed]))
+    except (msgspec.MsgspecError, RecursionError):
+        return 0
+
+
+class _Typed(msgspec.Struct):
+    type: str
 
 
 class _Texts:

@@ -16,6 +16,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from outboxq.clock import clock
 from outboxq.database.driver import end_transaction, is_lost, pause, run_script
 from outboxq.database.errors import LOCK_NOT_AVAILABLE, sqlstate_of
+from outboxq.error_record import ErrorRecord
 from outboxq.errors import LeaseLost
 from outboxq.events import Event, JobCrashed, JobEvent, JobInterrupted, JobLeaseLost, JobsParked
 from outboxq.execution import settle
@@ -24,7 +25,7 @@ from outboxq.execution.batch_state import BatchReport, BatchState
 from outboxq.execution.claim import begin_transaction, claim_one, clear_marks
 from outboxq.execution.commit import commit_checked
 from outboxq.execution.errors import ConnectionLost, ConnectionSpoiled, TransactionEscaped
-from outboxq.execution.failure import Failed
+from outboxq.execution.failure import Failed, count_unfinished
 from outboxq.execution.find_outcome import (
     COMMITTED_BY_HANDLER,
     LeftPrepared,
@@ -36,7 +37,7 @@ from outboxq.execution.find_outcome import (
 from outboxq.execution.runtime import CancelledResult, Result, Runtime, UnknownKindResult
 from outboxq.execution.settle import JobRowHeld, settle_result
 from outboxq.job import Job
-from outboxq.statements.lease import take_back, take_back_locked
+from outboxq.statements.lease import INTERRUPTED, note_interrupted, take_back, take_back_locked
 from outboxq.statements.transaction import end_backend
 
 logger = logging.getLogger("outboxq.relay")
@@ -44,6 +45,10 @@ logger = logging.getLogger("outboxq.relay")
 # How long, and how often, the server is asked for the end of a transaction whose connection the relay has closed.
 _OUTCOME_SECONDS, _RETRY_SECONDS = 10.0, 0.005
 POSTPONED = timedelta(minutes=5)
+# A job that stops its relay, and does not end in the time to drain, could do so for ever. One that only takes longer is
+# interrupted by each deployment: so often it runs again as it was, and then as a suspect.
+FREE_INTERRUPTIONS = 10
+_INTERRUPTED = "its relay stopped before the job had ended"
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,7 +279,7 @@ def settle_aborted(
     Args:
         failed: The attempt of the job that ran; None if the relay is stopping, or if it is not known which job ran.
         is_crash: Whether this job may be about to kill the relay: it is treated as if the relay had died already, so
-            that it runs alone next, and its crash is counted then.
+            that it runs alone next, and its crash is counted then. So is one that was interrupted too often.
 
     Raises:
         ConnectionLost: the server has not ended the transaction yet.
@@ -284,17 +289,21 @@ def settle_aborted(
         return report
     if failed is not None:
         return record_failed_attempt(connection, batch, failed, runtime, batch.claimed_ids)
-    if is_crash:
+    if is_crash or any(count_unfinished(job.errors) >= FREE_INTERRUPTIONS for job in batch.running_jobs):
         # Without a lease the claim's mark makes the job a suspect.
         if batch.is_leased:
-            return return_to_suspects(connection, batch.job, runtime, "the event loop was blocked while the job ran")
+            why = "the event loop was blocked while the job ran" if is_crash else _INTERRUPTED
+            return return_to_suspects(connection, batch.job, runtime, why)
     elif not batch.is_leased:
+        running = [str(job.id) for job in batch.running_jobs]
         with connection.begin():
             clear_marks(connection, runtime.schema, batch.claimed_ids)
+            # In the same transaction: another relay may take the job at once.
+            run_script(connection, note_interrupted(runtime.schema, running, _INTERRUPTED))
     else:
         try:
             with connection.begin():
-                settle.release(connection, batch.job)
+                settle.release(connection, batch.job, ErrorRecord(batch.job.attempt, INTERRUPTED, _INTERRUPTED))
         except LeaseLost:
             return BatchReport(0, (JobLeaseLost(batch.job),))
     return BatchReport(0, (JobInterrupted(batch.job),))

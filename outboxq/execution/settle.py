@@ -173,9 +173,10 @@ def snooze(connection: Connection, job: Job, delay: timedelta, *, passes: bool =
     _write(connection, job, put_back(job, attempt=job.attempt - 1, errors=job.errors, delay=delay, passes=passes))
 
 
-def release(connection: Connection, job: Job) -> None:
-    """Put the job back as it was, to run at once."""
-    _write(connection, job, put_back(job, attempt=job.attempt - 1, errors=job.errors, delay=None))
+def release(connection: Connection, job: Job, record: ErrorRecord | None = None) -> None:
+    """Put a job back to run at once, its attempt not counted; `record` says why it has not ended, if it has begun."""
+    errors = job.errors if record is None else errors_with(kept_errors(job.errors), record.as_json())
+    _write(connection, job, put_back(job, attempt=job.attempt - 1, errors=errors, delay=None))
 
 
 def park(connection: Connection, job: Job) -> None:

@@ -10,10 +10,47 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import Any, TypeAlias
 
 from outboxq.handlers.loading import StoppedEarly
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
+Handler: TypeAlias = Callable[[int, FrameType | None], Any] | int | None
+# What the signals that are taken over meant before: what they mean to children that users' code forks.
+_before: dict[int, Handler] = {}
+
+
+class _Masks(threading.local):
+    """The signals that the calling thread had blocked before it forked."""
+
+    before: set[int] | None = None
+
+
+_masks = _Masks()
+
+
+def _block() -> None:
+    # Or a signal to a child that has just begun would stop its parent, through the pipe that they share, or be lost.
+    if _before:
+        _masks.before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+
+
+def _unblock() -> None:
+    if _masks.before is not None:
+        before, _masks.before = _masks.before, None
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _give_back() -> None:
+    for number, handler in _before.items():
+        # One that the application has installed since is its own affair.
+        if getattr(signal.getsignal(number), "__module__", None) == __name__:
+            signal.signal(number, handler)
+    _before.clear()
+    _unblock()
+
+
+os.register_at_fork(before=_block, after_in_parent=_unblock, after_in_child=_give_back)
 
 
 class _Early:
@@ -32,6 +69,7 @@ class _Early:
 
 def end_in_order_until_begun() -> None:
     """From now on, and until `stop_signals`, SIGTERM ends the process with code 0: imports may take a second."""
+    _before[signal.SIGTERM] = signal.SIG_DFL
     signal.signal(signal.SIGTERM, _Early.end)
 
 
@@ -55,6 +93,8 @@ def stop_signals(stop: Callable[[], None], *, before_death: Callable[[], None] |
     _call_on_byte(read_end, stop)
     found = {number: handler for number in _SIGNALS if (handler := signal.getsignal(number)) is not None}
     previous = {number: signal.SIG_DFL if handler == _Early.end else handler for number, handler in found.items()}
+    taken_over = previous.keys() - _before.keys()
+    _before.update((number, previous[number]) for number in taken_over)
     second = signal.SIG_DFL if before_death is None else _ending(before_death)
 
     def ask(_number: int, _frame: FrameType | None) -> None:
@@ -71,6 +111,8 @@ def stop_signals(stop: Callable[[], None], *, before_death: Callable[[], None] |
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
+        for number in taken_over:
+            _before.pop(number, None)
         os.close(write_end)
 
 

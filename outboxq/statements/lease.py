@@ -16,12 +16,13 @@ from outboxq.statements.render import compose, render
 # More crashes than the column can hold: no job becomes a dead letter.
 NEVER = 32_768
 
+RELAY_DIED, INTERRUPTED = "outboxq.RelayDied", "outboxq.Interrupted"
 _DIED = "its relay died or stalled while the job ran"
 # The newest 24 records and this one.
-_CRASH_RECORD = """\
+_RECORD = """\
 pg_catalog.jsonb_path_query_array(job.errors, '$[last - 23 to last]')
   || pg_catalog.jsonb_build_array(pg_catalog.jsonb_build_object(
-    'attempt', job.attempt, 'type', 'outboxq.RelayDied', 'message', {message}::text, 'where', '[]'::jsonb,
+    'attempt', job.attempt, 'type', {type}::text, 'message', {message}::text, 'where', '[]'::jsonb,
     'at', pg_catalog.clock_timestamp()))"""
 # A new seq puts the job behind the other suspects, which a job that kills its relays would keep waiting; a new token
 # keeps every other run from completing it.
@@ -178,8 +179,22 @@ def _take(
         max_crashes=max_crashes,
         token=sql.SQL(next_token("job.lease_token")),
         attempt=sql.SQL(one_attempt_less("job.attempt")),
-        record=compose(schema, _CRASH_RECORD, message=message),
+        record=compose(schema, _RECORD, type=RELAY_DIED, message=message),
         crashes=crashes,
+    )
+
+
+def note_interrupted(schema: str, job_ids: list[str], message: str) -> str:
+    """Note in the rows of jobs that wait again that their runs were interrupted; no rows.
+
+    Index: the primary key. Locks: the rows; skips those that others hold.
+    """
+    return render(
+        schema,
+        "UPDATE {job} AS job SET errors = {record} WHERE id = ANY (ARRAY(SELECT id FROM {job} WHERE "
+        "id = ANY ({ids}::uuid[]) AND state IN ('ready', 'scheduled', 'grouped') FOR UPDATE SKIP LOCKED))",
+        ids=job_ids,
+        record=compose(schema, _RECORD, type=INTERRUPTED, message=message),
     )
 
 

@@ -1520,6 +1520,27 @@ MUTANTS = (
         ("tests/faults/test_forks.py::test_a_child_that_comes_back_to_the_relay_ends_and_the_job_is_its_parents",),
     ),
     Mutant(
+        "what signals mean to a forked child",
+        "outboxq/relay/signals.py",
+        "after_in_child=_give_back)",
+        "after_in_child=_unblock)",
+        ("tests/faults/test_forks.py::test_a_signal_to_a_child_ends_the_child_and_not_the_relay",),
+    ),
+    Mutant(
+        "the note of an interrupted run",
+        "outboxq/execution/recovery.py",
+        "            run_script(connection, note_interrupted(runtime.schema, running, _INTERRUPTED))\n",
+        "            pass\n",
+        ("tests/faults/test_interrupted.py::test_a_job_whose_relays_stop_again_and_again_runs_as_a_suspect_and_ends",),
+    ),
+    Mutant(
+        "the bound of interrupted runs",
+        "outboxq/execution/recovery.py",
+        "    if is_crash or any(count_unfinished(job.errors) >= FREE_INTERRUPTIONS for job in batch.running_jobs):\n",
+        "    if is_crash:\n",
+        ("tests/faults/test_interrupted.py::test_a_job_whose_relays_stop_again_and_again_runs_as_a_suspect_and_ends",),
+    ),
+    Mutant(
         "the end of a child before the tasks of others run in it",
         "outboxq/forks.py",
         '        loop.call_soon(_end, "awaited", 1)\n',

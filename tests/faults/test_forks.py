@@ -86,3 +86,19 @@ def test_children_of_arounds_hooks_and_lifespans_end_too(
     assert process.returncode == 0, errors
     assert ledger(engine) == {"entered raise 1": 1, "surrounded": 1, "left return 0": 1}
     assert sorted(os.listdir(results)) == ["enter raise 1", "heard exit 7", "leave of a child", "leave return 0"]
+
+
+def test_a_signal_to_a_child_ends_the_child_and_not_the_relay(
+    outboxq_database: Database, engine: Engine, sessions: sessionmaker[OutboxSession], results: Path
+) -> None:
+    """Also one that comes as the child begins: it means there what it meant before the relay took it over."""
+    with sessions.begin() as session:
+        for way in ("terminate", "interrupt"):
+            session.add_job(forking_app.multiprocess, way=way)
+    with started(*QUEUES, url=outboxq_database.url, target=TARGET) as process:
+        wait_until(lambda: waiting(engine) == 0, "the jobs")
+        assert process.poll() is None
+        process.terminate()
+        _, errors = process.communicate(timeout=PATIENCE)
+    assert (process.returncode, ledger(engine)) == (0, {"terminate {-15}": 1, "interrupt {1}": 1}), errors
+    assert errors.count("relay is stopping") == 1

@@ -4,6 +4,7 @@ import asyncio
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TypeAlias
 
 import pytest
@@ -22,6 +23,7 @@ from outboxq.events import (
     RelayStopped,
 )
 from outboxq.execution.batch_state import BatchState
+from outboxq.execution.recovery import FREE_INTERRUPTIONS
 from outboxq.fault_points import FaultPoint, fault_action
 from outboxq.postgres import Database
 from outboxq.relay.limits import RelayLimits
@@ -197,6 +199,42 @@ def test_a_suspect_is_released_without_its_crash(
     assert len(of(events, JobInterrupted)) == 1
     release.set()
     assert len(of(drain(hanging.jobs), JobDone)) == 1
+
+
+@pytest.mark.parametrize("claim", ["transaction", "lease"])
+def test_a_job_whose_relays_stop_again_and_again_runs_as_a_suspect_and_ends(
+    engine: Engine,
+    sessions: sessionmaker[OutboxSession],
+    outboxq_database: Database,
+    release: threading.Event,
+    claim: str,
+) -> None:
+    """A job may be what stops them, by a signal to its own process: without a bound nothing would ever count."""
+    hanging = Hanging("sync", claim, release)
+    hanging.enqueue(sessions, "hang")
+    earlier = FREE_INTERRUPTIONS - 1
+    with engine.begin() as connection:
+        noted = "jsonb_build_object('attempt', 0, 'type', 'outboxq.Interrupted', 'message', 'earlier')"
+        connection.execute(
+            text(f"UPDATE outboxq.job SET errors = (SELECT jsonb_agg({noted}) FROM generate_series(1, {earlier}))")
+        )
+    states, config = [], replace(QUICKLY, batch_size=1, max_crashes=1)
+    for _ in range(3):
+        hanging.entered.clear()
+        with running(outboxq_database, hanging.jobs, config) as (relay, _events, thread):
+            assert hanging.entered.wait(PATIENCE)
+            relay.stop()
+            thread.join(PATIENCE)
+        states += rows(
+            engine, "SELECT state, attempt, jsonb_array_length(errors), errors->-1->>'type' FROM outboxq.job"
+        )
+    noted = ("ready", 0, FREE_INTERRUPTIONS, "outboxq.Interrupted")
+    # In transaction mode the mark of its claim makes it a suspect.
+    counted = ("suspect", 0, FREE_INTERRUPTIONS + 1, "outboxq.RelayDied")
+    assert states == [noted, noted if claim == "transaction" else counted]
+    assert rows(engine, "SELECT attempt, crashes, reason FROM outboxq.dead_job") == [
+        (0, 1, "crashed 1 of 1 times while it ran alone")
+    ]
 
 
 @pytest.mark.parametrize("flavour", ["sync", "async"])

@@ -1,6 +1,7 @@
 """An application that forks wherever users' code is called. The child goes back, in the way that its job names."""
 
 import asyncio
+import multiprocessing
 import os
 import signal
 import sys
@@ -123,6 +124,27 @@ async def subtask(ctx: AsyncContext, way: str) -> None:
         return found
 
     ctx.session.add(Effect(name=f"subtask {await asyncio.create_task(forking())}"))
+
+
+@jobs.handler(queue="sync", retry=ONCE)
+def multiprocess(ctx: Context, way: str) -> None:
+    """Send signals to children: SIGTERM as soon as they are there, SIGINT when they are at work."""
+    codes, (read_end, write_end) = [], os.pipe()
+    for _ in range(20):
+        child = multiprocessing.get_context("fork").Process(target=_work, args=(write_end,))
+        child.start()
+        if way == "interrupt":
+            os.read(read_end, 1)
+        os.kill(child.pid, signal.SIGINT if way == "interrupt" else signal.SIGTERM)
+        child.join(PATIENCE_SECONDS)
+        codes.append(child.exitcode)
+        child.kill()
+    ctx.session.add(Effect(name=f"{way} {set(codes)}"))
+
+
+def _work(write_end: int) -> None:
+    os.write(write_end, b"!")
+    time.sleep(10 * PATIENCE_SECONDS)
 
 
 # Its arounds are of its own handlers alone.

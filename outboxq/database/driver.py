@@ -4,15 +4,14 @@ Written once for both worlds: on an async connection the caller stands inside `r
 """
 
 import asyncio
-import os
 import selectors
 import socket
-import sys
 import threading
 import time
+import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
-from types import FrameType
+from contextlib import contextmanager
+from threading import get_ident
 from typing import Any, NamedTuple, TypeAlias
 
 import psycopg
@@ -28,16 +27,8 @@ from sqlalchemy.util import await_only
 # How long a connection that only asks and listens waits for an answer.
 ANSWER_SECONDS = 15.0
 
-# How long a statement may take to notice that its socket has ended, on a busy machine. In an event loop that takes a
-# few turns, and whether a statement is under way cannot be told.
-_END_SECONDS = 10.0
-_END_ASYNC_SECONDS = 0.5
-# Looks that see no thread in a statement: one that has just taken the driver's lock is not in its statement yet.
-_IDLE_LOOKS = 3
 # epoll takes no more than 24 days, which a time that was computed from a clock that was set may exceed.
 _LONGEST_SECONDS = 86_400.0
-# The function in which a thread is while a statement of the driver's is under way.
-_WAIT = psycopg.Connection.wait.__code__
 
 # Looked up, and not made: it is asked for each job.
 _STATUSES = {int(status): status for status in TransactionStatus}
@@ -199,6 +190,10 @@ def _read(driver: DriverConnection, results: Sequence[PGresult]) -> list[ScriptR
     return read
 
 
+# The thread that uses each connection by libpq.
+libpq_users = weakref.WeakKeyDictionary[PGconn, int]()
+
+
 def run_on_libpq(connection: PGconn, script: str, answer_seconds: float | None = None) -> list[tuple[str | None, ...]]:
     """Run statements on a thread's own connection; returns, as texts, the rows of the statement that has any.
 
@@ -212,6 +207,7 @@ def run_on_libpq(connection: PGconn, script: str, answer_seconds: float | None =
         psycopg.Error: one failed, and those behind it were not executed.
         psycopg.OperationalError: it was not answered in time.
     """
+    libpq_users[connection] = get_ident()
     seconds = ANSWER_SECONDS if answer_seconds is None else answer_seconds
     connection.send_query(script.encode())
     _flush(connection, seconds)
@@ -335,59 +331,3 @@ def is_at_rest(connection: Connection) -> bool:
         or pgconn.transaction_status == TransactionStatus.ACTIVE
         or pgconn.pipeline_status != PipelineStatus.OFF
     )
-
-
-def give_up(connection: Connection) -> None:
-    """Close a connection for good on which a thread or a task that a handler left behind may be at work.
-
-    If it were closed beneath a waiting statement, that would go on in freed memory, and read from a socket that is the
-    next connection's, by its number. So the socket ends first, and with it the statement.
-    """
-    if connection.closed or connection.invalidated:
-        return
-    driver, is_ours = driver_connection(connection), False
-    try:
-        is_ours = await_only(_lock_async(driver)) if isinstance(driver, psycopg.AsyncConnection) else _lock(driver)
-    finally:
-        connection.invalidate()
-        if is_ours:
-            # A statement that waits for the lock finds the connection closed.
-            driver.lock.release()
-
-
-def _lock(driver: "psycopg.Connection[Any]") -> bool:
-    """End what is under way, and take the driver's lock; False if an unfinished COPY or stream has it."""
-    if driver.lock.acquire(blocking=False):
-        return True
-    _end_socket(driver)
-    deadline, idle = time.monotonic() + _END_SECONDS, 0
-    while idle < _IDLE_LOOKS and time.monotonic() < deadline:
-        if driver.lock.acquire(timeout=0.01):
-            return True
-        idle = 0 if _is_waited_on(driver) else idle + 1
-    return False
-
-
-async def _lock_async(driver: "psycopg.AsyncConnection[Any]") -> bool:
-    """End what is under way, and take the driver's lock, on an async connection: only a task can be at work there."""
-    if driver.lock.locked():
-        _end_socket(driver)
-    with suppress(TimeoutError):
-        return await asyncio.wait_for(driver.lock.acquire(), _END_ASYNC_SECONDS)
-    return False
-
-
-def _end_socket(driver: DriverConnection) -> None:
-    with suppress(OSError, psycopg.OperationalError), socket.socket(fileno=os.dup(driver.fileno())) as end:
-        end.shutdown(socket.SHUT_RDWR)
-
-
-def _is_waited_on(driver: DriverConnection) -> bool:
-    """Whether a thread is inside of a statement on this connection."""
-    for frame in sys._current_frames().values():  # noqa: SLF001  # documented in the library reference
-        found: FrameType | None = frame
-        while found is not None:
-            if found.f_code is _WAIT and found.f_locals.get("self") is driver:
-                return True
-            found = found.f_back
-    return False

@@ -10,7 +10,8 @@ from typing import TypeAlias
 from sqlalchemy import Connection
 
 from outboxq.codec.text import storable
-from outboxq.database.driver import give_up, is_at_rest
+from outboxq.database.closing import give_up
+from outboxq.database.driver import is_at_rest
 from outboxq.database.guard import Guard
 from outboxq.effects.api import EffectAccess
 from outboxq.effects.runners import AsyncEffectRunner, EffectRunner

@@ -25,6 +25,7 @@ from psycopg.pq.abc import PGconn
 from sqlalchemy.exc import DBAPIError
 
 from outboxq.clock import clock
+from outboxq.database.closing import finish
 from outboxq.database.driver import DriverConnection, run_on_libpq, wait_readable
 from outboxq.database.errors import (
     INSUFFICIENT_PRIVILEGE,
@@ -173,8 +174,7 @@ class ResultListener:
         except Exception as error:  # noqa: BLE001  # a thread that ends would leave its callers waiting
             self._meet(error)
         finally:
-            # psycopg's own close() may be a coroutine; below it there is nothing to wait for.
-            connection.pgconn.finish()
+            finish(connection)
             for of_connection in (self._flags, self._beyond, self._refused, self._left):
                 of_connection.clear()
 

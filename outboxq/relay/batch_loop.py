@@ -6,7 +6,8 @@ import psycopg
 from sqlalchemy import Connection
 from sqlalchemy.exc import SQLAlchemyError
 
-from outboxq.database.driver import give_up, is_listened_to, is_lost, run_script
+from outboxq.database.closing import give_up
+from outboxq.database.driver import is_listened_to, is_lost, run_script
 from outboxq.database.errors import LOCK_NOT_AVAILABLE, describe_error, sqlstate_of
 from outboxq.errors import LeaseLost
 from outboxq.events import BatchRolledBack, Event, JobsSuspected

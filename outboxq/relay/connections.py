@@ -20,7 +20,8 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from outboxq.codec.text import name_and_line
 from outboxq.config import RelayConfig
-from outboxq.database.driver import driver_connection, give_up
+from outboxq.database.closing import give_up
+from outboxq.database.driver import driver_connection
 from outboxq.database.engines import Engines
 from outboxq.database.errors import opening
 from outboxq.database.guard import Guard

@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 from psycopg.pq.abc import PGconn
 
+from outboxq.database.closing import finish
 from outboxq.database.driver import DriverConnection, run_on_libpq
 from outboxq.database.errors import describe_error
 from outboxq.statements import wake as statements
@@ -54,7 +55,7 @@ class HearingCheck:
         try:
             run_on_libpq(other.pgconn, statements.notify_on(self._channel))
         finally:
-            other.pgconn.finish()
+            finish(other)
 
     def is_over(self, connection: PGconn) -> bool:
         """Whether the notification has come; warns once if it is late, and the connection is not just dead."""

@@ -22,6 +22,7 @@ from psycopg.pq import ConnStatus
 from psycopg.pq.abc import PGconn
 
 from outboxq.config import RelayConfig
+from outboxq.database.closing import finish
 from outboxq.database.driver import DriverConnection, run_on_libpq
 from outboxq.database.errors import describe_error
 from outboxq.emitter import Emitter
@@ -149,7 +150,7 @@ class RelayLease:
                 self.emit(LeaseExtensionFailed(describe_error(error)))
             self._pause()
         finally:
-            connection.pgconn.finish()
+            finish(connection)
             self._reap_from_beat = self._beats + _BEATS_BEFORE_REAPING
 
     def _serve(self, connection: PGconn) -> None:

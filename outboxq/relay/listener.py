@@ -19,6 +19,7 @@ from typing import TypeAlias
 import psycopg
 from psycopg.pq.abc import PGconn
 
+from outboxq.database.closing import finish
 from outboxq.database.driver import DriverConnection, run_on_libpq, wait_readable
 from outboxq.relay.hearing import HearingCheck
 from outboxq.statements import wake as listen
@@ -172,8 +173,7 @@ class Listener:
                     extra={"error_type": type(error).__name__},
                 )
             finally:
-                # psycopg's own close() may be a coroutine; below it there is nothing to wait for.
-                connection.pgconn.finish()
+                finish(connection)
                 self._flags.clear()
                 self._lower_at = None
                 self._refused.clear()

@@ -12,6 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from uuid import UUID
 
+from outboxq.database.closing import finish
 from outboxq.database.driver import DriverConnection, run_on_libpq
 from outboxq.database.errors import describe_error, sqlstate_of
 from outboxq.job import Job
@@ -136,7 +137,7 @@ class ProgressWriter:
     def _disconnect(self) -> None:
         if self._connection is not None:
             with suppress(Exception):
-                self._connection.pgconn.finish()
+                finish(self._connection)
             self._connection = None
 
     def _report(self, error: Exception) -> None:

@@ -1520,6 +1520,16 @@ MUTANTS = (
         ("tests/faults/test_forks.py::test_a_child_that_comes_back_to_the_relay_ends_and_the_job_is_its_parents",),
     ),
     Mutant(
+        "the wait for a statement whose event loop is held up",
+        "outboxq/database/closing.py",
+        "            idle = 0 if is_waited_on else idle + 1\n            if idle == _IDLE_TURNS:\n",
+        "            if True:\n",
+        (
+            "tests/database/test_closing.py"
+            "::test_a_statement_in_a_loop_that_is_held_up_ends_before_its_connection_is_closed",
+        ),
+    ),
+    Mutant(
         "what signals mean to a forked child",
         "outboxq/relay/signals.py",
         "after_in_child=_give_back)",

@@ -15,6 +15,7 @@ from sqlalchemy import Connection
 from sqlalchemy.exc import DBAPIError
 
 from outboxq.clock import clock
+from outboxq.database.closing import finish
 from outboxq.database.driver import DriverConnection, run_on_libpq
 from outboxq.database.errors import describe_error
 from outboxq.observability.flush import Flusher
@@ -110,7 +111,7 @@ class Historian:
 
     def _let_go(self) -> None:
         if self._connection is not None:
-            self._connection.pgconn.finish()
+            finish(self._connection)
             self._connection = None
 
     def _keep_up(self) -> None:

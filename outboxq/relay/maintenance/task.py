@@ -12,6 +12,7 @@ from typing import ClassVar
 
 from psycopg.pq.abc import PGconn
 
+from outboxq.database.closing import finish
 from outboxq.database.driver import DriverConnection
 from outboxq.database.errors import sqlstate_of
 from outboxq.emitter import Emitter
@@ -64,7 +65,7 @@ class PeriodicTask:
         try:
             events = self._run_on(connection.pgconn)
         finally:
-            connection.pgconn.finish()
+            finish(connection)
         for event in events:
             self.emit(event)
 

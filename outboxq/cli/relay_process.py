@@ -26,7 +26,7 @@ from outboxq.emitter import Emitter
 from outboxq.errors import ConfigError, RelayStuck, SchemaError
 from outboxq.events import Event, Hook, RelayStarted
 from outboxq.handlers.loading import load_jobs
-from outboxq.observability.logging import EventLog, JsonFormatter, LineFormatter
+from outboxq.observability.logging import EventLog, JsonFormatter, LineFormatter, keep_loggers_enabled
 from outboxq.observability.metrics.counter import EventCounter
 from outboxq.observability.metrics.reading import Reading, without_kinds
 from outboxq.relay import health
@@ -86,6 +86,7 @@ def _run(options: RelayOptions, name: str, url: URL, settings: RelayConfig) -> N
     """Run one relay in this process."""
     # Before the application's code, which may start processes of its own.
     parent, heartbeat, metrics = config.parent_pipe(), config.heartbeat_pipe(), config.metrics_socket()
+    keep_loggers_enabled()
     jobs = load_jobs(options.target)
     _set_up_logging(options)
     state = health.StateHook()

@@ -5,6 +5,7 @@ Two formatters print it, and the application's own records: `LineFormatter` for 
 
 import logging
 import re
+import threading
 from dataclasses import fields
 from datetime import UTC, datetime
 from textwrap import dedent
@@ -126,6 +127,39 @@ def _in_utc(record: logging.LogRecord) -> str:
     """When it was logged, as RFC 3339 writes it: 2026-01-31T08:00:00.123Z."""
     moment = datetime.fromtimestamp(record.created, UTC)
     return moment.isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+def keep_loggers_enabled() -> None:
+    """From now on nothing disables the loggers of outboxq that there are, and the first attempt is logged.
+
+    For a process whose log is outboxq's own: `logging.config.fileConfig`, as Alembic's env.py calls it, disables all
+    loggers that it does not name, wherever the application calls it.
+    """
+    for name, found in list(logging.root.manager.loggerDict.items()):
+        if name.partition(".")[0] == "outboxq" and isinstance(found, logging.Logger):
+            found.disabled = False
+            # A class, because `disabled` is an attribute that logging sets and reads by itself.
+            found.__class__ = type("KeptLogger", (_Kept, type(found)), {})
+
+
+class _Kept:
+    """What makes a logger refuse to be disabled."""
+
+    # Taken by the first that is to be disabled, for good.
+    _said = threading.Lock()
+
+    @property
+    def disabled(self) -> bool:
+        """Always False."""
+        return False
+
+    @disabled.setter
+    def disabled(self, value: bool) -> None:
+        if value and self._said.acquire(blocking=False):
+            logger.warning(
+                "the application configures logging so that existing loggers are disabled: outboxq's stay enabled "
+                "(disable_existing_loggers=False keeps the others too)"
+            )
 
 
 class LineFormatter(logging.Formatter):

@@ -1524,10 +1524,14 @@ MUTANTS = (
         "outboxq/database/closing.py",
         "            idle = 0 if is_waited_on else idle + 1\n            if idle == _IDLE_TURNS:\n",
         "            if True:\n",
-        (
-            "tests/database/test_closing.py"
-            "::test_a_statement_in_a_loop_that_is_held_up_ends_before_its_connection_is_closed",
-        ),
+        ("tests/database/test_closing.py::test_a_statement_of_a_loop_that_is_held_up_ends_first",),
+    ),
+    Mutant(
+        "the relay's own loggers, which no configuration disables",
+        "outboxq/cli/relay_process.py",
+        "    keep_loggers_enabled()\n",
+        "",
+        ("tests/cli/test_relay_log_kept.py::test_the_log_goes_on",),
     ),
     Mutant(
         "what signals mean to a forked child",

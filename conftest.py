@@ -1,6 +1,7 @@
 """For the tests of the package and for those of the examples."""
 
 import gc
+import os
 import signal
 from collections.abc import Generator, Iterator
 from pathlib import Path
@@ -14,6 +15,9 @@ from tests.support.rewriting import rewrite_share
 
 Collected: TypeAlias = pytest.Item | pytest.Collector | list[pytest.Item | pytest.Collector] | None
 _EXAMPLES = Path(__file__).parent / "examples"
+
+# Of all that the tests start: a crash shows its stacks. pytest does it for its own process.
+os.environ["PYTHONFAULTHANDLER"] = "1"
 
 # A script's background jobs ignore SIGINT, and so would all that the tests start and interrupt.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:

@@ -41,7 +41,7 @@ async def give_up_beside_a_statement(url: str) -> list[bool]:
     return ended
 
 
-def test_a_statement_in_a_loop_that_is_held_up_ends_before_its_connection_is_closed(outboxq_database: Database) -> None:
+def test_a_statement_of_a_loop_that_is_held_up_ends_first(outboxq_database: Database) -> None:
     """However long its task waits for its turn: else the driver goes on in freed memory."""
     assert asyncio.run(give_up_beside_a_statement(outboxq_database.url)) == [True]
 

@@ -15,7 +15,7 @@ import pytest
 from tests.support.fork_server import SERVER_NAME, fresh
 
 TELL = """
-import json, os, pathlib, signal, sys
+import faulthandler, json, os, pathlib, signal, sys
 told = {
     "imported": "outboxq.relay.relay" in sys.modules,
     "arguments": sys.argv[1:],
@@ -31,6 +31,7 @@ told = {
     ),
     "passed": os.read(int(os.environ["GIVEN"]), 100).decode(),
     "interrupt": signal.getsignal(signal.SIGINT) is signal.default_int_handler,
+    "shows_crashes": faulthandler.is_enabled(),
 }
 print("to the errors", file=sys.stderr)
 print(json.dumps(told))
@@ -80,6 +81,7 @@ def test_a_process_is_what_was_asked_for(
         "pipes": [0, 1, 2, read_end],
         "passed": "through a pipe",
         "interrupt": True,
+        "shows_crashes": True,
     }
     assert errors == "to the errors\n"
     assert process.returncode == 7

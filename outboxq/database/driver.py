@@ -29,7 +29,6 @@ ANSWER_SECONDS = 15.0
 
 # epoll takes no more than 24 days, which a time that was computed from a clock that was set may exceed.
 _LONGEST_SECONDS = 86_400.0
-
 # Looked up, and not made: it is asked for each job.
 _STATUSES = {int(status): status for status in TransactionStatus}
 

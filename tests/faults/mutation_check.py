@@ -1419,9 +1419,9 @@ MUTANTS = (
     ),
     Mutant(
         "the end of a statement that was left behind, before its connection is closed",
-        "outboxq/database/driver.py",
-        "    _end_socket(driver)\n    deadline, idle",
-        "    return False\n    deadline, idle",
+        "outboxq/database/closing.py",
+        "    _end_socket(driver)\n    idle = 0\n",
+        "    return False\n    idle = 0\n",
         ("tests/execution/test_unfinished.py::test_a_thread_left_in_a_statement_reads_nothing_of_the_next_connection",),
     ),
     Mutant(

@@ -10,6 +10,8 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from alembic.operations import Operations
     from alembic.runtime.plugins import Plugin
 
@@ -26,10 +28,12 @@ def setup(_: "Plugin") -> None:
             migrations.upgrade(operations, to=to, schema=schema)
 
         @classmethod
-        def outboxq_downgrade(cls, operations: "Operations", *, to: int = 0, schema: str = "outboxq") -> None:
+        def outboxq_downgrade(
+            cls, operations: "Operations", *, to: int = 0, schema: str = "outboxq", discard: "Collection[str]" = ()
+        ) -> None:
             from outboxq import migrations
 
-            migrations.downgrade(operations, to=to, schema=schema)
+            migrations.downgrade(operations, to=to, schema=schema, discard=discard)
 
     Operations.register_operation("outboxq_upgrade")(_Steps)
     Operations.register_operation("outboxq_downgrade")(_Steps)

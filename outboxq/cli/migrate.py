@@ -22,6 +22,15 @@ def migrate(
             show_default=False,
         ),
     ] = None,
+    discard: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--discard",
+            metavar="NAME",
+            help="What a downgrade may lose, by the name that its refusal gives. May be repeated.",
+            show_default=False,
+        ),
+    ] = None,
     sql: Annotated[bool, typer.Option("--sql", help="Print the SQL instead; no database is asked.")] = False,
     schema: Schema = DEFAULT_SCHEMA,
     as_json: AsJson = False,
@@ -29,9 +38,9 @@ def migrate(
 ) -> None:
     """Install outboxq's tables, or bring them up to date.
 
-    Running it again changes nothing. --to with a lower step goes back, and is refused while that would drop jobs, dead
-    letters, or messages and effects that are still remembered. With an Alembic history of your own, call
-    outboxq.migrations.upgrade(op, to=14) in a revision instead.
+    Running it again changes nothing. --to with a lower step goes back, and is refused while that would lose what still
+    counts: jobs and dead letters, messages and effects that are remembered, schedules, open batches and more. With an
+    Alembic history of your own, call outboxq.migrations.upgrade(op, to=14) in a revision instead.
 
     \b
     Examples:
@@ -40,12 +49,14 @@ def migrate(
     """
     from outboxq.migrations.runner import migration_sql
 
+    if sql and discard:
+        raise WrongUsage("--sql prints the way up, which loses nothing: leave --discard out")
     if sql and as_json:
         raise WrongUsage("--sql prints SQL: leave --json out")
     if sql:
         typer.echo(migration_sql(to=to, schema=schema))
         return
-    before, after = _run(database_url, to, schema)
+    before, after = _run(database_url, to, schema, discard or [])
     if as_json:
         print_json({"schema": schema, "before": before, "after": after})
     elif before == after:
@@ -54,7 +65,7 @@ def migrate(
         typer.echo(f"schema {schema!r} went from step {before} to step {after}")
 
 
-def _run(database_url: str | None, to: int | None, schema: str) -> tuple[int, int]:
+def _run(database_url: str | None, to: int | None, schema: str, discard: list[str]) -> tuple[int, int]:
     from sqlalchemy.exc import DBAPIError
 
     from outboxq import config
@@ -68,7 +79,7 @@ def _run(database_url: str | None, to: int | None, schema: str) -> tuple[int, in
     with connect(url) as connection:
         dbapi_connection(connection).add_notice_handler(_tell_notice)
         try:
-            return migrate_committing(connection, to=to, schema=schema, waits=_tell_of_wait)
+            return migrate_committing(connection, to=to, schema=schema, waits=_tell_of_wait, discard=discard)
         except DBAPIError as error:
             if sqlstate_of(error) != INSUFFICIENT_PRIVILEGE:
                 raise

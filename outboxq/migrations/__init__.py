@@ -14,7 +14,7 @@ deployments that migrate at the same time wait for each other.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Protocol
 
 from sqlalchemy import TextClause, text
@@ -37,6 +37,7 @@ from outboxq.migrations import (
     step_13_ranges,
     step_14_ranges_validated,
 )
+from outboxq.migrations.losses import LOCK_ALL, check_discard, guard_of
 from outboxq.migrations.refusals import refusals_in_short
 from outboxq.statements.render import quote_identifier, quote_literal
 from outboxq.statements.server import ENCODING, OLDEST_MAJOR
@@ -141,6 +142,12 @@ BEGIN
         || ', and this outboxq knows steps up to @latest@',
       HINT = 'Run the downgrade with the newer outboxq that made step ' || newest || '.';
   END IF;
+  IF newest <= @target@ THEN
+    EXIT work;
+  END IF;
+@read_committed@
+  -- Nothing may be added in between the look and the drop.
+@lock@
 @guards@
 END work;"""
 
@@ -154,17 +161,12 @@ _NEEDS_READ_COMMITTED = """\
     IF current_setting('transaction_isolation') IN ('repeatable read', 'serializable') THEN
       RAISE EXCEPTION USING
         ERRCODE = 'active_sql_transaction',
-        MESSAGE = 'outboxq: a downgrade that drops {what} needs READ COMMITTED, this transaction is '
+        MESSAGE = 'outboxq: a downgrade that may lose rows needs READ COMMITTED, this transaction is '
           || upper(current_setting('transaction_isolation')),
         HINT = 'Give the engine of the migration isolation_level="READ COMMITTED".';
-    END IF;
-"""
+    END IF;"""
 
-_GUARD_JOBS = (
-    _NEEDS_READ_COMMITTED.format(what="the jobs")
-    + """\
-    -- No producer may slip a job in between the look and the drop.
-    LOCK TABLE @schema@.job, @schema@.dead_job IN ACCESS EXCLUSIVE MODE;
+_GUARD_JOBS = """\
     IF EXISTS (SELECT FROM @schema@.job) OR EXISTS (SELECT FROM @schema@.dead_job) THEN
       RAISE EXCEPTION USING
         ERRCODE = 'object_in_use',
@@ -173,15 +175,10 @@ _GUARD_JOBS = (
           || ' in schema ' || @schema_identifier_literal@,
         HINT = 'Let a relay work them off, or cancel and discard them (outboxq jobs cancel, outboxq dead discard).';
     END IF;"""
-)
 
 # An effect without an expiry may be under way, in doubt or unknown; what has expired only waits to be pruned. now() and
 # not clock_timestamp(), which no index could serve: it is earlier, so it lets less through.
-_GUARD_MEMORY = (
-    _NEEDS_READ_COMMITTED.format(what="the inbox and the effects")
-    + """\
-    -- Nobody may accept or call anything in between the look and the drop.
-    LOCK TABLE @schema@.inbox, @schema@.effect IN ACCESS EXCLUSIVE MODE;
+_GUARD_MEMORY = """\
     IF EXISTS (SELECT FROM @schema@.effect WHERE expires_at IS NULL) THEN
       RAISE EXCEPTION USING
         ERRCODE = 'object_in_use',
@@ -201,9 +198,8 @@ _GUARD_MEMORY = (
         HINT = 'A message that comes again would be accepted again, and an effect called again. If that is meant: '
           || 'TRUNCATE ' || @schema_identifier_literal@ || '.inbox, ' || @schema_identifier_literal@ || '.effect;';
     END IF;"""
-)
 
-# What is lost with the tables of a step: looked at in this order, so that a relay's locks on jobs come first.
+# What is lost with the tables of a step, and cannot be discarded on the way.
 GUARDS: Mapping[int, str] = {1: _GUARD_JOBS, 4: _GUARD_MEMORY}
 
 _DOWNGRADE = """\
@@ -266,21 +262,25 @@ def upgrade(op: SupportsExecute, *, to: int | None = None, schema: str = "outbox
             op.execute(step_clause(step, schema))
 
 
-def downgrade(op: SupportsExecute, *, to: int = 0, schema: str = "outboxq") -> None:
+def downgrade(op: SupportsExecute, *, to: int = 0, schema: str = "outboxq", discard: Collection[str] = ()) -> None:
     """Go back to step `to` (0: nothing left).
 
-    Refused by the database while it would drop jobs, dead letters, or messages and effects that are still remembered,
-    and if a newer outboxq made the tables.
+    Refused by the database while it would lose what still counts, and if a newer outboxq made the tables.
+
+    Args:
+        discard: Names of what may be lost, as a refusal gives them, such as "schedules". Neither jobs nor dead letters,
+            nor messages and effects that are remembered.
 
     Raises:
-        ConfigError: no such step, or a name that cannot be a schema.
+        ConfigError: no such step or loss, or a name that cannot be a schema.
         MigrationRefused: it would drop what still counts; nothing was changed. The message says what to do.
     """
     check_step(to, lowest=0)
+    given = check_discard(discard)
     with refusals_in_short():
-        op.execute(_clause(check_downgrade_sql(to, schema)))
+        op.execute(_clause(check_downgrade_sql(to, schema, given)))
         for number in range(LATEST, to, -1):
-            op.execute(_clause(downgrade_sql(number, schema)))
+            op.execute(_clause(downgrade_sql(number, schema, given)))
         if to == 0:
             op.execute(_clause(_fill(_REMOVE, schema)))
 
@@ -312,16 +312,35 @@ def upgrade_sql(step: int, schema: str) -> str:
     return _fill(template, schema, step=step)
 
 
-def check_downgrade_sql(to: int, schema: str) -> str:
-    """The `DO` block that refuses a downgrade before anything is changed."""
-    checks = "\n".join(_CHECK_STEP.format(step=step, guard=guard) for step, guard in GUARDS.items())
-    return _fill(_CHECK_DOWNGRADE.replace("@guards@", checks), schema, latest=LATEST, target=to)
+def check_downgrade_sql(to: int, schema: str, discard: Collection[str] = ()) -> str:
+    """The `DO` block that refuses a downgrade before anything is changed.
+
+    It has all tables at once, which the steps then change without waiting.
+    """
+    guards = {step: _guard(step, discard) for step in range(1, LATEST + 1)}
+    checks = "\n".join(_CHECK_STEP.format(step=step, guard=guard) for step, guard in guards.items() if guard)
+    block = _CHECK_DOWNGRADE.replace("@guards@", checks).replace("@lock@", LOCK_ALL)
+    block = block.replace("@read_committed@", _read_committed(step for step in guards if step > to and guards[step]))
+    return _fill(block, schema, latest=LATEST, target=to)
 
 
-def downgrade_sql(step: int, schema: str) -> str:
+def downgrade_sql(step: int, schema: str, discard: Collection[str] = ()) -> str:
     """The `DO` block of one step downwards."""
-    template = _DOWNGRADE.replace("@guard@", GUARDS.get(step, "")).replace("@statements@", STEPS[step - 1][1])
+    guard = _guard(step, discard)
+    if guard:
+        guard = f"{_NEEDS_READ_COMMITTED}\n{LOCK_ALL}\n{guard}"
+    template = _DOWNGRADE.replace("@guard@", guard).replace("@statements@", STEPS[step - 1][1])
     return _fill(template, schema, step=step)
+
+
+def _guard(step: int, discard: Collection[str]) -> str:
+    return GUARDS.get(step) or guard_of(step, discard)
+
+
+def _read_committed(guarded: Iterable[int]) -> str:
+    """Needed if one of these steps is taken back."""
+    steps = ", ".join(map(str, guarded))
+    return f"  IF newest >= ANY (ARRAY[{steps}]) THEN\n{_NEEDS_READ_COMMITTED}\n  END IF;" if steps else ""
 
 
 def check_step(to: int, *, lowest: int) -> int:

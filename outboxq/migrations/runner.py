@@ -1,7 +1,7 @@
 """Migrating without a project's own Alembic history: what `outboxq migrate` runs."""
 
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from alembic.migration import MigrationContext
 from alembic.operations import Operations
@@ -10,6 +10,7 @@ from sqlalchemy import Connection
 from outboxq import migrations
 from outboxq.config import check_schema
 from outboxq.errors import SchemaError
+from outboxq.migrations.losses import check_discard
 from outboxq.migrations.server import check_server
 from outboxq.statements.server import lock_version, schema_version, try_lock_version, version_lock_holders
 
@@ -20,6 +21,7 @@ def migrate(
     to: int | None = None,
     schema: str = "outboxq",
     waits: Callable[[list[str]], None] | None = None,
+    discard: Collection[str] = (),
 ) -> tuple[int, int]:
     """Bring the tables to step `to` (None: the latest; lower than now: a downgrade) in the connection's transaction.
 
@@ -27,6 +29,7 @@ def migrate(
 
     Args:
         waits: Called before another migration is waited for, with a text for each session that it waits for.
+        discard: Names of what a downgrade may lose, as its refusal gives them.
 
     Returns:
         The step before and the step after.
@@ -36,6 +39,7 @@ def migrate(
         SchemaError: a newer outboxq made the tables, so that this one cannot take them back to `to`.
     """
     check_schema(schema)
+    check_discard(discard)
     target = migrations.check_step(migrations.LATEST if to is None else to, lowest=0)
     before = _locked_version(connection, schema, waits)
     if before > migrations.LATEST:
@@ -47,7 +51,7 @@ def migrate(
         return before, before
     operations = Operations(MigrationContext.configure(connection))
     if target < before or target == 0:
-        migrations.downgrade(operations, to=target, schema=schema)
+        migrations.downgrade(operations, to=target, schema=schema, discard=discard)
     else:
         check_server(connection)
         migrations.upgrade(operations, to=target, schema=schema)
@@ -60,6 +64,7 @@ def migrate_committing(
     to: int | None = None,
     schema: str = "outboxq",
     waits: Callable[[list[str]], None] | None = None,
+    discard: Collection[str] = (),
 ) -> tuple[int, int]:
     """Do what `migrate` does in as many transactions as it takes to hold every lock for a moment only.
 
@@ -77,7 +82,7 @@ def migrate_committing(
             if found[-1] < stop < target:
                 migrate(connection, to=stop, schema=schema)
     with connection.begin():
-        _, after = migrate(connection, to=to, schema=schema, waits=waits)
+        _, after = migrate(connection, to=to, schema=schema, waits=waits, discard=discard)
     return found[0], after
 
 

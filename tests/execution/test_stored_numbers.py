@@ -189,7 +189,7 @@ def test_the_greatest_token_fences_as_any_other(
         if name != "another" and not taken:
             taken.append(ctx.job.lease_token)
             with engine.begin() as connection:
-                connection.execute(text("UPDATE outboxq.relay SET alive_until = '-infinity'"))
+                connection.execute(text("UPDATE outboxq.relay SET alive_until = '0001-01-03 00:00:00+00'"))
                 run_script(connection, reap("outboxq", 3, 100))
         ctx.session.add(Effect(name=name))
 

@@ -29,7 +29,8 @@ _NAMES = (
 _FILL = """\
 INSERT INTO outboxq.unique_key (key, job_id, kept_until)
 SELECT 'k' || chr(31) || n, gen_random_uuid(), clock_timestamp() FROM generate_series(1, 20000) AS n;
-INSERT INTO outboxq.batch (id, callback) SELECT gen_random_uuid(), '{}' FROM generate_series(1, 20000) AS n;
+INSERT INTO outboxq.batch (id, callback)
+SELECT gen_random_uuid(), '{"kind": "k", "queue": "q"}' FROM generate_series(1, 20000) AS n;
 UPDATE outboxq.job SET unique_key = 'k' || chr(31) || hashtext(id::text) % 50, batch_id = gen_random_uuid()
 WHERE hashtext(id::text) % 2 = 0"""
 # Tables that grow with the work.

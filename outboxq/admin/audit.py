@@ -22,7 +22,7 @@ from outboxq.names import MAX_SCOPE_BYTES, check_key
 from outboxq.statements import audit as statements
 from outboxq.statements.audit import AuditFilter as AuditFilter
 from outboxq.statements.paging import database_clock
-from outboxq.tables import HISTORY_VERSION, mapped_schema
+from outboxq.tables import mapped_schema
 
 logger = logging.getLogger("outboxq.audit")
 
@@ -205,7 +205,7 @@ def new_entry_id() -> UUID:
     return UUID(uuid7s(1)[0])
 
 
-@missing_tables_explained(HISTORY_VERSION)
+@missing_tables_explained()
 def list_audit(connection: Connection, wanted: AuditFilter | None = None, *, limit: int = 50) -> list[AuditEntry]:
     """What was done, the latest first."""
     rows = connection.execute(statements.select_entries(wanted or AuditFilter(), limit=limit))
@@ -220,7 +220,7 @@ def last_action_on(connection: Connection, target: str) -> AuditEntry | None:
     return None if row is None else AuditEntry(*row)
 
 
-@missing_tables_explained(HISTORY_VERSION)
+@missing_tables_explained()
 def show_audit(connection: Connection, entry: UUID) -> AuditDetail:
     """One action with what was meant.
 
@@ -233,7 +233,7 @@ def show_audit(connection: Connection, entry: UUID) -> AuditDetail:
     return detail_of(row)
 
 
-@missing_tables_explained(HISTORY_VERSION)
+@missing_tables_explained()
 def prune(begin: Begin, journal: Journal, age: timedelta) -> int:
     """Delete the rows that are older, a page of 1,000 in a transaction; the number of them.
 

@@ -25,7 +25,7 @@ from outboxq.statements import browse as statements
 from outboxq.statements import jobs
 from outboxq.statements.paging import database_clock
 from outboxq.statements.server import is_read_only
-from outboxq.tables import HISTORY_VERSION, audit, dead_job, done_job, job
+from outboxq.tables import audit, dead_job, done_job, job
 
 Thing = TypeVar("Thing")
 
@@ -194,7 +194,7 @@ def find_dead(
     return _page(connection, statement, lambda row: DeadJob(*row), dead_job, before, limit, depth)
 
 
-@missing_tables_explained(HISTORY_VERSION)
+@missing_tables_explained()
 def find_done(
     connection: Connection, wanted: DoneFilter, *, before: UUID | None = None, limit: int = 50, depth: int = DEPTH
 ) -> Found[FinishedJob]:
@@ -203,7 +203,7 @@ def find_done(
     return _page(connection, statement, lambda row: FinishedJob(*row), done_job, before, limit, depth)
 
 
-@missing_tables_explained(HISTORY_VERSION)
+@missing_tables_explained()
 def find_entries(
     connection: Connection,
     wanted: AuditFilter,
@@ -243,7 +243,7 @@ def latest_messages(
     ]
 
 
-@missing_tables_explained(HISTORY_VERSION)
+@missing_tables_explained()
 def read_gauges(connection: Connection, queue: str | None = None, *, seconds: float = 3_600.0) -> list[Gauge]:
     """How a queue, or all of them together, stood each minute, the oldest first."""
     return [Gauge(*row) for row in connection.execute(statements.gauges_since(queue, seconds_ago=seconds))]

@@ -26,7 +26,6 @@ from outboxq.database.errors import describe_error, is_database_unavailable, mis
 from outboxq.errors import AuditNotFound, RunElsewhere, RunNotResumable
 from outboxq.statements import audit as statements
 from outboxq.statements.paging import MAX_PAGE_ROWS, KindCount, Page, database_clock
-from outboxq.tables import HISTORY_VERSION
 
 MAX_COUNT = 10_000
 SAMPLES = 10
@@ -276,7 +275,7 @@ def check_args(connection: Connection, action: BulkAction, check: CheckArgs) -> 
             check(kind, action.args)
 
 
-@missing_tables_explained(HISTORY_VERSION)
+@missing_tables_explained()
 def stop(connection: Connection, journal: Journal, entry: UUID) -> Stopped:
     """Stop a change of many rows before its next page, when the caller's transaction commits.
 
@@ -291,7 +290,7 @@ def stop(connection: Connection, journal: Journal, entry: UUID) -> Stopped:
     return "over" if show_audit(connection, entry).entry.finished_at is not None else "stopped already"
 
 
-@missing_tables_explained(HISTORY_VERSION)
+@missing_tables_explained()
 def resume(
     begin: Begin,
     journal: Journal,

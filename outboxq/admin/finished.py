@@ -15,7 +15,7 @@ from outboxq.statements import done as statements
 from outboxq.statements.done import OUTCOMES as OUTCOMES
 from outboxq.statements.done import DoneFilter as DoneFilter
 from outboxq.statements.stretches import stretches
-from outboxq.tables import HISTORY_VERSION, done_job, mapped_schema
+from outboxq.tables import done_job, mapped_schema
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class FinishedDetail:
     result: str | None = field(repr=False)
 
 
-@missing_tables_explained(HISTORY_VERSION)
+@missing_tables_explained()
 def list_finished(
     connection: Connection, wanted: DoneFilter | None = None, *, before: UUID | None = None, limit: int = 50
 ) -> list[FinishedJob]:
@@ -69,7 +69,7 @@ def list_finished(
     return [FinishedJob(*row) for row in found]
 
 
-@missing_tables_explained(HISTORY_VERSION)
+@missing_tables_explained()
 def show_finished(connection: Connection, job_id: UUID) -> FinishedDetail:
     """One finished job, with what is kept of it.
 

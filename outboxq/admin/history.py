@@ -10,7 +10,6 @@ from sqlalchemy import Connection
 from outboxq.database.errors import missing_tables_explained
 from outboxq.statements import read_history as statements
 from outboxq.statements.history import BOUNDS, BUCKETS
-from outboxq.tables import HISTORY_VERSION
 
 By: TypeAlias = Literal["minute", "hour", "kind"]
 
@@ -63,7 +62,7 @@ def read_history(
     Raises:
         SchemaError: the tables of the history are missing.
     """
-    with missing_tables_explained(HISTORY_VERSION):
+    with missing_tables_explained():
         rows = connection.execute(statements.select_history(queue=queue, kind=kind, since=since, by=by)).all()
     return [_row(row._asdict()) for row in rows]
 

@@ -19,7 +19,7 @@ from outboxq.queue_limits import MAX_KEEP_SECONDS, MIN_KEEP_SECONDS, QueueLimits
 from outboxq.statements import queues as statements
 from outboxq.statements import wake
 from outboxq.statements.jobs import STATES
-from outboxq.tables import HISTORY_VERSION, mapped_schema
+from outboxq.tables import mapped_schema
 
 Limit: TypeAlias = Literal["running", "per_group", "rate"]
 
@@ -147,7 +147,7 @@ def keep_dead(connection: Connection, names: Sequence[str], seconds: float | Non
         raise ArgumentError(
             f"dead letters are kept for {MIN_KEEP_SECONDS} to {MAX_KEEP_SECONDS:,} seconds, got {seconds}"
         )
-    with missing_tables_explained(HISTORY_VERSION):
+    with missing_tables_explained():
         changed = connection.execute(statements.set_values(_checked(names), {"keep_dead_seconds": seconds}))
         return tuple(sorted(changed.scalars()))
 

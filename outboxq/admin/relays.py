@@ -12,7 +12,7 @@ from sqlalchemy import Connection
 from outboxq.database.errors import missing_tables_explained
 from outboxq.outbox.progress import Progress, progress_of
 from outboxq.statements import relays as statements
-from outboxq.tables import HISTORY_VERSION, mapped_schema
+from outboxq.tables import mapped_schema
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +99,7 @@ def list_relays(connection: Connection, *, limit: int = 50) -> list[RelaySummary
     Raises:
         SchemaError: the table of relays is missing.
     """
-    with missing_tables_explained(HISTORY_VERSION):
+    with missing_tables_explained():
         rows = connection.execute(statements.select_relays(limit)).all()
     running = {row.id: decode_running(row.running) for row in rows}
     noted = progress_of(connection, [job.id for jobs in running.values() for job in jobs])

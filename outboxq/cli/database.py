@@ -30,7 +30,6 @@ def open_database(database_url: str | None, schema: str) -> Iterator[Begin]:
     from outboxq.database.driver import run_script
     from outboxq.migrations.server import check_server
     from outboxq.relay.startup import check_version
-    from outboxq.statements.server import schema_version
     from outboxq.tables import SCHEMA
 
     url = config.database_url(database_url)
@@ -46,7 +45,7 @@ def open_database(database_url: str | None, schema: str) -> Iterator[Begin]:
 
         with begin():
             check_server(connection)
-            check_version(schema_version(connection, schema), schema)
+            check_version(connection, schema)
         yield begin
 
 

@@ -74,7 +74,13 @@ DatabaseUrls: TypeAlias = Annotated[
     ),
 ]
 Schema: TypeAlias = Annotated[
-    str, typer.Option("--schema", metavar="NAME", help="The PostgreSQL schema that holds outboxq's tables.")
+    str,
+    typer.Option(
+        "--schema",
+        metavar="NAME",
+        envvar="OUTBOXQ_SCHEMA",
+        help="The PostgreSQL schema that holds outboxq's tables.",
+    ),
 ]
 AsJson: TypeAlias = Annotated[bool, typer.Option("--json", help="Print JSON; later versions keep its keys.")]
 

@@ -9,7 +9,7 @@ from sqlalchemy.exc import DataError, DBAPIError, SQLAlchemyError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 
 from outboxq.errors import ConfigError, SchemaError
-from outboxq.tables import NEEDED_VERSION
+from outboxq.tables import LATEST_VERSION
 
 _SQLSTATE = re.compile(r"[0-9A-Z]{5}")
 _UNDEFINED_TABLE_OR_COLUMN = ("42P01", "42703", "3F000")
@@ -72,23 +72,19 @@ def sqlstate_of(error: BaseException | None) -> str | None:
     return sqlstate if isinstance(sqlstate, str) and _SQLSTATE.fullmatch(sqlstate) else None
 
 
-def explain_missing_tables(error: BaseException | None, step: int = NEEDED_VERSION) -> SchemaError | None:
-    """What to raise from an error of a statement on our tables alone; None if it says something else.
-
-    Args:
-        step: The step that brings these tables as they must be.
-    """
+def explain_missing_tables(error: BaseException | None) -> SchemaError | None:
+    """What to raise from an error of a statement on our tables alone; None if it says something else."""
     if sqlstate_of(error) not in _UNDEFINED_TABLE_OR_COLUMN:
         return None
     return SchemaError(
         "an outboxq table is missing, or older than this outboxq: run `outboxq migrate`, or call "
-        f"`outboxq.migrations.upgrade(op, to={step})` in a revision of your Alembic history"
+        f"`outboxq.migrations.upgrade(op, to={LATEST_VERSION})` in a revision of your Alembic history"
     )
 
 
 @contextmanager
-def missing_tables_explained(step: int = NEEDED_VERSION) -> Iterator[None]:
-    """For statements on our tables alone, which this step brings.
+def missing_tables_explained() -> Iterator[None]:
+    """For statements on our tables alone.
 
     Raises:
         SchemaError: instead of the database's error, if they are missing.
@@ -96,7 +92,7 @@ def missing_tables_explained(step: int = NEEDED_VERSION) -> Iterator[None]:
     try:
         yield
     except DBAPIError as error:
-        missing = explain_missing_tables(error, step)
+        missing = explain_missing_tables(error)
         if missing is None:
             raise
         raise missing from error

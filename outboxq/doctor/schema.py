@@ -14,7 +14,7 @@ from outboxq.doctor.formatting import identifier
 from outboxq.migrations import LATEST, upgrade_sql
 from outboxq.statements.doctor import tables as statements
 from outboxq.statements.render import quote_identifier
-from outboxq.statements.server import schema_version
+from outboxq.statements.server import missing_installation, schema_version
 from outboxq.tables import NEEDED_VERSION, metadata
 
 # What it means if a trigger, of a table, does not fire.
@@ -38,7 +38,7 @@ def look_at_version(context: CheckContext) -> Finding | None:
             "problem",
             f"there are no outboxq tables in schema {schema!r} of this database",
             {"schema": schema, "needed_step": NEEDED_VERSION},
-            "Run `outboxq migrate`, or name the right database (--database-url) and schema (--schema).",
+            f"Is it the right database (--database-url)? Found {missing_installation(context.connection, schema)}.",
         )
     if step < NEEDED_VERSION:
         return Finding(

@@ -123,6 +123,13 @@ _PREPARE = """\
       created_schema boolean NOT NULL DEFAULT false
     );
     INSERT INTO @schema@.migration (step, created_schema) VALUES (0, created_schema);
+  END IF;
+  IF to_regclass(@schema_identifier_literal@ || '.job') IS NOT NULL AND NOT EXISTS (SELECT FROM @schema@.migration) THEN
+    RAISE EXCEPTION USING
+      ERRCODE = 'object_not_in_prerequisite_state',
+      MESSAGE = 'outboxq: schema ' || @schema_identifier_literal@ || ' has tables without the rows of its table '
+        || 'migration, as pg_dump --schema-only leaves them',
+      HINT = 'Restore the rows of the tables migration and deployment too, or drop the schema and migrate again.';
   END IF;"""
 
 # Stands before the first step downwards, so that a refusal leaves everything as it was, also in AUTOCOMMIT.

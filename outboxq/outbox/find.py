@@ -9,6 +9,7 @@ from sqlalchemy import Connection
 from sqlalchemy.orm import Session
 
 from outboxq.database.answers import AsyncTarget, SyncTarget, run_on
+from outboxq.database.errors import missing_tables_explained
 from outboxq.database.sessions import transaction_connection
 from outboxq.outbox.handle import JobHandle, job_id_of
 from outboxq.outbox.progress import Progress as Progress
@@ -63,6 +64,7 @@ def find_job(
 
     Raises:
         ArgumentError: a text that is no id.
+        SchemaError: the tables are missing, or older than this outboxq.
     """
     job_id = job_id_of(job)
     return run_on(connection, lambda target: _find(target, job_id), "find_job(...)")
@@ -71,6 +73,11 @@ def find_job(
 def _find(connection: Session | Connection, job_id: UUID) -> FoundJob | None:
     # Where its jobs go, also if the session has several engines; of whatever driver.
     below = connection if isinstance(connection, Connection) else transaction_connection(connection)
+    with missing_tables_explained():
+        return _find_below(below, job_id)
+
+
+def _find_below(below: Connection, job_id: UUID) -> FoundJob | None:
     row = below.execute(statements.find_job(job_id)).one_or_none()
     if row is None and below.execute(done.may_read(mapped_schema(below))).scalar_one():
         # Later than the first look: a job that ended between the two is found.

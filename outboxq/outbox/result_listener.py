@@ -40,8 +40,6 @@ from outboxq.outbox.result_wait import Ending, Wait
 from outboxq.statements import results as statements
 from outboxq.statements.wake import listen_on
 
-# The step of the migrations that brings the table of finished jobs.
-_STEP = 11
 # A job whose flag was refused is looked at, and the flag tried again, after this pause, which doubles.
 _RETRY_FIRST_SECONDS, _RETRY_CAP_SECONDS = 0.005, 0.1
 _RECONNECT_FIRST_SECONDS, _RECONNECT_CAP_SECONDS = 0.05, 1.0
@@ -374,7 +372,7 @@ class ResultListener:
 
 def _explained(error: Exception) -> Exception:
     """What one caller is told: an exception of its own, as each adds its traceback."""
-    told = explain_missing_tables(error, _STEP) or ConfigError(_advice(error))
+    told = explain_missing_tables(error) or ConfigError(_advice(error))
     told.__cause__ = error
     return told
 

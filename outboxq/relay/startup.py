@@ -32,8 +32,8 @@ from outboxq.migrations.server import check_server, refusing_bytes
 from outboxq.relay.event_loop import LoopThread
 from outboxq.relay.login import Login
 from outboxq.statements.done import may_write
-from outboxq.statements.server import schema_version, synchronous_commit
-from outboxq.tables import NEEDED_VERSION, SCHEMA
+from outboxq.statements.server import missing_installation, schema_version, synchronous_commit
+from outboxq.tables import LATEST_VERSION, NEEDED_VERSION, SCHEMA
 
 logger = logging.getLogger("outboxq.relay")
 
@@ -99,7 +99,7 @@ def check_database(connection: Connection, config: RelayConfig) -> None:
     """
     check_server(connection)
     check_durability(connection, allowed=config.allow_asynchronous_commit)
-    check_version(schema_version(connection, config.schema), config.schema)
+    check_version(connection, config.schema)
 
 
 def declare_schedules(connection: Connection, schema: str, registry: Registry) -> None:
@@ -165,15 +165,17 @@ def check_durability(connection: Connection, *, allowed: bool) -> None:
         )
 
 
-def check_version(version: int | None, schema: str) -> None:
+def check_version(connection: Connection, schema: str) -> None:
     """Refuse tables that this version of the code cannot work on.
 
     Raises:
-        SchemaError: the tables are missing or older; the message gives the command.
+        SchemaError: the tables are missing or older; the message gives the way out.
     """
-    if version is None or version < NEEDED_VERSION:
-        found = f"no outboxq tables in schema {schema!r}" if not version else f"outboxq tables at step {version}"
+    version = schema_version(connection, schema)
+    if not version:
+        raise SchemaError(f"found {missing_installation(connection, schema)}")
+    if version < NEEDED_VERSION:
         raise SchemaError(
-            f"found {found}, and step {NEEDED_VERSION} is needed: run `outboxq migrate`, or call "
-            f"`outboxq.migrations.upgrade(op, to={NEEDED_VERSION})` in a revision of your Alembic history"
+            f"found outboxq tables at step {version}, and step {NEEDED_VERSION} is needed: run `outboxq migrate`, or "
+            f"call `outboxq.migrations.upgrade(op, to={LATEST_VERSION})` in a revision of your Alembic history"
         )

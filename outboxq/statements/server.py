@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from sqlalchemy import Connection, TextClause, text
 
 from outboxq.statements.render import quote_identifier
+from outboxq.tables import LATEST_VERSION
 
 # The oldest major version that the tests run on.
 OLDEST_MAJOR = 15
@@ -23,6 +24,12 @@ _EPOCH = text(
 )
 _READ_ONLY = text(
     "SELECT pg_catalog.pg_is_in_recovery() OR pg_catalog.current_setting('default_transaction_read_only')::bool"
+)
+_OTHER_SCHEMAS = text(
+    "SELECT namespace.nspname::text FROM pg_catalog.pg_class AS marker "
+    "JOIN pg_catalog.pg_class AS dead ON dead.relnamespace = marker.relnamespace AND dead.relname = 'dead_job'::name "
+    "JOIN pg_catalog.pg_namespace AS namespace ON namespace.oid = marker.relnamespace "
+    "WHERE marker.relname = 'migration'::name ORDER BY 1"
 )
 _MARKER = text("SELECT pg_catalog.to_regclass(:marker)::text")
 _TRY_LOCK = text(
@@ -82,6 +89,26 @@ def schema_version(connection: Connection, schema: str) -> int | None:
     if connection.execute(_MARKER, {"marker": marker}).scalar() is None:
         return None
     return connection.execute(newest_step(schema)).scalar()
+
+
+def missing_installation(connection: Connection, schema: str) -> str:
+    """What is there in place of tables that were migrated, and the way out. Reads catalogs; no locks."""
+    if connection.execute(_MARKER, {"marker": quote_identifier(schema, "job")}).scalar() is not None:
+        return (
+            f"tables in schema {schema!r} without the rows of its table `migration`, as `pg_dump --schema-only` leaves "
+            "them: restore the rows of the tables `migration` and `deployment` too, or drop the schema and run "
+            "`outboxq migrate`"
+        )
+    others = connection.execute(_OTHER_SCHEMAS).scalars().all()
+    if others:
+        return (
+            f"no outboxq tables in schema {schema!r}, but in {', '.join(map(repr, others))}: name that one with "
+            "--schema, OUTBOXQ_SCHEMA or RelayConfig(schema=...)"
+        )
+    return (
+        f"no outboxq tables in schema {schema!r} of this database: run `outboxq migrate`, or call "
+        f"`outboxq.migrations.upgrade(op, to={LATEST_VERSION})` in a revision of your Alembic history"
+    )
 
 
 def newest_step(schema: str) -> TextClause:

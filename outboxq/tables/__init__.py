@@ -10,12 +10,15 @@ from outboxq.tables.queues import paused_kind, queue, rate, schedule
 
 # The migration step that this code needs. It can do without what later steps add, which may come after a deployment.
 NEEDED_VERSION = 9
+# The newest step, which messages name: who migrates goes there.
+LATEST_VERSION = 14
 # The step that brings the history and the rows of relays, for what reads them.
 HISTORY_VERSION = 11
 
 __all__ = [
     "HISTORY_VERSION",
     "JOB_SIZES",
+    "LATEST_VERSION",
     "NEEDED_VERSION",
     "SCHEMA",
     "JobRow",

@@ -27,7 +27,6 @@ from outboxq.statements.jobs import STATES
 from outboxq.statements.relays import declared_limits, may_read_relays
 from outboxq.statements.server import schema_version
 from outboxq.statements.stats import count_first_unknown_effects
-from outboxq.tables import HISTORY_VERSION
 
 logger = logging.getLogger("outboxq.metrics")
 
@@ -93,7 +92,7 @@ def timed(name: str, read: Callable[[], None], connection: Connection, reading: 
             raise
         is_answered = False
         logger.debug("a part of a look failed: %s", name, extra={"error_type": type(error).__name__})
-        missing = error if isinstance(error, SchemaError) else explain_missing_tables(error, HISTORY_VERSION)
+        missing = error if isinstance(error, SchemaError) else explain_missing_tables(error)
     reading.highest("outboxq_exporter_query_seconds", (name,), time.perf_counter() - began_at)
     reading.highest("outboxq_exporter_query_ok", (name,), int(is_answered))
     return missing

@@ -162,4 +162,4 @@ def test_the_relays_defaults_are_those_of_its_configuration() -> None:
         ("--drain-seconds", defaults.drain_seconds),
         ("--schema", defaults.schema),
     ]:
-        assert f"[default: {value}" in said.partition(f"{option} ")[2].partition(" --")[0]
+        assert f"default: {value}" in said.partition(f"{option} ")[2].partition(" --")[0]

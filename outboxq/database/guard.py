@@ -21,6 +21,7 @@ from sqlalchemy import Connection, ExceptionContext, PoolProxiedConnection, even
 from sqlalchemy.engine.interfaces import ExecuteStyle, ExecutionContext
 from sqlalchemy.exc import InvalidRequestError
 
+from outboxq.database.defects import contain
 from outboxq.database.driver import driver_connection, transaction_status
 from outboxq.database.job_savepoint import ClaimSavepoint, Savepoint
 from outboxq.database.session_state import NOTHING, left_by
@@ -98,7 +99,7 @@ class Guard:
         self.thread = get_ident()
         self._lent: list[Connection] = []
         # The statement that SQLAlchemy is about to give to the driver's cursor.
-        self._announced: str | None = None
+        self._announced: object = None
         # A test's own savepoint, around all of its jobs.
         self._around = connection.get_nested_transaction()
         self._options = connection.get_execution_options()
@@ -209,7 +210,7 @@ class Guard:
         self,
         connection: Connection,
         _cursor: object,
-        statement: str,
+        statement: object,
         parameters: object,
         context: ExecutionContext | None,
         many: bool,
@@ -218,16 +219,22 @@ class Guard:
             raise InvalidRequestError("this connection is the relay's, and no job's: use ctx.session.connection()")
         if self.on_first_use is not None:
             self.on_first_use()
+        # `exec_driver_sql` takes bytes and SQL objects of the driver's too, of which nothing can be told.
+        text = statement if isinstance(statement, str) else ""
         if self.watcher is not None:
-            self.watcher.sees(statement, context)
+            self.watcher.sees(text, context)
         if self.savepoint is not None:
-            self._admit(statement, self.savepoint)
-            self._note(_looked_at(statement, context), {} if many else parameters)
+            self._admit(text, self.savepoint)
+            self._note(_looked_at(text, context), {} if many else parameters)
         # Last: those above may have sent something themselves.
         self._announced = statement
 
     def _admit(self, statement: str, savepoint: Savepoint) -> None:
-        verb = refused_verb(statement)
+        verb: str | None = None
+        try:
+            verb = refused_verb(statement)
+        except Exception as error:  # noqa: BLE001  # raised again, unless it is a defect
+            self._assume_worst(error)
         if verb:
             raise TransactionVerbRefused(
                 f"the handler sent {verb}, but its transaction is the relay's: return to commit, raise to roll back"
@@ -238,6 +245,17 @@ class Guard:
 
     def _note(self, statement: str, parameters: object) -> None:
         """Note what a handler's statement may leave on the connection."""
+        try:
+            self._note_left(statement, parameters)
+        except Exception as error:  # noqa: BLE001  # raised again, unless it is a defect
+            self._assume_worst(error)
+
+    def _assume_worst(self, error: Exception) -> None:
+        """Report a defect of what reads statements, which the handler must not meet: anything may be left behind."""
+        contain(error)
+        self.left, self.is_altered = self.left or "a statement that could not be read", True
+
+    def _note_left(self, statement: str, parameters: object) -> None:
         leavings = left_by(statement)
         if leavings is NOTHING:
             return

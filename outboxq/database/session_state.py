@@ -119,7 +119,7 @@ class _Reading:
             if what is not None:
                 return Leavings(what)
         if not self._verb:
-            return Leavings("an empty statement")
+            return Leavings("a statement without a text")
         if not (self._functions or self._sets_locally):
             return NOTHING
         return Leavings(None, frozenset(self._functions), tuple(self._only_local), self._sets_locally)

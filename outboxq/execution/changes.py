@@ -79,7 +79,6 @@ def is_listened_to(session: Session, events: Listeners) -> bool:
     return not all(map(_is_ours, chain.from_iterable(events(session.dispatch))))
 
 
-@lru_cache(1024)
 def _is_ours(listener: object) -> bool:
     return str(getattr(listener, "__module__", "")).startswith("outboxq.")
 

@@ -23,6 +23,13 @@ class Abandoned(OutboxqError):
     """The relay took this batch away from its slot, which must not commit anything of it any more."""
 
 
+class SharingEnded(BaseException):
+    """A shared batch cannot go on, for a reason of outboxq's own: raised into the handler that runs, as no error of it.
+
+    Each job of the batch runs again, by itself. No `except Exception` of a handler's takes it for an answer.
+    """
+
+
 class TransactionEscaped(OutboxqError):
     """A handler ended the claim's transaction, or left it where its savepoint cannot be found."""
 

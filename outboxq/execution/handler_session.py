@@ -12,6 +12,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import Session
 
 from outboxq.database.answers import Answer
+from outboxq.database.defects import contain
 from outboxq.handlers.deferred import Write, defer
 from outboxq.handlers.unlocked import UnlockedChanges
 from outboxq.outbox.session import AsyncOutboxSession, OutboxSession
@@ -40,7 +41,11 @@ class HandlerSession(OutboxSession):
         """Have the changes of watched entities looked at now."""
         if self.watched is not None:
             changes, entities = self.watched
-            changes.look(entities)
+            try:
+                changes.look(entities)
+            except Exception as error:  # noqa: BLE001  # raised again, unless it is a defect
+                contain(error)
+                self.watched = None
 
     def get_bind(self, *args: Any, **kwargs: Any) -> Engine | Connection:
         """SQLAlchemy's hook before every use of a connection."""

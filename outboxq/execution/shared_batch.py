@@ -18,6 +18,7 @@ from sqlalchemy.orm import Session
 from sqlalchemy.orm.attributes import instance_state
 
 from outboxq.codec.entities import EntityKey
+from outboxq.database.defects import contain, is_defect, report
 from outboxq.database.sql_words import first_word, may_end_transaction
 from outboxq.emitter import drop_tracebacks
 from outboxq.errors import HandlerError, HandlerRolledBack, TransactionEndedByHandler
@@ -26,7 +27,7 @@ from outboxq.execution.batch_state import BatchState
 from outboxq.execution.chain import follower_of, has_follower
 from outboxq.execution.changes import row_changes, row_writes, uses_only
 from outboxq.execution.containment import SharedSavepoint
-from outboxq.execution.errors import TransactionEscaped
+from outboxq.execution.errors import SharingEnded, TransactionEscaped
 from outboxq.execution.handler_session import AttemptSession, HandlerSession, hand_over, nothing
 from outboxq.execution.invoke import Run
 from outboxq.execution.plan import Segment
@@ -61,8 +62,10 @@ def run_shared(connection: Connection, batch: BatchState, runtime: Runtime, segm
     except BaseException as error:
         if not runtime.is_failure(error):
             raise
-        # The error will show again when each job runs alone.
+        # The error will show again when each job runs alone; one of ours need not.
         failed = error
+        if is_defect(error):
+            report(error)
     else:
         return True
     finally:
@@ -135,8 +138,13 @@ class _SharedRun:
 
     def sees(self, statement: str, context: ExecutionContext | None) -> None:
         """Send the waiting writes of earlier jobs, before a statement is sent for a handler."""
-        self._is_suspicious = self._is_suspicious or may_end_transaction(statement)
-        writes = row_writes(first_word(statement), context)
+        try:
+            self._is_suspicious = self._is_suspicious or may_end_transaction(statement)
+            writes = row_writes(first_word(statement), context)
+        except Exception as error:  # noqa: BLE001  # raised again, unless it is a defect
+            # The handler goes on as if anything was written; then each job runs by itself.
+            contain(error)
+            self._failed, self._is_suspicious, writes = error, True, None
         self._written.update((None,) if writes is None else writes)
         self._is_sending = True
         self._catch_up()
@@ -359,6 +367,9 @@ class _SharedRun:
             self._send()
         except BaseException as error:
             self._failed = error
+            if is_defect(error):
+                report(error)
+                raise SharingEnded("what other jobs of the batch wrote could not be sent") from error
             raise
 
     def _send(self) -> None:

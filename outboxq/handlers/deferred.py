@@ -1,5 +1,6 @@
 """Deferred writes: Core statements that a handler leaves behind, to be sent after its flush and before COMMIT."""
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import date, datetime, time, timedelta
@@ -7,9 +8,10 @@ from decimal import Decimal
 from enum import Enum
 from functools import lru_cache
 from itertools import groupby
+from typing import Any
 from uuid import UUID
 
-from sqlalchemy import Connection, Delete, Insert, TextClause, Update, event
+from sqlalchemy import BindParameter, Connection, Delete, Insert, TextClause, Update, event
 from sqlalchemy.orm import Session, SessionTransaction
 
 from outboxq.codec.entities import entity_state
@@ -17,10 +19,12 @@ from outboxq.codec.values import PLAIN, is_expression
 from outboxq.database.session_state import NOTHING, left_by
 from outboxq.database.sql_words import first_word, may_end_transaction
 from outboxq.errors import DeferError
-from outboxq.handlers.row_writes import Statement, only_writes
+from outboxq.handlers.row_writes import Statement, is_sqlalchemy_type, only_writes
 from outboxq.handlers.set_based import single_executions
 from outboxq.names import with_article
 from outboxq.outbox.session import OutboxSession
+
+logger = logging.getLogger("outboxq.relay")
 
 # Attributes of a session, and not keys of its `info`, which belongs to users and may be cleared.
 _WAITING = "_outboxq_deferred"
@@ -49,13 +53,24 @@ def may_wait(write: Write) -> bool:
 
 @lru_cache(256)
 def is_fixed(statement: Statement) -> bool:
-    """Whether a statement holds no value that may change, and does nothing but write rows."""
+    """Whether a statement holds no value that may change, and does nothing but write rows: it runs no user's code."""
     key = statement._generate_cache_key()  # noqa: SLF001  # what SQLAlchemy's own cache of statements goes by
-    if key is None or not all(bind.callable is None and is_constant(bind.value) for bind in key.bindparams):
-        return False
+    if key is None or not all(map(_is_fixed_value, key.bindparams)):
+        return _not_fixed("it holds a value that may change, or a type that computes one")
     if isinstance(statement, TextClause):
-        return left_by(statement.text) is NOTHING and not may_end_transaction(statement.text)
-    return only_writes(statement)
+        if left_by(statement.text) is NOTHING and not may_end_transaction(statement.text):
+            return True
+        return _not_fixed("its text may do more than write rows")
+    return only_writes(statement) or _not_fixed("it does more than write plain values into one table")
+
+
+def _is_fixed_value(bind: BindParameter[Any]) -> bool:
+    return bind.callable is None and is_constant(bind.value) and is_sqlalchemy_type(bind.type)
+
+
+def _not_fixed(reason: str) -> bool:
+    logger.debug("a deferred statement does not wait for those of other jobs: %s", reason)
+    return False
 
 
 def checked_write(statement: object, parameters: object) -> Write:

@@ -4,12 +4,13 @@ What such a write sets off in users' tables is read from the catalogs when first
 """
 
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, assert_never, cast
 from weakref import WeakKeyDictionary
 
-from sqlalchemy import Column, Connection, Delete, Insert, Table, TextClause, Update
+from sqlalchemy import ClauseElement, Column, Connection, Delete, Insert, Table, TextClause, Update
 from sqlalchemy.dialects import postgresql
 from sqlalchemy.sql import elements, operators, visitors
 from sqlalchemy.sql.functions import Function, FunctionElement
@@ -36,8 +37,15 @@ COMPUTING = (
 )
 _WRITING = (Insert, Update, Delete)
 _CONFLICTS = (postgresql.dml.OnConflictDoNothing, postgresql.dml.OnConflictDoUpdate)
-# What an UPDATE may say besides which rows become what.
-MORE_PARTS = ("_independent_ctes", "_prefixes", "_hints", "_with_options", "_returning", "_ordered_values")
+# What a statement may consist of, by SQLAlchemy's names, that writes nothing but rows of its table. What has another
+# part, of a later SQLAlchemy or of an extension, may do more.
+_PART_NAMES = """
+    table _inline _where_criteria _values _multi_values select _select_names include_insert_from_select_defaults
+    _sort_by_parameter_order _return_defaults _return_defaults_columns _supplemental_returning _compile_state_funcs
+    _propagate_attrs dialect_options
+"""
+_PARTS = frozenset(_PART_NAMES.split())
+_PARTS_OF_VALUES = _PARTS - {"_multi_values", "select"} | {"_post_values_clause"}
 # Relays know of a migration that runs beside them after this time at the latest.
 FRESH_SECONDS = 10.0
 
@@ -102,7 +110,7 @@ def row_write(statement: object, names: Collection[str]) -> RowWrite | None:
 
 
 def _row_write(statement: Insert | Update | Delete, names: frozenset[str]) -> RowWrite | None:
-    table = written_table(statement, (*MORE_PARTS, "_post_values_clause"))
+    table = written_table(statement)
     if table is None:
         return None
     if not isinstance(statement, Update):
@@ -114,13 +122,19 @@ def _row_write(statement: Insert | Update | Delete, names: frozenset[str]) -> Ro
     return RowWrite(table, "UPDATE", frozenset(column.name for column in (*assigned, *by_name)))
 
 
-def written_table(statement: Insert | Update | Delete, more: Iterable[str]) -> Table | None:
-    """The table that a statement writes to; None if it has more parts, or does not write to a plain table."""
-    is_more = any(getattr(statement, part, None) for part in more)
-    if is_more or _names_others(statement) or not isinstance(statement.table, Table):
+def written_table(statement: Insert | Update | Delete) -> Table | None:
+    """The table that a statement writes to; None if it may do more, or does not write to a plain table."""
+    if not _consists_of(_PARTS, statement) or _names_others(statement) or not isinstance(statement.table, Table):
         return None
     # The table of a mapped class comes as an annotated copy.
     return statement.table._deannotate()  # noqa: SLF001  # as SQLAlchemy itself compares tables
+
+
+def _consists_of(parts: AbstractSet[str], statement: Insert | Update | Delete) -> bool:
+    """Whether a statement has no other parts than these; a part that is an SQL expression has no truth value."""
+    named = (name for name, _ in statement._traverse_internals)  # noqa: SLF001  # what SQLAlchemy's own cache goes by
+    others = (getattr(statement, name, None) for name in named if name not in parts)
+    return not any(isinstance(part, ClauseElement) or part for part in others)
 
 
 def _names_others(statement: Insert | Update | Delete) -> bool:
@@ -146,9 +160,7 @@ def updated_mapper(statement: Statement) -> Any:
 def only_writes(statement: Insert | Update | Delete) -> bool:
     """Whether a statement writes plain values and what is computed of them: it runs nothing of the user's."""
     table = statement.table
-    if any(getattr(statement, part, None) for part in (*MORE_PARTS, "_multi_values", "select")) or not isinstance(
-        table, Table
-    ):
+    if not _consists_of(_PARTS_OF_VALUES, statement) or not isinstance(table, Table):
         return False
     if not all(map(_is_settled, table.columns)):
         return False

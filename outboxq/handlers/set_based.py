@@ -34,7 +34,6 @@ from sqlalchemy.types import NullType, TypeEngine
 
 from outboxq.handlers.row_writes import (
     COMPUTING,
-    MORE_PARTS,
     Statement,
     TableFacts,
     assigned_columns,
@@ -241,7 +240,7 @@ def _has_plain_key(it: _SetBased) -> bool:
 
 @lru_cache(256)
 def _set_based(statement: Update, names: frozenset[str]) -> _SetBased | None:
-    table = written_table(statement, MORE_PARTS)
+    table = written_table(statement)
     if table is None:
         return None
     candidate = _SetBased(statement, table, names)

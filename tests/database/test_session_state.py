@@ -83,7 +83,7 @@ def test_a_setting_of_the_transaction_leaves_nothing_and_is_told(sql: str) -> No
         ("SELECT E'\\'' || f()", "a statement that cannot be read for certain"),
         ("SELECT /* /* */ f() */ 1", "a statement that cannot be read for certain"),
         ("SELECT 'open", "a statement that cannot be read for certain"),
-        ("", "an empty statement"),
+        ("", "a statement without a text"),
         ('"a"', "a statement without a verb"),
     ],
 )

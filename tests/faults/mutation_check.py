@@ -588,6 +588,20 @@ MUTANTS = (
         ("tests/execution/test_shared_batches.py::test_a_handler_that_closes_its_session_fails_as_it_does_alone",),
     ),
     Mutant(
+        "the worst that is assumed of a statement which could not be read",
+        "outboxq/execution/shared_batch.py",
+        "            contain(error)\n",
+        "            raise\n",
+        ("tests/execution/test_shared_batches_watched.py",),
+    ),
+    Mutant(
+        "the parts of a statement that have no truth value",
+        "outboxq/handlers/row_writes.py",
+        "any(isinstance(part, ClauseElement) or part for part in others)",
+        "any(others)",
+        ("tests/execution/test_shared_batches_watched.py",),
+    ),
+    Mutant(
         "the options of a job's connection, which its changes do not wait for",
         "outboxq/execution/shared_batch.py",
         " or not guard.has_own_options\n",

@@ -145,6 +145,8 @@ class Attempt:
         if run.deferred:
             hand_over(run.deferred, self._session.session())
         session = self._session.made
+        if session is not None:
+            session.check()
         if session is None and self._containment.savepoint is None:
             # The handler never used the database.
             return

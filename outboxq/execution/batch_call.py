@@ -101,6 +101,7 @@ def _call(
     batch.deadline = None
     if run.call.is_cancelled:
         raise HandlerError("a job of the batch was cancelled: the others run by themselves")
+    session.check()
     if savepoint.savepoint is None or not savepoint.savepoint.is_active:
         raise HandlerRolledBack("the batch handler rolled its session back, then returned as if done")
     if transaction_status(connection) == TransactionStatus.INERROR:

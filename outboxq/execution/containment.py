@@ -48,10 +48,7 @@ class Containment:
             HandlerError: they are not.
         """
         if self.savepoint is not None and not self.savepoint.is_active:
-            raise HandlerRolledBack(
-                "the handler rolled its session back, then returned as if done: raise instead, "
-                "or use session.begin_nested() for the part that may fail"
-            )
+            raise HandlerRolledBack
         if self._guard.transaction_status == TransactionStatus.INERROR:
             raise HandlerError("the handler swallowed a database error, which had undone its rows: let it raise")
 

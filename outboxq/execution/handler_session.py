@@ -6,13 +6,14 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, NoReturn
 
 import psycopg
-from sqlalchemy import Connection, Engine
+from sqlalchemy import Connection, Engine, event
 from sqlalchemy.exc import InvalidRequestError, SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncSession
-from sqlalchemy.orm import Session
+from sqlalchemy.orm import Session, SessionTransaction
 
 from outboxq.database.answers import Answer
 from outboxq.database.defects import contain
+from outboxq.errors import HandlerRolledBack
 from outboxq.handlers.deferred import Write, defer
 from outboxq.handlers.unlocked import UnlockedChanges
 from outboxq.outbox.session import AsyncOutboxSession, OutboxSession
@@ -27,9 +28,11 @@ class HandlerSession(OutboxSession):
 
     Attributes:
         watched: Entities whose rows are not locked, with the object that looks at their changes before each flush.
+        is_rolled_back: Its transaction was rolled back, and not just a savepoint.
     """
 
     on_first_use: Callable[[], None]
+    is_rolled_back = False
     watched: tuple[UnlockedChanges, Sequence[object]] | None = None
 
     def watch(self, changes: UnlockedChanges, entities: Sequence[object]) -> None:
@@ -64,11 +67,23 @@ class HandlerSession(OutboxSession):
         """The engine or connection that the session would use; does not begin a savepoint."""
         return super().get_bind(**kwargs)
 
-    def rollback(self) -> None:
-        """Join the relay's transaction first; a rollback before joining would go unnoticed: the job would be done."""
-        if self.in_transaction() and self.is_active:
-            self.connection()
-        super().rollback()
+    def check(self) -> None:
+        """Check that the handler did not roll the session's transaction back, by whatever method.
+
+        Raises:
+            HandlerRolledBack: it did, and returned as if done.
+        """
+        if self.is_rolled_back:
+            raise HandlerRolledBack
+
+
+def _note_rollback(session: HandlerSession, ended: SessionTransaction) -> None:
+    if ended.parent is None:
+        session.is_rolled_back = True
+
+
+# A session that has not used its connection yet has nothing to undo there: no savepoint says that it was rolled back.
+event.listen(HandlerSession, "after_soft_rollback", _note_rollback)
 
 
 class AsyncHandlerSession(AsyncOutboxSession):

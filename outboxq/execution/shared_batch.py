@@ -261,6 +261,9 @@ class _SharedRun:
         if entity is None:
             # The class cannot be loaded ahead, or the row is not there.
             return load_entity(session, name, key)
+        # Joined as by the SELECT that the job alone would have sent: what the handler does to the session's transaction
+        # is the same then.
+        session.connection()
         # What add() does, without its search for related objects: none were loaded.
         session._save_or_update_impl(instance_state(entity))  # noqa: SLF001  # what add() calls
         return entity
@@ -287,15 +290,18 @@ class _SharedRun:
             self._add_deferred(run.deferred)
         else:
             session = opened.session()
+            session.check()
             session.look()
             hand_over(run.deferred, session)
             changes = row_changes(session, self._facts_of) if self._may_wait(session) else None
-            if changes is not None:
+            if changes is not None and session.in_transaction():
                 self._add(changes, take_jobs(session))
                 self._add_deferred(take_writes(session))
-            if changes is None or not session.in_transaction():
+            else:
+                writes = [] if changes is None else take_writes(session)
                 # commit() also ends the handler's savepoints, flushes until all is sent, and raises if it was closed.
                 session.commit()
+                self._add_deferred(writes)
         if self._may_fail_at_commit():
             self._send()
             check_shared(self._connection, self._savepoint.xid)

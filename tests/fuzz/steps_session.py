@@ -3,7 +3,8 @@
 from typing import Any
 
 from sqlalchemy import event, func, insert, select
-from sqlalchemy.orm import Session
+from sqlalchemy.exc import InvalidRequestError
+from sqlalchemy.orm import Session, object_session
 
 from outboxq import external
 from outboxq.outbox.session import add_job, add_jobs
@@ -43,6 +44,44 @@ def rollback(frame: Frame) -> object:
 def close(frame: Frame) -> object:
     frame.session.close()
     return None
+
+
+@step_function
+def end_transaction(frame: Frame, how: str, through: str) -> object:
+    """End the session's transaction by itself, past the session's own methods."""
+    transaction = _session_of(frame, through).get_transaction()
+    return "none" if transaction is None else getattr(transaction, how)()
+
+
+@step_function
+def end_savepoint(frame: Frame, how: str, through: str) -> object:
+    """The same with its innermost savepoint."""
+    transaction = _session_of(frame, through).get_nested_transaction()
+    return "none" if transaction is None else getattr(transaction, how)()
+
+
+@step_function
+def leave_session(frame: Frame, how: str, through: str) -> object:
+    """Close it, reset it, prepare it, or whatever else it can be left by."""
+    return getattr(_session_of(frame, through), how)()
+
+
+@step_function
+def begin_in_vain(frame: Frame, text: str, through: str) -> object:
+    """A transaction of the session's own that fails, and whose error is caught."""
+    session = _session_of(frame, through)
+    try:
+        with session.begin():
+            session.add(Note(text=text))
+            raise ZeroDivisionError
+    except (ZeroDivisionError, InvalidRequestError) as error:
+        return type(error).__name__
+
+
+def _session_of(frame: Frame, through: str) -> Session:
+    """The handler's session, or the same one by way of a row."""
+    entity = frame.at(0) if through == "row" else None
+    return frame.session if entity is None else object_session(entity) or frame.session
 
 
 @step_function

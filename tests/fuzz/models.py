@@ -1,5 +1,6 @@
 """Mapped classes of every sort that changes what a session must do: each has `id` and `value`, and one thing more."""
 
+from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any
 
@@ -30,7 +31,9 @@ from sqlalchemy.ext.mutable import MutableDict
 from sqlalchemy.orm import (
     DeclarativeBase,
     Mapped,
+    MappedAsDataclass,
     column_property,
+    composite,
     deferred,
     mapped_column,
     reconstructor,
@@ -265,6 +268,61 @@ def _tell_branch(_mapper: object, connection: Any, target: Heard) -> None:
     connection.execute(text("UPDATE branch SET value = (value + 1) % 97 WHERE id = :id"), {"id": target.id})
 
 
+@dataclass(frozen=True)
+class Point:
+    x: int
+    y: int
+
+
+class Placed(Base):
+    """Two columns as one value, and an attribute that is worked out, and can be set."""
+
+    __tablename__ = "placed"
+    id: Mapped[int] = mapped_column(primary_key=True)
+    value: Mapped[int] = mapped_column(default=0)
+    x: Mapped[int] = mapped_column(default=0)
+    y: Mapped[int] = mapped_column(default=0)
+    point: Mapped[Point] = composite("x", "y")
+
+    @hybrid_property
+    def doubled(self) -> int:
+        return self.value * 2
+
+    @doubled.inplace.setter
+    def _set_doubled(self, doubled: int) -> None:
+        self.value = doubled // 2
+
+    @doubled.inplace.update_expression
+    @classmethod
+    def _update_doubled(cls, doubled: Any) -> Any:
+        return [(cls.value, doubled / 2)]
+
+
+class Parted(Base):
+    """In partitions by its key."""
+
+    __tablename__ = "parted"
+    __table_args__ = {"postgresql_partition_by": "RANGE (id)"}  # noqa: RUF012  # SQLAlchemy's way
+    id: Mapped[int] = mapped_column(primary_key=True)
+    value: Mapped[int] = mapped_column(default=0)
+
+
+class Guarded(Base):
+    """With row security, which the lanes' role is above."""
+
+    __tablename__ = "guarded"
+    id: Mapped[int] = mapped_column(primary_key=True)
+    value: Mapped[int] = mapped_column(default=0)
+
+
+class Alike(MappedAsDataclass, Base, kw_only=True):
+    """Objects that are equal by their values, and have no hash."""
+
+    __tablename__ = "alike"
+    id: Mapped[int] = mapped_column(primary_key=True)
+    value: Mapped[int] = mapped_column(default=0)
+
+
 class Note(Base):
     """New rows, numbered by the server: their order shows in which order they were written."""
 
@@ -277,7 +335,7 @@ CLASSES: dict[str, type[Any]] = {
     each.__name__: each
     for each in (
         Account, Branch, Pair, SameAccount, AccountView, Till, Stamped, Ruled, Versioned, Figured, Summed, Touched,
-        Purse, Parent, Child, Leaf, Ticket, Dog, Cat, Heard,
+        Purse, Parent, Child, Leaf, Ticket, Dog, Cat, Heard, Placed, Parted, Guarded, Alike,
     )
 }  # fmt: skip
 # What a shared batch may delay, and what it should not be misled by.
@@ -303,4 +361,5 @@ EXTRAS: dict[str, dict[str, tuple[Any, ...]]] = {
     "Dog": {"tricks": (1, 2)},
     "Cat": {"lives": (7, 8)},
     "Heard": {"heard": (10, 20)},
+    "Placed": {"x": (1, 2), "y": (3, 4)},
 }

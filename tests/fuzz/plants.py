@@ -20,6 +20,7 @@ from sqlalchemy.sql import ClauseElement
 
 from outboxq.execution import changes, invoke, preload, shared_batch, write_buffer
 from outboxq.execution.changes import _Writable
+from outboxq.execution.handler_session import HandlerSession, hand_over
 from outboxq.execution.preload import PreloadedEntities
 from outboxq.execution.shared_batch import _SharedRun
 from outboxq.execution.surround import Surrounded
@@ -250,6 +251,63 @@ def jobs_are_turned_round() -> AbstractContextManager[object]:
         insert_all(connection, dict(reversed([*jobs.items()])), **options)
 
     return mock.patch.object(write_buffer, "insert_all", backwards)
+
+
+@plant("a session whose rows were loaded ahead does not join the connection before it is used")
+def sessions_join_late() -> AbstractContextManager[object]:
+    entity = _SharedRun._entity
+
+    def unjoined(self: Any, session: Any, *named: Any) -> object:
+        session.connection = lambda: None
+        try:
+            return entity(self, session, *named)
+        finally:
+            del session.connection
+
+    return mock.patch.object(_SharedRun, "_entity", unjoined)
+
+
+@plant("a session that has sent nothing may be rolled back")
+@contextmanager
+def rollbacks_pass() -> Iterator[None]:
+    is_shared, run_one, check = ContextVar("is_shared", default=False), _SharedRun._run_one, HandlerSession.check
+
+    def run_one_shared(self: Any, *args: Any) -> None:
+        is_shared.set(True)
+        run_one(self, *args)
+
+    with (
+        mock.patch.object(_SharedRun, "_run_one", run_one_shared),
+        mock.patch.object(HandlerSession, "check", lambda self: None if is_shared.get() else check(self)),
+    ):
+        yield
+
+
+@plant("what waits is taken from a session whose transaction was closed, which then sends it too")
+def closed_sessions_wait() -> AbstractContextManager[object]:
+    take_writes = shared_batch.take_writes
+
+    def as_if_open(self: Any, opened: Any, run: Any) -> None:
+        if opened.made is not None and not opened.made.in_transaction():
+            hand_over(run.deferred, opened.made)
+            self._add(changes.row_changes(opened.made, self._facts_of) or (), {})
+            self._add_deferred(take_writes(opened.made))
+        keep(self, opened, run)
+
+    keep = _SharedRun._keep
+    return mock.patch.object(_SharedRun, "_keep", as_if_open)
+
+
+@plant("what an upsert writes cannot be told, and its handler meets the error")
+def upserts_are_not_understood() -> AbstractContextManager[object]:
+    sees = _SharedRun.sees
+
+    def sees_none(self: Any, statement: str, context: Any) -> None:
+        if "ON CONFLICT" in statement:
+            raise TypeError("Boolean value of this clause is not defined")
+        sees(self, statement, context)
+
+    return mock.patch.object(_SharedRun, "sees", sees_none)
 
 
 @plant("a job's rows are taken before its arounds are entered")

@@ -26,6 +26,10 @@ BEGIN
 END $$;
 CREATE TRIGGER stamped_changed BEFORE UPDATE ON stamped FOR EACH ROW EXECUTE FUNCTION stamp();
 CREATE RULE ruled_changed AS ON UPDATE TO ruled DO ALSO UPDATE branch SET value = value + 1 WHERE id = 1;
+CREATE TABLE parted_low PARTITION OF parted FOR VALUES FROM (MINVALUE) TO (2);
+CREATE TABLE parted_high PARTITION OF parted FOR VALUES FROM (2) TO (MAXVALUE);
+ALTER TABLE guarded ENABLE ROW LEVEL SECURITY;
+CREATE POLICY only_low ON guarded USING (id < 3);
 CREATE FUNCTION mix_account(which int, n int) RETURNS int LANGUAGE sql AS $$
   UPDATE account SET value = (value * 2 + n) % {MODULUS} WHERE id = which RETURNING value
 $$;
@@ -38,7 +42,8 @@ BEGIN
   DELETE FROM note; DELETE FROM leaf; DELETE FROM ticket; DELETE FROM till; DELETE FROM purse; DELETE FROM child;
   DELETE FROM parent; DELETE FROM dog; DELETE FROM animal; DELETE FROM account; DELETE FROM branch; DELETE FROM pair;
   DELETE FROM stamped; DELETE FROM ruled; DELETE FROM versioned; DELETE FROM figured; DELETE FROM summed;
-  DELETE FROM touched; DELETE FROM heard;
+  DELETE FROM touched; DELETE FROM heard; DELETE FROM placed; DELETE FROM parted; DELETE FROM guarded;
+  DELETE FROM alike;
   INSERT INTO account (id, value, label, price, code, document)
     SELECT i, i * 10, 'seed', 1.5, 'c', '{{"list": [1], "n": 0}}' FROM generate_series(1, 3) AS i;
   INSERT INTO branch (id, value) SELECT i, i * 10 FROM generate_series(1, 3) AS i;
@@ -59,6 +64,10 @@ BEGIN
   INSERT INTO animal (id, value, sort) SELECT i, i * 10, 'dog' FROM generate_series(1, 3) AS i;
   INSERT INTO dog (id, tricks) SELECT i, 0 FROM generate_series(1, 3) AS i;
   INSERT INTO animal (id, value, sort, lives) SELECT i, i * 10, 'cat', 9 FROM generate_series(11, 13) AS i;
+  INSERT INTO placed (id, value, x, y) SELECT i, i * 10, i, i FROM generate_series(1, 3) AS i;
+  INSERT INTO parted (id, value) SELECT i, i * 10 FROM generate_series(1, 3) AS i;
+  INSERT INTO guarded (id, value) SELECT i, i * 10 FROM generate_series(1, 3) AS i;
+  INSERT INTO alike (id, value) SELECT i, i * 10 FROM generate_series(1, 3) AS i;
   INSERT INTO heard (id, value, heard) SELECT i, i * 10, 0 FROM generate_series(1, 3) AS i;
 END $$;
 """
@@ -67,6 +76,7 @@ _TABLES = {
     "account": "id", "branch": "id", "pair": "id", "till": "id", "stamped": "id", "ruled": "id", "versioned": "id",
     "figured": "id", "summed": "id", "touched": "id", "purse": "id", "parent": "id", "child": "id", "leaf": "id",
     "ticket": "id", "animal": "id", "dog": "id", "heard": "id",
+    "placed": "id", "parted": "id", "guarded": "id", "alike": "id",
 }  # fmt: skip
 _ROWS = ", ".join(
     f"'{name}', (SELECT coalesce(jsonb_agg(to_jsonb(t) ORDER BY {key}), '[]') FROM {name} AS t)"

@@ -142,6 +142,33 @@ SEEN: dict[str, Batch] = {
             block("swallowed", step("note", "a"), step("notes")),
         ),
     ),
+    "an upsert whose error would be swallowed": batch(
+        task(given("Account", 1), step("change", 0, 1)),
+        task(block("swallowed", step("upsert", "Account", 1, 5))),
+        task(given("Account", 1), step("change", 0, 1)),
+    ),
+    "a transaction that is rolled back by itself": batch(
+        task(given("Account", 2), step("change", 0, 1)),
+        task(given("Account", 1), step("change", 0, 1), step("end_transaction", "rollback", "context")),
+    ),
+    "a deferred write behind a change and the end of its transaction": batch(
+        task(given("Account", 2), step("change", 0, 1)),
+        task(
+            given("Account", 1),
+            step("defer_value", "Account", 1, 7),
+            step("change", 0, 5),
+            step("end_transaction", "close", "context"),
+        ),
+    ),
+    "a job that was added before its transaction was closed": batch(
+        task(given("Account", 2), step("change", 0, 1)),
+        task(
+            given("Account", 1),
+            step("tell", 1),
+            step("end_transaction", "close", "row"),
+            step("change", 0, 5),
+        ),
+    ),
     "a row that is locked after it was changed": batch(
         task(given("Account", 1), step("change", 0, 5)),
         task(given("Account", 1), step("get_locked", "Account", 1), step("change", 0, 3)),

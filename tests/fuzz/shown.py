@@ -1,6 +1,6 @@
 """For each bug of `plants.py` a batch that comes to something else with it, and to the same without."""
 
-from tests.fuzz.program import Batch, around, batch, given, step, task
+from tests.fuzz.program import Batch, around, batch, block, given, step, task
 
 _SEES = (given("Account", 1), step("see", 0))
 
@@ -76,6 +76,20 @@ SHOWN: dict[str, Batch] = {
     ),
     "jobs_are_lost": batch(task(step("tell", 3)), task(step("tell", 4))),
     "jobs_are_turned_round": batch(task(step("tell", 3)), task(step("tell", 4))),
+    "sessions_join_late": batch(
+        task(given("Account", 2), step("see", 0)), task(given("Account", 1), step("hook_begin", 3), step("anything"))
+    ),
+    "rollbacks_pass": batch(task(*_SEES), task(step("note", "a"), step("end_transaction", "rollback", "context"))),
+    "closed_sessions_wait": batch(
+        task(given("Account", 2), step("see", 0)),
+        task(
+            given("Account", 1),
+            step("defer_value", "Account", 1, 7),
+            step("change", 0, 5),
+            step("end_transaction", "close", "context"),
+        ),
+    ),
+    "upserts_are_not_understood": batch(task(*_SEES), task(block("swallowed", step("upsert", "Account", 1, 5)))),
     "arounds_come_late": batch(
         task(given("Account", 2), step("change", 0, 3)), task(around(step("update_core", "Account", 1, 7)), *_SEES)
     ),

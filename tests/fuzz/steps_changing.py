@@ -7,7 +7,7 @@ from sqlalchemy.orm import make_transient, make_transient_to_detached
 from sqlalchemy.orm.attributes import flag_modified, set_committed_value
 
 from tests.fuzz.frame import Frame, mix, mixed, new_row, on_held, seen, shown, step_function
-from tests.fuzz.models import EXTRAS, VALUE_CLASS, Account, Child, Leaf, Note, Parent, Ticket
+from tests.fuzz.models import EXTRAS, VALUE_CLASS, Account, Child, Leaf, Note, Parent, Placed, Point, Ticket
 
 
 @on_held
@@ -40,6 +40,24 @@ def put_extra(frame: Frame, entity: Any, which: int, n: int) -> object:
     name = sorted(extras)[which % len(extras)]
     setattr(entity, name, extras[name][n % len(extras[name])])
     return shown(getattr(entity, name))
+
+
+@on_held
+def put_point(frame: Frame, entity: Any, n: int) -> object:
+    """Two columns as one value."""
+    if not isinstance(entity, Placed):
+        return "no point"
+    before, entity.point = entity.point, Point(n, mix(n, 1))
+    return shown(str(before))
+
+
+@on_held
+def put_doubled(frame: Frame, entity: Any, n: int) -> object:
+    """By an attribute that is worked out."""
+    if not isinstance(entity, Placed):
+        return "nothing worked out"
+    entity.doubled = n * 2
+    return shown(entity.doubled)
 
 
 @on_held

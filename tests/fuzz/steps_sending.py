@@ -3,10 +3,25 @@
 from functools import cache
 from typing import Any
 
-from sqlalchemy import Delete, TextClause, Update, bindparam, delete, func, insert, select, text, update
+from sqlalchemy import (
+    Delete,
+    Insert,
+    String,
+    TextClause,
+    Update,
+    bindparam,
+    cast,
+    delete,
+    func,
+    insert,
+    select,
+    text,
+    update,
+)
+from sqlalchemy.dialects import postgresql
 
 from tests.fuzz.frame import Frame, mixed, new_row, number_of, step_function, value_table
-from tests.fuzz.models import CLASSES, VALUE_CLASS, Account, Note
+from tests.fuzz.models import CLASSES, VALUE_CLASS, Account, Note, Placed, Point
 from tests.fuzz.schema import MODULUS
 
 _PUT_DOCUMENT = update(Account).where(Account.id == bindparam("which")).values(document=bindparam("new"))
@@ -48,6 +63,35 @@ def _parameters(name: str, key: int, n: int) -> dict[str, int]:
 def _to_value(name: str, key: int, n: int) -> Update:
     entity = VALUE_CLASS[name]
     return update(entity).where(entity.id == number_of(name, key)).values(value=mixed(entity.value, n))
+
+
+def _keys_of(table: Any) -> list[Any]:
+    return list(table.primary_key)
+
+
+def new_values(name: str, key: int, n: int) -> dict[str, object]:
+    """The values of a row, by its columns."""
+    return {"id": number_of(name, key), "value": n, **({"side": "l"} if name == "Pair" else {})}
+
+
+@cache
+def _upsert(name: str) -> Insert:
+    table: Any = value_table(name)
+    side = {"side": "l"} if name == "Pair" else {}
+    statement = postgresql.insert(table).values(id=bindparam("which"), value=bindparam("n"), **side)
+    values = {"value": mixed(table.c.value, statement.excluded.value)}
+    return statement.on_conflict_do_update(index_elements=_keys_of(table), set_=values)
+
+
+@cache
+def _insert_from_select(name: str) -> Insert:
+    table: Any = value_table(name)
+    written = cast(table.c.value + bindparam("n"), String)
+    return insert(Note.__table__).from_select(["text"], select(written).where(table.c.id == bindparam("which")))  # type: ignore[arg-type]
+
+
+def _to_doubled(key: int, n: int) -> Update:
+    return update(Placed).where(Placed.id == key).values({Placed.doubled: n * 2})
 
 
 @step_function
@@ -100,6 +144,13 @@ def update_by_driver(frame: Frame, name: str, key: int, n: int) -> object:
 
 
 @step_function
+def update_by_bytes(frame: Frame, name: str, key: int, n: int) -> object:
+    """What only the driver can read."""
+    statement: Any = f"UPDATE {value_table(name).name} SET value = value + {n} WHERE id = {number_of(name, key)}"  # type: ignore[attr-defined]
+    return frame.session.connection().exec_driver_sql(statement.encode()).rowcount
+
+
+@step_function
 def update_by_cursor(frame: Frame, name: str, key: int, n: int) -> object:
     """On the driver's own cursor."""
     cursor = frame.session.connection().connection.cursor()
@@ -130,6 +181,61 @@ def write_in_cte(frame: Frame, name: str, key: int, n: int) -> object:
     # may keep what SQLAlchemy remembers of the original, such as that it returns no columns.
     changed = _new_update_by_key(name).returning(value_table(name).c.value).cte("changed")
     return frame.session.scalars(select(changed.c.value), _parameters(name, key, n)).all()
+
+
+@step_function
+def insert_with_cte(frame: Frame, name: str, key: int, n: int) -> object:
+    """An INSERT beside an UPDATE of another table."""
+    changed = _new_update_by_key(name).returning(value_table(name).c.value).cte("changed")
+    statement = insert(Note.__table__).values(text="beside").add_cte(changed)  # type: ignore[arg-type]
+    return frame.session.execute(statement, _parameters(name, key, n)).rowcount  # type: ignore[attr-defined]
+
+
+@step_function
+def insert_from_select(frame: Frame, name: str, key: int, n: int) -> object:
+    return frame.session.execute(_insert_from_select(name), _parameters(name, key, n)).rowcount  # type: ignore[attr-defined]
+
+
+@step_function
+def upsert(frame: Frame, name: str, key: int, n: int) -> object:
+    return frame.session.execute(_upsert(name), _parameters(name, key, n)).rowcount  # type: ignore[attr-defined]
+
+
+@step_function
+def upsert_nothing(frame: Frame, name: str, key: int, n: int) -> object:
+    row = new_values(name, key, n)
+    return frame.session.execute(postgresql.insert(value_table(name)).values(row).on_conflict_do_nothing()).rowcount  # type: ignore[arg-type, attr-defined]
+
+
+@step_function
+def upsert_returning(frame: Frame, name: str, key: int, n: int) -> object:
+    """By the class, and into the session."""
+    entity = CLASSES[name]
+    statement = postgresql.insert(entity).values(new_values(name, key, n))
+    changed = statement.on_conflict_do_update(
+        index_elements=_keys_of(value_table(name)), set_={"value": mixed(entity.value, statement.excluded.value)}
+    )
+    rows = frame.session.scalars(changed.returning(entity), execution_options={"populate_existing": True})
+    return frame.hold(*rows)
+
+
+@step_function
+def delete_returning(frame: Frame, name: str, key: int) -> object:
+    table = value_table(name)
+    statement = delete(table).where(table.c.id == number_of(name, key)).returning(table.c.value)  # type: ignore[arg-type]
+    return frame.session.scalars(statement).all()
+
+
+@step_function
+def update_hybrid(frame: Frame, key: int, n: int) -> object:
+    """An attribute that SQLAlchemy makes others of."""
+    return frame.session.execute(_to_doubled(key, n)).rowcount  # type: ignore[attr-defined]
+
+
+@step_function
+def update_composite(frame: Frame, key: int, n: int) -> object:
+    statement = update(Placed).where(Placed.id == key).values({Placed.point: Point(n, n)})
+    return frame.session.execute(statement).rowcount  # type: ignore[attr-defined]
 
 
 @step_function
@@ -223,6 +329,21 @@ def defer_sum(frame: Frame, name: str, key: int) -> object:
 @step_function
 def defer_insert(frame: Frame, text: str) -> object:
     return frame.defer(insert(Note.__table__), {"text": text})  # type: ignore[arg-type]
+
+
+@step_function
+def defer_upsert(frame: Frame, name: str, key: int, n: int) -> object:
+    return frame.defer(_upsert(name), _parameters(name, key, n))
+
+
+@step_function
+def defer_from_select(frame: Frame, name: str, key: int, n: int) -> object:
+    return frame.defer(_insert_from_select(name), _parameters(name, key, n))
+
+
+@step_function
+def defer_hybrid(frame: Frame, key: int, n: int) -> object:
+    return frame.defer(_to_doubled(key, n))
 
 
 @step_function

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from sqlalchemy import event, func, insert, select
+from sqlalchemy import Connection, event, func, insert, select
 from sqlalchemy.exc import InvalidRequestError
 from sqlalchemy.orm import Session, object_session
 
@@ -137,6 +137,17 @@ def hook_commit(frame: Frame, n: int) -> object:
         session.add(Note(text=f"commit {n}"))
 
     event.listen(frame.session, "before_commit", before_commit, once=True)
+    return None
+
+
+@step_function
+def hook_begin(frame: Frame, n: int) -> object:
+    """A listener for the begin of this session's transaction on its connection."""
+
+    def after_begin(_session: Session, _transaction: object, connection: Connection) -> None:
+        connection.execute(insert(Note).values(text=f"begin {n}"))
+
+    event.listen(frame.session, "after_begin", after_begin, once=True)
     return None
 
 

@@ -17,6 +17,7 @@ FAMILIES: tuple[tuple[str, ...], ...] = (
     ("Parent", "Child", "Branch", "Account"),
     ("Purse", "Branch"),
     ("Stamped", "Versioned", "Figured", "Touched", "Dog"),
+    ("Placed", "Parted", "Guarded", "Alike"),
     tuple(CLASSES),
 )
 # Rows 1 to 3 are there, 4 is not. The first of each is what a batch shrinks to.
@@ -27,7 +28,8 @@ WORDS = st.sampled_from(("a", "b", "c"))
 # Of most batches no job fails: one that does leaves nothing shared.
 ENDINGS: tuple[Ending, ...] = (*("done",) * 80, "error", "first-error", "retry", "snooze", "dead", "discard", "exit")
 
-# What the arguments of a step are: p a place among the rows that are held, c a class, k a key, n a number, w a word.
+# What the arguments of a step are: p a place among the rows that are held, c a class, k a key, n a number, w a word;
+# e how a transaction is ended, l how a session is left, t by way of what it is come by.
 _QUIET = {
     "change": "pn", "put": "pn", "express": "pn", "put_extra": "pnn", "put_back": "p", "see": "p", "flag": "p",
     "change_document": "pn", "change_settings": "pn", "change_in_place": "pn", "change_unseen": "pn",
@@ -35,6 +37,7 @@ _QUIET = {
     "defer_sum": "ck", "defer_insert": "w", "tell": "n", "tell_of": "p", "keep_in_info": "n", "attach": "ck",
     "put_unloaded": "ckn", "put_kept_document": "pn", "defer_kept_document": "kn", "defer_with_kept_document": "kn",
     "hook": "n", "hook_commit": "n", "put_two_unloaded": "ckn",
+    "put_point": "pn", "put_doubled": "pn", "defer_upsert": "ckn", "hook_begin": "n",
 }  # fmt: skip
 _READING = {
     "anything": "", "get": "ck", "get_one": "ck", "select_one": "ck", "select_all": "c", "select_rich": "",
@@ -48,13 +51,17 @@ _WRITING = {
     "call_function": "ckn", "call_by_text": "ckn", "write_in_cte": "ckn", "delete_core": "ck", "delete_orm": "ck",
     "insert_core": "w", "insert_returning": "ckn", "bulk_save": "ckn", "bulk_update": "ckn", "note": "w",
     "notes_of_all": "n", "tell_of_new": "w", "add": "csn", "flush": "", "defer_delete": "ck",
+    "update_by_bytes": "ckn", "insert_with_cte": "ckn", "insert_from_select": "ckn", "upsert": "ckn",
+    "upsert_nothing": "ckn", "upsert_returning": "ckn", "delete_returning": "ck", "update_hybrid": "kn",
+    "update_composite": "kn", "defer_from_select": "ckn", "defer_hybrid": "kn",
 }  # fmt: skip
 _UNRULY = {
     "get_anew": "ck", "get_locked": "ck", "select_anew": "c", "select_locked": "ck", "refresh_locked": "p",
     "delete": "p", "merge": "ckn", "expunge": "p", "forget": "p", "expire": "p", "expire_value": "p", "put_key": "pk",
     "add_child": "pkn", "remove_child": "p", "change_children": "pn", "change_related": "pn", "move": "pp",
     "flush_one": "p", "commit": "", "rollback": "", "close": "", "expire_all": "", "expunge_all": "",
-    "autoflush_off": "", "leave_savepoint": "", "fail_in_database": "",
+    "autoflush_off": "", "leave_savepoint": "", "fail_in_database": "", "end_transaction": "et",
+    "end_savepoint": "et", "leave_session": "lt", "begin_in_vain": "wt",
 }  # fmt: skip
 # By arounds alone: what a job sets, a later one of its batch would find.
 _AROUND = {"set_here": "n", "hook_load": "n"}
@@ -158,7 +165,11 @@ _WAYS: tuple[Way, ...] = (
 # More of what goes past SQLAlchemy.
 _SENDING = st.sampled_from((*_READING, *_WRITING, *("update_by_cursor",) * 12))
 _FAMILY = {family: st.sampled_from(family) for family in FAMILIES}
-_DRAWN = {"p": PLACES, "k": KEYS, "n": NUMBERS, "w": WORDS, "s": st.sampled_from((5, 6, 7, 1))}
+_DRAWN = {
+    "p": PLACES, "k": KEYS, "n": NUMBERS, "w": WORDS, "s": st.sampled_from((5, 6, 7, 1)),
+    "e": st.sampled_from(("rollback", "close", "commit")), "t": st.sampled_from(("context", "row")),
+    "l": st.sampled_from(("rollback", "commit", "close", "reset", "expunge_all", "expire_all", "prepare")),
+}  # fmt: skip
 _LOCKED = st.sampled_from((False, False, True))
 _FLAVOURS = st.sampled_from(("sync", "sync", "sync", "async"))
 _HOW = st.sampled_from(("quiet", "quiet", "quiet", "reading", "writing", "unruly"))

@@ -100,13 +100,6 @@ class ResultNotKept(HandlerError, PermanentError):
 class HandlerRolledBack(HandlerError):
     """The handler rolled its session back, so its rows are gone although it returned."""
 
-    def __init__(
-        self,
-        message: str = "the handler rolled its session back, then returned as if done: raise instead, "
-        "or use session.begin_nested() for the part that may fail",
-    ) -> None:
-        super().__init__(message)
-
 
 class TransactionVerbRefused(HandlerError):
     """The handler tried to begin, commit or roll back the relay's transaction with a statement of its own."""

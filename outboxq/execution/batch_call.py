@@ -82,8 +82,6 @@ def _call(
     jobs = batch.running_jobs
     handler = runtime.registry.find(jobs[0].kind)
     assert isinstance(handler, BatchHandler)
-    # Join the relay's transaction now: a rollback of a session that has not joined would go unnoticed.
-    session.connection()
     load = partial(_load_items, handler, jobs, arguments, session, locks)
     arounds = runtime.registry.arounds.get(handler.kind)
     args = load() if arounds is None else Surrounded(arounds.all, load, jobs)

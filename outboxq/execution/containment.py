@@ -13,7 +13,7 @@ from outboxq.database.guard import Guard
 from outboxq.database.job_savepoint import Savepoint
 from outboxq.errors import HandlerError, HandlerRolledBack, TransactionEndedByHandler
 from outboxq.execution.batch_state import BatchState
-from outboxq.execution.errors import ConnectionLost, TransactionEscaped
+from outboxq.execution.errors import ROLLED_BACK, ConnectionLost, TransactionEscaped
 from outboxq.execution.failure import TRANSIENT, Describing, describe_failure
 from outboxq.execution.settle import check_shared, current_xid
 
@@ -48,7 +48,7 @@ class Containment:
             HandlerError: they are not.
         """
         if self.savepoint is not None and not self.savepoint.is_active:
-            raise HandlerRolledBack
+            raise HandlerRolledBack(ROLLED_BACK)
         if self._guard.transaction_status == TransactionStatus.INERROR:
             raise HandlerError("the handler swallowed a database error, which had undone its rows: let it raise")
 

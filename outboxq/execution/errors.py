@@ -1,10 +1,13 @@
 """Errors that end a batch, and never leave the relay."""
 
-from outboxq.errors import (
-    OutboxqError,
-)
+from outboxq.errors import OutboxqError
 from outboxq.execution.failure import Failed
 from outboxq.job import Job
+
+ROLLED_BACK = (
+    "the handler rolled its session back, then returned as if done: raise instead, "
+    "or use session.begin_nested() for the part that may fail"
+)
 
 
 class ConnectionLost(OutboxqError):

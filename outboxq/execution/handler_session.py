@@ -14,6 +14,7 @@ from sqlalchemy.orm import Session, SessionTransaction
 from outboxq.database.answers import Answer
 from outboxq.database.defects import contain
 from outboxq.errors import HandlerRolledBack
+from outboxq.execution.errors import ROLLED_BACK
 from outboxq.handlers.deferred import Write, defer
 from outboxq.handlers.unlocked import UnlockedChanges
 from outboxq.outbox.session import AsyncOutboxSession, OutboxSession
@@ -74,7 +75,7 @@ class HandlerSession(OutboxSession):
             HandlerRolledBack: it did, and returned as if done.
         """
         if self.is_rolled_back:
-            raise HandlerRolledBack
+            raise HandlerRolledBack(ROLLED_BACK)
 
 
 def _note_rollback(session: HandlerSession, ended: SessionTransaction) -> None:

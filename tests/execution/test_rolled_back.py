@@ -5,12 +5,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from sqlalchemy import Engine
+from sqlalchemy import Engine, event, func, select
 from sqlalchemy.orm import Session, sessionmaker
 
 from outboxq import Backoff, BatchContext, BatchItem, Context, Jobs, OutboxSession
 from outboxq.events import Event, JobDied
-from tests.support.app import Effect
+from tests.support.app import Account, Effect
 from tests.support.ledger import ledger, of
 from tests.support.matrices import diagonal
 
@@ -76,3 +76,24 @@ def test_a_session_that_was_rolled_back_fails_its_job_although_nothing_was_sent(
     died = of(drain(jobs, batch_size=10), JobDied)
     assert [event.error_type for event in died] == ["outboxq.errors.HandlerRolledBack"]
     assert ledger(engine) == {"a": 1, "c": 1}
+
+
+@pytest.mark.parametrize("batch_size", [1, 10])
+def test_a_session_that_was_given_rows_has_begun_on_the_connection(
+    batch_size: int, engine: Engine, sessions: sessionmaker[OutboxSession], drain: Drain
+) -> None:
+    """As after the SELECT that loads them for a job alone, also if they were loaded ahead: it begins no second time."""
+    jobs, begun = Jobs(), []
+
+    @jobs.handler(queue="q", batchable=True)
+    def work(ctx: Context, account: Account) -> None:
+        event.listen(ctx.session, "after_begin", lambda *_: begun.append(account.id))
+        ctx.session.scalar(select(func.count()))
+
+    with sessions.begin() as session:
+        accounts = [Account(id=number) for number in (1, 2, 3)]
+        session.add_all(accounts)
+        session.flush()
+        session.add_jobs(work.job(account=account) for account in accounts)
+    drain(jobs, batch_size=batch_size)
+    assert begun == []

@@ -243,7 +243,7 @@ PLANTED: dict[str, tuple[object, str, Callable[[Any, Session, int], None]]] = {
     "what waits": (WriteBuffer, "send", _by_defer),
     "the catalogs": (Catalog, "facts", _by_entity),
     "deferrable constraints": (Catalog, "has_deferrable", _by_statement),
-    "what was deferred": (shared_batch, "may_wait", _by_defer),
+    "what was deferred": (deferred, "may_wait", _by_defer),
     "what changed": (shared_batch, "row_changes", _by_entity),
     "unlocked changes": (UnlockedChanges, "look", _by_entity),
 }

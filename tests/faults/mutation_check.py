@@ -583,8 +583,8 @@ MUTANTS = (
     Mutant(
         "the commit that says whether a handler of a shared batch closed its session",
         "outboxq/execution/shared_batch.py",
-        "if changes is None or not session.in_transaction():",
-        "if changes is None:",
+        "if changes is not None and session.in_transaction():",
+        "if changes is not None:",
         ("tests/execution/test_shared_batches.py::test_a_handler_that_closes_its_session_fails_as_it_does_alone",),
     ),
     Mutant(
@@ -592,14 +592,32 @@ MUTANTS = (
         "outboxq/execution/shared_batch.py",
         "            contain(error)\n",
         "            raise\n",
-        ("tests/execution/test_shared_batches_watched.py",),
+        (
+            "tests/execution/test_shared_batches_watched.py::test_a_defect_of_what_watches_is_logged_once_and_no_handler_meets_it",
+        ),
     ),
     Mutant(
         "the parts of a statement that have no truth value",
         "outboxq/handlers/row_writes.py",
         "any(isinstance(part, ClauseElement) or part for part in others)",
         "any(others)",
-        ("tests/execution/test_shared_batches_watched.py",),
+        ("tests/execution/test_shared_batches_watched.py::test_every_statement_is_sent_and_leaves_the_batch_shared",),
+    ),
+    Mutant(
+        "the join of a session whose rows were loaded ahead",
+        "outboxq/execution/shared_batch.py",
+        "        session.connection()\n",
+        "",
+        ("tests/execution/test_rolled_back.py::test_a_session_that_was_given_rows_has_begun_on_the_connection",),
+    ),
+    Mutant(
+        "the note of a rollback by a session that has sent nothing",
+        "outboxq/execution/handler_session.py",
+        "        session.is_rolled_back = True\n",
+        "        pass\n",
+        (
+            "tests/execution/test_rolled_back.py::test_a_session_that_was_rolled_back_fails_its_job_although_nothing_was_sent",
+        ),
     ),
     Mutant(
         "the options of a job's connection, which its changes do not wait for",
@@ -647,7 +665,7 @@ MUTANTS = (
     Mutant(
         "the values that the process computes for a deferred write",
         "outboxq/handlers/deferred.py",
-        "    return only_writes(statement)\n",
+        '    return only_writes(statement) or _not_fixed("it does more than write plain values into one table")\n',
         "    return True\n",
         (
             "tests/execution/test_shared_batches_surroundings.py::test_what_the_process_computes_for_a_deferred_write_is_computed_in_its_own_job",

@@ -37,6 +37,7 @@ STATES: dict[str, tuple[tuple[Step, ...], tuple[Step, ...]]] = {
     "jobs": ((_TELL,), ()),
     "jobs-and-changed": ((_TELL, _CHANGE), (_TELL, step("put", 0, 3))),
     "new-row": ((step("note", "c"),), ()),
+    "listened-to": ((step("hook_begin", 1),), (_CHANGE,)),
     "sent": ((step("anything"),), (_CHANGE,)),
     "sent-and-changed": ((_CHANGE, step("anything"), _CHANGE), ()),
     "all": ((_DEFER, _CHANGE, _TELL), (_CHANGE, step("defer_update", "Account", 1, 3), _TELL)),

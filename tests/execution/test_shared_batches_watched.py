@@ -29,6 +29,8 @@ from tests.support.matrices import diagonal
 Drain = Callable[..., list[Event]]
 ONCE = Backoff(max_attempts=1)
 NUMBERS = range(1, 5)
+# Among the runs: those in which the handler met an error.
+CAUGHT = 0
 ACCOUNTS: Any = Account.__table__
 _UPSERT = postgresql.insert(Account).values(id=bindparam("which"), balance=5)
 _ABOVE = bindparam("which", type_=Integer) + 10
@@ -90,6 +92,7 @@ def handler_of(flavour: str, act: Callable[[Any, Any, int], object], runs: Count
         try:
             act(ctx, session, which)
         except Exception as error:  # noqa: BLE001  # as some handlers do
+            runs[CAUGHT] += 1
             session.add(Effect(name=f"caught {type(error).__name__}"))
 
     if flavour == "sync":
@@ -269,6 +272,7 @@ def test_a_defect_of_what_watches_is_logged_once_and_no_handler_meets_it(
     with mock.patch.object(module, function, _DEFECT):
         run(drain, sessions, handler_of(flavour, act, runs), batch_size)
     assert found(engine) == expected("update-returning")
+    assert runs[CAUGHT] == 0
     if batch_size > 1 or name in ("the verb", "what is left"):
         assert len(told()) == 1
         assert "error_type=TypeError where=outboxq." in told()[0]

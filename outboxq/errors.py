@@ -339,7 +339,7 @@ class EffectLockLost(EffectError):
 
 
 class ResultNotStorable(EffectError, PermanentError):
-    """The effect is recorded as done, and will not be called again; its result is lost, because JSON cannot hold it."""
+    """The effect is done, and will not be called again; its result is lost: JSON cannot hold or give it back."""
 
     def __init__(self, scope: str, key: str, reason: str) -> None:
         super().__init__(

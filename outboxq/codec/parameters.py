@@ -23,8 +23,9 @@ from outboxq.codec.entities import (
     primary_key_type,
 )
 from outboxq.codec.readable import unreadable_in
+from outboxq.codec.sameness import as_jsonb_has_it, certain_types, change_of_argument, refusal_of
 from outboxq.codec.signature import declared_signature, resolve_annotation
-from outboxq.codec.values import ENCODER, encode_value, json_decoder, problem_of
+from outboxq.codec.values import ENCODER, UNREADABLE, encode_value, json_decoder, problem_of
 from outboxq.errors import ArgumentError, PayloadError, RegistryError
 from outboxq.names import type_name, with_article
 
@@ -45,7 +46,7 @@ class Parameter:
     decoder: msgspec.json.Decoder[object]
 
     def encode(self, value: object) -> bytes:
-        """The value as JSON text that `decode` reads again.
+        """The value as JSON text, which `decode` makes the same value of.
 
         Raises:
             ArgumentError: it does not fit the annotation, or JSON cannot hold it.
@@ -57,10 +58,13 @@ class Parameter:
             return data
         data = encode_value(self.name, value)
         try:
-            self.decoder.decode(data)
-        except ValueError as error:
+            read = self.decoder.decode(as_jsonb_has_it(data))
+        except UNREADABLE as error:
             # Without its cause, whose text may quote the value.
             raise ArgumentError(f"argument {self.name!r}: {problem_of(error)}") from None
+        change = change_of_argument(value, read)
+        if change is not None:
+            raise ArgumentError(f"argument {self.name!r} {refusal_of(change)}")
         return data
 
     def _check_key(self, entity: object, data: bytes) -> None:
@@ -105,7 +109,7 @@ class Parameter:
         """
         try:
             value = self.decoder.decode(data)
-        except ValueError as error:
+        except UNREADABLE as error:
             raise PayloadError(f"argument {self.name!r}: {problem_of(error)}") from None
         return self.loaded(value)
 
@@ -128,6 +132,10 @@ class Signature:
         self.locks = any(parameter.locked for parameter in parameters)
         self.takes_entities = any(parameter.entity is not None for parameter in parameters)
         self._reader = _struct_decoder_of(parameters)
+        # By name; an entity, which is stored as its key, has a rule of its own.
+        self._certain = {p.name: certain_types(p.decoder.type) for p in parameters if p.entity is None}
+        # Names and types of calls whose arguments come back as they are: found out once, not for each call.
+        self._certain_calls: set[tuple[object, ...]] = set()
         self._is_plain = all(parameter.required and parameter.entity is None for parameter in parameters)
 
     def encode_call(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> str | None:
@@ -138,27 +146,31 @@ class Signature:
         values = {**dict(zip(self._positional, args, strict=False)), **kwargs} if args else kwargs
         if args and len(values) != len(args) + len(kwargs):
             return None
+        names_and_types = (*values, *map(type, values.values()))
+        is_certain = names_and_types in self._certain_calls
         try:
-            if self.takes_entities:
+            if not is_certain:
                 values = {name: self.parameters[name].plain(value) for name, value in values.items()}
-            elif not _NEVER_ENTITIES.issuperset(map(type, values.values())):
-                return None
             data = ENCODER.encode(values)
             # Refuses a missing name, and an unknown one.
-            read = self._reader.decode(data)
+            read = self._reader.decode(data if is_certain else as_jsonb_has_it(data))
         except (ArgumentError, LookupError, NotImplementedError, TypeError, ValueError, OverflowError, RecursionError):
-            return None
-        if self.takes_entities and not all(
-            self._gives_back(name, values[name], getattr(read, name)) for name in values
-        ):
             return None
         # A str is searched several times as fast as bytes.
         text = data.decode()
+        if is_certain:
+            return None if "\\u0000" in text else text
+        if not all(self._gives_back(name, values[name], getattr(read, name)) for name in values):
+            return None
+        if all(type(value) in self._certain.get(name, ()) for name, value in values.items()):
+            self._certain_calls.add(names_and_types)
         return None if "null" in text or "\\u0000" in text else text
 
     def _gives_back(self, name: str, stored: object, read: object) -> bool:
-        """Whether the primary key of an entity is read as it was stored, so that no further check is needed."""
-        return self.parameters[name].entity is None or read == (tuple(stored) if type(stored) is list else stored)
+        """Whether an argument, or the primary key of an entity, is read as it was stored, and needs no other check."""
+        if name in self._certain:
+            return type(stored) in self._certain[name] or change_of_argument(stored, read) is None
+        return read == (tuple(stored) if type(stored) is list else stored)
 
     def bind(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> dict[str, object]:
         """Arguments by name, as the call gave them; defaults are left to the handler that will run."""
@@ -209,7 +221,7 @@ class Signature:
         """
         try:
             read = msgspec.structs.asdict(self._reader.decode(args))
-        except (ValueError, RecursionError):
+        except UNREADABLE:
             return self._decode_each(args)
         if self._is_plain:
             return read

@@ -23,6 +23,8 @@ MAX_HEADERS_BYTES = 64 * 1024
 _NUL = re.compile(rb"(?<!\\)(?:\\\\)*\\u0000")
 # What msgspec says in its own words and about types alone.
 _QUOTES_NOTHING = re.compile(r"Expected |Object missing |Number out of range|Invalid (?!enum value|value)")
+# What reading a value may raise: also a dict in a set, and data that is too deep.
+UNREADABLE = (ValueError, TypeError, RecursionError)
 # Types of nearly all values, and none of them an entity or an expression.
 PLAIN = frozenset({int, str, float, bool, bytes, type(None)})
 
@@ -40,6 +42,8 @@ def _encode_foreign(value: object) -> object:
 
 
 def _decode_foreign(annotation: type[object], value: object) -> object:
+    if annotation is object:
+        return value
     validate = getattr(annotation, "model_validate", None)
     if validate is None:
         raise msgspec.ValidationError(f"Expected a type that can be read from JSON, got `{type_name(annotation)}`")
@@ -131,7 +135,8 @@ def join_object(fields: Mapping[str, bytes]) -> str:
 def encode_headers(headers: Mapping[str, str]) -> str:
     """Headers as a JSON object; keys and values must be strings, and what the arguments may not hold is refused too."""
     for key, value in headers.items():
-        if not (isinstance(key, str) and isinstance(value, str)):
+        # Not a StrEnum either, which would come back as its text.
+        if not (type(key) is str and type(value) is str):
             raise ArgumentError(f"headers take strings for keys and values, got {key!r}: {type(value).__name__}")
     data = encode_value("headers", dict(headers))
     if len(data) > MAX_HEADERS_BYTES:
@@ -175,11 +180,11 @@ def decode_stored(what: str, decoder: msgspec.json.Decoder[object], text: str) -
     """
     try:
         return decoder.decode(text.encode())
-    except ValueError as error:
+    except UNREADABLE as error:
         raise PayloadError(f"{what} does not fit its type: {problem_of(error)}") from None
 
 
-def problem_of(error: ValueError) -> str:
+def problem_of(error: Exception) -> str:
     """Why a value does not fit; never in words that quote it, as those of enums and of users' validators do."""
     # msgspec puts what a validator or a Pydantic model raised into its own text, with that error as the cause.
     if error.__cause__ is None and _QUOTES_NOTHING.match(str(error)):

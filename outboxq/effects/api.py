@@ -94,7 +94,8 @@ class CallsOnce(HasEffectAccess):
             provider_remembers: How long the other side honours a provider key, from the first call on: until then a
                 call whose outcome is unknown is made again with the same key.
             payload: The content of the request. The same key with another content is refused.
-            returns: The type of the result, by default what `call` is declared to return, else JSON's own types.
+            returns: The type of the result, by default what `call` is declared to return, else JSON's own types, or its
+                own class. It must give the result back as it was.
             classify: Sorts the errors of `call` into "retryable" (surely not applied), "final" and "ambiguous".
 
         Raises:

@@ -13,6 +13,7 @@ from sqlalchemy.exc import DBAPIError
 
 from outboxq.clock import clock
 from outboxq.codec.entities import entity_state
+from outboxq.codec.sameness import change_of_result, refusal_of
 from outboxq.codec.text import name_of, storable
 from outboxq.codec.values import MAX_ARGS_BYTES, decode_stored, encode_value
 from outboxq.database.errors import sqlstate_of
@@ -213,7 +214,7 @@ def _refused_as(error: Exception) -> str:
 
 def record_result(request: Request, value: object) -> Steps[object]:
     """Record what a call returned; returns the result as every later caller will read it."""
-    stored, reason, interruption = _encode(value)
+    stored, reason, interruption = _encode(request, value)
     recorded = yield from record(
         request, "done", result=stored, error=None if stored else reason, keep=request.retention
     )
@@ -231,19 +232,22 @@ def decode_result(request: Request, result: str) -> object:
     return decode_stored(f"the result of effect {request.scope!r}", request.decoder, result)
 
 
-def _encode(value: object) -> tuple[str | None, str, BaseException | None]:
+def _encode(request: Request, value: object) -> tuple[str | None, str, BaseException | None]:
     """The result as JSON text, or None and why not; and a KeyboardInterrupt or the like that came meanwhile."""
     if entity_state(value) is not None:
         return None, "it is an entity: return its key, or what you need of it", None
     try:
         data = encode_value("result", value)
         text = data.decode()
+        change = change_of_result(value, data, request.decoder)
     except ArgumentError as error:
         return None, storable(str(error)), None
     except BaseException as error:  # noqa: BLE001  # users' serializers raise what they like, and the call was made
         return None, f"encoding it raised {name_of(error)}", None if isinstance(error, Exception) else error
     if len(data) > MAX_ARGS_BYTES:
         return None, f"it takes {len(data):,} bytes as JSON, over the cap of {MAX_ARGS_BYTES:,}", None
+    if change is not None:
+        return None, f"it {refusal_of(change)}", None
     return text, "", None
 
 

@@ -43,7 +43,7 @@ class Handler(JobKind[P], Generic[P, C, R]):
         self.messages: Messages = options.messages
         self.keeping = options.keeping
         self.keeps_result = options.keep_result
-        self.returned = Returned(kind, keeps_result=options.keep_result)
+        self.returned = Returned(kind, function if options.keep_result else None)
         self.unlocked_changes = UnlockedChanges(kind, function)
         self.flavour: Flavour = "async" if inspect.iscoroutinefunction(function) else "sync"
         # Without the function's own attributes: other decorators set some with the names of ours, `retry` and `kind`.
@@ -71,6 +71,7 @@ class Handler(JobKind[P], Generic[P, C, R]):
         with naming(self.function):
             check_context(self.function, PLAIN)
             self.check_keys()
+            self.returned.declared  # noqa: B018  # refuses a name that cannot be found
 
     def check_keys(self) -> None:
         """Refuse a function that makes a key of arguments that the handler does not have.

@@ -5,16 +5,20 @@ work was not done, or that its result cannot be kept, is an error, and a permane
 return the same.
 """
 
+import functools
 import inspect
 import logging
 import threading
-from collections.abc import Sequence
+import types
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeGuard
+from typing import Any, TypeGuard, Union, get_args, get_origin
 
 import msgspec
 
-from outboxq.codec.values import MAX_ARGS_BYTES, encode_value
+from outboxq.codec.sameness import change_of_result, refusal_of
+from outboxq.codec.signature import resolve_return
+from outboxq.codec.values import MAX_ARGS_BYTES, encode_value, json_decoder
 from outboxq.errors import ArgumentError, HandlerError, NothingDone, ResultNotKept
 from outboxq.names import with_article
 from outboxq.outcomes import DeadLetter, Discard, Done, Outcome, Retry, Snooze
@@ -35,11 +39,15 @@ class DoneWithResult(Done):
 
 
 class Returned:
-    """Reads outcomes from what the handler of one kind returns; logs once that other values are dropped."""
+    """Reads outcomes from what the handler of one kind returns; logs once that other values are dropped.
 
-    def __init__(self, kind: str, *, keeps_result: bool = False) -> None:
+    Args:
+        function: That of a handler whose results are kept; its annotation says what they are.
+    """
+
+    def __init__(self, kind: str, function: Callable[..., object] | None = None) -> None:
         self._kind = kind
-        self._keeps_result = keeps_result
+        self._function = function
         # The first thread that logs it takes this lock for good.
         self._said = threading.Lock()
 
@@ -48,14 +56,14 @@ class Returned:
 
         Raises:
             NothingDone: a coroutine or the like that was never run, or the class of an outcome.
-            ResultNotKept: the value is to be kept, and JSON cannot hold it, or it is too large.
+            ResultNotKept: the value is to be kept, and JSON cannot hold it or give it back, or it is too large.
         """
         if returned is None or type(returned) is Done:
-            return DoneWithResult("null") if self._keeps_result else _DONE
+            return _DONE if self._function is None else DoneWithResult("null")
         if isinstance(returned, _OUTCOMES):
             return returned
         _refuse_undone(returned)
-        if self._keeps_result:
+        if self._function is not None:
             return DoneWithResult(self._encoded(returned))
         self._drop(returned)
         return _DONE
@@ -83,6 +91,23 @@ class Returned:
             f"the batch handler returned {len(returned)} outcomes for {count} jobs: return one for each, in their order"
         )
 
+    @functools.cached_property
+    def declared(self) -> msgspec.json.Decoder[object]:
+        """Reads what the handler of a kind that keeps results is declared to return, beside outcomes.
+
+        Raises:
+            RegistryError: a name in its annotation cannot be found.
+        """
+        stated = None if self._function is None else resolve_return(self._function)
+        if get_origin(stated) in (Union, types.UnionType):
+            values = tuple(each for each in get_args(stated) if not (isinstance(each, type) and _is_outcome(each)))
+            stated = Union[values] if values else None  # noqa: UP007  # at run time
+        try:
+            return json_decoder(Any if stated is None or stated is object else stated)
+        except TypeError:
+            # JSON cannot tell two dataclasses apart, so that one of its own class is compared as such.
+            return json_decoder(Any)
+
     def _encoded(self, value: object) -> str:
         try:
             encoded = encode_value("result", value)
@@ -92,6 +117,9 @@ class Returned:
             raise ResultNotKept(self._kind, str(error).removeprefix("argument 'result' ")) from None
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise ResultNotKept(self._kind, f"cannot be read from its JSON: {error}") from None
+        change = change_of_result(value, encoded, self.declared)
+        if change is not None:
+            raise ResultNotKept(self._kind, refusal_of(change))
         if len(encoded) > MAX_RESULT_BYTES:
             raise ResultNotKept(self._kind, f"is {len(encoded):,} bytes as JSON, over the cap of {MAX_RESULT_BYTES:,}")
         return encoded.decode()
@@ -110,13 +138,17 @@ def _is_list(returned: object) -> TypeGuard[Sequence[object]]:
     return isinstance(returned, Sequence) and not isinstance(returned, str | bytes | bytearray | memoryview)
 
 
+def _is_outcome(kind: type[object]) -> bool:
+    return issubclass(kind, _OUTCOMES)
+
+
 def _is_undone(returned: object) -> bool:
     # Generators and futures too: their work has not run, or runs on without its job.
     return (
         inspect.isawaitable(returned)
         or inspect.isgenerator(returned)
         or inspect.isasyncgen(returned)
-        or (isinstance(returned, type) and issubclass(returned, _OUTCOMES))
+        or (isinstance(returned, type) and _is_outcome(returned))
     )
 
 

@@ -8,7 +8,8 @@ from typing import Generic, ParamSpec, Unpack
 
 from outboxq.codec.entities import is_pending
 from outboxq.codec.parameters import Signature
-from outboxq.codec.values import MAX_ARGS_BYTES, encode_headers, encode_value, join_object
+from outboxq.codec.sameness import encode_unread
+from outboxq.codec.values import MAX_ARGS_BYTES, encode_headers, join_object
 from outboxq.errors import ArgumentError
 from outboxq.job import EVERY_HEADER, OWN_HEADERS
 from outboxq.names import check_name
@@ -91,7 +92,7 @@ class JobKind(Generic[P]):
         if signature is not None:
             for name, entity in pending.items():
                 signature.check_entity(name, entity)
-        encode = encode_value if signature is None else signature.encode
+        encode = encode_unread if signature is None else signature.encode
         ready = join_object({n: encode(n, v) for n, v in values.items() if n not in pending})
         return self._new(ready, self._keys(args, kwargs, pending), pending or None)
 

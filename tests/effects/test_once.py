@@ -3,8 +3,8 @@
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from datetime import timedelta
-from typing import Self
+from datetime import UTC, datetime, timedelta
+from typing import Any, Self
 from uuid import uuid5
 
 import pytest
@@ -93,6 +93,23 @@ def test_the_type_of_a_result_can_be_given(once) -> None:
     """`returns` types what a lambda returns."""
     results = [once("charge", key="1", call=lambda _: {"id": "a", "cents": 2}, returns=Charge) for _ in range(2)]
     assert results == [Charge("a", 2)] * 2
+
+
+def test_a_result_that_would_come_back_changed_is_not_stored(once) -> None:
+    """The call was made, and is not made again; a type that is declared is read as it was."""
+    moment = datetime(2030, 1, 1, tzinfo=UTC)
+    keys: list[str] = []
+
+    def provider(key: str) -> Any:
+        keys.append(key)
+        return {"at": moment}
+
+    with pytest.raises(ResultNotStorable, match=r"would not come back the same: \[key 1\], a datetime, would be a str"):
+        once("charge", key="1", call=provider)
+    with pytest.raises(ResultNotStorable):
+        once("charge", key="1", call=provider)
+    assert len(keys) == 1
+    assert once("charge", key="2", call=provider, returns=dict[str, datetime]) == {"at": moment}
 
 
 def test_none_is_a_result(once) -> None:

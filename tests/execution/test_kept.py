@@ -20,7 +20,7 @@ import outboxq.execution.lease_mode as lease_module
 from outboxq import Backoff, BatchContext, BatchItem, Context, Discard, Jobs, OutboxSession, Retry, find_job
 from outboxq.admin.finished import list_finished, run_again, show_finished
 from outboxq.database.driver import run_script
-from outboxq.errors import ArgsNotKept, JobNotFound
+from outboxq.errors import ArgsNotKept, JobNotFound, RegistryError
 from outboxq.events import JobDied, JobDone, JobLeaseLost
 from outboxq.execution.commit import commit_script
 from outboxq.execution.keep import Kept
@@ -292,6 +292,47 @@ def test_a_result_that_cannot_be_kept_fails_its_job_for_good(
     for what in ("word", "number", "bytes", "depth"):
         assert "cannot be read from its JSON" in died[what], what
     assert (ledger(engine), kept(engine)) == ({}, [])
+
+
+@pytest.mark.parametrize("claim", ["transaction", "lease"])
+def test_a_result_that_would_come_back_changed_fails_its_job_for_good(
+    engine: Engine, sessions: Sessions, drain: Drain, claim: str
+) -> None:
+    """Of what JSON has no type for, unless the handler says that it returns it; no effect stays."""
+    jobs = Jobs()
+    moment = datetime(2030, 1, 1, tzinfo=UTC)
+    values = {"time": {"at": moment}, "set": {1}, "keys": {1: "a"}, "infinity": [1e23], "same": {"a": [1, 2.5]}}
+    options: Any = {"claim": claim, "keep": KEEP, "keep_result": True, "retry": QUICK}
+
+    @jobs.handler(**options)
+    def work(ctx: Context, what: str) -> Any:
+        ctx.session.add(Effect(name=what))
+        return values[what]
+
+    @jobs.handler(**options)
+    def declared(ctx: Context) -> dict[str, datetime] | Discard:
+        return {"at": moment}
+
+    with sessions.begin() as session:
+        handles = {session.add_job(work, what=what).id: what for what in values}
+        told = session.add_job(declared)
+    died = {handles[each.job.id]: each.reason for each in drain(jobs) if isinstance(each, JobDied)}
+    assert died.keys() == values.keys() - {"same"}
+    assert "would not come back the same: [key 1], a datetime, would be a str" in died["time"]
+    assert "a set would be a list" in died["set"]
+    assert ledger(engine) == {"same": 1}
+    assert told.result(engine, returns=dict[str, datetime]) == {"at": moment}
+
+
+def test_the_annotation_of_a_result_is_looked_at_with_those_of_the_arguments() -> None:
+    """A name that cannot be found is refused when the registry is resolved."""
+    jobs = Jobs()
+
+    def work(ctx: Context) -> "Nowhere": ...  # noqa: F821  # the point
+
+    jobs.handler(keep=KEEP, keep_result=True)(work)
+    with pytest.raises(RegistryError, match="is declared to return names 'Nowhere', which cannot be found"):
+        jobs.resolve()
 
 
 def test_without_keep_nothing_else_is_sent_and_with_it_no_statement_of_its_own(

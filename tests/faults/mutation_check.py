@@ -42,7 +42,51 @@ _BULK, _KEPT = "tests/admin/test_bulk.py", "tests/relay/test_dead_letters_kept.p
 _PROGRESS = "tests/relay/test_progress.py::"
 _WAITS = "tests/outbox/test_results_races.py::test_a_job_that_ends_"
 
+_SAME = "tests/codec/test_sameness.py::test_"
+
 MUTANTS = (
+    Mutant(
+        "the comparison of an argument with what is read",
+        "outboxq/codec/parameters.py",
+        "        if change is not None:",
+        "        if change == '':",
+        (f"{_SAME}a_value_that_would_change_is_refused",),
+    ),
+    Mutant(
+        "the comparison of the arguments of a call in one pass",
+        "outboxq/codec/parameters.py",
+        " or change_of_argument(stored, read) is None",
+        " or True",
+        (f"{_SAME}any_value_of_any_type_comes_back_or_is_refused",),
+    ),
+    Mutant(
+        "the types by which a call is known to come back",
+        "outboxq/codec/parameters.py",
+        "(*values, *map(type, values.values()))",
+        "(*values,)",
+        (f"{_SAME}a_call_that_went_well_lets_no_other_one_pass",),
+    ),
+    Mutant(
+        "the digits that jsonb makes of an exponent",
+        "outboxq/codec/sameness.py",
+        " if _EXPONENT.search(data) else data",
+        " if not data else data",
+        (f"{_SAME}what_json_has_no_type_of_is_refused_without_an_annotation",),
+    ),
+    Mutant(
+        "the comparison of a result with what is read",
+        "outboxq/handlers/returned.py",
+        "        if change is not None:",
+        "        if change == '':",
+        ("tests/execution/test_kept.py::test_a_result_that_would_come_back_changed_fails_its_job_for_good",),
+    ),
+    Mutant(
+        "the comparison of a call's result with what is read",
+        "outboxq/effects/protocol.py",
+        "    if change is not None:",
+        "    if change == '':",
+        ("tests/effects/test_once.py::test_a_result_that_would_come_back_changed_is_not_stored",),
+    ),
     Mutant(
         "the count of a page in the page's own transaction",
         "outboxq/admin/bulk.py",

@@ -1,0 +1,242 @@
+"""Sameness: a value that comes back from its JSON is the one that was stored, and not merely one that can be read.
+
+Compared by structure, with the types: `==` alone takes an int for the member of an `IntEnum`, and two equal objects
+without an `__eq__` for different ones.
+"""
+
+import dataclasses
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from datetime import date, datetime, time, timedelta
+from decimal import Decimal
+from typing import Any, TypeAlias
+from uuid import UUID
+
+import msgspec
+from msgspec import inspect
+
+from outboxq.codec.entities import entity_state
+from outboxq.codec.values import UNREADABLE, encode_value, json_decoder
+from outboxq.errors import ArgumentError
+from outboxq.names import with_article
+
+# What was stored, what was read, and their place in what they are part of.
+_Pair: TypeAlias = tuple[object, object, str]
+
+# Of two that have one of these types `==` sees every difference.
+_FLAT = frozenset({bool, int, float, str, bytes, UUID, date, type(None)})
+# An object of a class derived from one of these arrives as the builtin, if it is equal: an ORM's list, a driver's UUID.
+_BASES = frozenset({dict, list, tuple, set, frozenset, UUID})
+# By msgspec's name of an annotation: types of values that come back as they are, if it reads them at all.
+_CERTAIN: Mapping[type[inspect.Type], frozenset[type[Any]]] = {
+    inspect.AnyType: frozenset({bool, int, str}),
+    inspect.BoolType: frozenset({bool}),
+    inspect.BytesType: frozenset({bytes}),
+    inspect.DateType: frozenset({date}),
+    inspect.DateTimeType: frozenset({str}),
+    inspect.FloatType: frozenset({float}),
+    inspect.IntType: frozenset({int}),
+    inspect.LiteralType: frozenset({int, str}),
+    inspect.StrType: frozenset({str}),
+    inspect.UUIDType: frozenset({UUID, str}),
+}
+_NUMBERS = {int, float}
+_READ_FROM_TEXT = frozenset({UUID, datetime})
+_OF_ITEMS = frozenset({dict, list})
+_MISSING = object()
+# Of positive exponents; jsonb spells out the negative ones too, as numbers that are no whole ones.
+_EXPONENTS_FROM = 1e16
+_EXPONENT = re.compile(rb"[0-9]e[0-9]")
+# What msgspec, and RFC 3339, write of an offset: no seconds, which some had before 1972.
+_OFFSET_UNIT = timedelta(minutes=1)
+_A_DAY = date(2000, 1, 1)
+
+
+def certain_types(annotation: object) -> frozenset[type[Any]]:
+    """Types of arguments that need no comparison once `annotation` has read them."""
+    found = inspect.type_info(annotation)
+    if isinstance(found, inspect.UnionType):
+        # An int or a float: which of them arrives depends on the value.
+        return frozenset().union(*(_CERTAIN.get(type(each), ()) for each in found.types)) - {float}
+    return _CERTAIN.get(type(found), frozenset())
+
+
+def change_of_argument(given: object, read: object) -> str | None:
+    """What would become of an argument, as `change_of` says it; a text for a UUID or a datetime is taken as such."""
+    return None if type(given) is str and type(read) in _READ_FROM_TEXT else change_of(given, read)
+
+
+def change_of_result(value: object, data: bytes, declared: msgspec.json.Decoder[Any]) -> str | None:
+    """What would become of a result, as `change_of` says it; None if JSON, or what it is declared as, has it all.
+
+    The fields of an object that is declared as nothing (`Any`), such as a dataclass, are read by its own class.
+    """
+    data = as_jsonb_has_it(data)
+    change = change_of(value, msgspec.json.decode(data))
+    own = declared if declared.type is not Any or _fields(value) is None else json_decoder(type(value))
+    if change is None or own.type is Any:
+        return change
+    try:
+        return change_of(value, own.decode(data))
+    except UNREADABLE:
+        return change
+
+
+def encode_unread(name: str, value: object) -> bytes:
+    """An argument of a handler elsewhere as JSON text; an object's own class reads it, if it does, as it was.
+
+    Raises:
+        ArgumentError: JSON cannot hold the value, or its class reads another one.
+    """
+    data = encode_value(name, value)
+    if entity_state(value) is None and _fields(value) is not None:
+        try:
+            change = change_of(value, json_decoder(type(value)).decode(data))
+        except UNREADABLE:
+            # Such as a model that writes other names than it reads.
+            return data
+        if change is not None:
+            raise ArgumentError(f"argument {name!r} {refusal_of(change)}")
+    return data
+
+
+def refusal_of(change: str) -> str:
+    """Why a value that would change is refused, and what to do."""
+    return f"would not come back the same: {change}; annotate the type that it has, or pass what JSON gives back"
+
+
+def as_jsonb_has_it(data: bytes) -> bytes:
+    """JSON as jsonb gives it back: without exponents, so that 1e23 is a whole number with all of its digits."""
+    return msgspec.json.encode(_spelt_out(msgspec.json.decode(data))) if _EXPONENT.search(data) else data
+
+
+def _spelt_out(value: object) -> object:
+    match value:
+        case float() if abs(value) >= _EXPONENTS_FROM:
+            return int(Decimal(repr(value)))
+        case dict():
+            return {key: _spelt_out(item) for key, item in value.items()}
+        case list():
+            return [_spelt_out(item) for item in value]
+        case _:
+            return value
+
+
+def change_of(stored: object, read: object) -> str | None:
+    """Where and how two values differ: by their types and the names of fields, never by what they hold."""
+    pending = [(stored, read, "")]
+    while pending:
+        one, other, place = pending.pop()
+        if _are_flat_twins(one, other):
+            continue
+        found = _compare(one, other)
+        if isinstance(found, str):
+            kind = with_article(type(one).__name__)
+            return f"{place}, {kind}, {found}" if place else f"{kind} {found}"
+        pending.extend((part, counterpart, f"{place}{label}") for part, counterpart, label in found)
+    return None
+
+
+def _compare(one: object, other: object) -> str | Iterable[_Pair]:
+    """The parts to compare, or what is different."""
+    kind = type(other)
+    if one is other:
+        return ()
+    if other is _MISSING:
+        return "would be lost"
+    # JSON has one sort of numbers: 1 is read as a float, and jsonb's 1e16 as an int.
+    is_number = {kind, type(one)} == _NUMBERS
+    if not (type(one) is kind or is_number or (kind in _BASES and isinstance(one, kind))):
+        return f"would be {with_article(kind.__name__)}"
+    parts = None if kind in _FLAT else _parts(one, other)
+    if parts is not None:
+        return parts
+    return () if _are_equal(one, other) else "would be another one"
+
+
+def _parts(one: Any, other: Any) -> str | Iterable[_Pair] | None:
+    """The parts of two of the same type, that they lost some, or None if they have none."""
+    if isinstance(other, dict):
+        return _different_entries(one, other)
+    if isinstance(other, list | tuple):
+        return _different_items(one, other)
+    if isinstance(other, set | frozenset):
+        counterparts = {each: each for each in other}
+        return "would be another one" if one != other else [(each, counterparts[each], "[...]") for each in one]
+    fields, others = _fields(one), _fields(other)
+    if fields is None or others is None:
+        return None
+    return [(fields.get(name, _MISSING), others.get(name, _MISSING), f".{name}") for name in {**others, **fields}]
+
+
+def _different_entries(one: dict[object, object], other: dict[object, object]) -> str | Iterable[_Pair]:
+    if len(one) != len(other):
+        return f"would have {len(other)} of its {len(one)} keys"
+    return _entries(one, other)
+
+
+def _entries(one: dict[object, object], other: dict[object, object]) -> Iterator[_Pair]:
+    # A key can be as secret as a value, so that its place stands for it. JSON keeps the order.
+    same = {key: key for key in other}
+    for at, (key, beside) in enumerate(zip(one, other, strict=True), 1):
+        counterpart = same.get(key, beside)
+        yield one[key], other[counterpart], f"[key {at}]"
+        yield key, counterpart, f" key {at}"
+
+
+def _different_items(one: Collection[object], other: Collection[object]) -> str | Iterable[_Pair]:
+    if len(one) != len(other):
+        return f"would have {len(other)} of its {len(one)} items"
+    return ((item, counterpart, f"[{at}]") for at, (item, counterpart) in enumerate(zip(one, other, strict=True)))
+
+
+def _are_flat_twins(one: Any, other: Any) -> bool:
+    """Whether two are the same by a look at no more than their types and those of their items: most that are."""
+    kind = type(one)
+    if kind is not type(other):
+        return False
+    if kind is dict and not _have_same_flat_types(one.values(), other.values()):
+        return False
+    return (kind in _FLAT or (kind in _OF_ITEMS and _have_same_flat_types(one, other))) and bool(one == other)
+
+
+def _have_same_flat_types(some: Iterable[object], others: Iterable[object]) -> bool:
+    kinds = list(map(type, some))
+    return _FLAT.issuperset(kinds) and kinds == list(map(type, others))
+
+
+def _fields(value: Any) -> dict[str, object] | None:
+    """The fields of a Struct, a dataclass, an attrs class or a Pydantic model; None of anything else."""
+    kind = type(value)
+    if hasattr(kind, "__pydantic_private__"):
+        # Private attributes and extra fields count for `==` of a model too.
+        named = {name: value.__dict__.get(name, _MISSING) for name in kind.model_fields}
+        return {**(value.__pydantic_private__ or {}), **(value.__pydantic_extra__ or {}), **named}
+    if isinstance(value, msgspec.Struct):
+        names: Iterable[str] = kind.__struct_fields__
+    elif dataclasses.is_dataclass(kind):
+        names = [field.name for field in dataclasses.fields(kind)]
+    elif hasattr(kind, "__attrs_attrs__"):
+        names = [field.name for field in kind.__attrs_attrs__]
+    else:
+        return None
+    return {name: getattr(value, name, _MISSING) for name in names}
+
+
+def _are_equal(one: Any, other: Any) -> bool:
+    if isinstance(one, time):
+        one, other = datetime.combine(_A_DAY, one), datetime.combine(_A_DAY, other)
+    if isinstance(one, datetime):
+        return _are_same_moment(one, other)
+    try:
+        return bool(one == other)
+    except Exception:  # noqa: BLE001  # users' code, which may raise what it likes: these are not known to be equal
+        return False
+
+
+def _are_same_moment(one: datetime, other: datetime) -> bool:
+    # Not by `==`, which takes a time in the hour that comes twice for none that has another tzinfo.
+    if (one.tzinfo is None) is not (other.tzinfo is None):
+        return False
+    gap = one - other
+    return not gap or (one.replace(tzinfo=None) == other.replace(tzinfo=None) and abs(gap) < _OFFSET_UNIT)

@@ -3,7 +3,7 @@
 import os
 import pwd
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 
@@ -11,7 +11,7 @@ from sqlalchemy import URL
 
 from outboxq.database.urls import host_names, psycopg_url
 from outboxq.errors import ArgumentError, ConfigError
-from outboxq.names import check_name
+from outboxq.names import check_name, named_fields
 
 DATABASE_URL_VARIABLE = "OUTBOXQ_DATABASE_URL"
 LISTEN_URL_VARIABLE = "OUTBOXQ_LISTEN_URL"
@@ -217,6 +217,9 @@ class SlotGroup:
     in_turns: frozenset[str] = field(default=frozenset(), kw_only=True)
 
     def __post_init__(self) -> None:
+        given: object = self.queues
+        if isinstance(given, str):
+            raise ConfigError(f"queues takes a tuple of names, got the text: SlotGroup(({given!r},))")
         if not self.queues:
             raise ConfigError("a group of slots names at least one queue")
         if len(set(self.queues)) != len(self.queues):
@@ -257,6 +260,7 @@ _RANGES: Mapping[str, tuple[float, float]] = {
 }
 
 
+@named_fields
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RelayConfig:
     """How a relay works. Every time is in seconds.
@@ -310,10 +314,11 @@ class RelayConfig:
     allow_asynchronous_commit: bool = False
 
     def __post_init__(self) -> None:
+        self._check_groups()
         for name, (low, high) in _RANGES.items():
             given = getattr(self, name)
-            if not low <= given <= high:
-                raise ConfigError(f"{name} takes {low} to {high}, got {given}")
+            if not isinstance(given, int | float) or not low <= given <= high:
+                raise ConfigError(f"{name} takes {low} to {high}, got {given!r}")
         if not 0.05 <= self.beat_seconds <= self.lease_seconds / 3:
             raise ConfigError(
                 f"heartbeat_seconds takes 0.05 to a third of lease_seconds={self.lease_seconds:g}, so that one late "
@@ -321,9 +326,19 @@ class RelayConfig:
             )
         for name, most in (("prune_seconds", 86_400), ("stats_seconds", 3_600)):
             given = getattr(self, name)
-            if given != 0 and not 1 <= given <= most:
-                raise ConfigError(f"{name} takes 1 to {most}, or 0 for never, got {given}")
+            if not isinstance(given, int | float) or (given != 0 and not 1 <= given <= most):
+                raise ConfigError(f"{name} takes 1 to {most}, or 0 for never, got {given!r}")
         check_schema(self.schema)
+
+    def _check_groups(self) -> None:
+        given: object = self.groups
+        if isinstance(given, str | SlotGroup) or not isinstance(given, Iterable):
+            raise ConfigError(f'groups takes a tuple, such as (SlotGroup(("accounts",), 4),), got {given!r}')
+        for each in given:
+            if isinstance(each, str):
+                raise ConfigError(f"groups takes SlotGroups, got the text {each!r}: SlotGroup.parse({each!r})")
+            if not isinstance(each, SlotGroup):
+                raise ConfigError(f'groups takes SlotGroups, such as SlotGroup(("accounts",), 4), got {each!r}')
 
     @property
     def beat_seconds(self) -> float:

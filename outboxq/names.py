@@ -1,9 +1,18 @@
-"""Names and keys, as PostgreSQL, a channel and the command line can carry them."""
+"""Names and keys, as PostgreSQL, a channel and the command line can carry them; the names of options."""
 
+import difflib
+import functools
+import inspect
 import re
 import sys
+from collections.abc import Callable, Collection, Iterable, Mapping
+from types import MappingProxyType
+from typing import Any, ParamSpec, TypeVar
 
 from outboxq.errors import ArgumentError, InvalidKey
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 MAX_NAME_BYTES = 63
 MAX_KEY_BYTES = 512
@@ -31,6 +40,52 @@ def type_name(annotation: object) -> str:
     public = before[1:] or private
     is_public = private and public in sys.modules and vars(sys.modules[public]).get(name) is annotation
     return f"{public if is_public else module}.{name}"
+
+
+def check_keywords(
+    function: str,
+    given: Iterable[str],
+    known: Collection[str],
+    elsewhere: Mapping[str, str] = MappingProxyType({}),
+) -> None:
+    """Refuse a keyword argument that a function does not take, as Python does, and say which ones there are.
+
+    Args:
+        elsewhere: Of options that are looked for here: what to do instead.
+
+    Raises:
+        TypeError: one of `given` is not in `known`.
+    """
+    for name in given:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1)
+            hint = elsewhere.get(name) or (f"did you mean {near[0]}=?" if near else "")
+            raise TypeError(
+                f"{function}() got an unexpected keyword argument {name!r}{f': {hint}' if hint else ''} "
+                f"(it takes {', '.join(sorted(known)) or 'none'})"
+            )
+
+
+def named_options(function: Callable[P, T]) -> Callable[P, T]:
+    """Have a function that writes its options out refuse an unknown one as `check_keywords` does."""
+    positional_only = inspect.Parameter.POSITIONAL_ONLY
+    parameters = inspect.signature(function).parameters.values()
+    known = frozenset(each.name for each in parameters if each.kind is not positional_only) - {"self"}
+    name = function.__qualname__.removesuffix(".__init__").rpartition(".")[2]
+
+    @functools.wraps(function)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> T:
+        check_keywords(name, kwargs, known)
+        return function(*args, **kwargs)
+
+    return checked
+
+
+def named_fields(cls: type[T]) -> type[T]:
+    """Have a class refuse an unknown field as `check_keywords` does; above the decorator of a dataclass."""
+    construct: Any = cls.__init__
+    cls.__init__ = named_options(construct)  # type: ignore[method-assign]
+    return cls
 
 
 def check_name(what: str, name: str) -> str:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 
 from outboxq.errors import ConfigError
+from outboxq.names import named_fields
 
 # A hundred years: what a timestamp of PostgreSQL can still add to now.
 MAX_DELAY = timedelta(days=36_500)
@@ -70,6 +71,7 @@ def _plain(outcome: str, delay: timedelta) -> timedelta:
 Outcome = Done | Retry | Snooze | DeadLetter | Discard
 
 
+@named_fields
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Backoff:
     """Exponential backoff with jitter and a cap.

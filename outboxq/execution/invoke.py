@@ -22,7 +22,7 @@ from outboxq.execution.handler_session import SESSION_OPTIONS, AsyncHandlerSessi
 from outboxq.execution.surround import Surrounded, await_within, call_within
 from outboxq.forks import await_here, call_here
 from outboxq.handlers.call import HandlerCall
-from outboxq.handlers.context import AsyncContext, Context, JobContext
+from outboxq.handlers.context import NO_STATE, AsyncContext, Context, JobContext
 from outboxq.handlers.deferred import Write
 from outboxq.handlers.handler import AnyHandler, Flavour
 from outboxq.job import Job
@@ -57,7 +57,9 @@ class _Opening(JobContext[Any, Any]):
     """
 
     def __init__(self, run: Run, session: Callable[[], OutboxSession | AsyncOutboxSession]) -> None:
-        self.__dict__.update(job=run.job, state=run.state, call=run.call, _run=run, _session=session)
+        self.__dict__.update(
+            job=run.job, state=NO_STATE if run.state is None else run.state, call=run.call, _run=run, _session=session
+        )
 
     def _keep(self, write: Write) -> None:
         if "session" in self.__dict__:

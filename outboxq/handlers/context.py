@@ -47,6 +47,29 @@ class JobLogger(logging.LoggerAdapter[logging.Logger]):
         return msg, kwargs
 
 
+class NoState:
+    """The `ctx.state` of an application without a lifespan: false, and without attributes, which an error says."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return "(no state)"
+
+    def __bool__(self) -> bool:
+        return False
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"ctx.state has no {name!r}, because it is empty: what a lifespan yields is ctx.state, as in "
+            "Jobs(lifespan=...); a test passes state=...",
+            name=name,
+            obj=self,
+        )
+
+
+NO_STATE = NoState()
+
+
 @dataclass(frozen=True)
 class JobContext(HasEffectAccess, Generic[SessionType, S]):
     """The base of `Context` and `AsyncContext`."""

@@ -96,8 +96,9 @@ def naming(function: Callable[..., Any], name: str | None = None) -> Iterator[No
         yield
     except (RegistryError, ArgumentError) as error:
         place = place_of(function)
-        said = f"{'' if name is None else f'handler {name!r}: '}{error}{f'; defined at {place}' if place else ''}"
-        raise type(error)(said) from error.__cause__
+        # One that was found while another check of the same function was under way says its place already.
+        ending = f"; defined at {place}" if place and not str(error).endswith(f"; defined at {place}") else ""
+        raise type(error)(f"{'' if name is None else f'handler {name!r}: '}{error}{ending}") from error.__cause__
 
 
 def place_of(function: object) -> str:

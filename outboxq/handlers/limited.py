@@ -1,7 +1,7 @@
 """Limits of queues that an application declares: how many jobs run at a time, and how many begin in a time."""
 
 from outboxq.errors import ArgumentError, RegistryError
-from outboxq.names import check_name
+from outboxq.names import check_name, named_options
 from outboxq.queue_limits import QueueLimits, make_limits
 
 
@@ -12,6 +12,7 @@ class Limited:
         super().__init__()
         self._limits: dict[str, QueueLimits] = {}
 
+    @named_options
     def limit(
         self,
         queue: str,

@@ -1,7 +1,7 @@
 """The registry: an application's handlers, lifespan, scopes and inboxes, and their checks at the relay's start."""
 
 from collections.abc import Awaitable, Callable, Iterable
-from types import MappingProxyType
+from types import MappingProxyType, ModuleType
 from typing import Any, Concatenate, Literal, TypeVar, Unpack, overload
 
 from outboxq.errors import ArgumentError, InvalidKey, RegistryError
@@ -25,9 +25,10 @@ from outboxq.handlers.options import DEFAULT_MAX_SIZE, CommonOptions, HandlerOpt
 from outboxq.handlers.resolved import Lifespan, Registry
 from outboxq.handlers.retention import Retained, check_windows, default_retention
 from outboxq.handlers.schedules import Scheduled, checked_schedules
+from outboxq.names import check_keywords, named_options
 from outboxq.outbox.job_batch import batch as open_batch
 from outboxq.outbox.kinds import P
-from outboxq.outbox.options import FlowOptions, JobOptions, check_keywords
+from outboxq.outbox.options import FlowOptions, JobOptions
 from outboxq.outcomes import Backoff
 
 T = TypeVar("T")
@@ -35,6 +36,20 @@ E1 = TypeVar("E1")
 E2 = TypeVar("E2")
 E3 = TypeVar("E3")
 E4 = TypeVar("E4")
+
+_BATCH_OPTIONS = frozenset({*CommonOptions.__annotations__, "max_size"})
+_HANDLER_OPTIONS = frozenset({*CommonOptions.__annotations__, "batchable", "keep_result"})
+_OF_ONE_JOB = MappingProxyType(
+    {
+        **dict.fromkeys(
+            ("delay", "run_at", "priority", "headers"),
+            "it is one job's: give it where the job is added, as in add_job(kind.options(...))",
+        ),
+        "max_attempts": "it is the retry's: retry=Backoff(max_attempts=...)",
+        "slots": "it is the relay's: `outboxq relay --queue NAME=SLOTS`",
+        "batch_size": "it is the relay's: `outboxq relay --batch-size`",
+    }
+)
 
 
 class Jobs(Retained, Scheduled, Limited, KeepsDead):
@@ -51,6 +66,7 @@ class Jobs(Retained, Scheduled, Limited, KeepsDead):
         RegistryError: `messages` is not "redacted", "withheld" or "whole", or a hook cannot be called with an event.
     """
 
+    @named_options
     def __init__(
         self,
         *,
@@ -109,7 +125,7 @@ class Jobs(Retained, Scheduled, Limited, KeepsDead):
             RegistryError: the function cannot be a handler, the kind or an alias is taken, or an option does not fit.
             ArgumentError: a name over 63 bytes, or with control characters.
         """
-        check_keywords("handler", options, CommonOptions)
+        check_keywords("handler", options, _HANDLER_OPTIONS, _OF_ONE_JOB)
         checked = self._options(options, batchable=batchable, keep_result=keep_result)
         decorator = HandlerDecorator(self.add, options.get("kind"), checked)
         if function is not None:
@@ -134,7 +150,7 @@ class Jobs(Retained, Scheduled, Limited, KeepsDead):
                 cannot be seen.
             ArgumentError: a name over 63 bytes, or with control characters.
         """
-        check_keywords("batch_handler", options, CommonOptions)
+        check_keywords("batch_handler", options, _BATCH_OPTIONS, _OF_ONE_JOB)
         declared = Arguments(arguments)
         return BatchHandlerDecorator(self.add, options.get("kind"), self._options(options, max_size=max_size), declared)
 
@@ -244,6 +260,8 @@ class Jobs(Retained, Scheduled, Limited, KeepsDead):
             RegistryError: a kind is taken, a scope, an inbox or a limit is declared otherwise, or `other` has a
                 lifespan of its own, which would never be entered.
         """
+        if not isinstance(other, Jobs):
+            raise RegistryError(f"include takes a registry, {_instead_of(other)}")
         if other.lifespan is not None:
             raise RegistryError(
                 "an included registry has a lifespan, which would not run: give it to the registry on top"
@@ -337,3 +355,12 @@ def _check_same_queue(first: AnyHandler, other: AnyHandler) -> None:
 
 def _where(handler: AnyHandler) -> str:
     return f"{handler.function.__module__}.{handler.function.__qualname__}"
+
+
+def _instead_of(other: object) -> str:
+    """What was given instead of a registry, and the registries of a module."""
+    if not isinstance(other, ModuleType):
+        return f"as `mail = Jobs()`, got {type(other).__name__}"
+    named = sorted(name for name, value in vars(other).items() if isinstance(value, Jobs))
+    found = " or ".join(f"include({other.__name__}.{name})" for name in named)
+    return f"got the module {other.__name__!r}: {found or 'it has none'}"

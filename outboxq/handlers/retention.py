@@ -12,7 +12,7 @@ from typing import Literal, TypeAlias
 from outboxq.config import DEFAULT_RETENTION, check_retention
 from outboxq.errors import RegistryError
 from outboxq.inbox import Inbox
-from outboxq.names import MAX_SCOPE_BYTES, check_key, check_name
+from outboxq.names import MAX_SCOPE_BYTES, check_key, check_name, named_options
 from outboxq.outcomes import MAX_DELAY
 
 Owner: TypeAlias = Literal["scope", "consumer"]
@@ -120,6 +120,7 @@ class Retained:
         super().__init__()
         self._windows: dict[tuple[Owner, str], Window] = {}
 
+    @named_options
     def scope(self, name: str, *, retention: timedelta = DEFAULT_RETENTION, kinds: Iterable[str] = ()) -> str:
         """Declare how long the effects of a scope are remembered; returns its name, for `ctx.once(CHARGES, ...)`.
 
@@ -138,6 +139,7 @@ class Retained:
         self._declare(Window("scope", checked, check_retention(retention), check_kinds(kinds)))
         return name
 
+    @named_options
     def inbox(self, consumer: str, *, retention: timedelta = DEFAULT_RETENTION, kinds: Iterable[str] = ()) -> Inbox:
         """Make an inbox, and have a relay check it at its start, as a `scope`: no retry may outlive what it remembers.
 

@@ -10,6 +10,7 @@ from outboxq.cron import Cron, of_schedule
 from outboxq.errors import ArgumentError, RegistryError
 from outboxq.handlers.function import naming
 from outboxq.handlers.handler import AnyHandler, Handler
+from outboxq.names import named_options
 from outboxq.new_job import NewJob
 
 H = TypeVar("H", bound=AnyHandler)
@@ -84,6 +85,7 @@ class Scheduled:
         super().__init__()
         self._schedules: list[DeclaredSchedule] = []
 
+    @named_options
     def schedule(
         self,
         cron: str,

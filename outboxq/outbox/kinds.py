@@ -2,8 +2,9 @@
 
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from datetime import datetime, timedelta
+from types import MappingProxyType
 from typing import Generic, ParamSpec, Unpack
 
 from outboxq.codec.entities import is_pending
@@ -12,13 +13,20 @@ from outboxq.codec.sameness import encode_unread
 from outboxq.codec.values import MAX_ARGS_BYTES, encode_headers, join_object
 from outboxq.errors import ArgumentError
 from outboxq.job import EVERY_HEADER, OWN_HEADERS
-from outboxq.names import check_name
+from outboxq.names import check_keywords, check_name
 from outboxq.new_job import JobEnvelope, JobKeys, NewJob, check_size
 from outboxq.outbox.keys import KeyRules
-from outboxq.outbox.options import PLAIN_OPTIONS, FlowOptions, JobOptions, check_keywords
+from outboxq.outbox.options import PLAIN_OPTIONS, FlowOptions, JobOptions
 
 P = ParamSpec("P")
 
+_OPTIONS = frozenset(field.name for field in fields(JobOptions))
+_OF_THE_HANDLER = MappingProxyType(
+    dict.fromkeys(
+        ("queue", "kind", "retry", "claim", "timeout_seconds", "batchable", "keep", "on_failure", "messages"),
+        "it is the handler's, for all of its jobs: give it to @jobs.handler, or external",
+    )
+)
 # A character of UTF-8 has up to 4 bytes.
 _SURELY_SMALL = MAX_ARGS_BYTES // 4
 
@@ -68,7 +76,7 @@ class JobKind(Generic[P]):
             ArgumentError: a value out of its range, or two that exclude each other, such as `delay` and `run_at`.
             InvalidKey: a key that cannot be stored.
         """
-        check_keywords("options", flow, FlowOptions)
+        check_keywords("options", flow, _OPTIONS, _OF_THE_HANDLER)
         given = {"priority": priority, "max_attempts": max_attempts, "headers": headers, **flow}
         changes: dict[str, object] = {name: value for name, value in given.items() if value is not None}
         if delay is not None or run_at is not None:

@@ -28,16 +28,6 @@ class FlowOptions(TypedDict, total=False):
     """A job is discarded if it has not begun this long after it was added."""
 
 
-def check_keywords(function: str, given: Mapping[str, object], known: type) -> None:
-    """Refuse a keyword argument that is not in `known`, a TypedDict, as Python does for one that is written out.
-
-    Raises:
-        TypeError: `given` has another one; the message names it.
-    """
-    for name in given.keys() - known.__annotations__.keys():
-        raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobOptions:
     """How a job is enqueued, apart from its arguments; `JobKind.options` explains each.

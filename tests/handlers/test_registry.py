@@ -1,6 +1,7 @@
 """The registry: names that cannot collide, queues of one flavour, and handlers that stay plain functions."""
 
 import functools
+import importlib
 import inspect
 import re
 from collections.abc import Callable, Iterator
@@ -9,7 +10,7 @@ from datetime import timedelta
 import pytest
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
-from outboxq import AsyncContext, Backoff, Context, Handler, Jobs, external
+from outboxq import AsyncContext, Backoff, Context, Handler, Jobs, RelayConfig, external
 from outboxq.errors import ArgumentError, ConfigError, InvalidKey, RegistryError, UnknownKind
 from outboxq.inbox import Inbox
 
@@ -223,16 +224,81 @@ def test_a_name_that_cannot_be_carried_is_refused_at_the_decorator(names: dict[s
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: Jobs().handler(quue="mail"), "handler() got an unexpected keyword argument 'quue'"),
-        (lambda: Jobs().handler(delay=None), "handler() got an unexpected keyword argument 'delay'"),
+        (
+            lambda: Jobs().handler(quue="mail"),
+            "handler() got an unexpected keyword argument 'quue': did you mean queue=? (it takes aliases, batchable, ",
+        ),
+        (
+            lambda: Jobs().handler(delay=None),
+            "handler() got an unexpected keyword argument 'delay': it is one job's: give it where the job is added",
+        ),
+        (lambda: Jobs().handler(max_attempts=3), "'max_attempts': it is the retry's: retry=Backoff(max_attempts=...)"),
         (lambda: Jobs().batch_handler(object, batchable=True), "batch_handler() got an unexpected keyword argument"),
-        (lambda: external("ship", queue="depot").options(dealy=None), "options() got an unexpected keyword argument"),
+        (
+            lambda: external("ship", queue="depot").options(dealy=None),
+            "options() got an unexpected keyword argument 'dealy': did you mean delay=? (it takes coalesce, delay, ",
+        ),
+        (lambda: external("ship", queue="depot").options(queue="mail"), "'queue': it is the handler's, for all of its"),
+        (
+            lambda: Backoff(max_retries=3),
+            "'max_retries': did you mean max_attempts=? (it takes cap_seconds, factor, first_seconds, jitter, ",
+        ),
+        (
+            lambda: Backoff(max_attempt=3),
+            "Backoff() got an unexpected keyword argument 'max_attempt': did you mean max_",
+        ),
+        (
+            lambda: Jobs().limit("mail", runing=1),
+            "limit() got an unexpected keyword argument 'runing': did you mean run",
+        ),
+        (
+            lambda: Jobs(life_span=None),
+            "Jobs() got an unexpected keyword argument 'life_span': did you mean lifespan=?",
+        ),
+        (lambda: Jobs().schedule("@daily", timezone="UTC"), "schedule() got an unexpected keyword argument 'timezone'"),
+        (lambda: Jobs().scope("mail", retain=None), "scope() got an unexpected keyword argument 'retain'"),
+        (
+            lambda: Jobs().inbox("mail", kind=()),
+            "inbox() got an unexpected keyword argument 'kind': did you mean kinds",
+        ),
+        (
+            lambda: RelayConfig(batchsize=3),
+            "RelayConfig() got an unexpected keyword argument 'batchsize': did you mean",
+        ),
     ],
 )
 def test_an_option_that_there_is_not_is_refused_where_it_is_given(call: Callable[[], object], message: str) -> None:
-    """As Python refuses it, and before a function is decorated."""
+    """As Python refuses it, before a function is decorated, and with those that there are."""
     with pytest.raises(TypeError, match=re.escape(message)):
         call()
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ("registry", "got the module 'tests.support.app': include(tests.support.app."),
+        ("other", "got the module 'tests.support.waiting': it has none"),
+        ("list", "include takes a registry, as `mail = Jobs()`, got list"),
+    ],
+)
+def test_what_is_included_is_a_registry(given: str, says: str) -> None:
+    """A module has one, or several: the message names them."""
+    modules = {"registry": "tests.support.app", "other": "tests.support.waiting"}
+    with pytest.raises(RegistryError, match=re.escape(says)):
+        Jobs().include(importlib.import_module(modules[given]) if given in modules else [])  # type: ignore[arg-type]
+
+
+def test_an_error_names_the_place_of_its_function_once() -> None:
+    """Also if two checks of a function are under way, one within the other."""
+    jobs = Jobs()
+
+    @jobs.handler()
+    def settle_all(ctx: Context, accounts: list[Account]) -> None: ...
+
+    for resolve in (jobs.resolve, settle_all.signature):
+        with pytest.raises(RegistryError) as refused:
+            resolve()
+        assert str(refused.value).count("defined at") == 1
 
 
 def test_a_signature_that_cannot_be_stored_is_found_when_the_registry_is_resolved() -> None:

@@ -20,6 +20,7 @@ from outboxq.events import (
     DatabaseBack,
     DatabaseLost,
     Event,
+    JobDied,
     JobDone,
     JobRetried,
     JobsParked,
@@ -245,6 +246,26 @@ def test_lifespan_state_reaches_sync_and_async_handlers(
             session.add_job(external("look_async", queue="a"))
         Relay(outboxq_database.url, jobs, hooks=()).drain()
         assert steps == ["entered", "state", "state", "left"]
+
+
+def test_a_state_that_no_lifespan_gave_says_so(
+    outboxq_database: Database, sessions: sessionmaker[OutboxSession]
+) -> None:
+    """Instead of an error of None; it is false, and every handler has the same."""
+    jobs, seen = Jobs(), []
+
+    @jobs.handler(retry=Backoff(max_attempts=1))
+    def look(ctx: Context) -> None:
+        seen.append(ctx.state)
+        ctx.state.client.get("/")
+
+    with sessions.begin() as session:
+        session.add_job(look)
+    events: list[object] = []
+    Relay(outboxq_database.url, jobs, hooks=(events.append,)).drain()
+    assert not seen[0]
+    (died,) = [each for each in events if isinstance(each, JobDied)]
+    assert "ctx.state has no 'client', because it is empty: what a lifespan yields" in died.message
 
 
 def test_a_handler_chains_jobs_atomically_and_drain_runs_them_too(

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from outboxq import Context, Jobs, RelayConfig
+from outboxq import Context, Jobs, RelayConfig, SlotGroup
 from outboxq.errors import ConfigError, RegistryError
 
 
@@ -26,12 +26,27 @@ from outboxq.errors import ConfigError, RegistryError
         ({"prune_seconds": -1}, "prune_seconds takes 1 to 86400"),
         ({"prune_seconds": math.nan}, "prune_seconds takes 1 to 86400, or 0 for never, got nan"),
         ({"batch_size": 0}, "batch_size takes 1 to 1000, got 0"),
+        ({"batch_size": "4"}, "batch_size takes 1 to 1000, got '4'"),
+        ({"prune_seconds": "4"}, "prune_seconds takes 1 to 86400, or 0 for never, got '4'"),
+        ({"groups": ("a=4",)}, r"groups takes SlotGroups, got the text 'a=4': SlotGroup.parse\('a=4'\)"),
+        ({"groups": "a=4"}, "groups takes a tuple, such as"),
+        ({"groups": SlotGroup(("a",), 4)}, "groups takes a tuple, such as"),
+        (
+            {"groups": (("a", 4),)},
+            r"groups takes SlotGroups, such as .*got \('a', 4\)",
+        ),
     ],
 )
-def test_what_cannot_work_is_refused(settings: dict[str, float], said: str) -> None:
-    """A lease that one late beat would lose, negative times, no number at all."""
+def test_what_cannot_work_is_refused(settings: dict[str, object], said: str) -> None:
+    """A lease that one late beat would lose, negative times, no number at all, a text for a group of slots."""
     with pytest.raises(ConfigError, match=said):
         RelayConfig(**settings)  # type: ignore[arg-type]
+
+
+def test_the_queues_of_a_group_are_a_tuple() -> None:
+    """A text would be queues of one letter each."""
+    with pytest.raises(ConfigError, match=r"got the text: SlotGroup\(\('mail',\)\)"):
+        SlotGroup("mail")  # type: ignore[arg-type]
 
 
 def test_pruning_can_be_turned_off() -> None:

@@ -7,6 +7,7 @@ of the users' refuses it.
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import TypeAlias
 from uuid import UUID
 
@@ -17,7 +18,7 @@ from outboxq.database.driver import is_lost, run_script
 from outboxq.database.errors import sqlstate_of
 from outboxq.events import JobSetAside
 from outboxq.execution.claim import AnyScript
-from outboxq.statements.aside import WAITS, dead_letter_row, postpone_row
+from outboxq.statements.aside import WAITS, dead_letter_row, postpone_row, select_kind
 from outboxq.statements.lease import NEVER
 from outboxq.statements.park import clear_marks
 from outboxq.statements.transaction import READABLE_DATES, UNTIMED
@@ -36,7 +37,9 @@ _OF_NO_ROW = (
 _FOR_GOOD = ("22", "54", "XX")
 
 
-def take_one(run: Callable[[str], Rows], taking: Callable[[int], str], max_crashes: int) -> Rows:
+def take_one(
+    run: Callable[[str], Rows], taking: Callable[[int], str], max_crashes: int, schema: str, job_id: UUID
+) -> Rows:
     """Take back one lost job: as a suspect or a dead letter, or, if that fails, as a suspect whatever its crashes.
 
     No rows if its row allows neither: the job stays where it is, and is tried again later.
@@ -53,14 +56,35 @@ def take_one(run: Callable[[str], Rows], taking: Callable[[int], str], max_crash
     except psycopg.Error as error:
         if (error.sqlstate or "08").startswith(("08", "57P")):
             raise
-        logger.warning("a job could not be moved to the dead letters: %s", describe(error))
+        _say(logging.WARNING, "a job could not be moved to the dead letters", run, schema, job_id, error)
     try:
         return run(taking(NEVER))
     except psycopg.Error as error:
         if not is_of_a_row(error):
             raise
-        logger.warning("a job that was lost could not be taken back: %s", describe(error))
+        _say(logging.WARNING, "a job that was lost could not be taken back", run, schema, job_id, error)
         return ()
+
+
+def say_of_job(level: int, message: str, kind: str, job_id: UUID, why: str) -> None:
+    """Log a line about one job, with its kind and id in the text and in the fields."""
+    extra = {"outboxq_kind": kind, "outboxq_job_id": str(job_id)}
+    logger.log(level, "%s: kind=%s id=%s: %s", message, kind, job_id, why, extra=extra)
+
+
+def _say(level: int, message: str, run: Callable[[str], Rows], schema: str, job_id: UUID, error: BaseException) -> None:
+    say_of_job(level, message, kind_of(run, schema, job_id), job_id, describe(error))
+
+
+def kind_of(run: Callable[[str], Rows], schema: str, job_id: UUID) -> str:
+    """The kind of a job, for a line about it; `?` if its row is gone, or cannot be read."""
+    try:
+        rows = run(select_kind(schema, job_id))
+    except psycopg.Error as error:
+        if not is_of_a_row(error):
+            raise
+        rows = ()
+    return str(rows[0][0]) if rows else "?"
 
 
 def set_aside_first(
@@ -94,10 +118,9 @@ def set_aside_first(
         events = way(connection, schema, job_id, describe(failure))
         if events is not None:
             return events
-    logger.error(
-        "a job can be neither claimed nor moved to the dead letters nor put off: repair or delete its row",
-        extra={"outboxq_job_id": str(job_id)},
-    )
+    kind = kind_of(partial(_try, connection), schema, job_id)
+    message = "a job can be neither claimed nor moved to the dead letters nor put off: repair or delete its row"
+    say_of_job(logging.ERROR, message, kind, job_id, describe(failure))
     return None
 
 
@@ -123,13 +146,11 @@ def _dead_letter(connection: Connection, schema: str, job_id: UUID, why: str) ->
 
 
 def _postpone(connection: Connection, schema: str, job_id: UUID, why: str) -> tuple[JobSetAside, ...] | None:
-    if not _try(connection, postpone_row(schema, job_id, _PUT_OFF_SECONDS)):
+    rows = _try(connection, postpone_row(schema, job_id, _PUT_OFF_SECONDS))
+    if not rows:
         return None
-    logger.error(
-        "a job that cannot be claimed was put off: %s: repair or delete its row, or what refuses it",
-        why,
-        extra={"outboxq_job_id": str(job_id)},
-    )
+    message = "a job that cannot be claimed was put off: repair or delete its row, or what refuses it"
+    say_of_job(logging.ERROR, message, str(rows[0][1]), job_id, why)
     return ()
 
 

@@ -247,7 +247,7 @@ def return_to_suspects(
     def taking(most: int) -> str:
         return take_back(schema, job.id, token, most, message, in_group=job.group_key is not None)
 
-    rows = take_one(run, taking, runtime.max_crashes)
+    rows = take_one(run, taking, runtime.max_crashes, schema, job.id)
     return BatchReport(1, tuple(crashed(row) for row in rows))
 
 

@@ -170,9 +170,14 @@ class LineFormatter(logging.Formatter):
         return super().formatTime(record, datefmt) if datefmt else _in_utc(record)
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802  # the name that logging calls
-        """Make a message of ours printable; those of other loggers stay as they are."""
-        text = super().formatMessage(record)
-        return printable(text) if record.name.partition(".")[0] == "outboxq" else text
+        """Make a message of ours printable, and have one of `ctx.log` name its job; others stay as they are."""
+        if record.name.partition(".")[0] != "outboxq":
+            return super().formatMessage(record)
+        kind, job_id = getattr(record, "job_kind", None), getattr(record, "job_id", None)
+        if kind is not None and job_id is not None:
+            # Of `ctx.log`, whose message is the handler's.
+            record.message = f"{record.message}: kind={_shown(kind)} id={_shown(job_id)}"
+        return printable(super().formatMessage(record))
 
     def formatException(self, ei: _ExceptionInfo) -> str:  # noqa: N802  # the name that logging calls
         """Make each line of a traceback printable."""

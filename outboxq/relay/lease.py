@@ -27,7 +27,7 @@ from outboxq.database.driver import DriverConnection, run_on_libpq
 from outboxq.database.errors import describe_error
 from outboxq.emitter import Emitter
 from outboxq.events import JobCrashed, LeaseExtensionFailed
-from outboxq.execution.aside import describe, is_of_a_row, take_one
+from outboxq.execution.aside import describe, is_of_a_row, kind_of, say_of_job, take_one
 from outboxq.execution.recovery import crashed
 from outboxq.job import Job
 from outboxq.relay.flow_settings import FlowSettings
@@ -260,11 +260,9 @@ class RelayLease:
             return run_on_libpq(connection, dead_letter)
         except psycopg.Error as error:
             _raise_unless_of_a_row(connection, error)
-            logger.warning(
-                "a job of a dead relay can neither be taken back nor moved to the dead letters: %s",
-                describe(error),
-                extra={"outboxq_job_id": str(job_id)},
-            )
+            kind = kind_of(partial(run_on_libpq, connection), self._schema, job_id)
+            message = "a job of a dead relay can neither be taken back nor moved to the dead letters"
+            say_of_job(logging.WARNING, message, kind, job_id, describe(error))
             return ()
 
     def _take_back_orphans(self, connection: PGconn) -> None:
@@ -293,7 +291,7 @@ class RelayLease:
                 return statements.take_back_locked(schema, job_id, token, crashes, in_group=in_group)
             return statements.take_back(schema, job_id, token, max_crashes, _ORPHANED, in_group=in_group)
 
-        return take_one(partial(run_on_libpq, connection), taking, self.config.max_crashes)
+        return take_one(partial(run_on_libpq, connection), taking, self.config.max_crashes, schema, job_id)
 
     def _publish(self, rows: Iterable[tuple[object, ...]], *, in_group: bool) -> None:
         quarantine = self.quarantine

@@ -44,8 +44,13 @@ SELECT id, queue, kind, crashes, true FROM dead""",
     )
 
 
+def select_kind(schema: str, job_id: UUID) -> str:
+    """The kind of a job that waits or runs. Index: the primary key; no locks; one row."""
+    return render(schema, "SELECT job.kind FROM {job} AS job WHERE job.id = {id}", id=job_id)
+
+
 def postpone_row(schema: str, job_id: UUID, seconds: float) -> str:
-    """Schedule the job for `seconds` from now; returns its id. One of a group holds up those behind it.
+    """Schedule the job for `seconds` from now; returns its id and kind. One of a group holds up those behind it.
 
     No row if it is a suspect, or leased, or another transaction has it. Index: the primary key.
     """
@@ -54,7 +59,7 @@ def postpone_row(schema: str, job_id: UUID, seconds: float) -> str:
         "UPDATE {job} SET state = CASE state WHEN 'grouped' THEN 'grouped' ELSE 'scheduled' END, "
         "run_at = pg_catalog.clock_timestamp() + pg_catalog.make_interval(secs => {seconds}) "
         "WHERE id = (SELECT job.id FROM {job} AS job WHERE job.id = {id} AND {free} FOR UPDATE SKIP LOCKED) "
-        "RETURNING id",
+        "RETURNING id, kind",
         id=job_id,
         seconds=seconds,
         free=_IS_NO_SUSPECT,

@@ -37,8 +37,12 @@ def newest_dead(wanted: DeadFilter, *, before: UUID | None, limit: int, depth: i
     Index: the primary key, backwards from `before`, up to `depth` rows or the first `limit` that match.
     """
     walked = _walk(dead_job, (*dead_letters.SUMMARY_COLUMNS, "errors"), before, depth)
-    shown = (walked.c[name] for name in dead_letters.SUMMARY_COLUMNS)
-    return select(*shown).where(*wanted.conditions(walked)).order_by(walked.c.id.desc()).limit(limit)
+    return (
+        select(*dead_letters.summary(walked))
+        .where(*wanted.conditions(walked))
+        .order_by(walked.c.id.desc())
+        .limit(limit)
+    )
 
 
 def newest_done(wanted: DoneFilter, *, before: UUID | None, limit: int, depth: int) -> Executable:

@@ -1,5 +1,6 @@
 """`outboxq dead`: looking at dead letters, putting them back to work, dropping them."""
 
+import json
 from collections.abc import Callable
 from uuid import UUID, uuid4
 
@@ -43,6 +44,23 @@ def test_the_list_tells_why(outboxq_database: Database, dead: dict[str, JobHandl
     said = run("dead", "list", url=outboxq_database.url).ok().stdout
     (line,) = [line for line in said.splitlines() if str(dead["one"].id) in line]
     assert "gave up after 3 of 3 attempts: ValueError" in line
+
+
+def test_the_reason_has_the_message_of_the_last_error(
+    outboxq_database: Database, dead: dict[str, JobHandle], engine: Engine
+) -> None:
+    """In the list, in full and for `--reason`; a reason of its own has no other message behind it."""
+    url = outboxq_database.url
+    with engine.connect() as connection:
+        errors = connection.execute(select(dead_job.c.errors).where(dead_job.c.id == dead["one"].id)).scalar_one()
+    message = json.loads(errors)[-1]["message"]
+    assert message
+    told = f"gave up after 3 of 3 attempts: ValueError: {message}"
+    reasons = {row["id"]: row["reason"] for row in call("dead", "list", "--json", url=url).ok().json["dead"]}
+    assert reasons[str(dead["one"].id)] == told
+    assert reasons[str(dead["given up"].id)].count(":") == 0
+    assert call("dead", "show", dead["one"].id, "--json", url=url).ok().json["reason"] == told
+    assert str(dead["one"].id) in listed("--reason", told, url=url)
 
 
 def test_filters_narrow_the_list(outboxq_database: Database, dead: dict[str, JobHandle]) -> None:

@@ -117,7 +117,7 @@ def test_a_job_that_can_neither_be_claimed_nor_buried_is_put_off(
     batchable: bool, batch_size: int, engine: Engine, sessions: sessionmaker[OutboxSession], drain: Drain,
     said: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip
-    """It waits for five minutes and no longer in front of others; an error in the log names its id."""
+    """It waits for five minutes and no longer in front of others; an error in the log names its kind and id."""
     jobs = application("transaction", batchable)
     enqueue(sessions, jobs)
     refuse(engine, "DELETE")
@@ -128,8 +128,10 @@ def test_a_job_that_can_neither_be_claimed_nor_buried_is_put_off(
         engine, "SELECT id::text, state, ceil(extract(epoch FROM run_at - now()) / 60)::int, attempt FROM outboxq.job"
     )
     assert (state, minutes, attempt) == ("scheduled", 5, 0)
-    assert job_id in [getattr(record, "outboxq_job_id", None) for record in said.records]
-    assert "4711" not in said.text
+    (line,) = [record for record in said.records if getattr(record, "outboxq_job_id", None) == job_id]
+    assert line.outboxq_kind == "bad"
+    assert f": kind=bad id={job_id}: " in line.getMessage()
+    assert "4711" not in said.text.replace(job_id, "")
 
 
 @pytest.mark.parametrize("mode", CLAIMS)

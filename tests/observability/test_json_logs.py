@@ -175,6 +175,16 @@ def test_a_deep_value_is_text(lines: io.StringIO) -> None:
     assert only(lines)["fields"] == {"value": "[[...]]"}
 
 
+def test_a_line_of_the_contexts_log_names_its_job_in_the_text_too(lines: io.StringIO) -> None:
+    """Behind the handler's own message, which cannot pass for it; a line of the application's own stays as it is."""
+    root = logging.getLogger()
+    (handler,) = [each for each in root.handlers if isinstance(each.formatter, JsonFormatter)]
+    handler.setFormatter(LineFormatter("%(levelname)s %(message)s"))
+    JobLogger(job()).info("sent %d\nmails", 3)
+    logging.getLogger("app").info("sent", extra={"job_kind": "k", "job_id": "7"})
+    assert lines.getvalue().splitlines() == [f"INFO sent 3\\nmails: kind=k id={UUID(int=7)}", "INFO sent"]
+
+
 def test_times_of_text_lines_are_utc_with_a_zone() -> None:
     """Whatever the machine's zone is."""
     record = logging.makeLogRecord({"created": 1_769_860_800.25, "msg": "x", "levelname": "INFO", "name": "a"})

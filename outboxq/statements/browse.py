@@ -38,7 +38,7 @@ def newest_dead(wanted: DeadFilter, *, before: UUID | None, limit: int, depth: i
     """
     walked = _walk(dead_job, (*dead_letters.SUMMARY_COLUMNS, "errors"), before, depth)
     return (
-        select(*dead_letters.summary(walked))
+        select(*dead_letters.summary_columns(walked))
         .where(*wanted.conditions(walked))
         .order_by(walked.c.id.desc())
         .limit(limit)

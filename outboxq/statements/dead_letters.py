@@ -53,7 +53,7 @@ class DeadFilter:
         found = matching(dead, queue=self.queue, kind=self.kind)
         if self.reason is not None:
             # strpos and not LIKE: the text is data, without wildcards.
-            found.append(pg.strpos(pg.lower(shown_reason(dead)), pg.lower(self.reason)) > 0)
+            found.append(pg.strpos(pg.lower(_shown_reason(dead)), pg.lower(self.reason)) > 0)
         if self.ids is not None:
             found.append(dead.c.id.in_(self.ids))
         if self.died_before is not None:
@@ -66,7 +66,7 @@ class DeadFilter:
         return found
 
 
-def shown_reason(dead: FromClause = dead_job) -> ColumnElement[str]:
+def _shown_reason(dead: FromClause = dead_job) -> ColumnElement[str]:
     """The reason, with the message of the last error if it ends with no more than that error's type."""
     errors, reason = type_coerce(dead.c.errors, JSONB()), dead.c.reason
     kind, message = (pg.jsonb_extract_path_text(errors, "-1", name, type_=StoredText()) for name in ("type", "message"))
@@ -76,9 +76,9 @@ def shown_reason(dead: FromClause = dead_job) -> ColumnElement[str]:
     return case((and_(is_cut, message != ""), pg.concat(reason, colon, message, type_=StoredText())), else_=reason)
 
 
-def summary(dead: FromClause = dead_job) -> list[ColumnElement[Any]]:
+def summary_columns(dead: FromClause = dead_job) -> list[ColumnElement[Any]]:
     """The summary's columns, for lists."""
-    return [shown_reason(dead).label(name) if name == "reason" else dead.c[name] for name in SUMMARY_COLUMNS]
+    return [_shown_reason(dead).label(name) if name == "reason" else dead.c[name] for name in SUMMARY_COLUMNS]
 
 
 SUMMARY_COLUMNS = ("id", "queue", "kind", "reason", "attempt", "max_attempts", "crashes", "created_at", "died_at")
@@ -102,7 +102,7 @@ def select_dead(wanted: DeadFilter, stretch: Sequence[ColumnElement[bool]], *, l
     Index: dead_job_queue (queue, died_at) backwards if a queue is given, else dead_job_died. No locks.
     """
     return (
-        select(*summary())
+        select(*summary_columns())
         .where(*wanted.conditions(), *stretch)
         .order_by(DIED.desc() if wanted.queue is None else dead_job.c.died_at.desc())
         .limit(limit)
@@ -111,7 +111,7 @@ def select_dead(wanted: DeadFilter, stretch: Sequence[ColumnElement[bool]], *, l
 
 def select_dead_letter(job_id: UUID) -> Executable:
     """One dead letter with everything that is stored of it. Index: the primary key; no locks; one row."""
-    return select(*summary(), *(dead_job.c[name] for name in DETAIL_COLUMNS)).where(dead_job.c.id == job_id)
+    return select(*summary_columns(), *(dead_job.c[name] for name in DETAIL_COLUMNS)).where(dead_job.c.id == job_id)
 
 
 def select_ids(wanted: DeadFilter, stretch: Sequence[ColumnElement[bool]], *, limit: int) -> Select[tuple[UUID]]:

@@ -193,8 +193,8 @@ _NO_STATEMENTS = frozenset(
         "ending",
         "errors_with",
         "interval_text",
-        "jobs_of",
         "job_columns",
+        "jobs_of",
         "key_is_free",
         "limit_count",
         "limit_slot",
@@ -209,6 +209,7 @@ _NO_STATEMENTS = frozenset(
         "schema_name",
         "slot_parts",
         "stored_key",
+        "summary_columns",
         "take_for_dead",
         "text_array",
     }

@@ -11,10 +11,12 @@ To have your own tables in each database, override the session fixture `outboxq_
         return prepare
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import TYPE_CHECKING, Protocol
 
 import pytest
+
+from outboxq.awaited import awaited
 
 if TYPE_CHECKING:
     from outboxq.postgres import Database, Server
@@ -69,6 +71,27 @@ def outboxq_database(outboxq_server: "Server", outboxq_template: str) -> "Iterat
     """A database of this test's own, a copy of the template; `.url` is SQLAlchemy's URL for psycopg."""
     with outboxq_server.create_database(template=outboxq_template) as database:
         yield database
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup() -> Generator[None, object, object]:
+    """Fail the setup of a test that calls a helper of `outboxq.testing` without the `await` that it needs."""
+    with awaited.counting():
+        return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call() -> Generator[None, object, object]:
+    """Fail a test that does so."""
+    with awaited.counting():
+        return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown() -> Generator[None, object, object]:
+    """Fail its teardown."""
+    with awaited.counting():
+        return (yield)
 
 
 @pytest.hookimpl(optionalhook=True)

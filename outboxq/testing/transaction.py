@@ -1,19 +1,21 @@
 """What a test does inside its own transaction: assert which jobs it has enqueued, call a handler, run all jobs."""
 
 import asyncio
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Iterable, Sequence
+from contextlib import AbstractContextManager, AsyncExitStack, ExitStack
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from functools import partial
-from typing import overload
+from typing import Final, TypeAlias, overload
 from uuid import UUID
 
 import msgspec
-from sqlalchemy import Connection, event, select
+from sqlalchemy import Connection, event, func, select
 from sqlalchemy.dialects.postgresql import JSONB
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import Session
 
+from outboxq.awaited import awaited
 from outboxq.clock import uuid7s
 from outboxq.codec.values import encode_value, join_object
 from outboxq.config import DEFAULT_RETENTION
@@ -22,6 +24,7 @@ from outboxq.database.guard import Guard, keep_cancelled
 from outboxq.effects.api import EffectAccess
 from outboxq.effects.runners import AsyncEffectRunner, EffectRunner
 from outboxq.effects.transactions import AsyncSavepointTransactions, SavepointTransactions
+from outboxq.errors import ConfigError
 from outboxq.events import Event, JobDied, JobDone, JobRetried
 from outboxq.execution.batch_state import BatchState
 from outboxq.execution.claim import ClaimRequest, claim
@@ -31,10 +34,13 @@ from outboxq.execution.run import run
 from outboxq.execution.runtime import Runtime, is_cancellation
 from outboxq.handlers.context import AsyncContext, Context
 from outboxq.handlers.registry import Jobs
+from outboxq.handlers.resolved import Registry
 from outboxq.job import Job
 from outboxq.outbox.handle import JobHandle
 from outboxq.outbox.kinds import JobKind, P
 from outboxq.outbox.session import AsyncOutboxSession, OutboxSession
+from outboxq.relay.event_loop import LoopThread
+from outboxq.relay.lifespan import enter_lifespan, make_lifespan
 from outboxq.statements.claim import ClaimStatements
 from outboxq.statements.done import may_write
 from outboxq.statements.transaction import local_timeouts_off
@@ -42,6 +48,12 @@ from outboxq.tables import job, mapped_schema
 
 _LEASE_SECONDS = 30.0
 _DRAIN_LIMIT = 10_000
+# How long an async lifespan may take to end.
+_LEAVE_SECONDS = 30.0
+# Calls handlers of one flavour, and their `ctx.once`.
+_Runner: TypeAlias = "tuple[Invoker, EffectRunner | AsyncEffectRunner]"
+# Stands for the state that the registry's lifespan gives.
+_LIFESPAN: Final = object()
 
 
 @overload
@@ -64,7 +76,7 @@ def assert_enqueued(
     """
     name = kind if isinstance(kind, str) else kind.kind
     if isinstance(session, AsyncSession):
-        return session.run_sync(_assert_enqueued, name, args)
+        return awaited.note("assert_enqueued", session.run_sync(_assert_enqueued, name, args))
     return _assert_enqueued(session, name, args)
 
 
@@ -125,91 +137,154 @@ class DrainReport:
 
 
 @overload
-def drain(session: Session, jobs: Jobs, *, state: object = None, allow_failures: bool = False) -> DrainReport: ...
+def drain(session: Session, jobs: Jobs, *, state: object = ..., allow_failures: bool = False) -> DrainReport: ...
 
 
 @overload
 def drain(
-    session: AsyncSession, jobs: Jobs, *, state: object = None, allow_failures: bool = False
+    session: AsyncSession, jobs: Jobs, *, state: object = ..., allow_failures: bool = False
 ) -> Awaitable[DrainReport]: ...
 
 
 def drain(
-    session: Session | AsyncSession, jobs: Jobs, *, state: object = None, allow_failures: bool = False
+    session: Session | AsyncSession, jobs: Jobs, *, state: object = _LIFESPAN, allow_failures: bool = False
 ) -> DrainReport | Awaitable[DrainReport]:
     """Run every job that is ready or due, inside the session's own transaction; await it for an async session.
 
     For tests whose outer transaction is rolled back at the end: handlers run as under a relay, contained by savepoints,
-    and nothing is committed. A `Session` runs sync handlers, an `AsyncSession` async ones. Objects of the session are
-    expired afterwards, so that the test reads what the handlers wrote.
+    and nothing is committed. A `Session` runs sync handlers, an `AsyncSession` async and sync ones. Objects of the
+    session are expired afterwards, so that the test reads what the handlers wrote.
 
     Args:
-        state: What handlers see as `ctx.state`; the registry's lifespan is not entered.
+        state: What handlers see as `ctx.state`; by default the registry's lifespan is entered, and left at the end.
         allow_failures: Report failed attempts instead of raising.
 
     Raises:
-        AssertionError: a handler failed, and `allow_failures` is not set.
+        AssertionError: a handler failed, and `allow_failures` is not set; or jobs of async handlers are left, and the
+            session is no async one.
+        ConfigError: the session's engine has another driver than psycopg.
     """
     if isinstance(session, AsyncSession):
-        return _drain_async(session, jobs, state, allow_failures)
-    return _drain(session, SyncInvoker(), effect_runner(session), jobs, state, allow_failures)
+        return awaited.note("drain", _drain_async(session, jobs, state, allow_failures))
+    runner: _Runner = (SyncInvoker(), effect_runner(session))
+    with ExitStack() as stack:
+        return _drain(session, [runner], jobs, _state(stack, jobs, state), allow_failures)
+
+
+def _state(stack: ExitStack, jobs: Jobs, state: object) -> object:
+    """What handlers see as `ctx.state`; the lifespan that gives it is left with `stack`."""
+    if state is not _LIFESPAN:
+        return state
+    lifespan = make_lifespan(jobs.lifespan)
+    if isinstance(lifespan, AbstractContextManager):
+        return stack.enter_context(lifespan)
+    loop = LoopThread()
+    stack.enter_context(loop.run())
+    return enter_lifespan(stack, lifespan, loop, _LEAVE_SECONDS)
 
 
 async def _drain_async(session: AsyncSession, jobs: Jobs, state: object, allow_failures: bool) -> DrainReport:
     connection = await session.connection()
-    runner = async_effect_runner(session)
     assert connection.sync_connection is not None
+    runners: list[_Runner] = [
+        (AsyncInvoker(connection), async_effect_runner(session)),
+        (SyncInvoker(), effect_runner(session.sync_session)),
+    ]
     keep = partial(keep_cancelled, own=connection.sync_connection)
     engine = connection.engine.sync_engine
     event.listen(engine, "handle_error", keep)
     try:
-        return await session.run_sync(_drain, AsyncInvoker(connection), runner, jobs, state, allow_failures)
+        async with AsyncExitStack() as stack:
+            if state is _LIFESPAN:
+                lifespan = make_lifespan(jobs.lifespan)
+                if isinstance(lifespan, AbstractContextManager):
+                    state = stack.enter_context(lifespan)
+                else:
+                    state = await stack.enter_async_context(lifespan)
+            return await session.run_sync(_drain, runners, jobs, state, allow_failures)
     finally:
         event.remove(engine, "handle_error", keep)
 
 
 def _drain(
     session: Session,
-    invoker: Invoker,
-    runner: EffectRunner | AsyncEffectRunner,
+    runners: Sequence[_Runner],
     jobs: Jobs,
     state: object,
     allow_failures: bool,
 ) -> DrainReport:
     session.flush()
     connection = session.connection()
-    schema = mapped_schema(connection)
+    _check_driver(connection)
     registry = jobs.resolve()
-    keeps = run_script(connection, may_write(schema))[0].rows[0][0]
-    runtime = Runtime(
-        registry,
-        state,
-        invoker,
-        Guard(connection),
-        schema,
-        max_crashes=1,
-        epoch="",
-        caller=runner,
-        sharing_queues=frozenset(),
-        is_interruption=_is_for_the_test,
-        keeper=Keeper.of(registry) if keeps else Keeper(),
-    )
-    queues = [name for name, flavour in runtime.registry.flavours.items() if flavour == invoker.flavour]
+    guard = Guard(connection)
+    by_flavour = _runtimes(connection, guard, registry, state, runners)
+    runtimes = {name: by_flavour[flavour] for name, flavour in registry.flavours.items() if flavour in by_flavour}
     # Around everything: each claim from an empty queue leaves a savepoint of its own.
     run_script(connection, "SAVEPOINT oq_drain")
     try:
-        events = [event for name in queues for event in _drain_queue(connection, name, runtime)]
-        while more := [event for name in queues for event in _drain_queue(connection, name, runtime)]:
+        events: list[Event] = []
+        while more := [
+            each for name, of_queue in runtimes.items() for each in _drain_queue(connection, name, of_queue)
+        ]:
             events += more
     finally:
-        runtime.guard.remove()
+        guard.remove()
     run_script(connection, "RELEASE SAVEPOINT oq_drain")
     session.expire_all()
     failures = [event for event in events if isinstance(event, JobRetried | JobDied)]
     if failures and not allow_failures:
         raise AssertionError("handlers failed:\n" + "\n".join(f"  {_described(event)}" for event in failures))
+    _refuse_to_leave(session, registry.flavours.keys() - runtimes.keys())
     done = sum(isinstance(event, JobDone) for event in events)
     return DrainReport(done, tuple(event for event in events if not isinstance(event, JobDone)))
+
+
+def _check_driver(connection: Connection) -> None:
+    if connection.dialect.driver != "psycopg":
+        raise ConfigError(
+            f"drain runs jobs by the relay's own statements, which are psycopg's, and this session's engine is on "
+            f"{connection.dialect.driver}. Another connection would not see this transaction's rows, so bind the "
+            "session of this test to an engine of a URL that begins with postgresql+psycopg://"
+        )
+
+
+def _runtimes(
+    connection: Connection,
+    guard: Guard,
+    registry: Registry,
+    state: object,
+    runners: Sequence[_Runner],
+) -> dict[str, Runtime]:
+    schema = mapped_schema(connection)
+    keeps = run_script(connection, may_write(schema))[0].rows[0][0]
+    return {
+        invoker.flavour: Runtime(
+            registry,
+            state,
+            invoker,
+            guard,
+            schema,
+            max_crashes=1,
+            epoch="",
+            caller=runner,
+            sharing_queues=frozenset(),
+            is_interruption=_is_for_the_test,
+            keeper=Keeper.of(registry) if keeps else Keeper(),
+        )
+        for invoker, runner in runners
+    }
+
+
+def _refuse_to_leave(session: Session, queues: Iterable[str]) -> None:
+    """Refuse to end while jobs wait that only an async session runs."""
+    is_due = (job.c.state == "ready") | ((job.c.state == "scheduled") & (job.c.run_at <= func.statement_timestamp()))
+    left = session.scalars(select(job.c.kind).where(job.c.queue.in_(queues), is_due).distinct().order_by(job.c.kind))
+    if kinds := left.all():
+        raise AssertionError(
+            f"jobs of async handlers wait ({', '.join(kinds)}), which only an AsyncSession runs, and sync ones with "
+            "them: await drain(session, jobs) with one"
+        )
 
 
 def _is_for_the_test(error: BaseException) -> bool:

@@ -4,20 +4,25 @@ import asyncio
 import contextlib
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from datetime import timedelta
 from pathlib import Path
+from typing import Any, TypeVar
 
 import pytest
-from sqlalchemy import Engine, create_engine, select, text
+from sqlalchemy import Engine, create_engine, make_url, select, text
 from sqlalchemy.ext.asyncio import create_async_engine
 from sqlalchemy.orm import Session
 
 from outboxq import AsyncContext, AsyncOutboxSession, Backoff, Context, Jobs, OutboxSession, external
+from outboxq.errors import ConfigError
 from outboxq.events import JobDied, JobRetried, JobsParked
 from outboxq.postgres import Database
 from outboxq.testing import assert_enqueued, async_context, drain, sync_context
 from tests.support import app
 from tests.support.app import Account, Effect
+
+T = TypeVar("T")
 
 
 @pytest.fixture
@@ -197,3 +202,180 @@ def test_a_coroutine_s_own_time_out_costs_the_test_no_connection(outboxq_databas
             await engine.dispose()
 
     assert asyncio.run(run()) == ["a", "a goes on"]
+
+
+def test_a_session_does_not_leave_jobs_of_async_handlers_without_a_word(session: OutboxSession) -> None:
+    """Nothing was run, and a test that goes on would have tested nothing."""
+    session.add_job(app.record, name="sync")
+    session.add_job(app.record_async, name="async")
+    with pytest.raises(AssertionError, match=r"jobs of async handlers wait \(record_async\)(?s:.*)AsyncSession"):
+        drain(session, app.jobs)
+
+
+def test_a_job_of_an_async_handler_that_is_due_later_may_be_left(session: OutboxSession) -> None:
+    """An async session would leave it too."""
+    session.add_job(app.record_async.options(delay=timedelta(hours=1)), name="async")
+    assert drain(session, app.jobs).done == 0
+
+
+def with_async_session(url: str, work: Callable[[AsyncOutboxSession], Coroutine[Any, Any, T]]) -> T:
+    """What `work` returns, given an async session inside a transaction that is rolled back."""
+
+    async def run() -> T:
+        engine = create_async_engine(url)
+        async with engine.connect() as connection, connection.begin() as transaction:
+            async with AsyncOutboxSession(bind=connection, join_transaction_mode="create_savepoint") as session:
+                result = await work(session)
+            await transaction.rollback()
+        await engine.dispose()
+        return result
+
+    return asyncio.run(run())
+
+
+def test_an_async_session_runs_sync_handlers_too(outboxq_database: Database) -> None:
+    """One drain for an application of both: a job of either flavour adds one of the other."""
+    jobs = Jobs()
+
+    @jobs.handler(queue="sync")
+    def first(ctx: Context, name: str) -> None:
+        assert ctx.session.scalars(select(Effect.name)).all() == []
+        ctx.session.add(Effect(name=name))
+        ctx.session.add_job(second, name="second")
+
+    @jobs.handler(queue="async")
+    async def second(ctx: AsyncContext, name: str) -> None:
+        assert (await ctx.session.scalars(select(Effect.name))).all() == ["first"]
+        ctx.session.add(Effect(name=name))
+        ctx.session.add_job(third, name="third")
+
+    @jobs.handler(queue="sync")
+    def third(ctx: Context, name: str) -> None:
+        assert ctx.once("scope", key="k", call=lambda _: "called") == "called"
+        ctx.session.add(Effect(name=name))
+
+    async def work(session: AsyncOutboxSession) -> list[str]:
+        session.add_job(first, name="first")
+        assert (await drain(session, jobs)).done == 3
+        return list(await session.scalars(select(Effect.name).order_by(Effect.row)))
+
+    assert with_async_session(outboxq_database.url, work) == ["first", "second", "third"]
+
+
+class Opened:
+    """A lifespan in four forms, and what became of it."""
+
+    def __init__(self) -> None:
+        self.steps: list[str] = []
+
+    @contextlib.contextmanager
+    def sync(self) -> Iterator[str]:
+        self.steps.append("entered")
+        yield "state"
+        self.steps.append("left")
+
+    @contextlib.asynccontextmanager
+    async def asynchronous(self) -> AsyncIterator[str]:
+        await asyncio.sleep(0)
+        self.steps.append("entered")
+        yield "state"
+        await asyncio.sleep(0)
+        self.steps.append("left")
+
+
+@pytest.mark.parametrize("form", ["sync", "asynchronous"])
+@pytest.mark.parametrize("given", [False, True])
+def test_drain_enters_the_lifespan_unless_a_state_is_given(
+    session: OutboxSession, outboxq_database: Database, form: str, given: bool
+) -> None:
+    """Handlers see what a relay would give them."""
+    opened = Opened()
+    jobs, seen = Jobs(lifespan=getattr(opened, form)), []
+
+    @jobs.handler(queue="sync")
+    def look(ctx: Context) -> None:
+        seen.append((ctx.state, *opened.steps))
+
+    @jobs.handler(queue="async")
+    async def look_async(ctx: AsyncContext) -> None:
+        seen.append((ctx.state, *opened.steps))
+
+    state = {"state": "mine"} if given else {}
+
+    async def work(session: AsyncOutboxSession) -> None:
+        session.add_job(look_async)
+        assert (await drain(session, jobs, **state)).done == 1
+
+    session.add_job(look)
+    assert drain(session, jobs, **state).done == 1
+    with_async_session(outboxq_database.url, work)
+    if given:
+        assert (seen, opened.steps) == ([("mine",)] * 2, [])
+    else:
+        assert seen == [("state", "entered"), ("state", "entered", "left", "entered")]
+        assert opened.steps == ["entered", "left"] * 2
+
+
+def test_drain_says_which_driver_it_takes(outboxq_database: Database) -> None:
+    """Another connection would not see the rows of the test's transaction."""
+    url = make_url(outboxq_database.url)
+    engine = create_engine(url.set(drivername="postgresql+psycopg2"))
+    with OutboxSession(engine) as session:
+        session.add_job(app.record, name="a")
+        assert_enqueued(session, app.record)
+        with pytest.raises(ConfigError, match=r"is on psycopg2\. (?s:.*)postgresql\+psycopg://"):
+            drain(session, app.jobs)
+    engine.dispose()
+
+    async def work(session: AsyncOutboxSession) -> None:
+        session.add_job(app.record_async, name="a")
+        await assert_enqueued(session, app.record_async)
+        with pytest.raises(ConfigError, match=r"is on asyncpg\. "):
+            await drain(session, app.jobs)
+
+    asyncpg = url.set(drivername="postgresql+asyncpg").render_as_string(hide_password=False)
+    with_async_session(asyncpg, work)
+
+
+FORGOTTEN = """\
+import asyncio
+import pytest
+from outboxq import AsyncOutboxSession, Jobs
+from outboxq.testing import assert_enqueued, drain
+from sqlalchemy.ext.asyncio import create_async_engine
+
+async def use(url, how):
+    engine = create_async_engine(url)
+    async with engine.connect() as connection, AsyncOutboxSession(bind=connection) as session:
+        if how == "assert":
+            assert_enqueued(session, "nothing")
+        elif how == "drain":
+            drain(session, Jobs())
+        elif how == "task":
+            with pytest.raises(AssertionError, match="no job nothing"):
+                await asyncio.create_task(assert_enqueued(session, "nothing"))
+    await engine.dispose()
+
+@pytest.mark.parametrize("how", ["assert", "drain", "task"])
+def test_mine(outboxq_database, how):
+    asyncio.run(use(outboxq_database.url, how))
+
+@pytest.fixture
+def forgetful(outboxq_database):
+    yield
+    asyncio.run(use(outboxq_database.url, "assert"))
+
+def test_with_a_fixture(forgetful):
+    pass
+"""
+
+
+def test_a_helper_that_is_not_awaited_fails_its_test(tmp_path: Path) -> None:
+    """Of the test, of its setup and of its teardown; what is awaited by a task is awaited."""
+    (tmp_path / "test_mine.py").write_text(FORGOTTEN)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tmp_path)]
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    assert "2 failed, 2 passed, 1 error" in result.stdout, result.stdout + result.stderr
+    assert "AssertionError: assert_enqueued was called with an async session and not awaited" in result.stdout
+    assert "AssertionError: drain was called with an async session and not awaited" in result.stdout
+    assert "never awaited" not in result.stdout

@@ -11,6 +11,7 @@ import pytest
 
 from tests.support.fork_server import forking, fresh
 from tests.support.matrices import covering
+from tests.support.ordering import longest_first
 from tests.support.rewriting import rewrite_share
 
 Collected: TypeAlias = pytest.Item | pytest.Collector | list[pytest.Item | pytest.Collector] | None
@@ -51,7 +52,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark the tests of the examples as large, whose files are as users copy them; take one part of the wide cases."""
+    """Mark the tests of the examples as large, whose files are as users copy them; take one part of the wide cases.
+
+    The longest, which have a time-out of their own, come first in the workers' shares: begun last, one of them would
+    keep one worker for minutes after the others have ended.
+    """
     for item in items:
         if item.path.is_relative_to(_EXAMPLES):
             item.add_marker(pytest.mark.large)
@@ -61,6 +66,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         others = {item for place, item in enumerate(wide) if (place - number) % parts}
         items[:] = [item for item in items if item not in others]
         config.hook.pytest_deselected(items=list(others))
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    items[:] = longest_first(items, [_seconds(item, config) for item in items], workers)
+
+
+def _seconds(item: pytest.Item, config: pytest.Config) -> float:
+    """A test's own time-out; 0 if it has the one of all tests, or a shorter one."""
+    mark = item.get_closest_marker("timeout")
+    seconds = 0.0 if mark is None else float(mark.args[0])
+    return seconds if seconds > float(config.getini("timeout")) else 0.0
 
 
 def pytest_collection_finish() -> None:

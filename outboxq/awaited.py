@@ -1,4 +1,4 @@
-"""Coroutines that a test made and never awaited: each of them looks like a check, and checks nothing.
+"""Coroutines of ours that a test made and never awaited: each looks like a check or a call, and does nothing.
 
 Counted while pytest runs one phase of a test (`outboxq.pytest_plugin`), which then fails and names them.
 """
@@ -6,9 +6,7 @@ Counted while pytest runs one phase of a test (`outboxq.pytest_plugin`), which t
 import inspect
 from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
-
-T = TypeVar("T")
+from typing import Any
 
 
 class Awaited:
@@ -17,11 +15,10 @@ class Awaited:
     def __init__(self) -> None:
         self._made: list[tuple[str, Coroutine[Any, Any, Any]]] | None = None
 
-    def note(self, name: str, coroutine: Coroutine[Any, Any, T]) -> Coroutine[Any, Any, T]:
-        """Count a coroutine, by the name that it was called by; returns it."""
+    def note(self, call: str, coroutine: Coroutine[Any, Any, Any]) -> None:
+        """Count a coroutine, by what was called."""
         if self._made is not None:
-            self._made.append((name, coroutine))
-        return coroutine
+            self._made.append((call, coroutine))
 
     @contextmanager
     def counting(self) -> Iterator[None]:
@@ -40,8 +37,8 @@ class Awaited:
                 # Otherwise Python warns of it wherever it is collected.
                 coroutine.close()
         if forgotten:
-            names = ", ".join(sorted({name for name, _ in forgotten}))
-            raise AssertionError(f"{names} was called with an async session and not awaited: write `await` before it")
+            names = ", ".join(sorted({call for call, _ in forgotten}))
+            raise AssertionError(f"{names}: called with what is async, and not awaited, so nothing has happened")
 
 
 awaited = Awaited()

@@ -12,6 +12,7 @@ from sqlalchemy import Connection
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession, async_scoped_session
 from sqlalchemy.orm import Session, scoped_session
 
+from outboxq.awaited import awaited
 from outboxq.database.sessions import AnAsyncSession, SyncSession
 
 T = TypeVar("T")
@@ -30,6 +31,8 @@ class Answer(Coroutine[Any, Any, T]):
         if isinstance(coroutine, Answer):
             # Counted once, by the outer name.
             coroutine.begin()
+        else:
+            awaited.note(call, coroutine)
         self._coroutine = coroutine
         self._call = call
         # The set is that of the handler that made the answer, also if one of its tasks awaits it.

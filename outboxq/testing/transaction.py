@@ -15,10 +15,10 @@ from sqlalchemy.dialects.postgresql import JSONB
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import Session
 
-from outboxq.awaited import awaited
 from outboxq.clock import uuid7s
 from outboxq.codec.values import encode_value, join_object
 from outboxq.config import DEFAULT_RETENTION
+from outboxq.database.answers import Answer
 from outboxq.database.driver import run_script
 from outboxq.database.guard import Guard, keep_cancelled
 from outboxq.effects.api import EffectAccess
@@ -76,7 +76,7 @@ def assert_enqueued(
     """
     name = kind if isinstance(kind, str) else kind.kind
     if isinstance(session, AsyncSession):
-        return awaited.note("assert_enqueued", session.run_sync(_assert_enqueued, name, args))
+        return Answer(session.run_sync(_assert_enqueued, name, args), "assert_enqueued(...)")
     return _assert_enqueued(session, name, args)
 
 
@@ -165,7 +165,7 @@ def drain(
         ConfigError: the session's engine has another driver than psycopg.
     """
     if isinstance(session, AsyncSession):
-        return awaited.note("drain", _drain_async(session, jobs, state, allow_failures))
+        return Answer(_drain_async(session, jobs, state, allow_failures), "drain(...)")
     runner: _Runner = (SyncInvoker(), effect_runner(session))
     with ExitStack() as stack:
         return _drain(session, [runner], jobs, _state(stack, jobs, state), allow_failures)

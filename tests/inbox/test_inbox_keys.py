@@ -11,6 +11,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import Session
 
 from outboxq import external
+from outboxq.awaited import awaited
 from outboxq.errors import ArgumentError, ConfigError, EnqueueError, InvalidKey
 from outboxq.inbox import Acceptance, Inbox
 
@@ -127,7 +128,7 @@ def test_only_accepted_is_true() -> None:
 
 @pytest.mark.parametrize("method", ["accept", "try_accept", "accept_all", "accept_job"])
 def test_a_forgotten_await_never_counts_as_an_answer(method: str) -> None:
-    """Neither true nor false: it raises; and what nobody awaits is warned of, as any coroutine is."""
+    """Neither true nor false: it raises; and what is never awaited fails the test that made it."""
 
     async def forgetful() -> None:
         arguments = (
@@ -142,5 +143,5 @@ def test_a_forgotten_await_never_counts_as_an_answer(method: str) -> None:
             await answer
 
     asyncio.run(forgetful())
-    with pytest.warns(RuntimeWarning, match="never awaited"):
+    with pytest.raises(AssertionError, match=r"inbox\.accept\(\.\.\.\): (.*) not awaited"), awaited.counting():
         inbox.accept(AsyncSession(), "id")

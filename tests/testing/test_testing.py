@@ -340,7 +340,7 @@ def test_drain_says_which_driver_it_takes(outboxq_database: Database) -> None:
 FORGOTTEN = """\
 import asyncio
 import pytest
-from outboxq import AsyncOutboxSession, Jobs
+from outboxq import AsyncOutboxSession, Jobs, find_job
 from outboxq.testing import assert_enqueued, drain
 from sqlalchemy.ext.asyncio import create_async_engine
 
@@ -351,12 +351,14 @@ async def use(url, how):
             assert_enqueued(session, "nothing")
         elif how == "drain":
             drain(session, Jobs())
+        elif how == "find":
+            find_job(session, "01929e1c-5a7d-7cc3-9a55-2f8c5c1b7d10")
         elif how == "task":
             with pytest.raises(AssertionError, match="no job nothing"):
                 await asyncio.create_task(assert_enqueued(session, "nothing"))
     await engine.dispose()
 
-@pytest.mark.parametrize("how", ["assert", "drain", "task"])
+@pytest.mark.parametrize("how", ["assert", "drain", "find", "task"])
 def test_mine(outboxq_database, how):
     asyncio.run(use(outboxq_database.url, how))
 
@@ -375,7 +377,7 @@ def test_a_helper_that_is_not_awaited_fails_its_test(tmp_path: Path) -> None:
     (tmp_path / "test_mine.py").write_text(FORGOTTEN)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tmp_path)]
     result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
-    assert "2 failed, 2 passed, 1 error" in result.stdout, result.stdout + result.stderr
-    assert "AssertionError: assert_enqueued was called with an async session and not awaited" in result.stdout
-    assert "AssertionError: drain was called with an async session and not awaited" in result.stdout
+    assert "3 failed, 2 passed, 1 error" in result.stdout, result.stdout + result.stderr
+    assert "AssertionError: assert_enqueued(...): called with what is async, and not awaited" in result.stdout
+    assert "AssertionError: drain(...): called with what is async, and not awaited" in result.stdout
     assert "never awaited" not in result.stdout

@@ -47,14 +47,14 @@ def requirements(metadata: Message, extra: str | None = None) -> list[str]:
 
 def test_without_an_extra_psycopg_comes_without_a_libpq_of_its_own(metadata: Message) -> None:
     """A library leaves it to its user which libpq is used: the wheel's, the system's, or a compiled one."""
-    assert [line for line in requirements(metadata) if line.startswith("psycopg")] == ["psycopg>=3.2"]
-    assert requirements(metadata, "binary") == ["psycopg[binary]>=3.2"]
+    assert [line for line in requirements(metadata) if line.startswith("psycopg")] == ["psycopg>=3.2.1"]
+    assert requirements(metadata, "binary") == ["psycopg[binary]>=3.2.1"]
 
 
 @pytest.mark.parametrize("extra", ["cli", "dashboard", "demo", "dev", "fastapi", "test", "testing"])
 def test_every_extra_for_convenience_brings_libpq(extra: str, metadata: Message) -> None:
     """So both commands of the README work on a machine that has none."""
-    assert "psycopg[binary]>=3.2" in requirements(metadata, extra)
+    assert "psycopg[binary]>=3.2.1" in requirements(metadata, extra)
 
 
 def test_the_extras_of_the_readmes_commands_exist(metadata: Message) -> None:

@@ -23,6 +23,7 @@ from outboxq.admin.dead_letters import DeadJob
 from outboxq.admin.jobs import WaitingJob
 from outboxq.admin.marks import Begin, unmarked
 from outboxq.database.errors import describe_error, is_database_unavailable, missing_tables_explained
+from outboxq.database.settings import our_settings
 from outboxq.errors import AuditNotFound, RunElsewhere, RunNotResumable
 from outboxq.statements import audit as statements
 from outboxq.statements.paging import MAX_PAGE_ROWS, KindCount, Page, database_clock
@@ -112,13 +113,14 @@ def preview(
     Raises:
         TimeoutError: it was not counted in so many seconds.
     """
-    if action.ids is None:
-        action = action.until(database_clock(connection))
-    kinds = action.count(connection, None if most is None else most + 1, time.monotonic() + seconds)
-    count = sum(each.count for each in kinds)
-    is_capped = most is not None and count > most
-    # No more than there are, for which all rows would be read once more.
-    shown = action.sample(connection, min(samples, count)) if samples and count else ()
+    with our_settings(connection):
+        if action.ids is None:
+            action = action.until(database_clock(connection))
+        kinds = action.count(connection, None if most is None else most + 1, time.monotonic() + seconds)
+        count = sum(each.count for each in kinds)
+        is_capped = most is not None and count > most
+        # No more than there are, for which all rows would be read once more.
+        shown = action.sample(connection, min(samples, count)) if samples and count else ()
     return Preview(action, kinds, is_capped, shown)
 
 

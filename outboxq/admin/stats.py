@@ -11,6 +11,7 @@ from typing import Any
 
 from sqlalchemy import Connection
 
+from outboxq.database.settings import our_settings
 from outboxq.statements import stats as statements
 from outboxq.tables import mapped_schema
 
@@ -99,7 +100,8 @@ def collect_stats(connection: Connection, *, exact: bool = False, queue: str | N
         exact: Count every job. That reads the whole tables, so its cost grows with the backlog.
         queue: Count those of this queue alone, if they are not all counted.
     """
-    return _count_all(connection) if exact else _count_first(connection, queue)
+    with our_settings(connection):
+        return _count_all(connection) if exact else _count_first(connection, queue)
 
 
 def _count_first(connection: Connection, only: str | None) -> Stats:

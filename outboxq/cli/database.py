@@ -14,7 +14,7 @@ Begin: TypeAlias = "Callable[[], AbstractContextManager[Connection]]"
 
 # Row locks are never waited for; a migration that is under way locks whole tables. LOCAL, because a transaction pooler
 # would keep anything else for the next client.
-_SETTINGS = "SET LOCAL lock_timeout = '5s'; SET LOCAL timezone = 'UTC'"
+_SETTINGS = "SET LOCAL lock_timeout = '5s'"
 
 
 @contextmanager
@@ -28,6 +28,7 @@ def open_database(database_url: str | None, schema: str) -> Iterator[Begin]:
     """
     from outboxq import config
     from outboxq.database.driver import run_script
+    from outboxq.database.settings import SET_OURS
     from outboxq.migrations.server import check_server
     from outboxq.relay.startup import check_version
     from outboxq.tables import SCHEMA
@@ -40,7 +41,7 @@ def open_database(database_url: str | None, schema: str) -> Iterator[Begin]:
         @contextmanager
         def begin() -> "Iterator[Connection]":
             with connection.begin():
-                run_script(connection, _SETTINGS)
+                run_script(connection, SET_OURS + _SETTINGS)
                 yield connection
 
         with begin():

@@ -24,6 +24,7 @@ from outboxq.admin.sections import BY_INDEX
 from outboxq.dashboard.errors import Refused
 from outboxq.dashboard.segments import as_segment
 from outboxq.database.driver import run_script
+from outboxq.database.settings import SET_OURS
 from outboxq.doctor import Finding, run_checks
 from outboxq.errors import ConfigError
 from outboxq.tables import SCHEMA
@@ -34,14 +35,13 @@ Connect: TypeAlias = Callable[[], AbstractContextManager[Connection]]
 
 _AT_ONCE, _MOST_WAITING = 4, 50
 FINDINGS_SECONDS = 60.0
-# LOCAL, because a transaction pooler would keep anything else for the next client.
 _READING = (
-    "SET TRANSACTION READ ONLY; SET LOCAL statement_timeout = '2s'; SET LOCAL lock_timeout = '200ms'; "
-    f"SET LOCAL jit = off; SET LOCAL timezone = 'UTC'; {BY_INDEX}"
+    f"SET TRANSACTION READ ONLY; {SET_OURS}SET LOCAL statement_timeout = '2s'; SET LOCAL lock_timeout = '200ms'; "
+    f"{BY_INDEX}"
 )
-_CHANGING = "SET LOCAL statement_timeout = '10s'; SET LOCAL lock_timeout = '5s'; SET LOCAL timezone = 'UTC'"
+_CHANGING = f"{SET_OURS}SET LOCAL statement_timeout = '10s'; SET LOCAL lock_timeout = '5s'"
 # To find the next rows of a filter that matches few may take its time: nobody waits for that page.
-_CHANGING_PATIENTLY = "SET LOCAL statement_timeout = '5min'; SET LOCAL lock_timeout = '5s'; SET LOCAL timezone = 'UTC'"
+_CHANGING_PATIENTLY = f"{SET_OURS}SET LOCAL statement_timeout = '5min'; SET LOCAL lock_timeout = '5s'"
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 from sqlalchemy.util import greenlet_spawn
 
 from outboxq.database.driver import DriverConnection
+from outboxq.database.settings import OUR_SETTINGS
 from outboxq.database.urls import host_names, psycopg_url
 from outboxq.errors import ConfigError
 from outboxq.forks import cut_off_in_children
@@ -78,11 +79,12 @@ _SERVER_SETTINGS: Mapping[str, int | str] = {
 _RELAY_SETTINGS: Mapping[str, int | str] = {**_SERVER_SETTINGS, "idle_session_timeout": 0}
 # Custom plans: one that was made while the table was small would read all of it, for as long as the connection lives.
 _EFFECTS_SETTINGS: Mapping[str, int | str] = {**_SERVER_SETTINGS, "plan_cache_mode": "force_custom_plan"}
+# Handlers run on a relay's connections, with the settings of the role and the database.
 _SETTINGS_BY_NAME: Mapping[str, Mapping[str, int | str]] = {
     RELAY_NAME: _RELAY_SETTINGS,
-    LISTENER_NAME: _RELAY_SETTINGS,
-    RESULTS_NAME: _RELAY_SETTINGS,
-    EFFECTS_NAME: _EFFECTS_SETTINGS,
+    LISTENER_NAME: {**_RELAY_SETTINGS, **OUR_SETTINGS},
+    RESULTS_NAME: {**_RELAY_SETTINGS, **OUR_SETTINGS},
+    EFFECTS_NAME: {**_EFFECTS_SETTINGS, **OUR_SETTINGS},
 }
 
 
@@ -156,7 +158,7 @@ def connect_arguments(url: URL, application_name: str) -> dict[str, str | int | 
     if "prepare_threshold" in url.query:
         # The only option that psycopg does not take as text.
         chosen["prepare_threshold"] = _prepare_threshold(url.query["prepare_threshold"])
-    settings = _SETTINGS_BY_NAME.get(application_name, _SERVER_SETTINGS)
+    settings = _SETTINGS_BY_NAME.get(application_name, {**_SERVER_SETTINGS, **OUR_SETTINGS})
     ours = " ".join(f"-c {name}={value}" for name, value in settings.items())
     # A service file may hold options of its own, which these would replace.
     return chosen if "service" in url.query else {**chosen, "options": f"{ours} {_given_options(url)}".strip()}

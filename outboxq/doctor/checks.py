@@ -11,6 +11,7 @@ from sqlalchemy.exc import DBAPIError
 from outboxq.admin.roles import Part
 from outboxq.database.driver import is_lost, run_script, unprepared
 from outboxq.database.errors import sqlstate_of
+from outboxq.database.settings import SET_OURS
 from outboxq.doctor import (
     cancellation,
     dead_letters,
@@ -101,11 +102,10 @@ CHECKS: tuple[Check, ...] = (
     Check("the number of connections", server.find_used_up_connections),
 )
 
-# LOCAL, because a transaction pooler would keep anything else for the next client. No session is held up: the longest
+# No session is held up: the longest
 # check is bounded, and a table that is locked is skipped.
 _SETTINGS = (
-    "SET TRANSACTION READ ONLY; SET LOCAL statement_timeout = '10s'; SET LOCAL lock_timeout = '200ms'; "
-    "SET LOCAL timezone = 'UTC'"
+    f"SET TRANSACTION READ ONLY; {SET_OURS}SET LOCAL statement_timeout = '10s'; SET LOCAL lock_timeout = '200ms'"
 )
 _INSUFFICIENT_PRIVILEGE = "42501"
 _REASONS = {

@@ -4,19 +4,20 @@ from sqlalchemy import Connection
 
 from outboxq.admin.stats import QueueStats, collect_stats
 from outboxq.database.driver import run_script
+from outboxq.database.settings import SET_OURS
 from outboxq.statements import history as statements
 from outboxq.statements.relays import served_queues
 
 MOST_QUEUES = 1_000
 # Behind a pinned snapshot the index of a busy queue begins with entries of rows that are dead.
-_PATIENCE = "SET LOCAL statement_timeout = '2s'"
+_SETTINGS = f"{SET_OURS}SET LOCAL statement_timeout = '2s'"
 
 
 def write_gauges(connection: Connection, schema: str) -> int:
     """Write this minute's gauges, unless another relay has, or does; how many queues were written."""
     if not run_script(connection, statements.is_gauge_due(schema))[0].rows[0][0]:
         return 0
-    run_script(connection, _PATIENCE)
+    run_script(connection, _SETTINGS)
     served = {str(name) for (name,) in run_script(connection, served_queues(schema, MOST_QUEUES))[0].rows}
     counted = {each.queue: each for each in collect_stats(connection).queues}
     names = sorted({*served, *counted})[:MOST_QUEUES]

@@ -27,7 +27,7 @@ from outboxq.statements.dead_letters import DeadFilter
 from outboxq.statements.done import DoneFilter
 from outboxq.statements.effect_admin import EffectFilter
 from outboxq.statements.inbox import MessageFilter
-from outboxq.tables import StoredText, audit, dead_job, done_job, effect, gauge
+from outboxq.tables import Real, StoredText, audit, dead_job, done_job, effect, gauge
 from outboxq.tables import inbox as inbox_table
 
 
@@ -135,7 +135,7 @@ def gauges_since(queue: str | None, *, seconds_ago: float) -> Executable:
         select(
             seconds(gauge.c.at).label("at"),
             *(cast(pg.sum(gauge.c[name]), gauge.c.dead.type).label(name) for name in counts),
-            pg.max(gauge.c.oldest_seconds).label("oldest_seconds"),
+            cast(pg.max(gauge.c.oldest_seconds), Real()).label("oldest_seconds"),
         )
         .where(gauge.c.at >= since, *mine)
         .group_by(gauge.c.at)

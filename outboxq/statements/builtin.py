@@ -6,7 +6,9 @@ operator is PostgreSQL's own if PostgreSQL has one for exactly the types of the 
 
 from typing import Any
 
-from sqlalchemy import BigInteger, ColumnElement, Float, Function, cast, extract, func, literal_column
+from sqlalchemy import BigInteger, ColumnElement, Function, cast, extract, func, literal_column
+
+from outboxq.tables import Real
 
 pg = func.pg_catalog
 
@@ -18,7 +20,7 @@ def count() -> Function[int]:
 
 def seconds(interval: ColumnElement[Any]) -> ColumnElement[float]:
     """An interval as a number."""
-    return cast(extract("epoch", interval), Float(53))
+    return cast(extract("epoch", interval), Real())
 
 
 def unnest(*arrays: ColumnElement[Any]) -> Function[Any]:

@@ -1,8 +1,9 @@
 """Dead letters that died of the same, counted together."""
 
-from sqlalchemy import TextClause, text
+from sqlalchemy import TextualSelect, text
 
 from outboxq.statements.doctor.sessions import qualified
+from outboxq.tables import Instant
 
 # A job that died without an error, as one that crashed its relays did, has its reason instead, up to what it quotes.
 _GROUPS = """\
@@ -14,15 +15,17 @@ WITH newest AS MATERIALIZED (
   FROM {dead} ORDER BY id DESC LIMIT :newest
 )
 SELECT queue, kind, error, line, pg_catalog.count(*) AS jobs,
-  pg_catalog.min(died_at) AS first_died_at, pg_catalog.max(died_at) AS last_died_at
+  extract(epoch FROM pg_catalog.min(died_at)) AS first_died_at,
+  extract(epoch FROM pg_catalog.max(died_at)) AS last_died_at
 FROM newest GROUP BY queue, kind, error, line
 ORDER BY jobs DESC, queue, kind, error, line LIMIT :limit"""
 
 
-def group_newest(schema: str, *, newest: int, limit: int) -> TextClause:
+def group_newest(schema: str, *, newest: int, limit: int) -> TextualSelect:
     """The dead letters of the newest jobs by queue, kind, type of the last error and its innermost line.
 
     The largest group first, a row each: queue, kind, error, line, jobs, first_died_at, last_died_at. Index: the primary
     key backwards, whose ids tell when a job was made; `newest` rows. No locks.
     """
-    return text(_GROUPS.format(dead=qualified(schema, "dead_job"))).bindparams(newest=newest, limit=limit)
+    statement = text(_GROUPS.format(dead=qualified(schema, "dead_job"))).bindparams(newest=newest, limit=limit)
+    return statement.columns(first_died_at=Instant(), last_died_at=Instant())

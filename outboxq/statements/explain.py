@@ -5,14 +5,17 @@ the row's `xmax` is the transaction's id, or that of one of its savepoints. Each
 which leads to the session; the lock of a prepared transaction has no session.
 """
 
+from datetime import datetime
 from uuid import UUID
 
-from sqlalchemy import TextClause, text
+from sqlalchemy import Select, TextClause, TextualSelect, select, text
 
 from outboxq.statements.added import added_order
+from outboxq.statements.builtin import pg
 from outboxq.statements.cancel import COUNTS
 from outboxq.statements.coalesce import IS_TAKEN_ALONG
 from outboxq.statements.doctor.sessions import qualified, schema_name
+from outboxq.tables import Instant
 
 # Counts go no further.
 MOST_COUNTED = 10_000
@@ -25,7 +28,9 @@ _DUE = "run_at <= pg_catalog.statement_timestamp()"
 
 _JOB = """\
 SELECT job.id, job.queue, job.kind, job.state, job.priority, job.seq, job.attempt, job.max_attempts, job.crashes,
-  job.parked, job.unique_key, job.group_key, job.run_at, job.created_at, job.expires_at,
+  job.parked, job.unique_key, job.group_key,
+  extract(epoch FROM job.run_at) AS run_at, extract(epoch FROM job.created_at) AS created_at,
+  extract(epoch FROM job.expires_at) AS expires_at,
   extract(epoch FROM job.run_at - pg_catalog.statement_timestamp())::float8 AS due_in_seconds,
   extract(epoch FROM job.expires_at - pg_catalog.statement_timestamp())::float8 AS expires_in_seconds,
   pg_catalog.jsonb_extract_path_text(job.errors, '-1', 'type') AS error_type,
@@ -50,7 +55,7 @@ LEFT JOIN {paused} AS paused ON paused.queue = job.queue AND paused.kind = job.k
 WHERE job.id = CAST(:job_id AS uuid)"""
 
 
-def job_facts(schema: str, job_id: UUID) -> TextClause:
+def job_facts(schema: str, job_id: UUID) -> TextualSelect:
     """A job, who holds it, its lease, and whether its kind is paused. Index: the primary keys; one row."""
     statement = _JOB.format(
         job=qualified(schema, "job"),
@@ -59,7 +64,8 @@ def job_facts(schema: str, job_id: UUID) -> TextClause:
         counts=COUNTS,
         paused=qualified(schema, "paused_kind"),
     )
-    return text(statement).bindparams(job_id=str(job_id))
+    times = dict.fromkeys(("run_at", "created_at", "expires_at"), Instant())
+    return text(statement).bindparams(job_id=str(job_id)).columns(**times)
 
 
 def dead_facts(schema: str, job_id: UUID) -> TextClause:
@@ -118,9 +124,9 @@ ORDER BY activity.xact_start NULLS LAST LIMIT 100"""
     ).bindparams(schema_name(schema))
 
 
-def clock() -> TextClause:
+def clock() -> Select[tuple[datetime]]:
     """The database's time."""
-    return text("SELECT pg_catalog.clock_timestamp()")
+    return select(pg.clock_timestamp(type_=Instant()))
 
 
 def queue_facts(schema: str, queue: str) -> TextClause:

@@ -10,7 +10,6 @@ from sqlalchemy import (
     ARRAY,
     BigInteger,
     ColumnElement,
-    DateTime,
     Executable,
     Interval,
     TextClause,
@@ -24,11 +23,11 @@ from sqlalchemy.dialects.postgresql import array
 from outboxq.statements.builtin import count, pg, seconds
 from outboxq.statements.doctor.sessions import schema_name
 from outboxq.statements.history import BUCKETS, OUTCOMES
-from outboxq.tables import batch, relay_status, schedule, stat
+from outboxq.tables import Instant, Real, batch, relay_status, schedule, stat
 
-_NOW: ColumnElement[datetime] = pg.statement_timestamp(type_=DateTime(timezone=True))
+_NOW: ColumnElement[datetime] = pg.statement_timestamp(type_=Instant())
 _MINUTE: ColumnElement[timedelta] = literal_column("interval '1 minute'", Interval())
-_ORIGIN: ColumnElement[datetime] = literal_column("timestamptz '2000-01-01 00:00:00+00'", DateTime(timezone=True))
+_ORIGIN: ColumnElement[datetime] = literal_column("timestamptz '2000-01-01 00:00:00+00'", Instant())
 
 
 def relays(limit: int) -> Executable:
@@ -81,7 +80,7 @@ WHERE namespace.nspname = :schema AND class.relkind IN ('r', 'i') ORDER BY 1"""
 def minute(minutes_ago: int) -> Executable:
     """The beginning of a minute, by the database's clock."""
     before: ColumnElement[timedelta] = literal_column(f"interval '{minutes_ago:d} minutes'", Interval())
-    return select(pg.date_bin(_MINUTE, _NOW - before, _ORIGIN, type_=DateTime(timezone=True)))
+    return select(pg.date_bin(_MINUTE, _NOW - before, _ORIGIN, type_=Instant()))
 
 
 def sum_minutes(since: datetime, before: datetime | None) -> Executable:
@@ -97,7 +96,7 @@ def sum_minutes(since: datetime, before: datetime | None) -> Executable:
             stat.c.queue,
             stat.c.kind,
             *(_sum(stat.c[name]).label(name) for name in OUTCOMES),
-            *(pg.sum(stat.c[name]).label(name) for name in ("wait_seconds", "run_seconds")),
+            *(pg.sum(stat.c[name], type_=Real()).label(name) for name in ("wait_seconds", "run_seconds")),
             *(_sums(name) for name in ("wait", "run")),
         )
         .where(*conditions)

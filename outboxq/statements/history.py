@@ -9,11 +9,12 @@ from uuid import UUID
 
 from psycopg import sql
 
+from outboxq.database.settings import SET_OURS
 from outboxq.statements.render import compose, render
 
 # A crash of the server may undo the last moments of the history, which need not wait for the disk.
 # lock_timeout: the rows of a minute are held for as long as another relay's statement takes.
-SETTINGS = "SET LOCAL synchronous_commit = off; SET LOCAL lock_timeout = '5s'; "
+SETTINGS = f"{SET_OURS}SET LOCAL synchronous_commit = off; SET LOCAL lock_timeout = '5s'; "
 
 # The upper bounds of the buckets, in seconds; behind them comes one for all that is longer.
 BOUNDS = (

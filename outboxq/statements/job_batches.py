@@ -29,6 +29,7 @@ from sqlalchemy import (
 )
 from sqlalchemy.dialects.postgresql import JSONB
 
+from outboxq.database.settings import SET_OURS
 from outboxq.job import BATCH_FAILED_HEADER, BATCH_HEADER
 from outboxq.statements.builtin import count
 from outboxq.statements.jobs import listed, state
@@ -40,7 +41,7 @@ from outboxq.tables import batch, dead_job, job
 # it. Then the sweep comes to it later.
 # enable_*: a plan for small tables may read them whole, and both may have grown since they were analyzed.
 SETTINGS = (
-    "SET LOCAL lock_timeout = '5s'; SET LOCAL statement_timeout = 0; SET LOCAL enable_seqscan = off; "
+    f"{SET_OURS}SET LOCAL lock_timeout = '5s'; SET LOCAL statement_timeout = 0; SET LOCAL enable_seqscan = off; "
     "SET LOCAL enable_sort = off; "
 )
 

@@ -10,9 +10,10 @@ from datetime import datetime
 from typing import Any
 from uuid import UUID
 
-from sqlalchemy import CTE, ColumnElement, Connection, DateTime, Executable, FromClause, Row, Table, false, select
+from sqlalchemy import CTE, ColumnElement, Connection, Executable, FromClause, Row, Table, false, select
 
 from outboxq.statements.builtin import count, pg
+from outboxq.tables import Instant
 
 # How many rows an operator's transaction changes; if it is rolled back, so many have marks to be cleared.
 MAX_PAGE_ROWS = 200
@@ -101,7 +102,7 @@ def count_kinds(rows: FromClause, conditions: Sequence[ColumnElement[bool]], mos
     return select(*by, count()).where(*conditions).group_by(*by).order_by(*by)
 
 
-_CLOCK = select(pg.clock_timestamp(type_=DateTime(timezone=True)))
+_CLOCK = select(pg.clock_timestamp(type_=Instant()))
 
 
 def database_clock(connection: Connection) -> datetime:

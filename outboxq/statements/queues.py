@@ -5,7 +5,6 @@ from typing import Any
 
 from sqlalchemy import (
     ColumnElement,
-    Double,
     Executable,
     FromClause,
     Select,
@@ -21,7 +20,7 @@ from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.sql.dml import ReturningInsert, ReturningUpdate
 
 from outboxq.statements.builtin import pg
-from outboxq.tables import dead_job, job, queue
+from outboxq.tables import Real, dead_job, job, queue
 
 LIMITS = (
     queue.c.max_running,
@@ -45,7 +44,7 @@ def known_queues() -> Executable:
     name = names.c[0]
     # As JSON, because tables of before step 11 have no such column.
     settings = queue.alias("settings")
-    kept = cast(literal_column("pg_catalog.to_jsonb(settings) ->> 'keep_dead_seconds'::text"), Double)
+    kept = cast(literal_column("pg_catalog.to_jsonb(settings) ->> 'keep_dead_seconds'::text"), Real())
     limits = (settings.c[column.name].label(column.name.removeprefix("max_")) for column in LIMITS)
     return (
         select(name.label("name"), settings.c.paused_at, *limits, kept.label("keep_dead_seconds"))

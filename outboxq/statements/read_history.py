@@ -3,15 +3,15 @@
 from datetime import datetime, timedelta
 from typing import Any
 
-from sqlalchemy import BigInteger, ColumnElement, DateTime, Executable, cast, literal_column, select
+from sqlalchemy import BigInteger, ColumnElement, Executable, cast, literal_column, select
 
 from outboxq.statements.builtin import pg
 from outboxq.statements.history import BUCKETS, OUTCOMES
 from outboxq.statements.paging import matching
-from outboxq.tables import stat
+from outboxq.tables import Instant, stat
 
 _SPANS = {"minute": "interval '1 minute'", "hour": "interval '1 hour'"}
-_ORIGIN: ColumnElement[datetime] = literal_column("timestamptz '2000-01-01 00:00:00+00'", DateTime(timezone=True))
+_ORIGIN: ColumnElement[datetime] = literal_column("timestamptz '2000-01-01 00:00:00+00'", Instant())
 
 
 def select_history(*, queue: str | None, kind: str | None, since: timedelta, by: str) -> Executable:

@@ -7,12 +7,12 @@ from collections.abc import Collection, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
-from sqlalchemy import ColumnElement, DateTime, Select, Update, and_, case, delete, or_, select, text, update
+from sqlalchemy import ColumnElement, Select, Update, and_, case, delete, or_, select, text, update
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.sql.dml import ReturningDelete, ReturningInsert, ReturningUpdate
 
 from outboxq.statements.builtin import pg, seconds
-from outboxq.tables import schedule
+from outboxq.tables import Instant, schedule
 
 SUMMARY_COLUMNS = (
     "name", "kind", "queue", "cron", "time_zone", "missed", "jitter_seconds", "declared", "next_at", "last_at",
@@ -20,7 +20,7 @@ SUMMARY_COLUMNS = (
 )  # fmt: skip
 # What a schedule is, apart from its name and its times.
 _GIVEN = ("kind", "queue", "args", "options", "cron", "time_zone", "missed", "jitter_seconds", "declared")
-_NOW: ColumnElement[datetime] = pg.statement_timestamp(type_=DateTime(timezone=True))
+_NOW: ColumnElement[datetime] = pg.statement_timestamp(type_=Instant())
 
 
 # For the transaction that fires schedules: the keys of unique jobs may be held by producers' transactions.
@@ -56,7 +56,7 @@ def seconds_to_next(without: Collection[str] = ()) -> Select[Any]:
 
     Index: schedule_next, its first entry. No locks.
     """
-    distance = seconds(schedule.c.next_at - pg.clock_timestamp(type_=DateTime(timezone=True)))
+    distance = seconds(schedule.c.next_at - pg.clock_timestamp(type_=Instant()))
     conditions = (schedule.c.paused_at.is_(None), *_other_names(without))
     return select(distance).where(*conditions).order_by(schedule.c.next_at).limit(1)
 

@@ -25,7 +25,7 @@ from sqlalchemy import (
 from outboxq.statements.builtin import count, pg, seconds
 from outboxq.statements.jobs import STATES, listed, running_transactions, state, xmax
 from outboxq.statements.render import render
-from outboxq.tables import StoredText, dead_job, effect, paused_kind, queue
+from outboxq.tables import Instant, StoredText, dead_job, effect, paused_kind, queue
 
 
 def count_jobs() -> Executable:
@@ -146,7 +146,12 @@ def first_parked_kinds(most: int, only: str | None = None) -> Executable:
     # Behind the walk: few jobs are put off, and each of these alone is looked up.
     is_paused = exists().where(paused_kind.c.queue == first.c.queue, paused_kind.c.kind == first.c.kind)
     return (
-        select(first.c.queue, first.c.kind, count().label("jobs"), pg.min(first.c.run_at).label("next_look_at"))
+        select(
+            first.c.queue,
+            first.c.kind,
+            count().label("jobs"),
+            pg.min(first.c.run_at, type_=Instant()).label("next_look_at"),
+        )
         .select_from(queues.join(first, true()))
         .where(first.c.parked > 0, not_(first.c.held_by.in_(running_transactions())), ~is_paused)
         .group_by(first.c.queue, first.c.kind)
@@ -186,7 +191,7 @@ def parked_kinds() -> Executable:
             listed.c.queue,
             listed.c.kind,
             count().label("jobs"),
-            pg.min(listed.c.run_at).label("next_look_at"),
+            pg.min(listed.c.run_at, type_=Instant()).label("next_look_at"),
         )
         .where(listed.c.state == "scheduled", listed.c.parked > 0, not_(xmax.in_(running_transactions())), ~is_paused)
         .group_by(listed.c.queue, listed.c.kind)

@@ -51,7 +51,7 @@ def local_timeouts_off() -> str:
 
 def clock_seconds() -> str:
     """One row: the database's time, in seconds since 1970."""
-    return "SELECT extract(epoch FROM pg_catalog.clock_timestamp())::float8"
+    return "SELECT extract(epoch FROM pg_catalog.clock_timestamp())"
 
 
 def current_xid() -> str:

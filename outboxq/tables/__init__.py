@@ -1,6 +1,6 @@
 """The tables as this version of the code sees them; `migrations/` makes them, and a test compares the two."""
 
-from outboxq.tables.columns import SCHEMA, JsonText, StoredText, mapped_schema, metadata
+from outboxq.tables.columns import SCHEMA, Instant, JsonText, Real, StoredText, mapped_schema, metadata
 from outboxq.tables.history import audit, done_job, gauge, progress, relay_status, stat
 from outboxq.tables.installation import deployment, migration, relay
 from outboxq.tables.job_row import JobRow, job_mapper
@@ -21,8 +21,10 @@ __all__ = [
     "LATEST_VERSION",
     "NEEDED_VERSION",
     "SCHEMA",
+    "Instant",
     "JobRow",
     "JsonText",
+    "Real",
     "StoredText",
     "audit",
     "batch",

@@ -1,11 +1,30 @@
 """What the tables share: their schema, and the types of their columns."""
 
+from datetime import UTC, datetime, timedelta
+from decimal import Decimal
 from typing import Any
 
-from sqlalchemy import DDL, CheckConstraint, Connection, Engine, MetaData, String, Table, Text, cast, event, type_coerce
+from sqlalchemy import (
+    DDL,
+    CheckConstraint,
+    Connection,
+    DateTime,
+    Dialect,
+    Double,
+    Engine,
+    MetaData,
+    Numeric,
+    String,
+    Table,
+    Text,
+    cast,
+    event,
+    extract,
+    type_coerce,
+)
 from sqlalchemy.dialects.postgresql import JSONB
 from sqlalchemy.sql.elements import BindParameter, ColumnElement
-from sqlalchemy.types import TypeEngine, UserDefinedType
+from sqlalchemy.types import TypeDecorator, TypeEngine, UserDefinedType
 
 SCHEMA = "outboxq"
 
@@ -52,6 +71,52 @@ class JsonText(UserDefinedType[str]):
 
     def column_expression(self, colexpr: ColumnElement[str]) -> ColumnElement[str]:
         return cast(colexpr, Text)
+
+
+_EPOCH, _MICROSECONDS = datetime(1970, 1, 1, tzinfo=UTC), 1_000_000
+
+
+class Instant(TypeDecorator[datetime]):
+    """A timestamptz that is read as its seconds since 1970, and returned in UTC.
+
+    The text of a timestamptz depends on the session's DateStyle and TimeZone, and psycopg reads one form of it. The
+    session is the user's, whose settings stay as they are.
+    """
+
+    impl = DateTime(timezone=True)
+    cache_ok = True
+
+    def coerce_compared_value(self, op: Any, value: object) -> TypeEngine[Any]:
+        """A timedelta beside it stays an interval."""
+        return self.impl_instance.coerce_compared_value(op, value)
+
+    def column_expression(self, column: ColumnElement[Any]) -> ColumnElement[Any]:
+        """What is selected in its place."""
+        return type_coerce(extract("epoch", column), self)
+
+    def process_result_value(self, value: Decimal | None, dialect: Dialect) -> datetime | None:  # noqa: ARG002  # theirs
+        """The moment."""
+        # A numeric, which holds microseconds exactly.
+        return None if value is None else _EPOCH + timedelta(microseconds=int(value * _MICROSECONDS))
+
+
+class Real(TypeDecorator[float]):
+    """A float8 that is read as a numeric: how many digits its text has depends on a setting of the session."""
+
+    impl = Double()
+    cache_ok = True
+
+    def coerce_compared_value(self, op: Any, value: object) -> TypeEngine[Any]:
+        """As beside a plain float8."""
+        return self.impl_instance.coerce_compared_value(op, value)
+
+    def column_expression(self, column: ColumnElement[Any]) -> ColumnElement[Any]:
+        """What is selected in its place."""
+        return type_coerce(cast(column, Numeric), self)
+
+    def process_result_value(self, value: Decimal | None, dialect: Dialect) -> float | None:  # noqa: ARG002  # theirs
+        """The number."""
+        return None if value is None else float(value)
 
 
 def set_storage(table: Table, parameters: str) -> None:

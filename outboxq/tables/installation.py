@@ -1,15 +1,15 @@
 """Relays that are alive, the installation's id, and the migration steps that it has."""
 
-from sqlalchemy import Boolean, CheckConstraint, Column, DateTime, Integer, Table, Uuid, text
+from sqlalchemy import Boolean, CheckConstraint, Column, Integer, Table, Uuid, text
 
-from outboxq.tables.columns import StoredText, bounded, metadata, set_storage
+from outboxq.tables.columns import Instant, StoredText, bounded, metadata, set_storage
 
 relay = Table(
     "relay",
     metadata,
     Column("id", Uuid, primary_key=True),
-    Column("alive_until", DateTime(timezone=True), nullable=False),
-    Column("started_at", DateTime(timezone=True), nullable=False, server_default=text("clock_timestamp()")),
+    Column("alive_until", Instant(), nullable=False),
+    Column("started_at", Instant(), nullable=False, server_default=text("clock_timestamp()")),
     Column("host", StoredText),
     Column("pid", Integer),
     bounded("relay_ranges", "alive_until", "started_at"),
@@ -30,6 +30,6 @@ migration = Table(
     "migration",
     metadata,
     Column("step", Integer, primary_key=True, autoincrement=False),
-    Column("applied_at", DateTime(timezone=True), nullable=False, server_default=text("clock_timestamp()")),
+    Column("applied_at", Instant(), nullable=False, server_default=text("clock_timestamp()")),
     Column("created_schema", Boolean, nullable=False, server_default=text("false")),
 )

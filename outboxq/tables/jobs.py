@@ -4,7 +4,6 @@ from sqlalchemy import (
     BigInteger,
     CheckConstraint,
     Column,
-    DateTime,
     Identity,
     Index,
     Integer,
@@ -15,7 +14,7 @@ from sqlalchemy import (
     text,
 )
 
-from outboxq.tables.columns import FIRST_TIME, LAST_TIME, JsonText, StoredText, bounded, metadata, set_storage
+from outboxq.tables.columns import FIRST_TIME, LAST_TIME, Instant, JsonText, StoredText, bounded, metadata, set_storage
 
 # The sizes that a claim can read, measured as the text that it reads. A value of up to 1,024 bytes, uncompressed,
 # cannot exceed them, and is not measured. A dead letter must meet them before it becomes a job again.
@@ -57,7 +56,7 @@ job = Table(
     Column("headers", JsonText, nullable=False, server_default=text("'{}'::jsonb")),
     Column("priority", SmallInteger, nullable=False, server_default=text("0")),
     Column("state", StoredText, nullable=False, server_default=text("'ready'")),
-    Column("run_at", DateTime(timezone=True), nullable=False, server_default=text("clock_timestamp()")),
+    Column("run_at", Instant(), nullable=False, server_default=text("clock_timestamp()")),
     Column("attempt", Integer, nullable=False, server_default=text("0")),
     Column("max_attempts", SmallInteger),
     Column("crashes", SmallInteger, nullable=False, server_default=text("0")),
@@ -67,9 +66,9 @@ job = Table(
     Column("lease_owner", Uuid),
     Column("lease_token", BigInteger, nullable=False, server_default=text("0")),
     Column("errors", JsonText, nullable=False, server_default=text("'[]'::jsonb")),
-    Column("created_at", DateTime(timezone=True), nullable=False, server_default=text("clock_timestamp()")),
+    Column("created_at", Instant(), nullable=False, server_default=text("clock_timestamp()")),
     Column("batch_id", Uuid),
-    Column("expires_at", DateTime(timezone=True)),
+    Column("expires_at", Instant()),
     CheckConstraint("octet_length(queue) BETWEEN 1 AND 63", name="queue_name_bytes"),
     CheckConstraint("octet_length(kind) BETWEEN 1 AND 63", name="kind_name_bytes"),
     CheckConstraint(
@@ -154,8 +153,8 @@ dead_job = Table(
     Column("group_key", StoredText),
     Column("errors", JsonText, nullable=False),
     Column("reason", StoredText, nullable=False),
-    Column("created_at", DateTime(timezone=True), nullable=False),
-    Column("died_at", DateTime(timezone=True), nullable=False, server_default=text("clock_timestamp()")),
+    Column("created_at", Instant(), nullable=False),
+    Column("died_at", Instant(), nullable=False, server_default=text("clock_timestamp()")),
     Column("batch_id", Uuid),
     bounded("dead_job_ranges", "created_at", "died_at"),
 )
@@ -171,7 +170,7 @@ unique_key = Table(
     metadata,
     Column("key", StoredText, primary_key=True),
     Column("job_id", Uuid, nullable=False),
-    Column("kept_until", DateTime(timezone=True)),
+    Column("kept_until", Instant()),
     CheckConstraint("octet_length(key) BETWEEN 1 AND 1024", name="unique_key_bytes"),
     bounded("unique_key_ranges", "kept_until"),
 )
@@ -184,7 +183,7 @@ batch = Table(
     Column("callback", JsonText, nullable=False),
     # The batch that its callback is a member of.
     Column("parent_id", Uuid),
-    Column("created_at", DateTime(timezone=True), nullable=False, server_default=text("clock_timestamp()")),
+    Column("created_at", Instant(), nullable=False, server_default=text("clock_timestamp()")),
     CheckConstraint("jsonb_typeof(callback) = 'object'", name="batch_callback_object"),
     bounded("batch_ranges", "created_at"),
     CheckConstraint(_CALLBACK, name="batch_callback_job"),
@@ -203,7 +202,7 @@ cancel_request = Table(
     metadata,
     Column("job_id", Uuid, primary_key=True),
     Column("outcome", StoredText, nullable=False, server_default=text("'discard'")),
-    Column("requested_at", DateTime(timezone=True), nullable=False, server_default=text("clock_timestamp()")),
+    Column("requested_at", Instant(), nullable=False, server_default=text("clock_timestamp()")),
     CheckConstraint("outcome IN ('discard', 'dead')", name="cancel_request_outcome"),
     bounded("cancel_request_ranges", "requested_at"),
 )

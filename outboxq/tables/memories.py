@@ -1,8 +1,8 @@
 """What is remembered: messages that were accepted, and calls to the outside."""
 
-from sqlalchemy import Boolean, CheckConstraint, Column, DateTime, Index, Integer, LargeBinary, Table, Uuid, text
+from sqlalchemy import Boolean, CheckConstraint, Column, Index, Integer, LargeBinary, Table, Uuid, text
 
-from outboxq.tables.columns import JsonText, StoredText, bounded, metadata, set_storage
+from outboxq.tables.columns import Instant, JsonText, StoredText, bounded, metadata, set_storage
 
 # The messages that were accepted, each written in the transaction of the rows that it leads to.
 inbox = Table(
@@ -11,8 +11,8 @@ inbox = Table(
     Column("consumer", StoredText, primary_key=True),
     Column("message_id", StoredText, primary_key=True),
     Column("fingerprint", LargeBinary),
-    Column("seen_at", DateTime(timezone=True), nullable=False, server_default=text("clock_timestamp()")),
-    Column("expires_at", DateTime(timezone=True), nullable=False),
+    Column("seen_at", Instant(), nullable=False, server_default=text("clock_timestamp()")),
+    Column("expires_at", Instant(), nullable=False),
     CheckConstraint("octet_length(consumer) BETWEEN 1 AND 63", name="inbox_consumer_bytes"),
     CheckConstraint("octet_length(message_id) BETWEEN 1 AND 512", name="inbox_message_id_bytes"),
     bounded("inbox_ranges", "seen_at", "expires_at"),
@@ -30,13 +30,13 @@ effect = Table(
     Column("in_doubt", Boolean, nullable=False, server_default=text("false")),
     Column("provider_key", Uuid, nullable=False),
     Column("lock_token", Uuid, nullable=False),
-    Column("locked_until", DateTime(timezone=True), nullable=False),
+    Column("locked_until", Instant(), nullable=False),
     Column("attempts", Integer, nullable=False, server_default=text("1")),
     Column("result", JsonText),
     Column("error", StoredText),
-    Column("first_called_at", DateTime(timezone=True), nullable=False, server_default=text("clock_timestamp()")),
-    Column("changed_at", DateTime(timezone=True), nullable=False, server_default=text("clock_timestamp()")),
-    Column("expires_at", DateTime(timezone=True)),
+    Column("first_called_at", Instant(), nullable=False, server_default=text("clock_timestamp()")),
+    Column("changed_at", Instant(), nullable=False, server_default=text("clock_timestamp()")),
+    Column("expires_at", Instant()),
     CheckConstraint("octet_length(scope) BETWEEN 1 AND 255", name="effect_scope_bytes"),
     CheckConstraint("octet_length(key) BETWEEN 1 AND 512", name="effect_key_bytes"),
     CheckConstraint("status IN ('started', 'done', 'failed', 'retryable', 'unknown')", name="effect_status"),

@@ -1,23 +1,23 @@
 """Queues, with their limits and rates, kinds that are paused, and schedules."""
 
-from sqlalchemy import Boolean, CheckConstraint, Column, DateTime, Double, Index, Integer, Table, text
+from sqlalchemy import Boolean, CheckConstraint, Column, Index, Integer, Table, text
 
-from outboxq.tables.columns import JsonText, StoredText, bounded, metadata, set_storage
+from outboxq.tables.columns import Instant, JsonText, Real, StoredText, bounded, metadata, set_storage
 
 queue = Table(
     "queue",
     metadata,
     Column("name", StoredText, primary_key=True),
-    Column("paused_at", DateTime(timezone=True)),
+    Column("paused_at", Instant()),
     # How many jobs of the queue, and of each of its groups, run at a time; NULL for no limit.
     Column("max_running", Integer),
     Column("max_per_group", Integer),
     # At most `rate_burst` + n * `rate_jobs` jobs begin in n times `rate_seconds`; all three or none.
     Column("rate_jobs", Integer),
-    Column("rate_seconds", Double),
+    Column("rate_seconds", Real()),
     Column("rate_burst", Integer),
     # How long dead letters are kept; 0 for ever, whatever an application declares, and NULL as it declares.
-    Column("keep_dead_seconds", Double),
+    Column("keep_dead_seconds", Real()),
     CheckConstraint(
         "max_running BETWEEN 1 AND 10000 AND max_per_group BETWEEN 1 AND 1000",
         name="queue_running",
@@ -37,7 +37,7 @@ rate = Table(
     "rate",
     metadata,
     Column("name", StoredText, primary_key=True),
-    Column("tat", DateTime(timezone=True), nullable=False),
+    Column("tat", Instant(), nullable=False),
     # As far ahead as the burst of its queue takes.
     CheckConstraint("isfinite(tat)", name="rate_ranges"),
 )
@@ -48,7 +48,7 @@ paused_kind = Table(
     metadata,
     Column("queue", StoredText, primary_key=True),
     Column("kind", StoredText, primary_key=True),
-    Column("paused_at", DateTime(timezone=True), nullable=False, server_default=text("clock_timestamp()")),
+    Column("paused_at", Instant(), nullable=False, server_default=text("clock_timestamp()")),
     bounded("paused_kind_ranges", "paused_at"),
 )
 
@@ -65,13 +65,13 @@ schedule = Table(
     Column("cron", StoredText, nullable=False),
     Column("time_zone", StoredText, nullable=False),
     Column("missed", StoredText, nullable=False),
-    Column("jitter_seconds", Double, nullable=False, server_default=text("0")),
+    Column("jitter_seconds", Real(), nullable=False, server_default=text("0")),
     # Whether an application's code declares it.
     Column("declared", Boolean, nullable=False, server_default=text("false")),
-    Column("next_at", DateTime(timezone=True), nullable=False),
-    Column("last_at", DateTime(timezone=True)),
-    Column("paused_at", DateTime(timezone=True)),
-    Column("created_at", DateTime(timezone=True), nullable=False, server_default=text("clock_timestamp()")),
+    Column("next_at", Instant(), nullable=False),
+    Column("last_at", Instant()),
+    Column("paused_at", Instant()),
+    Column("created_at", Instant(), nullable=False, server_default=text("clock_timestamp()")),
     CheckConstraint("octet_length(name) BETWEEN 1 AND 255", name="schedule_name_bytes"),
     CheckConstraint("octet_length(queue) BETWEEN 1 AND 63", name="schedule_queue_bytes"),
     CheckConstraint("octet_length(kind) BETWEEN 1 AND 63", name="schedule_kind_bytes"),

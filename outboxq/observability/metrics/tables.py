@@ -16,6 +16,7 @@ from sqlalchemy import Connection
 from outboxq.admin.stats import QueueStats, Stats, collect_stats
 from outboxq.database.driver import is_lost, run_script
 from outboxq.database.errors import explain_missing_tables
+from outboxq.database.settings import SET_OURS
 from outboxq.errors import SchemaError
 from outboxq.observability.metrics.reading import Reading
 from outboxq.queue_limits import limits_in_force, read_limits
@@ -31,7 +32,7 @@ from outboxq.statements.stats import count_first_unknown_effects
 logger = logging.getLogger("outboxq.metrics")
 
 # LOCAL, because a transaction pooler would keep anything else for the next client.
-_SETTINGS = "SET TRANSACTION READ ONLY; SET LOCAL statement_timeout = '2s'; SET LOCAL lock_timeout = '200ms'"
+_SETTINGS = f"SET TRANSACTION READ ONLY; {SET_OURS}SET LOCAL statement_timeout = '2s'; SET LOCAL lock_timeout = '200ms'"
 _RELAYS_MOST = 1_000
 _SCHEDULES_MOST = 200
 _COUNTED_MOST = 10_001

@@ -1,0 +1,39 @@
+"""The settings that our statements need, whatever a role or a database has set. The one list of them.
+
+Connections of ours have them from the start, and our transactions set them again: a pooler refuses startup options, and
+those of the user win over ours. On the connection of a caller they hold for a call and are then as they were; a relay's
+slots, where handlers run, keep the user's. What must hold there too does not depend on a setting: times are read as
+numbers (`outboxq.tables.columns.Instant`).
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+from sqlalchemy import Connection, func, select
+
+OUR_SETTINGS: Mapping[str, str] = {
+    # psycopg reads no other forms of times and intervals.
+    "datestyle": "ISO",
+    "intervalstyle": "postgres",
+    "timezone": "UTC",
+    # Below 1, floats lose digits.
+    "extra_float_digits": "1",
+    # To compile a plan that walks some thousand rows of each queue takes ten times as long as to run it.
+    "jit": "off",
+}
+# LOCAL, because a transaction pooler would keep anything else for the next client.
+SET_OURS = "".join(f"SET LOCAL {name} = '{value}'; " for name, value in OUR_SETTINGS.items())
+
+
+@contextmanager
+def our_settings(connection: Connection) -> Iterator[None]:
+    """Our settings on a caller's connection, within the block; behind it those that were there.
+
+    After an error of the database there is nothing to do: what rolls back the error rolls back the settings.
+    """
+    pg = func.pg_catalog
+    before = connection.execute(select(*(pg.current_setting(name) for name in OUR_SETTINGS))).one()
+    connection.execute(select(*(pg.set_config(name, value, True) for name, value in OUR_SETTINGS.items())))
+    yield
+    settings = zip(OUR_SETTINGS, before, strict=True)
+    connection.execute(select(*(pg.set_config(name, value, True) for name, value in settings)))

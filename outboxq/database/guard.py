@@ -90,8 +90,8 @@ class Guard:
         # functions that may have left it, if nothing else did.
         self.left: str | None = None
         self.called: AbstractSet[str] = frozenset()
-        # Whether a name may mean something else, in the rest of the transaction, than it does on this connection: by a
-        # SET LOCAL search_path, or by what is not known.
+        # Whether something holds for the rest of the transaction that does not hold on this connection, such as the
+        # meaning of a name, or a role: by a SET LOCAL search_path, or by what is not known.
         self.is_altered = False
         self._harmless = harmless
         self._connection = connection

@@ -131,7 +131,7 @@ class _Reading:
         if self._last == "set" == self._verb:
             if text not in _BOUND_SETS:
                 return "SET"
-            self._sets_locally = text == "local"
+            self._sets_locally = text != "constraints"
         if not self._verb and text != "(":
             self._verb = text
             if group != "word" or text not in _VERBS:

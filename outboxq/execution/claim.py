@@ -23,7 +23,7 @@ from outboxq.statements.claim import ANCHOR, RETURNED, ClaimScript, Cursor, Prep
 from outboxq.statements.group_claim import GroupScript
 from outboxq.statements.park import clear_marks as marks_cleared
 from outboxq.statements.park import park_head
-from outboxq.statements.transaction import BEGIN, READABLE_DATES, TIMED_AGAIN, UNTIMED, local_timeouts
+from outboxq.statements.transaction import BEGIN, NOTE_ROLE, READABLE_DATES, TIMED_AGAIN, UNTIMED, local_timeouts
 
 PARK_LIMIT = 10_000
 _END_OF_JOB = 1 + len(RETURNED) + 1
@@ -254,8 +254,8 @@ def return_suspect(connection: Connection, schema: str, job: Job) -> None:
 def begin_transaction(connection: Connection, settings: str = "") -> ClaimTransaction:
     """Begin the transaction of a leased job."""
     savepoint = f"oq_{secrets.token_hex(8)}"
-    results = run_script(connection, f"{settings}SELECT {ANCHOR}; {_savepoints(savepoint)}")
-    xid, pid = next(result.rows[0] for result in results if result.tag.startswith("SELECT"))
+    results = run_script(connection, f"{settings}SELECT {ANCHOR}, {NOTE_ROLE}; {_savepoints(savepoint)}")
+    xid, pid, _ = next(result.rows[0] for result in results if result.tag.startswith("SELECT"))
     return ClaimTransaction(savepoint, cast("str", xid), cast("int", pid))
 
 

@@ -8,11 +8,12 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from uuid import UUID
 
+import psycopg
 from psycopg.pq import TransactionStatus
 from sqlalchemy import Connection
 
 from outboxq.codec.entities import EntityKey
-from outboxq.database.driver import is_lost, run_outside_transaction, run_script
+from outboxq.database.driver import is_listened_to, is_lost, run_outside_transaction, run_script
 from outboxq.emitter import drop_tracebacks
 from outboxq.errors import TransactionEndedByHandler
 from outboxq.events import JobRetried, JobSnoozed
@@ -21,7 +22,7 @@ from outboxq.execution.attempt import Attempt, AttemptResult
 from outboxq.execution.batch_call import call_batch_handler
 from outboxq.execution.batch_state import BatchState
 from outboxq.execution.chain import has_follower
-from outboxq.execution.errors import TransactionEscaped
+from outboxq.execution.errors import ConnectionLost, TransactionEscaped
 from outboxq.execution.failure import Failed
 from outboxq.execution.plan import Handlers, Segment, plan_segments, result_without_run
 from outboxq.execution.preload import Locks, entity_keys, lock_ahead
@@ -32,7 +33,7 @@ from outboxq.handlers.handler import AnyHandler
 from outboxq.job import Job
 from outboxq.outbox.unique import collect_unique_adds
 from outboxq.outcomes import Discard, Done
-from outboxq.statements.transaction import clock_seconds, local_timeouts, local_timeouts_off
+from outboxq.statements.transaction import clock_seconds, local_timeouts, local_timeouts_off, restored
 
 # A deadlock or a serialization failure is repeated at once and for free this often; then it counts as an attempt.
 FREE_RETRIES = 5
@@ -134,6 +135,7 @@ def _call_batch_handler(
     batch.end_run()
     if outcomes is None:
         return False
+    _restore(connection, batch, runtime)
     seconds = batch.seconds / len(segment.places)
     for position, outcome in zip(segment.places, outcomes, strict=True):
         batch.position = position
@@ -247,6 +249,7 @@ def _settle_alone(connection: Connection, batch: BatchState, job: Job, runtime: 
             batch.late_result = result
     batch.begin(connection)
     batch.late_result = None
+    _restore(connection, batch, runtime)
     if isinstance(result, UnknownKindResult):
         batch.unknown.append(job)
         settle.park(connection, job)
@@ -255,3 +258,28 @@ def _settle_alone(connection: Connection, batch: BatchState, job: Job, runtime: 
         batch.events.append(settle_result(connection, job, result, runtime, seconds))
         if job.group_key is not None and isinstance(batch.events[-1], JobRetried | JobSnoozed):
             settle.block(batch.blocked, job, runtime)
+
+
+def _restore(connection: Connection, batch: BatchState, runtime: Runtime) -> None:
+    """Undo what a handler has set in the transaction, if anything: our statements need our role, and our deadlines.
+
+    Raises:
+        TransactionEscaped: the handler had ended the transaction.
+    """
+    guard, transaction = runtime.guard, batch.transaction
+    if transaction is None or not (guard.is_altered or guard.left):
+        return
+    if not batch.was_begun and is_listened_to(connection):
+        # A listener of the user's has set the role of the transaction, perhaps, and it was not noted.
+        return
+    script = restored(transaction.inner_savepoint, batch.timeout_seconds, is_noted=batch.was_begun)
+    try:
+        run_script(connection, script)
+    except psycopg.Error as error:
+        if is_lost(connection):
+            raise ConnectionLost("the connection was lost behind a handler") from error
+        if batch.is_leased:
+            raise TransactionEscaped(batch.job, runtime.describe(TransactionEndedByHandler(), batch.job)) from error
+        # COMMIT finds the same, and whose fault it is.
+        return
+    guard.is_altered = False

@@ -49,6 +49,26 @@ def local_timeouts_off() -> str:
     return f"{TIMED_AGAIN}SET LOCAL lock_timeout TO DEFAULT; SET LOCAL idle_in_transaction_session_timeout TO DEFAULT; "
 
 
+# Noted when the transaction of a leased job begins, as a listener of the user's may have set it: see `restored`.
+NOTE_ROLE = "pg_catalog.set_config('outboxq.role', pg_catalog.current_setting('role'), true)"
+_ROLE_AS_NOTED = "SELECT pg_catalog.set_config('role', pg_catalog.current_setting('outboxq.role'), true); "
+
+
+def restored(inner_savepoint: str, seconds: float | None, *, is_noted: bool) -> str:
+    """The role, the right to write and the deadlines as they were before a handler, for statements of ours behind it.
+
+    What a handler sets outlives its savepoint if its rows stand. READ ONLY ends with the savepoint.
+
+    Args:
+        is_noted: Whether `NOTE_ROLE` stands at the transaction's beginning; else the role is that of the session.
+    """
+    role = _ROLE_AS_NOTED if is_noted else "SET LOCAL ROLE TO DEFAULT; "
+    return (
+        f"RELEASE SAVEPOINT {inner_savepoint}; SAVEPOINT {inner_savepoint}; "
+        f"SET LOCAL SESSION AUTHORIZATION DEFAULT; {role}{local_timeouts(seconds) or local_timeouts_off()}"
+    )
+
+
 def clock_seconds() -> str:
     """One row: the database's time, in seconds since 1970."""
     return "SELECT extract(epoch FROM pg_catalog.clock_timestamp())"

@@ -25,7 +25,6 @@ from tests.support.growth import LINEAR, growth
         "SAVEPOINT a",
         "ROLLBACK TO SAVEPOINT a",
         "SET CONSTRAINTS ALL IMMEDIATE",
-        "SET TRANSACTION READ ONLY",
         "NOTIFY channel, 'payload'",
         "LOCK TABLE t IN SHARE MODE",
         "SELECT nextval('s'), pg_advisory_xact_lock(1)",
@@ -42,6 +41,7 @@ def test_statements_on_rows_leave_nothing(sql: str) -> None:
     "sql",
     [
         "SET LOCAL ROLE other",
+        "SET TRANSACTION READ ONLY",
         "set /* x */ local search_path = x",
         "SELECT set_config('a', %(x)s, true)",
         "SELECT SET_CONFIG('a', %(x)s::VARCHAR, TRUE) AS b",

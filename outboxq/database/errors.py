@@ -72,6 +72,17 @@ def sqlstate_of(error: BaseException | None) -> str | None:
     return sqlstate if isinstance(sqlstate, str) and _SQLSTATE.fullmatch(sqlstate) else None
 
 
+# The functions of the server that raise 0A000 ("cached plan must not change result type"), 26000 and 42P05. Their
+# SQLSTATEs are those of other errors too, and their texts are translated.
+_OF_PREPARED = ("RevalidateCachedQuery", "FetchPreparedStatement", "StorePreparedStatement")
+
+
+def is_of_prepared(error: BaseException) -> bool:
+    """Whether a statement failed only because the driver had prepared it: an ALTER TABLE came since, or it was lost."""
+    original: object = error.orig if isinstance(error, DBAPIError) else error
+    return isinstance(original, psycopg.Error) and original.diag.source_function in _OF_PREPARED
+
+
 def explain_missing_tables(error: BaseException | None) -> SchemaError | None:
     """What to raise from an error of a statement on our tables alone; None if it says something else."""
     if sqlstate_of(error) not in _UNDEFINED_TABLE_OR_COLUMN:

@@ -15,7 +15,7 @@ from typing import TypeAlias, TypeVar
 import msgspec
 
 from outboxq.codec.text import MAX_MESSAGE_CHARACTERS, name_of, storable, storable_or_withheld
-from outboxq.database.errors import sqlstate_of
+from outboxq.database.errors import is_of_prepared, sqlstate_of
 from outboxq.error_record import ErrorRecord, StoredException
 from outboxq.errors import PermanentError
 from outboxq.execution.frames import Frame, frames_of, shortened, stored_frames, where
@@ -47,12 +47,14 @@ _SHORTER = ((10, 300), (5, 150), (2, 80))
 class Failed:
     """An attempt that raised.
 
-    `transient`: a deadlock or a serialization failure, for which no job is to blame. `permanent`: another attempt
-    cannot help. `sqlstate`: that of a database error. `error`: the exception itself, for hooks.
+    `transient`: a deadlock, a serialization failure or a statement that was `prepared` before its table was altered,
+    for which no job is to blame. `permanent`: another attempt cannot help. `sqlstate`: that of a database error.
+    `error`: the exception itself, for hooks.
     """
 
     record: ErrorRecord
     transient: bool = False
+    prepared: bool = False
     permanent: bool = False
     sqlstate: str | None = None
     error: BaseException | None = field(default=None, repr=False, compare=False)
@@ -106,7 +108,8 @@ def describe_failure(
         chain=_stored_chain(error, texts, how.homes, message, frames),
     )
     sqlstate, permanent = sqlstate_of(original), issubclass(type(original), PermanentError)
-    return Failed(record, sqlstate in TRANSIENT, permanent, sqlstate, error)
+    prepared = is_of_prepared(original)
+    return Failed(record, prepared or sqlstate in TRANSIENT, prepared, permanent, sqlstate, error)
 
 
 def describe_reason(reason: object, args: str | None) -> str:

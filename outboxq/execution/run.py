@@ -5,6 +5,7 @@ The outcome of each job is written in the batch's transaction; its event becomes
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from uuid import UUID
 
@@ -13,7 +14,7 @@ from psycopg.pq import TransactionStatus
 from sqlalchemy import Connection
 
 from outboxq.codec.entities import EntityKey
-from outboxq.database.driver import is_listened_to, is_lost, run_outside_transaction, run_script
+from outboxq.database.driver import is_listened_to, is_lost, run_outside_transaction, run_script, unprepared
 from outboxq.emitter import drop_tracebacks
 from outboxq.errors import TransactionEndedByHandler
 from outboxq.events import JobRetried, JobSnoozed
@@ -199,15 +200,19 @@ def _run_alone(
     seconds = batch.timeout_seconds
     batch.deadline = None if seconds is None else time.monotonic() + seconds
     xid = batch.transaction.xid if shared and batch.transaction is not None else None
-    free_retries = FREE_RETRIES
+    free_retries, prepares = FREE_RETRIES, True
     try:
         while True:
             call = batch.begin_call((job,))
             attempt = Attempt(connection, handler, job, runtime, xid, begin, call)
-            result: AttemptResult = runtime.invoker.apart()(attempt.run)
+            with nullcontext() if prepares else unprepared(connection):
+                result: AttemptResult = runtime.invoker.apart()(attempt.run)
             if not (isinstance(result, Failed) and result.transient and free_retries):
                 return result
             free_retries -= 1
+            if result.prepared:
+                # The driver would execute it again, by its name, on this connection: also for the next jobs.
+                prepares, runtime.guard.left = False, runtime.guard.left or "stale prepared statement"
             if result.error is not None:
                 # No hook hears of it.
                 drop_tracebacks(result.error)

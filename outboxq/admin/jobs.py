@@ -18,9 +18,11 @@ from uuid import UUID
 
 from sqlalchemy import Connection
 
+from outboxq.admin.stats import COUNTED_MOST
 from outboxq.admin.walks import count_rows, first_rows, stretches_of
 from outboxq.codec.values import check_args_size
 from outboxq.database.driver import run_script
+from outboxq.database.settings import our_settings
 from outboxq.errors import ArgumentError, JobNotFound
 from outboxq.outbox.options import MAX_PRIORITY
 from outboxq.outbox.progress import progress_of
@@ -31,8 +33,11 @@ from outboxq.statements.jobs import STATES as STATES
 from outboxq.statements.jobs import JobFilter as JobFilter
 from outboxq.statements.paging import MAX_PAGE_ROWS, KindCount, Page, read_page
 from outboxq.statements.park import clear_marks as clearing
+from outboxq.statements.stats import first_ids
 from outboxq.tables import job, mapped_schema
 
+# States in which relays hold jobs, or held them: of a large table, few at a time.
+_HELD = ("running", "leased", "orphaned", "suspect")
 # The bits of an id behind its 48 of milliseconds.
 _BEHIND_MILLISECOND = 80
 
@@ -98,8 +103,12 @@ class Cancelled:
 def list_jobs(
     connection: Connection, wanted: JobFilter | None = None, *, running: bool = False, limit: int = 50
 ) -> list[WaitingJob]:
-    """The oldest jobs that match; with `running`, only those that a transaction or a living relay's lease holds."""
-    wanted = wanted or JobFilter()
+    """The oldest jobs that match; with `running`, only those that a transaction or a living relay's lease holds.
+
+    What relays hold is looked for among the first 10,000 jobs that they would claim, of each queue and each index, as
+    `collect_stats` does. Others are looked for in the whole table, by stretches of 20,000 rows in the order of the ids.
+    """
+    wanted = _of_few(connection, wanted or JobFilter(), ("running", "leased") if running else ())
     found: dict[UUID, Any] = {}
     for stretch in stretches_of(connection, wanted.ids, statements.listed.c.id, first=limit):
         rows = connection.execute(statements.select_jobs(wanted, stretch, running=running, limit=limit))
@@ -110,6 +119,16 @@ def list_jobs(
     oldest = sorted(found.values(), key=lambda row: (row.id.int >> _BEHIND_MILLISECOND, row.seq))[:limit]
     # In the order in which they came into the table.
     return _with_progress(connection, [WaitingJob(*row[:-1]) for row in sorted(oldest, key=attrgetter("seq"))])
+
+
+def _of_few(connection: Connection, wanted: JobFilter, states: Sequence[str]) -> JobFilter:
+    """The same filter with the ids of the jobs in these states, or in its own if few jobs are in it at a time."""
+    states = states or ((wanted.state,) if wanted.state in _HELD else ())
+    if not states or wanted.ids is not None:
+        return wanted
+    with our_settings(connection):
+        found = connection.execute(first_ids(states, COUNTED_MOST, wanted.queue)).all()
+        return replace(wanted, ids=tuple(row.id for row in found))
 
 
 def _with_progress(connection: Connection, jobs: list[WaitingJob]) -> list[WaitingJob]:

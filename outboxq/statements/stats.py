@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from typing import Any, LiteralString
+from uuid import UUID
 
 from sqlalchemy import (
     CTE,
@@ -10,6 +11,7 @@ from sqlalchemy import (
     Executable,
     FromClause,
     Select,
+    Subquery,
     and_,
     case,
     exists,
@@ -61,14 +63,7 @@ def count_first_jobs(most: int, only: str | None = None) -> Executable:
     to the last that it counts, and from one queue to the next by a probe; the leased jobs of all queues are one walk.
     Indexes: job_ready, job_scheduled, job_suspect, job_group, job_group_state, job_leased. No locks.
     """
-    walks = [_walk(*walk, most, only) for walk in _WALKS]
-    leased = (
-        select(literal("leased", StoredText()).label("walk"), listed.c.queue, listed.c.run_at, listed.c.parked, state)
-        .where(_condition("listed.state = 'leased'"), *([] if only is None else [listed.c.queue == only]))
-        .limit(most + 1)
-        .subquery("first_leased")
-    )
-    jobs = union_all(*walks, select(leased)).subquery("jobs")
+    jobs = _walked(most, only)
     is_parked = and_(jobs.c.state.in_(("scheduled", "due")), jobs.c.parked > 0)
     waited_since = pg.min(jobs.c.run_at).filter(jobs.c.state.in_(("ready", "due", "grouped")))
     return select(
@@ -80,11 +75,37 @@ def count_first_jobs(most: int, only: str | None = None) -> Executable:
     ).group_by(jobs.c.queue)
 
 
+def first_ids(states: Sequence[str], most: int, only: str | None = None) -> Select[tuple[UUID]]:
+    """The ids of the jobs in these of `STATES`, among those that the walks of `count_first_jobs` find.
+
+    Relays claim from the starts of these walks, so that what they hold is there. Bound: `most` + 1 jobs for each queue
+    and each of five walks, and as many that are leased. No locks.
+    """
+    jobs = _walked(most, only)
+    return select(jobs.c.id).where(jobs.c.state.in_(states)).distinct()
+
+
+def _walked(most: int, only: str | None) -> Subquery:
+    walks = [_walk(*walk, most, only) for walk in _WALKS]
+    leased = (
+        select(*_walked_columns("leased"))
+        .where(_condition("listed.state = 'leased'"), *([] if only is None else [listed.c.queue == only]))
+        .limit(most + 1)
+        .subquery("first_leased")
+    )
+    return union_all(*walks, select(leased)).subquery("jobs")
+
+
+def _walked_columns(walk: str) -> list[ColumnElement[Any]]:
+    name = literal(walk, StoredText()).label("walk")
+    return [name, listed.c.id, listed.c.queue, listed.c.run_at, listed.c.parked, state]
+
+
 def _walk(name: str, condition: str, order: tuple[str, ...], most: int, only: str | None) -> Select[Any]:
     """The first jobs of each queue, or of one, in the order of an index."""
     queues = _queues(name, listed, _condition(condition), only)
     first = (
-        select(literal(name, StoredText()).label("walk"), listed.c.queue, listed.c.run_at, listed.c.parked, state)
+        select(*_walked_columns(name))
         .where(listed.c.queue == queues.c.queue, _condition(condition))
         .order_by(*(text(f"listed.{column}" if column.isidentifier() else "(-listed.priority)") for column in order))
         .limit(most + 1)

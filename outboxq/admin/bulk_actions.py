@@ -51,7 +51,7 @@ class _OfDead:
 
     def sample(self, connection: Connection, limit: int) -> Sequence[DeadJob]:
         """Some of them."""
-        return dead_letters.list_dead(connection, self.wanted, limit=limit)
+        return dead_letters.sample(connection, self.wanted, limit)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +113,7 @@ class _OfJobs:
 
     def sample(self, connection: Connection, limit: int) -> Sequence[WaitingJob]:
         """Some of them."""
-        return jobs.list_jobs(connection, self.wanted, limit=limit)
+        return jobs.sample(connection, self.wanted, limit)
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,20 +4,22 @@ Every function reads or changes in the caller's transaction, and none waits for 
 """
 
 import math
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import partial
 from uuid import UUID
 
 from sqlalchemy import Connection
 
-from outboxq.admin.walks import count_rows, first_rows, stretches_of
+from outboxq.admin.walks import Stretch, count_rows, first_rows, stretches_of
 from outboxq.codec.values import check_args_size
 from outboxq.errors import JobNotFound
 from outboxq.statements import dead_letters as statements
 from outboxq.statements.cancel import drop_requests
 from outboxq.statements.dead_letters import DeadFilter as DeadFilter
 from outboxq.statements.paging import MAX_PAGE_ROWS, KindCount, Page, matching, read_page
+from outboxq.statements.stretches import stretches_of_blocks
 from outboxq.tables import dead_job
 
 
@@ -94,8 +96,18 @@ def count_matching(
         TimeoutError: it was not over at that time.
     """
     count = partial(statements.count_matching, wanted, to_retry=to_retry)
-    all_dead = stretches_of(connection, wanted.ids, dead_job.c.id, give_up_at=give_up_at)
-    return count_rows(connection, all_dead, count, most)
+    return count_rows(connection, _all_dead(connection, wanted, give_up_at), count, most)
+
+
+def sample(connection: Connection, wanted: DeadFilter, limit: int) -> list[DeadJob]:
+    """Some of the dead letters that match, not the latest, for which all would be read in the order of their time."""
+    some = first_rows(connection, _all_dead(connection, wanted), partial(statements.select_some, wanted), limit)
+    return list_dead(connection, replace(wanted, ids=tuple(row.id for row in some)), limit=limit)
+
+
+def _all_dead(connection: Connection, wanted: DeadFilter, give_up_at: float = math.inf) -> Iterable[Stretch]:
+    """The table by its blocks; if dead letters are named by their ids, one stretch with all of them."""
+    return [[]] if wanted.ids is not None else stretches_of_blocks(connection, dead_job, give_up_at=give_up_at)
 
 
 def find_ids(

@@ -8,7 +8,7 @@ would run by itself, once. `clear_marks` takes them away, if it is committed.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import partial
@@ -19,7 +19,7 @@ from uuid import UUID
 from sqlalchemy import Connection
 
 from outboxq.admin.stats import COUNTED_MOST
-from outboxq.admin.walks import count_rows, first_rows, stretches_of
+from outboxq.admin.walks import Stretch, count_rows, first_rows, stretches_of
 from outboxq.codec.values import check_args_size
 from outboxq.database.driver import run_script
 from outboxq.database.settings import our_settings
@@ -34,6 +34,7 @@ from outboxq.statements.jobs import JobFilter as JobFilter
 from outboxq.statements.paging import MAX_PAGE_ROWS, KindCount, Page, read_page
 from outboxq.statements.park import clear_marks as clearing
 from outboxq.statements.stats import first_ids
+from outboxq.statements.stretches import stretches_of_blocks
 from outboxq.tables import job, mapped_schema
 
 # States in which relays hold jobs, or held them: of a large table, few at a time.
@@ -203,8 +204,20 @@ def count_matching(
     Raises:
         TimeoutError: it was not over at that time.
     """
-    all_jobs = stretches_of(connection, wanted.ids, job.c.id, give_up_at=give_up_at)
-    return count_rows(connection, all_jobs, partial(statements.count_matching, wanted), most)
+    return count_rows(
+        connection, _all_jobs(connection, wanted, give_up_at), partial(statements.count_matching, wanted), most
+    )
+
+
+def sample(connection: Connection, wanted: JobFilter, limit: int) -> list[WaitingJob]:
+    """Some of the jobs that match: of an unordered table not the oldest, for which all of it would be read by ids."""
+    some = first_rows(connection, _all_jobs(connection, wanted), partial(statements.select_some, wanted), limit)
+    return list_jobs(connection, replace(wanted, ids=tuple(row.id for row in some)), limit=limit)
+
+
+def _all_jobs(connection: Connection, wanted: JobFilter, give_up_at: float = math.inf) -> Iterable[Stretch]:
+    """The table by its blocks; if jobs are named by their ids, one stretch with all of them."""
+    return [[]] if wanted.ids is not None else stretches_of_blocks(connection, job, give_up_at=give_up_at)
 
 
 def cancel_page(

@@ -119,6 +119,11 @@ def select_ids(wanted: DeadFilter, stretch: Sequence[ColumnElement[bool]], *, li
     return select(dead_job.c.id).where(*wanted.conditions(), *stretch).order_by(dead_job.c.id).limit(limit)
 
 
+def select_some(wanted: DeadFilter, stretch: Sequence[ColumnElement[bool]], *, limit: int) -> Select[tuple[UUID]]:
+    """Ids of a stretch that match, in no order, which would lead to an index. Reads its blocks; no locks."""
+    return select(dead_job.c.id).where(*wanted.conditions(), *stretch).limit(limit)
+
+
 def retry_page(wanted: DeadFilter, *, after: UUID | None, limit: int, args: str | None = None) -> Executable:
     """Turn the next page of dead letters that match, and that are not locked, into ready jobs, with `args` if given.
 

@@ -227,6 +227,11 @@ def select_ids(wanted: JobFilter, stretch: Sequence[ColumnElement[bool]], *, lim
     return select(job.c.id).where(*wanted.conditions(), *stretch).order_by(job.c.id).limit(limit)
 
 
+def select_some(wanted: JobFilter, stretch: Sequence[ColumnElement[bool]], *, limit: int) -> Select[tuple[UUID]]:
+    """Ids of a stretch that match, in no order, which would lead to an index. Reads its blocks; no locks."""
+    return select(job.c.id).where(*wanted.conditions(), *stretch).limit(limit)
+
+
 def select_waiting(ids: Sequence[UUID]) -> Executable:
     """How many of these jobs are in a state that is claimed, or run in a transaction. Index: the primary key; no locks.
 

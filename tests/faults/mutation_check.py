@@ -1438,6 +1438,27 @@ MUTANTS = (
         ("tests/execution/test_failing_claims.py::test_claims_of_a_lease_are_not_under_the_time_out_of_the_role",),
     ),
     Mutant(
+        "the role and the deadlines as before, behind a handler that has set others",
+        "outboxq/execution/run.py",
+        "    if transaction is None or not (guard.is_altered or guard.left):\n",
+        "    if True:\n",
+        ("tests/execution/test_settings_left.py::test_a_job_is_done_whatever_its_handler_has_set",),
+    ),
+    Mutant(
+        "the free call after a statement that was prepared before its table was altered",
+        "outboxq/execution/failure.py",
+        "    prepared = is_of_prepared(original)\n",
+        "    prepared = False\n",
+        ("tests/execution/test_altered_tables.py::test_a_statement_that_was_prepared_before_costs_no_attempt",),
+    ),
+    Mutant(
+        "times that are read as numbers, whatever the DateStyle",
+        "outboxq/tables/columns.py",
+        'return type_coerce(extract("epoch", column), self)',
+        "return type_coerce(column, DateTime(timezone=True))",
+        ("tests/statements/test_settings.py::test_producers_and_consumers_work",),
+    ),
+    Mutant(
         "the smaller claim behind one that was cancelled",
         "outboxq/relay/claim_planner.py",
         "half = _power_of_two(max(1, request.limit // 2))",

@@ -79,8 +79,11 @@ _OF_PREPARED = ("RevalidateCachedQuery", "FetchPreparedStatement", "StorePrepare
 
 def is_of_prepared(error: BaseException) -> bool:
     """Whether a statement failed only because the driver had prepared it: an ALTER TABLE came since, or it was lost."""
-    original: object = error.orig if isinstance(error, DBAPIError) else error
-    return isinstance(original, psycopg.Error) and original.diag.source_function in _OF_PREPARED
+    try:
+        original: object = error.orig if isinstance(error, DBAPIError) else error
+        return isinstance(original, psycopg.Error) and original.diag.source_function in _OF_PREPARED
+    except BaseException:  # noqa: BLE001  # an error of users' own, as in `sqlstate_of`
+        return False
 
 
 def explain_missing_tables(error: BaseException | None) -> SchemaError | None:

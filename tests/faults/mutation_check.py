@@ -1912,8 +1912,8 @@ MUTANTS = (
     Mutant(
         "jobs of a key taken along as the claim's snapshot has them",
         "outboxq/statements/coalesce.py",
-        "  WHERE unique_key = ANY ({keys}::text[])\n",
-        "  WHERE unique_key = ANY ({keys}::text[]) AND created_at < pg_catalog.transaction_timestamp()\n",
+        "  WHERE unique_key = ANY ({{keys}}::text[])\n",
+        "  WHERE unique_key = ANY ({{keys}}::text[]) AND created_at < pg_catalog.transaction_timestamp()\n",
         (f"{_COALESCE}::test_a_job_that_is_committed_behind_the_claim_is_taken_along",),
     ),
     Mutant(

@@ -1,9 +1,10 @@
-"""Cron texts: when a schedule is due. Times go in and come out in UTC; its time zone decides what is between them.
+"""Cron texts and intervals: when a schedule is due. Times go in and come out in UTC; its time zone decides the rest.
 
 The next time is computed from the last one, and never from now, so that nothing drifts and nothing is left out.
 """
 
 import difflib
+import re
 import zoneinfo
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -34,19 +35,28 @@ _TAKES = {
 }
 _FIELDS = tuple(_TAKES)
 _FORM = (
-    f"a cron text has five fields ({', '.join(_FIELDS)}), such as '30 2 * * *', or is one of {', '.join(SHORTHANDS)}"
+    f"a cron text has five fields ({', '.join(_FIELDS)}), such as '30 2 * * *', or is one of {', '.join(SHORTHANDS)}, "
+    "or '@every 30s'"
 )
+# An interval as a text: it stands where a cron text does.
+_EVERY = re.compile(r"@every\s+(?:(\d{1,9})d)?(?:(\d{1,9})h)?(?:(\d{1,9})m)?(?:(\d{1,9})s)?", re.IGNORECASE)
+_UNITS = (("d", 86_400), ("h", 3_600), ("m", 60), ("s", 1))
+MIN_EVERY, MAX_EVERY = timedelta(seconds=1), timedelta(days=365)
+_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+# No time zone has changed its clocks twice within a week since 1970.
+_PROBE = timedelta(days=1)
 # `newest` looks back over one stretch of time, then over longer ones. The first is wider than any change of the clocks.
 _FIRST_STRETCH, _GROWTH = timedelta(hours=4), 8
 
 
 @dataclass(frozen=True, slots=True)
 class Cron:
-    """When a schedule is due.
+    """When a schedule is due: by a cron text, or by an interval, such as `@every 30s`.
 
     If the hour and the minute are named (`30 2 * * *`), a time that the clocks skip is due when they have been changed,
     and one that comes twice is due the first time. If one of the two begins with a star (`0 * * * *`), the times are
     those that a clock on the wall shows: none in the hour that is skipped, and all of them in the one that comes twice.
+    An interval is due at its multiples since 1970 in UTC, whatever the clocks do, and whoever asks.
 
     Raises:
         ArgumentError: the text has another form or is never due, or there is no such time zone.
@@ -54,11 +64,14 @@ class Cron:
 
     text: str
     time_zone: str = "UTC"
+    every: timedelta | None = field(init=False, repr=False, compare=False)
     _fields: str = field(init=False, repr=False, compare=False)
     _zone: tzinfo = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "_fields", _checked_fields(self.text))
+        every = _read_every(self.text)
+        object.__setattr__(self, "every", every)
+        object.__setattr__(self, "_fields", "" if every else _checked_fields(self.text))
         object.__setattr__(self, "_zone", _find_zone(self.time_zone))
         try:
             self.after(datetime.now(UTC))
@@ -99,12 +112,97 @@ class Cron:
         last = moment.astimezone(UTC)
         # OverflowError: after the year 9999 there is no time.
         with suppress(OverflowError):
-            for found in CronSim(self._fields, last.astimezone(self._zone)):
-                due = found.astimezone(UTC)
-                # In the hour that comes twice, the first of the two may be named, which is over.
-                if due > last:
-                    yield due
-                    last = due
+            yield from self._after(last)
+
+    def _after(self, last: datetime) -> Iterator[datetime]:
+        if self.every is not None:
+            return _multiples(self.every, last)
+        minute, hour, *_ = self._fields.split()
+        return self._shown(last) if "*" in (minute[0], hour[0]) else self._named(last)
+
+    def _named(self, last: datetime) -> Iterator[datetime]:
+        """The times after `last` whose hour and minute are named, each day once."""
+        for found in CronSim(self._fields, last.astimezone(self._zone)):
+            due = found.astimezone(UTC)
+            # In the hour that comes twice, the first of the two may be named, which is over.
+            if due > last:
+                yield due
+                last = due
+
+    def _shown(self, last: datetime) -> Iterator[datetime]:
+        """The times after `last` at which the clocks show what the text says.
+
+        From one change of the clocks to the next, they are as far from UTC as at its beginning.
+        """
+        changed: datetime | None = last
+        wall = self._on_the_wall(last)
+        while changed is not None:
+            last, offset, changed = changed, self._offset(changed), None
+            for shown in CronSim(self._fields, wall):
+                due = (shown - offset).replace(tzinfo=UTC)
+                changed = self._change(last, due)
+                if changed is not None:
+                    # The moment of the change may be one of the times.
+                    wall = self._on_the_wall(changed) - timedelta(seconds=1)
+                    break
+                yield due
+                last = due
+
+    def _change(self, after: datetime, until: datetime) -> datetime | None:
+        """The first change of the clocks after a moment and not after another one, if there is any."""
+        offset, after = self._offset(after), after.replace(microsecond=0)
+        while after < until:
+            probe = min(after + _PROBE, until)
+            if self._offset(probe) != offset:
+                while probe - after > timedelta(seconds=1):
+                    middle = (after + (probe - after) / 2).replace(microsecond=0)
+                    after, probe = (middle, probe) if self._offset(middle) == offset else (after, middle)
+                return probe
+            after = probe
+        return None
+
+    def _offset(self, moment: datetime) -> timedelta:
+        return moment.astimezone(self._zone).utcoffset() or timedelta(0)
+
+    def _on_the_wall(self, moment: datetime) -> datetime:
+        return moment.astimezone(self._zone).replace(tzinfo=None)
+
+
+def every_text(every: timedelta) -> str:
+    """An interval as the text of a schedule, such as `@every 1h30m`.
+
+    Raises:
+        ArgumentError: no timedelta of whole seconds, from a second to a year.
+    """
+    if not isinstance(every, timedelta) or not MIN_EVERY <= every <= MAX_EVERY or every.microseconds:
+        raise ArgumentError(f"every takes a timedelta of whole seconds, from 1 second to 365 days, got {every!r}")
+    left, parts = every // MIN_EVERY, list[str]()
+    for unit, seconds in _UNITS:
+        number, left = divmod(left, seconds)
+        parts += [f"{number}{unit}"] if number else []
+    return f"@every {''.join(parts)}"
+
+
+def _read_every(text: str) -> timedelta | None:
+    """The interval that stands for a cron text; None if it is one with fields."""
+    if not isinstance(text, str) or not text.strip().lower().startswith("@every"):
+        return None
+    found = _EVERY.fullmatch(text.strip())
+    numbers = (int(number or 0) for number in found.groups()) if found else ()
+    seconds = sum(number * unit for number, (_, unit) in zip(numbers, _UNITS, strict=False))
+    if not MIN_EVERY.total_seconds() <= seconds <= MAX_EVERY.total_seconds():
+        raise ArgumentError(
+            f"the interval {text[:80]!r} cannot be read: it is '@every' and a time from 1 second to 365 days, such as "
+            "'@every 30s' or '@every 1h30m'"
+        )
+    return timedelta(seconds=seconds)
+
+
+def _multiples(every: timedelta, last: datetime) -> Iterator[datetime]:
+    number = (last - _EPOCH) // every
+    while True:
+        number += 1
+        yield _EPOCH + number * every
 
 
 def _explain(refusal: str, fields: str) -> str:
@@ -127,6 +225,17 @@ def _is_read(fields: str) -> bool:
     except CronSimError:
         return False
     return True
+
+
+def cron_of(cron: str | None, every: timedelta | None, time_zone: str) -> Cron:
+    """When a schedule is due that is given a cron text or an interval.
+
+    Raises:
+        ArgumentError: neither or both are given, or `Cron` refuses it.
+    """
+    if (cron is None) == (every is None):
+        raise ArgumentError("a schedule takes a cron text or every=timedelta(...), one of the two")
+    return Cron(cron if every is None else every_text(every), time_zone)  # type: ignore[arg-type]  # one of them is there
 
 
 @contextmanager
@@ -152,8 +261,8 @@ def _checked_fields(text: str) -> str:
         raise ArgumentError("@reboot has no time that is due: do in the registry's lifespan what a start needs")
     if len(fields) == 6:
         raise ArgumentError(
-            f"the cron text {text!r} has six fields, and the first of six would mean seconds: a schedule is due on "
-            f"whole minutes, so leave the seconds out: {' '.join(fields[1:])!r}"
+            f"the cron text {text!r} has six fields, and the first of six would mean seconds: a cron text is due on "
+            f"whole minutes, so leave the seconds out: {' '.join(fields[1:])!r}, or give every=timedelta(seconds=...)"
         )
     if len(fields) != len(_FIELDS):
         raise ArgumentError(f"the cron text {text!r} has {len(fields)} fields: {_FORM}")

@@ -13,7 +13,7 @@ from typing import Any, overload
 
 from outboxq.admin import schedules as admin
 from outboxq.admin.schedules import FIRE_TIME, Missed, NewSchedule, Schedule
-from outboxq.cron import Cron, of_schedule
+from outboxq.cron import cron_of, of_schedule
 from outboxq.database.answers import AsyncTarget, SyncTarget, run_on
 from outboxq.new_job import NewJob
 from outboxq.outbox.handle import JobHandle
@@ -27,7 +27,8 @@ def put(
     name: str,
     job: NewJob,
     *,
-    cron: str,
+    cron: str | None = None,
+    every: timedelta | None = None,
     time_zone: str = "UTC",
     missed: Missed = "one",
     jitter: timedelta = timedelta(0),
@@ -40,7 +41,8 @@ def put(
     name: str,
     job: NewJob,
     *,
-    cron: str,
+    cron: str | None = None,
+    every: timedelta | None = None,
     time_zone: str = "UTC",
     missed: Missed = "one",
     jitter: timedelta = timedelta(0),
@@ -52,14 +54,16 @@ def put(
     name: str,
     job: NewJob,
     *,
-    cron: str,
+    cron: str | None = None,
+    every: timedelta | None = None,
     time_zone: str = "UTC",
     missed: Missed = "one",
     jitter: timedelta = timedelta(0),
 ) -> Schedule | Coroutine[Any, Any, Schedule]:
     """Make a schedule, or change the one of this name.
 
-    A schedule that is paused stays paused. The time that it is due next changes only if `cron` or `time_zone` does.
+    A schedule that is paused stays paused. The time that it is due next changes only if `cron`, `every` or
+    `time_zone` does, or if it is later than it can be: then the database's clock was ahead when it was computed.
 
     Args:
         name: 1 to 255 bytes.
@@ -67,10 +71,12 @@ def put(
             that it is due instead, in the schedule's time zone.
         cron: Five fields (minute, hour, day of month, month, day of week), or `@hourly`, `@daily`, `@weekly`,
             `@monthly`, `@yearly`.
+        every: In place of `cron`, an interval of whole seconds, from a second to 365 days: due at its multiples since
+            1970 in UTC, so that a change of the clocks moves none.
         time_zone: The time zone of the cron text, such as "Europe/Berlin".
         missed: What becomes of times at which no relay ran. "one": one job for all of them, with the newest as its
             time. "all": a job for each. "skip": no job for a time that is more than a minute past.
-        jitter: Each job runs later by a random time of up to this much, 24 hours at most.
+        jitter: Each job runs later by a random time of up to this much, 24 hours at most, and less than `every`.
 
     Raises:
         ArgumentError: an argument has another form or value than these, or the job has a `run_at`.
@@ -78,7 +84,7 @@ def put(
         ScheduleDeclared: an application's code declares this schedule: change it there.
     """
     with of_schedule(name):
-        due = Cron(cron, time_zone)
+        due = cron_of(cron, every, time_zone)
     new = NewSchedule(name=name, job=job, cron=due, missed=missed, jitter=jitter)
     return run_on(connection, lambda it: admin.put(it, new), "schedules.put(...)")
 

@@ -71,8 +71,31 @@ class NewSchedule:
             raise ArgumentError(f"jitter takes a timedelta from 0 to 24 hours, got {self.jitter!r}")
         if self.job.envelope.run_at is not None:
             raise ArgumentError("a schedule says itself when its job is due: leave run_at= out, or take delay=")
-        if self.jitter and isinstance(self.job.keys, JobKeys) and self.job.keys.group is not None:
+        if self.jitter:
+            self._check_jitter()
+        self._check_expiry()
+
+    def _check_jitter(self) -> None:
+        if isinstance(self.job.keys, JobKeys) and self.job.keys.group is not None:
             raise ArgumentError("a job of a group runs when its turn comes: leave out the group or the jitter")
+        if self.job.envelope.every is not None:
+            raise ArgumentError(
+                "a job with every= runs when its part of the clock is over: leave out the every= of its handler or the "
+                "jitter"
+            )
+        if self.cron.every is not None and self.jitter >= self.cron.every:
+            raise ArgumentError(
+                f"a jitter of {self.jitter} is no shorter than the interval of {self.cron.every}: a job could run "
+                "after the next one"
+            )
+
+    def _check_expiry(self) -> None:
+        expires, delay = self.job.envelope.expires, self.job.envelope.delay or timedelta(0)
+        if expires is not None and expires <= delay + self.jitter:
+            raise ArgumentError(
+                f"a job that expires after {expires} may never run if it runs up to {delay + self.jitter} later (its "
+                "delay and its jitter): give it more time to expire"
+            )
 
     def as_row(self, now: datetime, *, declared: bool) -> dict[str, object]:
         """The schedule as a row, due for the first time behind `now`."""

@@ -80,11 +80,17 @@ class PutOptions(ActingOptions):
     """A field per option."""
 
     name: Annotated[str, typer.Argument(metavar="NAME", help="The name of the schedule.", show_default=False)]
-    cron: Annotated[
-        str,
-        typer.Option("--cron", metavar="TEXT", help="When: '30 2 * * *', or @daily and the like.", show_default=False),
-    ]
     kind: Annotated[str, typer.Option("--kind", metavar="NAME", help="The kind of its job.", show_default=False)]
+    cron: Annotated[
+        str | None,
+        typer.Option("--cron", metavar="TEXT", help="When: '30 2 * * *', or @daily and the like.", show_default=False),
+    ] = None
+    every: Annotated[
+        str | None,
+        typer.Option(
+            "--every", metavar="TIME", help="In place of --cron, an interval: 30s, 15m, 1h30m, 1d.", show_default=False
+        ),
+    ] = None
     queue: Annotated[str, typer.Option("--queue", metavar="NAME", help="The queue of its job.")] = "default"
     args: Annotated[
         str | None,
@@ -128,13 +134,14 @@ class PutOptions(ActingOptions):
 def put(options: PutOptions) -> None:
     """Make a schedule, or change the one of this name.
 
-    One that is paused stays paused. It keeps the time that it is due next, unless the cron text or the time zone is
-    another one. The arguments are not compared with the handler's. A schedule that an application's code declares is
-    changed there.
+    One that is paused stays paused. It keeps the time that it is due next, unless the cron text, the interval or the
+    time zone is another one, or the time is later than it can be. The arguments are not compared with the handler's. A
+    schedule that an application's code declares is changed there.
 
     \b
     Examples:
       outboxq schedules put cleanup --kind clean_up --queue upkeep --cron @hourly
+      outboxq schedules put poll --kind poll_bank --queue bank --every 30s
       outboxq schedules put monday --kind report --queue reports \\
         --cron '0 6 * * 1' --time-zone Europe/Berlin --fire-time fire_time
     """
@@ -143,8 +150,10 @@ def put(options: PutOptions) -> None:
     from outboxq.admin import schedules
     from outboxq.cron import Cron, of_schedule
 
+    if (options.cron is None) == (options.every is None):
+        raise WrongUsage("a schedule takes --cron or --every, one of the two")
     with of_schedule(options.name):
-        cron = Cron(options.cron, options.time_zone)
+        cron = Cron(options.cron or f"@every {options.every}", options.time_zone)
     new = schedules.NewSchedule(
         name=options.name,
         job=_job(options),

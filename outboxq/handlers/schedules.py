@@ -6,7 +6,7 @@ from datetime import timedelta
 from typing import TypeVar
 
 from outboxq.admin.schedules import FIRE_TIME, Missed, NewSchedule
-from outboxq.cron import Cron, of_schedule
+from outboxq.cron import Cron, cron_of, of_schedule
 from outboxq.errors import ArgumentError, RegistryError
 from outboxq.handlers.function import naming
 from outboxq.handlers.handler import AnyHandler, Handler
@@ -88,8 +88,9 @@ class Scheduled:
     @named_options
     def schedule(
         self,
-        cron: str,
+        cron: str | None = None,
         *,
+        every: timedelta | None = None,
         time_zone: str = "UTC",
         missed: Missed = "one",
         jitter: timedelta = timedelta(0),
@@ -104,19 +105,22 @@ class Scheduled:
         Args:
             cron: Five fields (minute, hour, day of month, month, day of week), or `@hourly`, `@daily`, `@weekly`,
                 `@monthly`, `@yearly`.
+            every: In place of `cron`, an interval of whole seconds, from a second to 365 days: due at its multiples
+                since 1970 in UTC, so that a change of the clocks moves none.
             time_zone: In whose clocks, such as "Europe/Berlin".
             missed: What becomes of times that no relay was there for. "one": one job for all of them, with the newest
                 as its time. "all": a job for each. "skip": none for one that is more than a minute late.
-            jitter: Each job runs so much later at most, at random, up to 24 hours.
+            jitter: Each job runs so much later at most, at random, up to 24 hours, and less than `every`.
             name: What it is called, by default the handler's kind. Under another name it is another schedule.
             args: The handler's other arguments, by name.
 
         Raises:
-            ArgumentError: the cron text cannot be or is never due, or there is no such time zone.
+            ArgumentError: the cron text cannot be or is never due, there is no such time zone, or not one of `cron` and
+                `every` is given.
             RegistryError: the name is taken by another schedule.
         """
         with of_schedule(name):
-            due = Cron(cron, time_zone)
+            due = cron_of(cron, every, time_zone)
         return ScheduleDecorator(self._add_schedule, due, missed, jitter, name, dict(args or {}))
 
     def _add_schedule(self, schedule: DeclaredSchedule) -> None:

@@ -64,6 +64,9 @@ def test_schedules_are_paused_resumed_run_and_removed(outboxq_database: Database
             "argument 'at' is in --args and in --fire-time",
         ),
         (("--cron", "@daily", "--missed", "none"), "none"),
+        ((), "takes --cron or --every"),
+        (("--cron", "@daily", "--every", "1h"), "takes --cron or --every"),
+        (("--every", "soon"), "the interval '@every soon' cannot be read"),
         (("--cron", "@daily", "--jitter-seconds", "100000"), "86400"),
     ],
 )

@@ -307,3 +307,23 @@ def test_a_relay_without_schedules_sends_nothing_more(
         assert "outboxq-scheduler" not in {thread.name for thread in threading.enumerate()}
     assert [statement for statement in sent if "outboxq.schedule" in statement] == []
     own.dispose()
+
+
+def test_an_interval_of_a_second_is_fired_at_each_second(
+    engine: Engine, outboxq_database: Database, start_relay: StartRelay
+) -> None:
+    """Each once, by relays side by side, which keep their connection from one to the next."""
+    with engine.begin() as connection:
+        schedules.put(connection, "tick", tick.job(), every=timedelta(seconds=1), missed="all")
+    opened: list[object] = []
+    own = create_engine(outboxq_database.url, connect_args={"application_name": "own"})
+    event.listen(own, "connect", lambda *_: opened.append(None))
+    with start_relay(no_kinds(), engine=own), start_relay(no_kinds()):
+        wait_until(lambda: len(fired(engine)) > 1, "some seconds")
+        before = len(opened)
+        wait_until(lambda: len(fired(engine)) > 9, "some seconds more")
+        # The history has connections of its own.
+        assert len(opened) <= before + 3
+    found = fired(engine)
+    assert found == [found[0] + number * timedelta(seconds=1) for number in range(len(found))]
+    own.dispose()

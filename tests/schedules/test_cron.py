@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outboxq.cron import SHORTHANDS, Cron
+from outboxq.cron import SHORTHANDS, Cron, cron_of, every_text
 from outboxq.errors import ArgumentError
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
@@ -133,3 +133,60 @@ def test_a_system_without_time_zones_is_named(monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(ArgumentError, match="pip install tzdata"):
         Cron("@daily", "Europe/Berlin")
     assert Cron("@daily").after(START) == START + timedelta(days=1)
+
+
+@given(st.integers(1, 400_000), MOMENTS, st.integers(0, 300))
+@settings(max_examples=100, deadline=None)
+def test_an_interval_is_due_at_its_multiples(seconds: int, moment: datetime, steps: int) -> None:
+    """Whoever asks and whenever: nothing drifts, nothing is left out, and the clocks of a zone move none."""
+    every = timedelta(seconds=seconds)
+    cron = cron_of(None, every, "Europe/Berlin")
+    assert cron == Cron(every_text(every), "Europe/Berlin")
+    first = cron.after(moment)
+    assert timedelta(0) < first - moment <= every
+    assert (first - datetime(1970, 1, 1, tzinfo=UTC)) % every == timedelta(0)
+    due = [first + number * every for number in range(steps + 1)]
+    assert cron.due_times(first, due[-1], steps + 1) == due
+    assert cron.newest(first, due[-1]) == due[-1]
+    assert cron.after(due[-1] - timedelta(seconds=1) / 2) == due[-1]
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        ("@every 30s", 30),
+        ("@every 1h30m", 5400),
+        ("@EVERY 90S", 90),
+        ("@every 1d", 86_400),
+        (" @every  365d ", 31_536_000),
+    ],
+)
+def test_an_interval_may_be_a_text(text: str, seconds: int) -> None:
+    """As the command line takes it, and as it is stored."""
+    assert Cron(text).every == timedelta(seconds=seconds)
+    assert Cron(every_text(timedelta(seconds=seconds))).every == timedelta(seconds=seconds)
+
+
+@pytest.mark.parametrize(
+    "text", ["@every", "@every 0s", "@every 30", "@every 1.5s", "@every 366d", "@every 1m 1h", "@every -1s"]
+)
+def test_an_interval_that_cannot_be_is_refused(text: str) -> None:
+    """With what it may be."""
+    with pytest.raises(ArgumentError, match="1 second to 365 days, such as '@every 30s'"):
+        Cron(text)
+
+
+@pytest.mark.parametrize(
+    "every", [timedelta(0), timedelta(milliseconds=1500), timedelta(days=366), timedelta(seconds=-5), 30, "30s"]
+)
+def test_an_interval_in_code_is_of_whole_seconds(every: object) -> None:
+    """From a second to a year."""
+    with pytest.raises(ArgumentError, match="whole seconds, from 1 second to 365 days"):
+        cron_of(None, every, "UTC")
+
+
+def test_a_schedule_has_a_cron_text_or_an_interval() -> None:
+    """One of the two."""
+    for cron, every in ((None, None), ("@daily", timedelta(seconds=1))):
+        with pytest.raises(ArgumentError, match="one of the two"):
+            cron_of(cron, every, "UTC")

@@ -17,6 +17,8 @@ from tests.support.app import Account
 from tests.support.scheduled import due_since, fired, tick
 
 credit = external("credit", queue="ticks")
+EXPIRING = tick.options(expires=timedelta(minutes=5))
+THROTTLED = tick.options(coalesce="k", every=timedelta(minutes=5))
 
 
 @pytest.mark.parametrize("session_class", [Session, OutboxSession])
@@ -111,6 +113,21 @@ def test_many_transactions_put_the_same_schedules(engine: Engine) -> None:
         ({"job": tick}, ArgumentError, "made by kind.job"),
         ({"job": tick.options(run_at=datetime(2027, 1, 1, tzinfo=UTC)).job()}, ArgumentError, "leave run_at= out"),
         ({"job": tick.options(group="g").job(), "jitter": timedelta(seconds=1)}, ArgumentError, "group.*jitter"),
+        ({"job": THROTTLED.job(), "jitter": timedelta(seconds=1)}, ArgumentError, "every=.*jitter"),
+        ({"job": EXPIRING.job(), "jitter": timedelta(minutes=5)}, ArgumentError, "expires after 0:05:00"),
+        (
+            {"job": EXPIRING.options(delay=timedelta(minutes=3)).job(), "jitter": timedelta(minutes=2)},
+            ArgumentError,
+            "up to 0:05:00 later",
+        ),
+        ({"every": timedelta(seconds=5)}, ArgumentError, "one of the two"),
+        ({"cron": None}, ArgumentError, "one of the two"),
+        ({"cron": None, "every": timedelta(milliseconds=5)}, ArgumentError, "whole seconds"),
+        (
+            {"cron": None, "every": timedelta(seconds=30), "jitter": timedelta(seconds=30)},
+            ArgumentError,
+            "no shorter than the interval",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused_at_the_call(engine: Engine, arguments, error, said) -> None:
@@ -120,6 +137,12 @@ def test_what_cannot_be_is_refused_at_the_call(engine: Engine, arguments, error,
         with pytest.raises(error, match=said):
             schedules.put(connection, given.pop("name"), given.pop("job"), **given)
         assert schedules.list_schedules(connection) == []
+
+
+def test_an_expiry_behind_the_latest_time_is_taken(engine: Engine) -> None:
+    """A job that has some time left when it runs at the latest."""
+    with engine.begin() as connection:
+        schedules.put(connection, "it", EXPIRING.job(), cron="@daily", jitter=timedelta(seconds=299))
 
 
 def test_an_entity_without_a_key_is_refused(engine: Engine) -> None:

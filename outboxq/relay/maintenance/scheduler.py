@@ -45,6 +45,8 @@ _PAUSE_SECONDS = 1.0
 # A schedule that could not be fired is left alone for so long, so that it holds no other up.
 _REFUSED_SECONDS = 60.0
 _STOP_SECONDS = 5.0
+# If nothing is due within so long, the connection is closed.
+_REST_SECONDS = 5.0
 
 Work: TypeAlias = Callable[[Connection], "Tick"]
 
@@ -80,6 +82,8 @@ class Scheduler:
         self._changed = threading.Condition()
         self._due_at = math.inf
         self._thread: threading.Thread | None = None
+        # Whether the connection may be open.
+        self._is_open = False
         # The names of schedules that could not be fired, and until when they are left alone.
         self._refused: dict[str, float] = {}
         self._warned: set[str] = set()
@@ -111,26 +115,27 @@ class Scheduler:
     def _run(self) -> None:
         while not self.stopping.is_set():
             with self._changed:
-                # Once: who changes the time notifies.
-                if not self._is_time():
-                    self._changed.wait(min(self._due_at - time.monotonic(), threading.TIMEOUT_MAX))
+                pause = self._due_at - time.monotonic()
+                if pause > 0 and not self.stopping.is_set() and not (self._is_open and pause > _REST_SECONDS):
+                    # Once: who changes the time notifies.
+                    self._changed.wait(min(pause, threading.TIMEOUT_MAX))
                     continue
-            if not self.stopping.is_set():
-                self._fire_until_rest()
+            if pause > 0:
+                self._rest()
+            elif not self.stopping.is_set():
+                self._fire_all()
+        self._rest()
 
-    def _is_time(self) -> bool:
-        return self.stopping.is_set() or time.monotonic() >= self._due_at
-
-    def _fire_until_rest(self) -> None:
+    def _fire_all(self) -> None:
         seconds = self._tick()
         while seconds <= 0 and not self.stopping.is_set():
             seconds = self._tick()
-        self._rest()
         with self._changed:
             self._due_at = time.monotonic() + seconds
 
     def _tick(self) -> float:
         """Fire up to ten schedules; in how many seconds to look again, 0 for at once."""
+        self._is_open = True
         try:
             tick = self.transact(self._fire_due)
         except Exception as error:  # noqa: BLE001  # whatever it is, the relay's work does not depend on it
@@ -180,6 +185,7 @@ class Scheduler:
             logger.warning("schedules could not be fired, and are tried again: %s", reason)
 
     def _rest(self) -> None:
+        self._is_open = False
         with suppress(Exception):
             self.rest()
 

@@ -22,6 +22,7 @@ HEARTBEAT_PIPE_VARIABLE = "OUTBOXQ_HEARTBEAT_PIPE"
 METRICS_SOCKET_VARIABLE = "OUTBOXQ_METRICS_SOCKET"
 DATABASE_LABEL_VARIABLE = "OUTBOXQ_DATABASE_LABEL"
 ACTOR_VARIABLE = "OUTBOXQ_ACTOR"
+NO_SCHEDULES_VARIABLE = "OUTBOXQ_NO_SCHEDULES"
 DASHBOARD_TOKEN_VARIABLE = "OUTBOXQ_DASHBOARD_TOKEN"  # noqa: S105  # its name
 
 # How long messages and effects are remembered.
@@ -143,6 +144,11 @@ def actor_name() -> str:
         return pwd.getpwuid(user).pw_name
     except KeyError:
         return f"uid {user}"
+
+
+def no_schedules() -> bool:
+    """Whether relays are to store no schedules: `OUTBOXQ_NO_SCHEDULES` is set, and not to 0."""
+    return os.environ.get(NO_SCHEDULES_VARIABLE, "0") not in ("", "0")
 
 
 def dashboard_token() -> str | None:
@@ -292,6 +298,8 @@ class RelayConfig:
             drops LISTEN without a word, or give `listen_url`.
         listen_url: A direct URL for LISTEN, if the relay's own URL leads to a transaction pooler.
         schema: The PostgreSQL schema that the tables were migrated into.
+        declare_schedules: Whether to store the schedules that the registry declares, when the relay starts, and to
+            disable those that it does not declare any more. Without, what is stored is fired all the same.
         allow_asynchronous_commit: Work although `synchronous_commit` is off on the relay's sessions: a crash of the
             server may then undo what was just reported as done, rows and all, and the job runs again.
     """
@@ -311,6 +319,7 @@ class RelayConfig:
     listen: bool = True
     listen_url: str | None = None
     schema: str = "outboxq"
+    declare_schedules: bool = True
     allow_asynchronous_commit: bool = False
 
     def __post_init__(self) -> None:

@@ -183,6 +183,14 @@ def every_text(every: timedelta) -> str:
     return f"@every {''.join(parts)}"
 
 
+def every_of(text: str) -> timedelta | None:
+    """The interval of a text that is stored; None if it is a cron text, or cannot be read here."""
+    try:
+        return _read_every(text)
+    except ArgumentError:
+        return None
+
+
 def _read_every(text: str) -> timedelta | None:
     """The interval that stands for a cron text; None if it is one with fields."""
     if not isinstance(text, str) or not text.strip().lower().startswith("@every"):

@@ -3,6 +3,8 @@
 Each message says what was expected, what came, and what to do; what a program may want to read is an attribute.
 """
 
+import shlex
+from collections.abc import Sequence
 from uuid import UUID
 
 
@@ -238,14 +240,31 @@ class ScheduleNotFound(OutboxqError):
 
 
 class ScheduleDeclared(OutboxqError):
-    """A schedule that an application's code declares was to be changed from elsewhere."""
+    """A schedule that an application's code declares was to be changed from elsewhere.
 
-    def __init__(self, name: str) -> None:
+    `owner`: the name of the registry that declares it, if it is known.
+    """
+
+    def __init__(self, name: str, owner: str | None = None) -> None:
+        code = "an application's code" if owner is None else f"an application's code ({owner})"
         super().__init__(
-            f"the schedule {name!r} is declared by an application's code, which would change it back: change it there, "
+            f"the schedule {name!r} is declared by {code}, which would change it back: change it there, "
             "pause it, or use another name"
         )
-        self.name = name
+        self.name, self.owner = name, owner
+
+
+class ScheduleOwned(ConfigError):
+    """The code of the registry `claimant` declares schedules of these `names`, and so does that of their `owner`."""
+
+    def __init__(self, names: Sequence[str], owner: str, claimant: str) -> None:
+        adopted = shlex.join([*names, "--owner", claimant])
+        super().__init__(
+            f"schedules of the registry {owner!r} are declared by the registry {claimant!r}, too: "
+            f"{', '.join(map(repr, names))}. Rename them in one of the two (name=...); or if {claimant!r} takes over, "
+            f"or is the new name of {owner!r}, run `outboxq schedules adopt {adopted}`"
+        )
+        self.names, self.owner, self.claimant = tuple(names), owner, claimant
 
 
 class InvalidKey(OutboxqError, ValueError):

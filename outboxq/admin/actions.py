@@ -10,7 +10,19 @@ from uuid import UUID
 
 from sqlalchemy import Connection
 
-from outboxq.admin import audit, bulk, cancellation, effects, finished, installation, kinds, messages, queues, schedules
+from outboxq.admin import (
+    audit,
+    bulk,
+    cancellation,
+    effects,
+    finished,
+    installation,
+    kinds,
+    messages,
+    queues,
+    schedule_owners,
+    schedules,
+)
 from outboxq.admin.audit import Actor as Actor
 from outboxq.admin.bulk import Preview as Preview
 from outboxq.admin.bulk import Total as Total
@@ -204,6 +216,14 @@ class Actions:
         """Delete schedules, as `schedules.remove` does."""
         changed = schedules.remove(connection, names)
         self._record(connection, "schedule.remove", names, len(changed))
+        return changed
+
+    def adopt_schedules(
+        self, connection: Connection, names: Sequence[str], owner: str | None = None
+    ) -> tuple[str, ...]:
+        """Give schedules to an application's code, or to operators, as `schedule_owners.adopt` does."""
+        changed = schedule_owners.adopt(connection, names, owner)
+        self._record(connection, "schedule.adopt", names, len(changed), {"owner": owner})
         return changed
 
     def run_schedule(self, connection: Connection, name: str) -> JobHandle:

@@ -30,8 +30,8 @@ Via: TypeAlias = Literal["cli", "web", "api"]
 Action: TypeAlias = Literal[
     "audit.prune", "bulk.resume", "bulk.stop", "dead.discard", "dead.retry", "done.run_again", "effect.resolve",
     "installation.renew", "job.cancel", "job.cancel_running", "job.change", "job.terminate", "kind.pause",
-    "kind.resume", "message.forget", "queue.keep_dead", "queue.pause", "queue.resume", "queue.set", "schedule.pause",
-    "schedule.put", "schedule.remove", "schedule.resume", "schedule.run_now",
+    "kind.resume", "message.forget", "queue.keep_dead", "queue.pause", "queue.resume", "queue.set", "schedule.adopt",
+    "schedule.pause", "schedule.put", "schedule.remove", "schedule.resume", "schedule.run_now",
 ]  # fmt: skip
 ACTIONS: tuple[Action, ...] = get_args(Action)
 MAX_REASON_BYTES = 2_000

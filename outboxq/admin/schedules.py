@@ -17,7 +17,7 @@ from sqlalchemy import Connection, Row
 from sqlalchemy.orm import Session
 
 from outboxq.clock import uuid7s
-from outboxq.cron import Cron, of_schedule
+from outboxq.cron import Cron, every_of, of_schedule
 from outboxq.database.sessions import transaction_connection
 from outboxq.errors import ArgumentError, ScheduleDeclared, ScheduleNotFound
 from outboxq.names import MAX_SCOPE_BYTES, check_key
@@ -60,9 +60,13 @@ class NewSchedule:
     cron: Cron
     missed: Missed = "one"
     jitter: timedelta = timedelta(0)
+    # The registry that declares it.
+    owner: str | None = None
 
     def __post_init__(self) -> None:
         check_key("schedule name", self.name, MAX_SCOPE_BYTES)
+        if self.owner is not None:
+            check_key("name of the registry", self.owner, MAX_SCOPE_BYTES)
         if not isinstance(self.job, NewJob):
             raise ArgumentError(f"a schedule takes a job made by kind.job(...), got {type(self.job).__name__}")
         if self.missed not in get_args(Missed):
@@ -125,9 +129,14 @@ class Schedule:
     """A schedule.
 
     Attributes:
+        cron: Its cron text, or its interval, such as "@every 30s".
         missed: What becomes of the times that no relay was there for.
         declared: Whether an application's code declares it.
         next_at: When it is due next. `last_at`: the newest time that was fired.
+        paused_at: Since when it adds no job: an operator paused it, or it is disabled.
+        owner: The name of the registry that declares it; None if operators made it, or code of a version before.
+        every_seconds: The length of its interval, if it has one.
+        disabled: Why it is disabled; None if it is not.
     """
 
     name: str
@@ -142,6 +151,9 @@ class Schedule:
     last_at: datetime | None
     paused_at: datetime | None
     created_at: datetime
+    owner: str | None = None
+    every_seconds: float | None = None
+    disabled: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,15 +167,6 @@ class ScheduleDetail:
     next_fires: tuple[str, ...]
     args: str = field(repr=False)
     options: str = field(repr=False)
-
-
-@dataclass(frozen=True, slots=True)
-class Gone:
-    """A schedule that an application's code declared once, and that this code does not declare."""
-
-    name: str
-    kind: str
-    queue: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,26 +229,12 @@ def put_and_count(connection: Executor, new: NewSchedule) -> tuple[Schedule, int
     Raises:
         ScheduleDeclared: code declares it.
     """
-    row = new.as_row(_clock(connection), declared=False)
+    row = new.as_row(clock_of(connection), declared=False)
     changed = len(connection.execute(statements.put([row], keep_declared=True)).all())
     found = _find(connection, new.name)
     if found.declared:
-        raise ScheduleDeclared(new.name)
+        raise ScheduleDeclared(new.name, found.owner)
     return _schedule(found), changed
-
-
-def declare(connection: Executor, schedules: Iterable[NewSchedule]) -> tuple[Gone, ...]:
-    """Make or change the schedules that an application's code declares; returns what other code has declared.
-
-    Many relays may do so at once. None is paused or resumed, and none removed.
-    """
-    now = _clock(connection)
-    wanted = {new.name: new.as_row(now, declared=True) for new in schedules}
-    if wanted:
-        # In their order: relays that start at the same time lock the rows in the same order.
-        connection.execute(statements.put([wanted[name] for name in sorted(wanted)], keep_declared=False))
-    found = connection.execute(statements.select_declared())
-    return tuple(Gone(*row) for row in found if row.name not in wanted)
 
 
 def remove(connection: Executor, names: Sequence[str]) -> tuple[str, ...]:
@@ -253,12 +242,12 @@ def remove(connection: Executor, names: Sequence[str]) -> tuple[str, ...]:
 
     One that an application's code declares comes back when its relay starts again.
     """
-    return tuple(sorted(connection.execute(statements.remove(_sorted(names))).scalars()))
+    return tuple(sorted(connection.execute(statements.remove(sorted_names(names))).scalars()))
 
 
 def pause(connection: Executor, names: Sequence[str]) -> tuple[str, ...]:
     """Keep schedules from being fired, until they are resumed; returns the names of those that were not paused."""
-    return tuple(sorted(connection.execute(statements.pause(_sorted(names))).scalars()))
+    return tuple(sorted(connection.execute(statements.pause(sorted_names(names))).scalars()))
 
 
 def resume(connection: Executor, names: Sequence[str]) -> tuple[str, ...]:
@@ -268,10 +257,10 @@ def resume(connection: Executor, names: Sequence[str]) -> tuple[str, ...]:
         The names of those that were paused.
     """
     resumed: list[str] = []
-    for name in _sorted(names):
+    for name in sorted_names(names):
         row = connection.execute(statements.select_schedule(name, lock=True)).one_or_none()
         if row is not None and row.paused_at is not None:
-            next_at = _cron_of(row).after(_clock(connection))
+            next_at = _cron_of(row).after(_counted_from(clock_of(connection), row.last_at))
             connection.execute(statements.resume(name, next_at))
             resumed.append(name)
     return tuple(resumed)
@@ -284,7 +273,7 @@ def run_now(connection: Executor, name: str) -> JobHandle:
         ScheduleNotFound: no schedule has this name.
     """
     stored = StoredSchedule.of(_find(connection, name))
-    jobs = stored.jobs_at([_clock(connection)])
+    jobs = stored.jobs_at([clock_of(connection)])
     insert_all(_transaction(connection), jobs, wakes="by queue")
     ((job_id, new),) = jobs.items()
     return make_handle(job_id, new)
@@ -311,6 +300,16 @@ def show_schedule(connection: Executor, name: str) -> ScheduleDetail:
     return ScheduleDetail(found, tuple(cron.local(each).isoformat() for each in due), row.args, row.options)
 
 
+def is_ahead(cron: Cron, next_at: datetime, last_at: datetime | None, now: datetime) -> bool:
+    """Whether a schedule is due later than it can be: the database's clock was ahead when that was computed."""
+    return next_at > cron.after(_counted_from(now, last_at))
+
+
+def _counted_from(now: datetime, last_at: datetime | None) -> datetime:
+    """The moment after which a schedule is due next: what it has fired is not fired again by a clock that went back."""
+    return last_at if last_at is not None and now < last_at <= now + statements.CLOCK_STEP else now
+
+
 def _cron_of(row: Row[Any]) -> Cron:
     """When a stored schedule is due; this process may not know its time zone."""
     with of_schedule(row.name):
@@ -331,18 +330,23 @@ def _find(connection: Executor, name: str) -> Row[Any]:
 
 
 def _schedule(row: Row[Any]) -> Schedule:
-    return Schedule(*(getattr(row, name) for name in statements.SUMMARY_COLUMNS))
+    every = every_of(row.cron)
+    reason = f"the code of {row.owner!r} does not declare it any more" if row.is_disabled else None
+    given = {name: getattr(row, name) for name in statements.SUMMARY_COLUMNS}
+    return Schedule(**given, every_seconds=None if every is None else every.total_seconds(), disabled=reason)
 
 
 def _transaction(connection: Executor) -> Connection:
     return connection if isinstance(connection, Connection) else transaction_connection(connection)
 
 
-def _clock(connection: Executor) -> datetime:
+def clock_of(connection: Executor) -> datetime:
+    """The database's time."""
     return database_clock(_transaction(connection))
 
 
-def _sorted(names: Sequence[str]) -> list[str]:
+def sorted_names(names: Sequence[str]) -> list[str]:
+    """Names of schedules, each once and checked, in the order in which their rows are locked."""
     if isinstance(names, str):
         raise ArgumentError(f"schedules are named by a list of names, got one text: [{names!r}]")
     return sorted({check_key("schedule name", name, MAX_SCOPE_BYTES) for name in names})

@@ -83,6 +83,7 @@ class _Root(PlainGroup):
             "schedules put",
             "schedules pause",
             "schedules resume",
+            "schedules adopt",
             "schedules run-now",
             "schedules remove",
             "effects resolve",

@@ -110,6 +110,14 @@ class RelayOptions:
             "the tables rebuilds them.",
         ),
     ] = False
+    no_schedules: Annotated[
+        bool,
+        typer.Option(
+            "--no-schedules",
+            help="Do not store the schedules that the registry declares, and disable none; what is stored is fired all "
+            "the same. Or set OUTBOXQ_NO_SCHEDULES=1.",
+        ),
+    ] = False
     allow_asynchronous_commit: Annotated[
         bool,
         typer.Option(
@@ -220,6 +228,7 @@ class RelayOptions:
             groups=tuple(config.SlotGroup.parse(text) for text in self.queue or ()),
             **{name: getattr(self, name) for name in _NUMBERS},
             reindex=not self.no_reindex,
+            declare_schedules=not (self.no_schedules or config.no_schedules()),
             allow_asynchronous_commit=self.allow_asynchronous_commit,
             listen=not self.no_listen,
             listen_url=listen_url,
@@ -249,6 +258,7 @@ class RelayOptions:
         command += [part for name in _NUMBERS for part in (f"--{name.replace('_', '-')}", str(getattr(self, name)))]
         flags = {
             "--no-reindex": self.no_reindex,
+            "--no-schedules": self.no_schedules,
             "--allow-asynchronous-commit": self.allow_asynchronous_commit,
             "--drain": self.drain,
             "--no-listen": self.no_listen,

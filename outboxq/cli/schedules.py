@@ -40,7 +40,9 @@ Name = Annotated[str, typer.Argument(metavar="NAME", help="Its name, as `list` p
         Column("missed", rank=5),
         Column("jitter_seconds", rank=6),
         Column("declared", rank=7),
-        Column("created_at", rank=8),
+        Column("owner", "name", rank=8),
+        Column("disabled", rank=9),
+        Column("created_at", rank=10),
     ),
     "--queue or --kind",
 )
@@ -49,7 +51,8 @@ def list_schedules(
 ) -> Sequence[object]:
     """List schedules by name, and when they are due.
 
-    One that is declared is written in the code of an application. A paused one skips its times.
+    One that is declared is written in the code of an application, whose registry is its owner. A paused one skips its
+    times, and so does one that is disabled, as its owner's code does not declare it any more.
 
     \b
     Examples:
@@ -232,6 +235,44 @@ def remove(options: NamesOptions) -> None:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class AdoptOptions(NamesOptions):
+    """A field per option of `adopt`."""
+
+    owner: Annotated[
+        str | None,
+        typer.Option(
+            "--owner",
+            metavar="NAME",
+            help="The name of the registry that declares them, such as myapp.jobs:jobs. Without it: operators.",
+            show_default=False,
+        ),
+    ] = None
+
+
+@app.command("adopt")
+@takes(AdoptOptions)
+def adopt(options: AdoptOptions) -> None:
+    """Give schedules that an application's code declares to another registry, or to operators.
+
+    A relay does not start if its registry declares what belongs to another one: adopt it, if it has moved there or the
+    registry has a new name. Without --owner, it is changed by `put` from then on, and stays when the code is gone; one
+    that is disabled stays paused until it is resumed.
+
+    
+    Examples:
+      outboxq schedules adopt nightly --owner myapp.jobs:jobs
+      outboxq schedules adopt nightly
+    """
+    actions = options.actions()
+    whose = "operators" if options.owner is None else repr(options.owner)
+
+    def change(connection: "Connection", names: Sequence[str]) -> tuple[str, ...]:
+        return actions.adopt_schedules(connection, names, options.owner)
+
+    _change(options, change, "adopted", f"belonged to {whose} already", said=f"belongs to {whose} now")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class NameOptions(ActingOptions):
     """A field per option of `run-now`."""
 
@@ -259,9 +300,14 @@ def run_now(options: NameOptions) -> None:
 
 
 def _change(
-    options: NamesOptions, change: "Callable[[Connection, Sequence[str]], tuple[str, ...]]", done: str, before: str
+    options: NamesOptions,
+    change: "Callable[[Connection, Sequence[str]], tuple[str, ...]]",
+    done: str,
+    before: str,
+    *,
+    said: str | None = None,
 ) -> None:
-    """Change schedules, and print for each whether that changed it; 1 if one is not there."""
+    """Change schedules, and print for each whether that changed it, by `said` or JSON's word; 1 if one is not there."""
     from outboxq.admin import schedules
 
     with options.transaction() as connection:
@@ -275,7 +321,7 @@ def _change(
     else:
         for name in wanted:
             if name not in unknown:
-                typer.echo(f"{name!r} is {done}" if name in changed else f"{name!r} {before}")
+                typer.echo(f"{name!r} {said or f'is {done}'}" if name in changed else f"{name!r} {before}")
     for name in unknown:
         notice(f"there is no schedule {name!r}: see `outboxq schedules list`")
     if unknown:

@@ -77,6 +77,7 @@ CHECKS: tuple[Check, ...] = (
     Check("unknown effects", effects.find_unknown_effects, _EFFECT, grant="SELECT on the table effect"),
     Check("effects that were started", effects.find_abandoned_effects, _EFFECT, grant="SELECT on the table effect"),
     Check("late schedules", schedules.find_late_schedules, _SCHEDULE, grant=_READS_SCHEDULES),
+    Check("the times of schedules", schedules.find_schedules_ahead, _SCHEDULE, grant=_READS_SCHEDULES),
     Check("paused schedules", schedules.find_paused_schedules, _SCHEDULE, grant=_READS_SCHEDULES),
     Check("the kinds of schedules", schedules.find_unhandled_schedules, _SCHEDULE, grant=_READS_SCHEDULES),
     Check(

@@ -3,9 +3,12 @@
 import shlex
 from collections.abc import Iterator
 
+from outboxq.admin.schedules import is_ahead
 from outboxq.codec.text import several
+from outboxq.cron import Cron
 from outboxq.doctor.findings import CheckContext, Finding, detail_of
 from outboxq.doctor.formatting import age
+from outboxq.errors import ArgumentError
 from outboxq.statements.doctor import schedules as statements
 
 # A relay that runs fires within seconds.
@@ -27,15 +30,41 @@ def find_late_schedules(context: CheckContext) -> Iterator[Finding]:
 
 
 def find_paused_schedules(context: CheckContext) -> Iterator[Finding]:
-    """Schedules that have been paused for more than a week, and may have been forgotten."""
+    """Schedules that have been paused for more than a week, and may have been forgotten; and disabled ones."""
     for row in context.rows(statements.paused_schedules(context.schema, _LONG_PAUSED_SECONDS)):
-        yield Finding(
-            "schedule-paused",
-            "info",
-            f"schedule {row.name!r} has been paused for {age(row.paused_seconds)}",
-            detail_of(row),
-            f"When the reason is gone: outboxq schedules resume {shlex.quote(row.name)}",
-        )
+        name, since = shlex.quote(row.name), age(row.paused_seconds)
+        if row.owner is None:
+            code, title = "schedule-paused", f"schedule {row.name!r} has been paused for {since}"
+            advice = f"When the reason is gone: outboxq schedules resume {name}"
+        else:
+            code = "schedule-disabled"
+            title = f"schedule {row.name!r} is disabled: the code of {row.owner!r} has not declared it for {since}"
+            advice = f"Remove it, outboxq schedules remove {name}, or keep it: outboxq schedules adopt {name}"
+        yield Finding(code, "info", title, detail_of(row), advice)
+
+
+def find_schedules_ahead(context: CheckContext) -> Iterator[Finding]:
+    """Schedules that are due later than their next time: the database's clock was ahead when that was computed."""
+    for row in context.rows(statements.coming_schedules(context.schema)):
+        try:
+            cron = Cron(row.cron, row.time_zone)
+        except ArgumentError:
+            # This machine does not know the time zone, or is of a version before.
+            continue
+        if is_ahead(cron, row.next_at, row.last_at, row.now):
+            expected, name = cron.after(row.now), shlex.quote(row.name)
+            yield Finding(
+                "schedule-ahead",
+                "problem",
+                f"schedule {row.name!r} is due in {age((row.next_at - row.now).total_seconds())}, and by {row.cron!r} "
+                f"in {age((expected - row.now).total_seconds())}: the database's clock was ahead when it was computed",
+                {
+                    "name": row.name, "kind": row.kind, "queue": row.queue,
+                    "next_at": row.next_at.isoformat(), "expected_at": expected.isoformat(),
+                },
+                "Start a relay whose code declares it, or put it again; or have its time computed again: outboxq "
+                f"schedules pause {name}, then outboxq schedules resume {name}",
+            )  # fmt: skip
 
 
 def find_unhandled_schedules(context: CheckContext) -> Iterator[Finding]:

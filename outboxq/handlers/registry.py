@@ -22,10 +22,11 @@ from outboxq.handlers.handler import (
 from outboxq.handlers.hooks import EventHook, On, checked_events, checked_hook
 from outboxq.handlers.limited import Limited
 from outboxq.handlers.options import DEFAULT_MAX_SIZE, CommonOptions, HandlerOptions, Messages, check_choice
+from outboxq.handlers.place import place_of
 from outboxq.handlers.resolved import Lifespan, Registry
 from outboxq.handlers.retention import Retained, check_windows, default_retention
 from outboxq.handlers.schedules import Scheduled, checked_schedules
-from outboxq.names import check_keywords, named_options
+from outboxq.names import MAX_SCOPE_BYTES, check_key, check_keywords, named_options
 from outboxq.outbox.job_batch import batch as open_batch
 from outboxq.outbox.kinds import P
 from outboxq.outbox.options import FlowOptions, JobOptions
@@ -59,11 +60,15 @@ class Jobs(Retained, Scheduled, Limited, KeepsDead):
         lifespan: A function without arguments that returns a context manager, sync or async, entered once per relay
             process before the first job; what it yields is `ctx.state`.
         messages: What is stored of error texts, for handlers that do not say it themselves; explained at `handler`.
+        name: Whose the schedules of this registry are: up to 255 bytes, the same in each version of the application,
+            and another one in each application that uses the database. By default the module in which the registry is
+            made and its name there, such as "myapp.jobs:jobs".
         hooks: Functions, sync or async, that are told every event of `outboxq.events` in each relay process; `on`
             registers a hook for some of them.
 
     Raises:
         RegistryError: `messages` is not "redacted", "withheld" or "whole", or a hook cannot be called with an event.
+        InvalidKey: such a name cannot be.
     """
 
     @named_options
@@ -73,9 +78,12 @@ class Jobs(Retained, Scheduled, Limited, KeepsDead):
         lifespan: Lifespan | None = None,
         messages: Messages = "redacted",
         hooks: Iterable[Callable[[Event], object]] = (),
+        name: str | None = None,
     ) -> None:
         super().__init__()
         self.lifespan = lifespan
+        self._name = None if name is None else check_key("name of the registry", name, MAX_SCOPE_BYTES)
+        self._place = place_of(self)
         self._hooks: list[EventHook] = [checked_hook(hook) for hook in hooks]
         self._arounds: list[Around] = []
         self._included: list[Jobs] = []
@@ -172,6 +180,11 @@ class Jobs(Retained, Scheduled, Limited, KeepsDead):
         return make
 
     batch = staticmethod(open_batch)
+
+    @property
+    def name(self) -> str:
+        """Whose the schedules of this registry are."""
+        return self._place.name_of(self) if self._name is None else self._name
 
     @overload
     def on(self, event: type[E1], /) -> On[E1]: ...
@@ -330,10 +343,11 @@ class Jobs(Retained, Scheduled, Limited, KeepsDead):
             MappingProxyType(self._arounds_by_kind()),
             MappingProxyType(dict(self._limits)),
             checked_schedules(
-                [schedule for each in self._with_included() for schedule in each._schedules],  # noqa: SLF001  # the same class
+                {schedule: each.name for each in self._with_included() for schedule in each._schedules},  # noqa: SLF001  # the same class
                 self._handlers.values(),
             ),
             MappingProxyType(dict(self._keep_dead)),
+            tuple(each.name for each in self._with_included()),
         )
 
 

@@ -28,6 +28,7 @@ class Registry:
         arounds: Those of each kind and alias whose handler has some.
         limits: Those of each queue that has some.
         keep_dead: How long each queue keeps its dead letters, if not for ever.
+        owners: The names of the registry and of those that it includes.
     """
 
     handlers: Mapping[str, AnyHandler]
@@ -41,6 +42,7 @@ class Registry:
     limits: Mapping[str, QueueLimits]
     schedules: tuple[NewSchedule, ...] = ()
     keep_dead: Mapping[str, timedelta] = field(default_factory=dict)
+    owners: tuple[str, ...] = ()
 
     def known_kinds(self, flavour: Flavour) -> tuple[str, ...]:
         """The kinds, aliases included, whose handlers have this flavour."""

@@ -31,14 +31,21 @@ class DeclaredSchedule:
     jitter: timedelta
     args: Mapping[str, object]
 
-    def check(self) -> NewSchedule:
-        """The schedule with its job.
+    def check(self, owner: str) -> NewSchedule:
+        """The schedule with its job, as that of the registry with this name.
 
         Raises:
             RegistryError: the handler takes an argument that has no value, or a value does not fit.
         """
         with naming(self.handler.function):
-            return NewSchedule(name=self.name, job=self._job(), cron=self.cron, missed=self.missed, jitter=self.jitter)
+            return NewSchedule(
+                name=self.name,
+                job=self._job(),
+                cron=self.cron,
+                missed=self.missed,
+                jitter=self.jitter,
+                owner=owner,
+            )
 
     def _job(self) -> NewJob:
         given = {_FIRE_TIME: FIRE_TIME} if _FIRE_TIME in self.handler.signature().parameters else {}
@@ -143,9 +150,9 @@ def check_distinct(schedule: DeclaredSchedule, others: Iterable[DeclaredSchedule
 
 
 def checked_schedules(
-    declared: Collection[DeclaredSchedule], handlers: Collection[AnyHandler]
+    declared: Mapping[DeclaredSchedule, str], handlers: Collection[AnyHandler]
 ) -> tuple[NewSchedule, ...]:
-    """All schedules of a registry and of those that it includes, with their jobs.
+    """All schedules of a registry and of those that it includes, with their jobs, by the names of these registries.
 
     Raises:
         RegistryError: two have one name, one's handler is of another registry, or its arguments do not fit.
@@ -157,4 +164,4 @@ def checked_schedules(
                 f"schedule {each.name!r}: the handler {each.handler.kind!r} is not in this registry: use the "
                 "decorators of one registry"
             )
-    return tuple(each.check() for each in declared)
+    return tuple(each.check(owner) for each, owner in declared.items())

@@ -7,7 +7,7 @@ deployments that migrate at the same time wait for each other.
     from outboxq import migrations
 
     def upgrade() -> None:
-        migrations.upgrade(op, to=14)
+        migrations.upgrade(op, to=15)
 
     def downgrade() -> None:
         migrations.downgrade(op, to=0)
@@ -36,6 +36,7 @@ from outboxq.migrations import (
     step_12_indexes,
     step_13_ranges,
     step_14_ranges_validated,
+    step_15_owners,
 )
 from outboxq.migrations.losses import LOCK_ALL, check_discard, guard_of
 from outboxq.migrations.refusals import refusals_in_short
@@ -58,6 +59,7 @@ STEPS: tuple[tuple[str, str], ...] = (
     (step_12_indexes.UP, step_12_indexes.DOWN),
     (step_13_ranges.UP, step_13_ranges.DOWN),
     (step_14_ranges_validated.UP, step_14_ranges_validated.DOWN),
+    (step_15_owners.UP, step_15_owners.DOWN),
 )
 LATEST = len(STEPS)
 # Steps that take a lock for which all other work waits; the steps behind them may take long.

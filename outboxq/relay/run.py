@@ -222,7 +222,8 @@ class RelayRun:
 
     def _look_around(self, connection: Connection) -> None:
         """Store the schedules of the registry, and read what operators have set: limits hold from the first claim."""
-        declare_schedules(connection, self.config.schema, self.registry)
+        if self.config.declare_schedules:
+            declare_schedules(connection, self.config.schema, self.registry)
         self._state.keeper = find_keeper(connection, self.config.schema, self.registry, self._state.lease.owner)
         asked_at = time.time()
         ((database_seconds,),) = run_script(connection, clock_seconds())[0].rows

@@ -10,7 +10,7 @@ from sqlalchemy import Connection, Engine
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.util import greenlet_spawn
 
-from outboxq.admin.schedules import declare
+from outboxq.admin import schedule_owners
 from outboxq.config import RelayConfig
 from outboxq.database.driver import run_script
 from outboxq.database.engines import Engines
@@ -32,8 +32,9 @@ from outboxq.migrations.server import check_server, refusing_bytes
 from outboxq.relay.event_loop import LoopThread
 from outboxq.relay.login import Login
 from outboxq.statements.done import may_write
+from outboxq.statements.relays import kinds_at_relays, may_read_relays
 from outboxq.statements.server import missing_installation, schema_version, synchronous_commit
-from outboxq.tables import LATEST_VERSION, NEEDED_VERSION, SCHEMA
+from outboxq.tables import LATEST_VERSION, NEEDED_VERSION, OWNERS_VERSION, SCHEMA
 
 logger = logging.getLogger("outboxq.relay")
 
@@ -103,32 +104,60 @@ def check_database(connection: Connection, config: RelayConfig) -> None:
 
 
 def declare_schedules(connection: Connection, schema: str, registry: Registry) -> None:
-    """Store the schedules that the registry declares; log those that it declared once, and does not any more.
+    """Store the schedules that the registry declares, and disable those that it declared once, and does not any more.
 
     Raises:
         ConfigError: the role may not write them.
+        ScheduleOwned: the code of another registry declares one of a name.
     """
-    if not registry.schedules:
-        return
     connection.rollback()
     mapped = connection.execution_options(isolation_level="READ COMMITTED", schema_translate_map={SCHEMA: schema})
     try:
         with mapped.begin():
-            others = declare(mapped, registry.schedules)
+            with_owners = (schema_version(mapped, schema) or 0) >= OWNERS_VERSION
+            schedule_owners.declare(mapped, registry.schedules, with_owners=with_owners)
+        if with_owners:
+            # Behind a COMMIT: relays that start at the same time lock each set of rows in one order.
+            with mapped.begin():
+                _disable_gone(mapped, schema, registry)
     except DBAPIError as error:
         if sqlstate_of(error) != _INSUFFICIENT_PRIVILEGE:
             raise
         raise ConfigError(
             "the relay's role may not write the schedules that the code declares: run what `outboxq roles --sql` prints"
         ) from error
-    for gone in others:
-        if gone.kind in registry.handlers or gone.queue in registry.flavours:
+
+
+def _disable_gone(connection: Connection, schema: str, registry: Registry) -> None:
+    """Disable what the code of the registry's owners does not declare any more, and log it."""
+    for gone in schedule_owners.find_gone(connection, registry.schedules, registry.owners):
+        is_known = gone.kind in registry.handlers or gone.queue in registry.flavours
+        said: str | None = None
+        if gone.owner is None:
+            said = "goes on, as it is not known whose it was: see `outboxq schedules remove`" if is_known else None
+        elif not is_known and _is_at_relays(connection, schema, gone):
+            said = (
+                "goes on, as a relay of another registry knows its kind: if that is another application, give each "
+                "registry a name of its own, Jobs(name=...)"
+            )
+        elif schedule_owners.disable(connection, gone):
+            said = "is disabled: see `outboxq schedules list`"
+        if said is not None:
             logger.warning(
-                "schedule %r of kind %r is no longer declared in the code, and goes on: see `outboxq schedules remove`",
+                "schedule %r of kind %r is no longer declared in the code, and %s",
                 gone.name,
                 gone.kind,
+                said,
                 extra={"outboxq_schedule": gone.name},
             )
+
+
+def _is_at_relays(connection: Connection, schema: str, gone: schedule_owners.Gone) -> bool:
+    """Whether a relay that lives serves the queue of a schedule, and knows its kind."""
+    if not connection.execute(may_read_relays(schema)).scalar_one():
+        return False
+    found = connection.execute(kinds_at_relays(schema, [(gone.queue, gone.kind)]))
+    return any(row.knowing for row in found)
 
 
 def find_keeper(connection: Connection, schema: str, registry: Registry, relay: UUID) -> Keeper:

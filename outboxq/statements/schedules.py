@@ -4,10 +4,26 @@ The row's lock and its `next_at` are the whole protocol: no relay leads, and not
 """
 
 from collections.abc import Collection, Mapping, Sequence
-from datetime import datetime
+from datetime import datetime, timedelta
 from typing import Any
 
-from sqlalchemy import ColumnElement, Select, Update, and_, case, delete, or_, select, text, update
+from sqlalchemy import (
+    ColumnElement,
+    Select,
+    Text,
+    Update,
+    and_,
+    case,
+    cast,
+    delete,
+    func,
+    literal_column,
+    null,
+    or_,
+    select,
+    text,
+    update,
+)
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.sql.dml import ReturningDelete, ReturningInsert, ReturningUpdate
 
@@ -16,11 +32,19 @@ from outboxq.tables import Instant, schedule
 
 SUMMARY_COLUMNS = (
     "name", "kind", "queue", "cron", "time_zone", "missed", "jitter_seconds", "declared", "next_at", "last_at",
-    "paused_at", "created_at",
+    "paused_at", "created_at", "owner",
 )  # fmt: skip
 # What a schedule is, apart from its name and its times.
 _GIVEN = ("kind", "queue", "args", "options", "cron", "time_zone", "missed", "jitter_seconds", "declared")
 _NOW: ColumnElement[datetime] = pg.statement_timestamp(type_=Instant())
+_CLOCK: ColumnElement[datetime] = pg.clock_timestamp(type_=Instant())
+# As JSON, because tables of before step 15 have no such columns.
+_OWNER = cast(literal_column("pg_catalog.to_jsonb(schedule) ->> 'owner'::text"), Text)
+_DISABLED_AT = cast(literal_column("pg_catalog.to_jsonb(schedule) ->> 'disabled_at'::text"), Instant())
+# An operator who pauses it moves the time.
+IS_DISABLED = func.coalesce(schedule.c.paused_at == _DISABLED_AT, literal_column("false"))
+# By how much the database's clock may go back, and what it has fired is waited for instead of fired once more.
+CLOCK_STEP = timedelta(hours=1)
 
 
 # For the transaction that fires schedules: the keys of unique jobs may be held by producers' transactions.
@@ -64,26 +88,43 @@ def seconds_to_next(without: Collection[str] = ()) -> Select[Any]:
 def put(rows: Sequence[Mapping[str, object]], *, keep_declared: bool) -> ReturningInsert[Any]:
     """Make schedules, or change those of the same names; returns those that were made or changed, by name.
 
-    One that was there keeps the time that it is due, if its cron text and its time zone stay, and stays paused.
+    One that was there keeps the time that it is due, if its cron text and its time zone stay, and stays paused. A time
+    that is later than it can be was computed while the database's clock was ahead, and is computed again.
 
     Args:
-        rows: In the order of their names, so that two transactions lock them in the same order.
+        rows: In the order of their names, so that two transactions lock them in the same order. If they have an owner,
+            those of another one are left alone, and those that were disabled are so no longer.
         keep_declared: Leave those alone that an application's code declares.
 
     Index: the primary key. Locks: the rows of these names; waits for a relay that fires one, which takes a moment.
     """
     new = insert(schedule).values(list(rows))
     same = and_(schedule.c.cron == new.excluded.cron, schedule.c.time_zone == new.excluded.time_zone)
-    changed = or_(*(schedule.c[name].is_distinct_from(new.excluded[name]) for name in _GIVEN))
-    allowed = [schedule.c.declared.is_(False)] if keep_declared else []
+    has_owner = "owner" in rows[0]
+    given = (*_GIVEN, "owner") if has_owner else _GIVEN
+    changed = or_(*(schedule.c[name].is_distinct_from(new.excluded[name]) for name in given))
+    allowed: list[ColumnElement[bool]] = [schedule.c.declared.is_(False)] if keep_declared else []
+    ahead, back = _is_ahead(new.excluded.next_at), IS_DISABLED if has_owner else literal_column("false")
+    values: dict[str, ColumnElement[Any]] = {name: new.excluded[name] for name in given}
+    if has_owner:
+        allowed.append(or_(schedule.c.owner.is_(None), schedule.c.owner == new.excluded.owner))
+        values |= {"paused_at": case((back, null()), else_=schedule.c.paused_at), "disabled_at": null()}
+    kept = case((and_(same, ~ahead, ~back), schedule.c.next_at), else_=new.excluded.next_at)
     return new.on_conflict_do_update(
         index_elements=[schedule.c.name],
-        set_={
-            **{name: new.excluded[name] for name in _GIVEN},
-            "next_at": case((same, schedule.c.next_at), else_=new.excluded.next_at),
-        },
-        where=and_(changed, *allowed),
+        set_={**values, "next_at": kept},
+        where=and_(or_(changed, ahead, back), *allowed),
     ).returning(schedule.c.name)
+
+
+def _is_ahead(next_at: ColumnElement[datetime]) -> ColumnElement[bool]:
+    """Whether a schedule is due later than at `next_at`, which is the first time behind now.
+
+    Not if that time has come meanwhile, or was fired: by a clock that has gone back since, a little. One that was hours
+    ahead has fired times that are not waited for.
+    """
+    fired = and_(schedule.c.last_at >= next_at, schedule.c.last_at <= _CLOCK + CLOCK_STEP)
+    return and_(schedule.c.next_at > next_at, next_at > _CLOCK, func.coalesce(~fired, literal_column("true")))
 
 
 def select_schedules(*, queue: str | None = None, kind: str | None = None, limit: int | None = None) -> Select[Any]:
@@ -99,10 +140,48 @@ def select_schedule(name: str, *, lock: bool = False) -> Select[Any]:
     return row.with_for_update() if lock else row
 
 
-def select_declared() -> Select[Any]:
-    """Those that an application's code declares: name, kind, queue. Reads the table, which is small; no locks."""
-    columns = [schedule.c[name] for name in ("name", "kind", "queue")]
-    return select(*columns).where(schedule.c.declared.is_(True))
+def select_declared(owners: Collection[str]) -> Select[Any]:
+    """Those that code of these owners declares, or of none that is known, and that are not paused.
+
+    Reads the table, which is small; no locks.
+    """
+    columns = [schedule.c[name] for name in ("name", "kind", "queue", "owner")]
+    theirs = or_(schedule.c.owner.in_(sorted(owners)), schedule.c.owner.is_(None))
+    return select(*columns).where(schedule.c.declared.is_(True), schedule.c.paused_at.is_(None), theirs)
+
+
+def select_owners(names: Collection[str]) -> Select[Any]:
+    """Whose those of these names are: name, owner. Index: the primary key; no locks."""
+    return select(schedule.c.name, schedule.c.owner).where(schedule.c.name.in_(sorted(names)))
+
+
+def disable(name: str, owner: str) -> ReturningUpdate[Any]:
+    """Pause a schedule that its owner's code does not declare any more, if it is not paused; its name, if it was.
+
+    Index: the primary key. Locks: the row.
+    """
+    is_theirs = and_(schedule.c.declared.is_(True), schedule.c.owner == owner)
+    return (
+        update(schedule)
+        .where(schedule.c.name == name, is_theirs, schedule.c.paused_at.is_(None))
+        .values(paused_at=_NOW, disabled_at=_NOW)
+        .returning(schedule.c.name)
+    )
+
+
+def adopt(names: Sequence[str], owner: str | None) -> ReturningUpdate[Any]:
+    """Give schedules to an application's code, or to operators; returns the names of those that were another's.
+
+    Those of operators stay paused if they are. Index: the primary key. Locks: the rows.
+    """
+    kept = {"disabled_at": null()} if owner is None else {}
+    is_another = or_(schedule.c.owner.is_distinct_from(owner), schedule.c.declared.is_(owner is None))
+    return (
+        update(schedule)
+        .where(schedule.c.name.in_(names), is_another)
+        .values(owner=owner, declared=owner is not None, **kept)
+        .returning(schedule.c.name)
+    )
 
 
 def remove(names: Sequence[str]) -> ReturningDelete[Any]:
@@ -111,10 +190,10 @@ def remove(names: Sequence[str]) -> ReturningDelete[Any]:
 
 
 def pause(names: Sequence[str]) -> ReturningUpdate[Any]:
-    """Pause schedules; returns those that were not paused. Index: the primary key. Locks: the rows."""
+    """Pause schedules; returns those that were not paused by an operator. Index: the primary key. Locks: the rows."""
     return (
         update(schedule)
-        .where(schedule.c.name.in_(names), schedule.c.paused_at.is_(None))
+        .where(schedule.c.name.in_(names), or_(schedule.c.paused_at.is_(None), IS_DISABLED))
         .values(paused_at=pg.clock_timestamp())
         .returning(schedule.c.name)
     )
@@ -126,7 +205,8 @@ def resume(name: str, next_at: datetime) -> Update:
 
 
 def _summary() -> list[ColumnElement[Any]]:
-    return [schedule.c[name] for name in SUMMARY_COLUMNS]
+    columns = [schedule.c[name] for name in SUMMARY_COLUMNS if name != "owner"]
+    return [*columns, _OWNER.label("owner"), IS_DISABLED.label("is_disabled")]
 
 
 def _other_names(names: Collection[str]) -> list[ColumnElement[bool]]:

@@ -14,12 +14,15 @@ NEEDED_VERSION = 9
 LATEST_VERSION = 14
 # The step that brings the history and the rows of relays, for what reads them.
 HISTORY_VERSION = 11
+# The step that brings the owners of schedules; without it code puts them as the version before did.
+OWNERS_VERSION = 15
 
 __all__ = [
     "HISTORY_VERSION",
     "JOB_SIZES",
     "LATEST_VERSION",
     "NEEDED_VERSION",
+    "OWNERS_VERSION",
     "SCHEMA",
     "Instant",
     "JobRow",

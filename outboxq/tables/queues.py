@@ -72,7 +72,12 @@ schedule = Table(
     Column("last_at", Instant()),
     Column("paused_at", Instant()),
     Column("created_at", Instant(), nullable=False, server_default=text("clock_timestamp()")),
+    # The registry that declares it; NULL if operators made it, or code of before this column.
+    Column("owner", StoredText),
+    # When its owner's code was first seen without it. It is disabled while `paused_at` is this very time.
+    Column("disabled_at", Instant()),
     CheckConstraint("octet_length(name) BETWEEN 1 AND 255", name="schedule_name_bytes"),
+    CheckConstraint("octet_length(owner) BETWEEN 1 AND 255", name="schedule_owner_bytes"),
     CheckConstraint("octet_length(queue) BETWEEN 1 AND 63", name="schedule_queue_bytes"),
     CheckConstraint("octet_length(kind) BETWEEN 1 AND 63", name="schedule_kind_bytes"),
     CheckConstraint("jsonb_typeof(args) = 'object'", name="schedule_args_object"),

@@ -42,7 +42,8 @@ UPDATE outboxq.dead_job SET kind = :name, queue = :q, reason = :text, errors = j
 UPDATE outboxq.done_job SET kind = :name, queue = :q;
 UPDATE outboxq.effect SET error = :text, scope = :name || scope, key = :name || key;
 UPDATE outboxq.inbox SET consumer = :name || consumer, message_id = :name || message_id;
-UPDATE outboxq.schedule SET name = :name || name, kind = :name, queue = :q;
+UPDATE outboxq.schedule SET name = :name || name, kind = :name, queue = :q, owner = :name, declared = true,
+  paused_at = now(), disabled_at = now();
 UPDATE outboxq.relay_status SET host = :text, version = :text, queues = ARRAY[:q],
   kinds = ARRAY[:name], running = jsonb_build_array(jsonb_build_object('id', gen_random_uuid(),
   'queue', :q, 'kind', :name, 'attempt', 1, 'seconds', 9.0, 'pid', 1));

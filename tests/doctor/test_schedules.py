@@ -25,6 +25,44 @@ def test_late_schedules_are_named(outboxq_database: Database) -> None:
     assert 590 < found["detail"]["late_seconds"] < 700
 
 
+def test_schedules_of_a_clock_that_was_ahead_are_named(outboxq_database: Database) -> None:
+    """Due later than their next time; not what is due then, was fired minutes ahead, or cannot be read here."""
+    url, minute = outboxq_database.url, "date_trunc('minute', now())"
+    add(url, "by cron", next_at="now() + interval '300 days'")
+    add(
+        url, "by interval", cron="'@every 1h'", next_at="now() + interval '2 hours'", last_at="now() - interval '1 day'"
+    )
+    add(url, "paused", next_at="now() + interval '300 days'", paused_at="now()")
+    add(url, "next", next_at="date_trunc('day', now(), 'UTC') + interval '1 day'")
+    add(url, "yearly", cron="'@yearly'", next_at="date_trunc('year', now(), 'UTC') + interval '1 year'")
+    add(url, "late", next_at="now() - interval '10 seconds'")
+    add(
+        url,
+        "fired",
+        cron="'@every 1m'",
+        next_at=f"{minute} + interval '9 minutes'",
+        last_at=f"{minute} + interval '8 minutes'",
+    )
+    add(url, "of mars", time_zone="'Mars'", next_at="now() + interval '300 days'")
+    found = named(url, "schedule-ahead")
+    assert [(each["severity"], each["detail"]["name"]) for each in found] == [
+        ("problem", "by cron"), ("problem", "by interval"),
+    ]  # fmt: skip
+    assert "outboxq schedules resume 'by cron'" in found[0]["advice"]
+    assert found[0]["detail"]["expected_at"] < found[0]["detail"]["next_at"]
+
+
+def test_disabled_schedules_are_named(outboxq_database: Database) -> None:
+    """With their owner, as good to know; neither as paused for long nor as no longer declared."""
+    url = outboxq_database.url
+    since = "now() - interval '30 days'"
+    add(url, "gone", declared="true", owner="'shop'", paused_at=since, disabled_at=since)
+    found = only(url, "schedule-disabled", APP)
+    assert (found["severity"], found["detail"]["owner"]) == ("info", "shop")
+    assert "outboxq schedules adopt gone" in found["advice"]
+    assert named(url, "schedule-paused", APP) == named(url, "schedule-not-declared", APP) == []
+
+
 def test_schedules_that_are_paused_for_long_are_named(outboxq_database: Database) -> None:
     """For more than a week; that is good to know, and no fault."""
     url = outboxq_database.url

@@ -1,6 +1,5 @@
 """Schedules that code declares: what is refused, and what relays store of them."""
 
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime, timedelta
@@ -10,7 +9,7 @@ from sqlalchemy import Engine, text
 
 from outboxq import BatchContext, BatchItem, Context, Jobs, schedules
 from outboxq.errors import ArgumentError, RegistryError, ScheduleDeclared
-from outboxq.events import Event, ScheduleFired
+from outboxq.events import Event
 from tests.support.scheduled import due_since, put
 
 
@@ -75,24 +74,6 @@ def test_a_start_that_changes_nothing_writes_nothing(engine: Engine, drain: Call
     drain(registry())
     with engine.connect() as connection:
         assert connection.execute(version).all() == before
-
-
-def test_a_schedule_that_code_declares_no_longer_goes_on_and_is_logged(
-    engine: Engine, drain: Callable[..., list[Event]], caplog: pytest.LogCaptureFixture
-) -> None:
-    """It is said how to remove it; one of another application's queues is its own affair."""
-    drain(registry(name="before"))
-    other = Jobs()
-    other.schedule("@daily", name="theirs")(other.handler(kind="theirs", queue="elsewhere")(lambda ctx: None))
-    drain(other)
-    with caplog.at_level(logging.WARNING, "outboxq.relay"):
-        drain(registry(name="now"))
-    said = [record.getMessage() for record in caplog.records if "declared" in record.getMessage()]
-    assert len(said) == 1
-    assert "'before'" in said[0]
-    assert "outboxq schedules remove" in said[0]
-    due_since(engine, "before", timedelta(0))
-    assert [event.name for event in drain(registry(name="now")) if isinstance(event, ScheduleFired)] == ["before"]
 
 
 def test_code_takes_over_what_was_put(engine: Engine, drain: Callable[..., list[Event]]) -> None:

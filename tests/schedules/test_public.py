@@ -5,14 +5,17 @@ from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 
 import pytest
-from sqlalchemy import Engine
+from sqlalchemy import Engine, text
 from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
 from sqlalchemy.orm import Session
 
-from outboxq import AsyncOutboxSession, OutboxSession, external, find_job, schedules
+from outboxq import AsyncOutboxSession, Jobs, OutboxSession, external, find_job, schedules
+from outboxq.admin.schedules import NewSchedule
+from outboxq.cron import Cron
 from outboxq.errors import ArgumentError, InvalidKey, ScheduleNotFound
 from outboxq.events import Event
 from outboxq.postgres import Database
+from outboxq.statements import schedules as statements
 from tests.support.app import Account
 from tests.support.scheduled import due_since, fired, tick
 
@@ -77,6 +80,76 @@ def test_putting_it_again_changes_it_and_keeps_its_time(engine: Engine) -> None:
         moved = schedules.put(connection, "it", credit.job(cents=5), cron="@hourly", missed="all")
         assert moved.next_at > due
         assert moved.paused_at == kept.paused_at
+
+
+def ahead(engine: Engine, name: str, by: timedelta, last: timedelta | None = None) -> datetime:
+    """Have a schedule be due so much later, as if it had been computed by a clock that was ahead; its time before."""
+    with engine.begin() as connection:
+        (before,) = connection.execute(
+            text("SELECT next_at FROM outboxq.schedule WHERE name = :name"), {"name": name}
+        ).one()
+        change = "UPDATE outboxq.schedule SET next_at = next_at + :by, last_at = next_at + CAST(:last AS interval)"
+        connection.execute(text(f"{change} WHERE name = :name"), {"by": by, "last": last, "name": name})
+    return before
+
+
+@pytest.mark.parametrize("when", [{"cron": "@daily"}, {"every": timedelta(hours=1)}])
+@pytest.mark.parametrize("how", ["put", "declared", "resume"])
+def test_a_time_of_a_clock_that_was_ahead_is_computed_again(
+    engine: Engine, drain: Callable[..., list[Event]], when: dict[str, object], how: str
+) -> None:
+    """By whatever computes the next time, although nothing else of the schedule changes."""
+    jobs = Jobs()
+    declare = jobs.schedule(name="it", **when)
+    declare(jobs.handler(queue="ticks", kind="tick")(lambda ctx: None))
+
+    def again() -> None:
+        if how == "declared":
+            drain(jobs)
+            return
+        with engine.begin() as connection:
+            if how == "resume" and schedules.pause(connection, "it"):
+                schedules.resume(connection, "it")
+            else:
+                schedules.put(connection, "it", tick.job(), **when)
+
+    again()
+    for last in (None, timedelta(days=-1), timedelta(days=364)):
+        before = ahead(engine, "it", timedelta(days=365), last)
+        again()
+        with engine.connect() as connection:
+            (found,) = schedules.list_schedules(connection)
+        # Another one, if its time has come meanwhile.
+        assert before <= found.next_at <= before + timedelta(days=1)
+
+
+@pytest.mark.parametrize("how", ["put", "resume"])
+def test_a_clock_that_went_back_a_little_has_nothing_fired_twice(engine: Engine, how: str) -> None:
+    """What it has fired in the minutes that come again is not due once more."""
+    with engine.begin() as connection:
+        schedules.put(connection, "it", tick.job(), every=timedelta(minutes=20))
+    before = ahead(engine, "it", timedelta(minutes=20), timedelta(0))
+    with engine.begin() as connection:
+        if how == "put":
+            schedules.put(connection, "it", tick.job(), every=timedelta(minutes=20))
+        else:
+            schedules.pause(connection, "it")
+            schedules.resume(connection, "it")
+        (found,) = schedules.list_schedules(connection)
+    assert (found.next_at, found.last_at) == (before + timedelta(minutes=20), before)
+
+
+def test_a_time_that_came_while_a_schedule_was_put_is_not_fired_twice(engine: Engine) -> None:
+    """A relay has fired it after `put` looked at the clock, and before it locked the row: the later time stays."""
+    with engine.begin() as connection:
+        schedules.put(connection, "it", tick.job(), every=timedelta(seconds=1))
+        due = connection.execute(text("SELECT clock_timestamp() - interval '1 second'")).scalar_one()
+    new = NewSchedule(name="it", job=tick.job(), cron=Cron("@every 1s"))
+    later = ahead(engine, "it", timedelta(hours=1))
+    with engine.begin() as connection:
+        row = new.as_row(due - timedelta(seconds=1), declared=False)
+        connection.execute(statements.put([row], keep_declared=True))
+        assert schedules.list_schedules(connection)[0].next_at == later + timedelta(hours=1)
 
 
 def test_run_now_adds_the_job_once_more(engine: Engine) -> None:

@@ -77,9 +77,10 @@ FROM hostile AS p""",
     """INSERT INTO outboxq.inbox (consumer, message_id, seen_at, expires_at)
 SELECT p.k, p.t, clock_timestamp(), clock_timestamp() + interval '1 day' FROM hostile AS p""",
     """INSERT INTO outboxq.schedule (name, kind, queue, args, options, cron, time_zone, missed,
-  jitter_seconds, declared, next_at, created_at)
+  jitter_seconds, declared, next_at, created_at, owner, paused_at, disabled_at)
 SELECT p.k, p.k, p.q, jsonb_build_object(p.t, p.t), '{}', '0 6 * * 1', 'UTC', 'skip', 0, false,
-  clock_timestamp() + interval '1 day', clock_timestamp() FROM hostile AS p""",
+  clock_timestamp() + interval '1 day', clock_timestamp(), p.k, p.at, p.at
+FROM (SELECT *, CASE WHEN i % 2 = 0 THEN clock_timestamp() END AS at FROM hostile) AS p""",
     """INSERT INTO outboxq.relay_status (id, host, pid, version, schema_step, state, queues, kinds, slots, busy, free,
   listens, running, flush) SELECT gen_random_uuid(), p.t, p.i, p.k, 11, 'serving', ARRAY[p.q], ARRAY[p.k], 4, 1,
   ARRAY[p.q], true, jsonb_build_array(jsonb_build_object('id', gen_random_uuid(), 'queue', p.q, 'kind', p.k,

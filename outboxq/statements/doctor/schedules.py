@@ -7,6 +7,8 @@ from outboxq.statements.doctor.sessions import qualified
 MAX_SCHEDULES = 1_000
 # Of each queue with a schedule, so many of the newest dead letters.
 MAX_DEAD = 1_000
+# As JSON, because tables of before step 15 have no such column.
+_IS_DISABLED = "coalesce(paused_at = (pg_catalog.to_jsonb(schedule) ->> 'disabled_at'::text)::timestamptz, false)"
 
 
 def late_schedules(schema: str, older_than_seconds: float) -> TextClause:
@@ -21,20 +23,33 @@ ORDER BY next_at LIMIT :most"""
 
 
 def paused_schedules(schema: str, older_than_seconds: float) -> TextClause:
-    """Schedules that have been paused for so long."""
+    """Schedules that have been paused for so long, and those that are disabled, with their owner."""
     return text(
         f"""\
-SELECT name, kind, queue, extract(epoch FROM pg_catalog.statement_timestamp() - paused_at)::float8 AS paused_seconds
-FROM {qualified(schema, "schedule")}
-WHERE paused_at < pg_catalog.statement_timestamp() - pg_catalog.make_interval(secs => :older_than_seconds)
+SELECT name, kind, queue, extract(epoch FROM pg_catalog.statement_timestamp() - paused_at)::float8 AS paused_seconds,
+  CASE WHEN {_IS_DISABLED} THEN pg_catalog.to_jsonb(schedule) ->> 'owner'::text END AS owner
+FROM {qualified(schema, "schedule")} AS schedule
+WHERE {_IS_DISABLED}
+  OR paused_at < pg_catalog.statement_timestamp() - pg_catalog.make_interval(secs => :older_than_seconds)
 ORDER BY paused_at LIMIT :most"""
     ).bindparams(older_than_seconds=older_than_seconds, most=MAX_SCHEDULES)
 
 
-def all_schedules(schema: str) -> TextClause:
-    """What schedules add, and which of them code declares."""
+def coming_schedules(schema: str) -> TextClause:
+    """Schedules that are due later, the last ones first, with the time of the look, no earlier than its rows."""
     return text(
-        f"SELECT name, kind, queue, declared FROM {qualified(schema, 'schedule')} ORDER BY name LIMIT :most"
+        f"""\
+SELECT name, kind, queue, cron, time_zone, next_at, last_at, pg_catalog.clock_timestamp() AS now
+FROM {qualified(schema, "schedule")} WHERE paused_at IS NULL AND next_at > pg_catalog.statement_timestamp()
+ORDER BY next_at DESC LIMIT :most"""
+    ).bindparams(most=MAX_SCHEDULES)
+
+
+def all_schedules(schema: str) -> TextClause:
+    """What schedules add, and which of them code declares that are not disabled."""
+    return text(
+        f"SELECT name, kind, queue, declared AND NOT {_IS_DISABLED} AS declared "
+        f"FROM {qualified(schema, 'schedule')} AS schedule ORDER BY name LIMIT :most"
     ).bindparams(most=MAX_SCHEDULES)
 
 

@@ -6,11 +6,10 @@ from uuid import UUID
 
 from sqlalchemy import Connection
 
-from outboxq.admin.queues import list_queues
-from outboxq.queue_limits import QueueLimits, limits_in_force, read_limits
+from outboxq.admin.queues import list_queues, read_declared_limits
+from outboxq.queue_limits import QueueLimits, limits_in_force
 from outboxq.statements import kinds
 from outboxq.statements.doctor.work import blocked_groups
-from outboxq.statements.relays import declared_limits, may_read_relays
 from outboxq.tables import mapped_schema
 
 
@@ -61,12 +60,8 @@ class PausedSince:
 
 def list_limits(connection: Connection) -> list[LimitedQueue]:
     """The queues with limits that hold: as operators have set them, else as living relays' applications declare."""
-    schema = mapped_schema(connection)
     given = {each.queue: each.limits for each in list_queues(connection)}
-    declared: dict[str, QueueLimits] = {}
-    if connection.execute(may_read_relays(schema)).scalar_one():
-        declared = read_limits(connection.execute(declared_limits(schema)).all())
-    found = limits_in_force(given, declared)
+    found = limits_in_force(given, read_declared_limits(connection))
     nothing = QueueLimits()
     return [
         _limited(name, limits, "operator" if given.get(name, nothing) != nothing else "application")

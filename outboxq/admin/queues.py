@@ -15,14 +15,23 @@ from outboxq.database.driver import run_script
 from outboxq.database.errors import missing_tables_explained
 from outboxq.errors import ArgumentError
 from outboxq.names import check_name
-from outboxq.queue_limits import MAX_KEEP_SECONDS, MIN_KEEP_SECONDS, QueueLimits, keep_text, read_limits
+from outboxq.queue_limits import (
+    MAX_KEEP_SECONDS,
+    MIN_KEEP_SECONDS,
+    QueueLimits,
+    keep_text,
+    limits_in_force,
+    read_limits,
+)
 from outboxq.statements import queues as statements
 from outboxq.statements import wake
 from outboxq.statements.jobs import STATES
+from outboxq.statements.relays import declared_limits, may_read_relays, served_queues
 from outboxq.tables import mapped_schema
 
 Limit: TypeAlias = Literal["running", "per_group", "rate"]
 
+_MOST_SERVED = 10_000
 _COLUMNS: Mapping[Limit, tuple[str, ...]] = {
     "running": ("max_running",),
     "per_group": ("max_per_group",),
@@ -47,7 +56,11 @@ class Queue:
 class QueueCount:
     """A queue with the number of its jobs, those that run included, and of its dead letters.
 
-    `limit`, `per_group`, `rate`, `burst` and `keep_dead` are what operators have set; None if that is nothing.
+    `limit`, `per_group`, `rate` and `burst` are those that hold: as operators have set them, else as the applications of
+    living relays declare them. `keep_dead` is what operators have set.
+
+    Attributes:
+        set_by: `operator`, if an operator has set one of the limits, else `application`; None without any.
     """
 
     queue: str
@@ -59,6 +72,7 @@ class QueueCount:
     burst: int | None = None
     per_group: int | None = None
     keep_dead: str | None = None
+    set_by: str | None = None
 
 
 def list_queues(connection: Connection) -> list[Queue]:
@@ -68,19 +82,39 @@ def list_queues(connection: Connection) -> list[Queue]:
     return [Queue(row.name, row.paused_at, limits[row.name], row.keep_dead_seconds) for row in found]
 
 
+def known_names(connection: Connection) -> set[str]:
+    """The queues that have a job or a dead letter, or that a living relay serves; a setting may be of a wrong name."""
+    known = {row.name for row in connection.execute(statements.known_queues()) if row.is_used}
+    schema = mapped_schema(connection)
+    if connection.execute(may_read_relays(schema)).scalar_one():
+        known |= {str(name) for (name,) in run_script(connection, served_queues(schema, _MOST_SERVED))[0].rows}
+    return known
+
+
+def read_declared_limits(connection: Connection) -> dict[str, QueueLimits]:
+    """The limits that applications of living relays declare, of each queue; none if this role may not read them."""
+    schema = mapped_schema(connection)
+    if not connection.execute(may_read_relays(schema)).scalar_one():
+        return {}
+    return read_limits(connection.execute(declared_limits(schema)).all())
+
+
 def count_queues(connection: Connection) -> list[QueueCount]:
-    """Every queue that has a job, a dead letter or a setting, counted, by name. Reads the whole table of jobs."""
+    """Every queue that has a job, a dead letter, a setting or a limit, counted. Reads the whole table of jobs."""
     counted = {row.queue: row for row in collect_stats(connection).queues}
+    known = {each.queue: each for each in list_queues(connection)}
+    given = {name: each.limits for name, each in known.items()}
     found: list[QueueCount] = []
-    for each in list_queues(connection):
-        row = counted.get(each.queue, QueueStats(queue=each.queue))
+    for name, limits in sorted(limits_in_force(given, read_declared_limits(connection)).items()):
+        row, queue = counted.get(name, QueueStats(queue=name)), known.get(name, Queue(name, None, QueueLimits()))
         jobs = sum(getattr(row, state) for state in STATES)
-        limits, rate = each.limits, each.limits.rate
-        limited = limits.running, None if rate is None else str(rate), limits.rate_burst, limits.per_group
-        kept = None if each.keep_dead_seconds is None else keep_text(each.keep_dead_seconds)
+        rate = None if limits.rate is None else str(limits.rate)
+        limited = limits.running, rate, limits.rate_burst, limits.per_group
+        kept = None if queue.keep_dead_seconds is None else keep_text(queue.keep_dead_seconds)
+        set_by = None if limits == QueueLimits() else "application" if queue.limits == QueueLimits() else "operator"
         # The row of a queue whose settings were all taken away stays, and says nothing.
-        if jobs or row.dead or any(setting is not None for setting in (each.paused_at, *limited, kept)):
-            found.append(QueueCount(each.queue, jobs, row.dead, each.paused_at, *limited, kept))
+        if jobs or row.dead or any(setting is not None for setting in (queue.paused_at, *limited, kept)):
+            found.append(QueueCount(name, jobs, row.dead, queue.paused_at, *limited, kept, set_by))
     return found
 
 

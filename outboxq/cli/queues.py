@@ -35,10 +35,11 @@ class TableOptions(DatabaseOptions):
 @app.command("list")
 @takes(TableOptions)
 def list_queues(options: TableOptions) -> None:
-    """List every queue that has a job, a dead letter or a setting.
+    """List every queue that has a job, a dead letter, a setting or a limit.
 
-    `jobs` counts those that wait or run; `outboxq stats` counts them by state. The limits are those that `outboxq
-    queues set` has set, and not what an application declares. Reads the whole table of jobs.
+    `jobs` counts those that wait or run; `outboxq stats` counts them by state. The limits are those that hold: as
+    `outboxq queues set` has set them (`set_by` is operator), else as the application of a living relay declares them
+    (application). `keep_dead` is what `queues set` has set. Reads the whole table of jobs.
 
     \b
     Example:
@@ -64,6 +65,7 @@ def list_queues(options: TableOptions) -> None:
         Column("rate"),
         Column("burst"),
         Column("per_group"),
+        Column("set_by", rank=2),
         Column("keep_dead"),
         Column("paused_at"),
     )
@@ -85,8 +87,8 @@ class QueuesOptions(ActingOptions):
 def pause(options: QueuesOptions) -> None:
     """Keep relays from claiming jobs of these queues.
 
-    Jobs that run already go on, and new jobs can still be added. A queue without any job, dead letter or setting is
-    paused too, before its first job comes, and reported in case its name was mistyped.
+    Jobs that run already go on, and new jobs can still be added. A queue that has no job and no dead letter, and that
+    no relay serves, is paused too, before its first job comes, and reported in case its name was mistyped.
 
     \b
     Example:
@@ -100,7 +102,8 @@ def pause(options: QueuesOptions) -> None:
 def resume(options: QueuesOptions) -> None:
     """Let relays claim jobs of these queues again, at once.
 
-    A queue without any job, dead letter or setting was not paused, and is reported in case its name was mistyped.
+    A queue that was not paused, has no job and no dead letter, and that no relay serves, is reported in case its name
+    was mistyped.
 
     \b
     Example:
@@ -254,11 +257,12 @@ def _change(
     from outboxq.admin import queues
 
     with options.transaction() as connection:
-        known = {row.queue for row in queues.list_queues(connection)}
+        known = queues.known_names(connection)
         changed = change(connection, options.names)
     wanted = list(dict.fromkeys(options.names))
     unchanged = [name for name in wanted if name not in changed]
-    unknown = [name for name in wanted if name not in known]
+    # What was resumed had been paused, whatever its name.
+    unknown = [name for name in wanted if name not in known and not (done == "resumed" and name in changed)]
     if options.as_json:
         print_json({done: changed, "unchanged": unchanged, "unknown": unknown})
     else:
@@ -266,7 +270,9 @@ def _change(
             typer.echo(f"{name!r} {said or f'is {done}'}" if name in changed else f"{name!r} was {before}")
     for name in unknown:
         others = ", ".join(sorted(known)) or "none"
-        notice(f"note: queue {name!r} has no job, no dead letter and no setting (known: {others}): was it meant?")
+        notice(
+            f"note: queue {name!r} has no job and no dead letter, and no relay serves it (known: {others}): was it meant?"
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

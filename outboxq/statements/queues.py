@@ -34,21 +34,30 @@ LIMITS = (
 def known_queues() -> Executable:
     """Every queue with a setting, a job or a dead letter, since when it is paused, and what else is set.
 
+    `is_used`: it has a job or a dead letter.
+
     Indexes: job_ready, job_scheduled, job_suspect, job_group_state, job_group and dead_job_queue, one probe per
     distinct queue each ("Loose indexscan" in the PostgreSQL wiki); job_leased is read once. No locks.
     """
     walks = [_walk(job, job.c.state == state, state) for state in ("ready", "scheduled", "suspect", "group_waiting")]
     walks.append(_walk(job, and_(job.c.group_key.is_not(None), job.c.state != "group_waiting"), "group"))
     leased = select(job.c.queue).where(job.c.state == "leased")
-    names = union(*walks, _walk(dead_job, None, "dead"), leased, select(queue.c.name)).subquery("names")
+    used = union(*walks, _walk(dead_job, None, "dead"), leased).cte("used")
+    names = union(select(used.c[0]), select(queue.c.name)).subquery("names")
     name = names.c[0]
     # As JSON, because tables of before step 11 have no such column.
     settings = queue.alias("settings")
     kept = cast(literal_column("pg_catalog.to_jsonb(settings) ->> 'keep_dead_seconds'::text"), Real())
     limits = (settings.c[column.name].label(column.name.removeprefix("max_")) for column in LIMITS)
     return (
-        select(name.label("name"), settings.c.paused_at, *limits, kept.label("keep_dead_seconds"))
-        .select_from(names.outerjoin(settings, settings.c.name == name))
+        select(
+            name.label("name"),
+            settings.c.paused_at,
+            *limits,
+            kept.label("keep_dead_seconds"),
+            used.c[0].is_not(None).label("is_used"),
+        )
+        .select_from(names.outerjoin(settings, settings.c.name == name).outerjoin(used, used.c[0] == name))
         .where(name.is_not(None))
         .order_by(name)
     )

@@ -11,7 +11,7 @@ from outboxq.tables.queues import paused_kind, queue, rate, schedule
 # The migration step that this code needs. It can do without what later steps add, which may come after a deployment.
 NEEDED_VERSION = 9
 # The newest step, which messages name: who migrates goes there.
-LATEST_VERSION = 14
+LATEST_VERSION = 15
 # The step that brings the history and the rows of relays, for what reads them.
 HISTORY_VERSION = 11
 # The step that brings the owners of schedules; without it code puts them as the version before did.

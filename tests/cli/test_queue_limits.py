@@ -22,7 +22,7 @@ def test_limits_are_set_and_shown_and_taken_away(outboxq_database: Database, eng
     assert said.stdout == "'mail' is limited: 5 at a time, 100/min with a burst of 20\n"
     assert shown(url) == {"limit": 5, "rate": "100/min", "burst": 20, "per_group": None}
     table = run("queues", "list", url=url).ok().stdout
-    assert table.splitlines()[1].split() == ["mail", "0", "0", "5", "100/min", "20"]
+    assert table.splitlines()[1].split() == ["mail", "0", "0", "5", "100/min", "20", "operator"]
     call("queues", "set", "mail", "--limit", "7", "--per-group", "2", url=url).ok()
     assert shown(url) == {"limit": 7, "rate": "100/min", "burst": 20, "per_group": 2}
     call("queues", "set", "mail", "--no-rate", url=url).ok()
@@ -50,7 +50,7 @@ def test_limits_of_several_queues_are_set_at_once_and_said_one_by_one(outboxq_da
     url = outboxq_database.url
     call("queues", "set", "mail", "--limit", "2", url=url).ok()
     again = call("queues", "set", "mail", "post", "--limit", "2", "--json", url=url).ok()
-    assert again.json == {"limited": ["post"], "unchanged": ["mail"], "unknown": ["post"]}
+    assert again.json == {"limited": ["post"], "unchanged": ["mail"], "unknown": ["mail", "post"]}
     assert call("queues", "set", "mail", "--limit", "2", url=url).ok().stdout == "'mail' was set so already\n"
     assert call("queues", "set", "mail", "--no-rate", url=url).ok().stdout == "'mail' was set so already\n"
     dropped = call("queues", "set", "mail", "--no-limit", url=url).ok()
@@ -100,7 +100,7 @@ def test_a_limit_of_an_unknown_queue_is_set_and_asked_about(outboxq_database: Da
     said = call("queues", "set", "mial", "--limit", "2", url=url).ok()
     assert said.stdout == "'mial' is limited: 2 at a time\n"
     assert said.stderr == (
-        "note: queue 'mial' has no job, no dead letter and no setting (known: mail): was it meant?\n"
+        "note: queue 'mial' has no job and no dead letter, and no relay serves it (known: none): was it meant?\n"
     )
     assert shown(url, "mial")["limit"] == 2
 

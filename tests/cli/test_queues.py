@@ -15,7 +15,7 @@ from tests.conftest import StartRelay
 from tests.support import app
 from tests.support.cli import call, run
 from tests.support.leases import lease
-from tests.support.ledger import waiting
+from tests.support.ledger import rows, waiting
 from tests.support.waiting import wait_until
 
 
@@ -99,11 +99,13 @@ def test_pausing_and_resuming_twice_changes_nothing(outboxq_database: Database) 
     since = call("queues", "list", "--json", url=url).ok().json
     again = call("queues", "pause", "q", "q", "--json", url=url).ok().json
     assert first == {"paused": ["q"], "unchanged": [], "unknown": ["q"]}
-    assert again == {"paused": [], "unchanged": ["q"], "unknown": []}
+    assert again == {"paused": [], "unchanged": ["q"], "unknown": ["q"]}
     assert call("queues", "list", "--json", url=url).ok().json == since
-    assert call("queues", "resume", "q", "--json", url=url).ok().json["resumed"] == ["q"]
     assert call("queues", "resume", "q", "--json", url=url).ok().json == {
-        "resumed": [], "unchanged": ["q"], "unknown": [],
+        "resumed": ["q"], "unchanged": [], "unknown": [],
+    }  # fmt: skip
+    assert call("queues", "resume", "q", "--json", url=url).ok().json == {
+        "resumed": [], "unchanged": ["q"], "unknown": ["q"],
     }  # fmt: skip
     assert call("queues", "resume", "q", url=url).ok().stdout == "'q' was not paused\n"
 
@@ -111,15 +113,63 @@ def test_pausing_and_resuming_twice_changes_nothing(outboxq_database: Database) 
 @pytest.mark.parametrize(
     ("verb", "said"), [("pause", "'acounts' is paused\n"), ("resume", "'acounts' was not paused\n")]
 )
-def test_a_queue_that_nothing_is_known_of_is_named_by_both(verb: str, said: str, outboxq_database: Database) -> None:
+def test_a_queue_that_nothing_is_known_of_is_named_by_both(
+    verb: str, said: str, outboxq_database: Database, sessions: sessionmaker[OutboxSession]
+) -> None:
     """Pausing and resuming do what they can for it, say what it is now, and ask whether it was meant."""
     url = outboxq_database.url
-    call("queues", "pause", "accounts", url=url).ok()
+    with sessions.begin() as session:
+        session.add_job(external("k", queue="accounts"))
     shown = call("queues", verb, "acounts", url=url).ok()
     assert shown.stdout == said
     assert shown.stderr == (
-        "note: queue 'acounts' has no job, no dead letter and no setting (known: accounts): was it meant?\n"
+        "note: queue 'acounts' has no job and no dead letter, and no relay serves it (known: accounts): was it meant?\n"
     )
+
+
+def test_a_mistyped_name_stays_unknown(outboxq_database: Database, sessions: sessionmaker[OutboxSession]) -> None:
+    """Its pause, or a limit of it, makes no queue of it: it is asked for each time, and offered to no other name."""
+    url = outboxq_database.url
+    call("queues", "pause", "acounts", url=url).ok()
+    call("queues", "set", "acounts", "--limit", "5", url=url).ok()
+    with sessions.begin() as session:
+        session.add_job(external("k", queue="accounts"))
+    for command in (["pause", "acounts"], ["pause", "mial"], ["set", "acounts", "--limit", "6"]):
+        said = call("queues", *command, url=url).ok().stderr
+        assert said.endswith("no relay serves it (known: accounts): was it meant?\n"), command
+
+
+def test_an_empty_queue_that_a_relay_serves_is_known(
+    outboxq_database: Database, engine: Engine, start_relay: StartRelay
+) -> None:
+    """Nothing is asked: an operator may well pause it before anything waits there."""
+    url = outboxq_database.url
+    with start_relay():
+        wait_until(lambda: rows(engine, "SELECT 1 FROM outboxq.relay_status WHERE state = 'serving'"), "the relay")
+        paused = call("queues", "pause", "ledger", url=url).ok()
+    assert (paused.stdout, paused.stderr) == ("'ledger' is paused\n", "")
+
+
+def test_the_list_has_the_limits_that_code_declares(
+    outboxq_database: Database, engine: Engine, start_relay: StartRelay
+) -> None:
+    """Of living relays, with who has set them: what an operator sets stands before them, limit by limit."""
+    url, jobs = outboxq_database.url, Jobs()
+    jobs.handler(queue="mail", kind="send")(lambda ctx: None)
+    jobs.limit("mail", running=5, rate="10/s")
+
+    def listed() -> list[dict[str, object]]:
+        keys = ("queue", "limit", "rate", "set_by")
+        found = call("queues", "list", "--json", url=url).ok().json["queues"]
+        return [{key: each[key] for key in keys} for each in found]
+
+    assert listed() == []
+    with start_relay(jobs):
+        wait_until(lambda: rows(engine, "SELECT 1 FROM outboxq.relay_status WHERE state = 'serving'"), "the relay")
+        assert listed() == [{"queue": "mail", "limit": 5, "rate": "10/s", "set_by": "application"}]
+        assert "application" in call("queues", "list", url=url).ok().stdout
+        call("queues", "set", "mail", "--limit", "2", url=url).ok()
+        assert listed() == [{"queue": "mail", "limit": 2, "rate": "10/s", "set_by": "operator"}]
 
 
 @pytest.mark.parametrize("verb", ["pause", "resume"])

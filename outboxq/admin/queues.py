@@ -56,8 +56,8 @@ class Queue:
 class QueueCount:
     """A queue with the number of its jobs, those that run included, and of its dead letters.
 
-    `limit`, `per_group`, `rate` and `burst` are those that hold: as operators have set them, else as the applications of
-    living relays declare them. `keep_dead` is what operators have set.
+    `limit`, `per_group`, `rate` and `burst` are those that hold: as operators have set them, else as the applications
+    of living relays declare them. `keep_dead` is what operators have set.
 
     Attributes:
         set_by: `operator`, if an operator has set one of the limits, else `application`; None without any.

@@ -110,8 +110,8 @@ RIGHTS: Mapping[Part, Rights] = {
     "reader": Rights("stats, explain, and every list and show", {}, reads_all=True),
     "operator": Rights(
         "all that a reader does, and jobs cancel and change, kinds pause and resume, dead retry and discard, done "
-        "run-again, bulk stop and resume, queues pause, resume and set, schedules put, pause, resume, run-now and "
-        "remove, inbox forget, effects resolve",
+        "run-again, bulk stop and resume, queues pause, resume and set, schedules put, pause, resume, run-now, adopt "
+        "and remove, inbox forget, effects resolve",
         {
             # UPDATE, because PostgreSQL asks for it before it locks a row.
             "job": ("INSERT", "UPDATE", "DELETE"),

@@ -40,7 +40,7 @@ def migrate(
 
     Running it again changes nothing. --to with a lower step goes back, and is refused while that would lose what still
     counts: jobs and dead letters, messages and effects that are remembered, schedules, open batches and more. With an
-    Alembic history of your own, call outboxq.migrations.upgrade(op, to=14) in a revision instead.
+    Alembic history of your own, call outboxq.migrations.upgrade(op, to=15) in a revision instead.
 
     \b
     Examples:

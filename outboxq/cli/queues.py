@@ -270,9 +270,8 @@ def _change(
             typer.echo(f"{name!r} {said or f'is {done}'}" if name in changed else f"{name!r} was {before}")
     for name in unknown:
         others = ", ".join(sorted(known)) or "none"
-        notice(
-            f"note: queue {name!r} has no job and no dead letter, and no relay serves it (known: {others}): was it meant?"
-        )
+        nothing = f"note: queue {name!r} has no job and no dead letter, and no relay serves it"
+        notice(f"{nothing} (known: {others}): was it meant?")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

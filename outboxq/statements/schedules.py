@@ -124,7 +124,8 @@ def _is_ahead(next_at: ColumnElement[datetime]) -> ColumnElement[bool]:
     ahead has fired times that are not waited for.
     """
     fired = and_(schedule.c.last_at >= next_at, schedule.c.last_at <= _CLOCK + CLOCK_STEP)
-    return and_(schedule.c.next_at > next_at, next_at > _CLOCK, func.coalesce(~fired, literal_column("true")))
+    not_fired = func.coalesce(~fired, literal_column("true"))
+    return and_(schedule.c.next_at > next_at, next_at > _CLOCK, not_fired)
 
 
 def select_schedules(*, queue: str | None = None, kind: str | None = None, limit: int | None = None) -> Select[Any]:

@@ -35,6 +35,7 @@ COMMANDS = [
     ("schedules", "pause"),
     ("schedules", "resume"),
     ("schedules", "run-now"),
+    ("schedules", "adopt"),
     ("schedules", "remove"),
     ("batches", "list"),
     ("batches", "show"),

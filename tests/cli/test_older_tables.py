@@ -16,7 +16,7 @@ ID = "01929e1c-5a7d-7cc3-9a55-2f8c5c1b7d10"
 # Without a database, or without an end: `migrate` is what mends, and a relay and the dashboard have tests of their own.
 NOT_TRIED = {"dashboard", "demo", "torture", "migrate", "roles", "relay", "health"}
 # What each step of before cannot do, whatever rows there are.
-NEEDS_STEP_11: list[tuple[str, ...]] = [
+NEEDS_LATER: list[tuple[str, ...]] = [
     ("history",),
     ("relays", "list"),
     ("metrics", "--once"),
@@ -31,6 +31,7 @@ NEEDS_STEP_11: list[tuple[str, ...]] = [
     ("done", "list", "--since", "1h"),
     ("done", "show", ID),
     ("done", "run-again", ID),
+    ("schedules", "adopt", "s"),
 ]
 # These work, or find nothing of this name.
 WORKS: list[tuple[str, ...]] = [
@@ -86,7 +87,7 @@ def names_what_mends(said: Outcome) -> bool:
 
 def test_every_command_is_tried() -> None:
     """Each that asks the database."""
-    tried = {words[: len(name)] for words in (*NEEDS_STEP_11, *WORKS, ("doctor",)) for name in COMMANDS}
+    tried = {words[: len(name)] for words in (*NEEDS_LATER, *WORKS, ("doctor",)) for name in COMMANDS}
     assert [name for name in COMMANDS if name not in tried and name[0] not in NOT_TRIED] == []
 
 
@@ -95,7 +96,7 @@ def test_a_command_that_cannot_work_names_what_mends_it(outboxq_database: Databa
     """On tables that are too old for this version each one; on those of the step before what needs the newest alone."""
     url = outboxq_database.url
     call("migrate", "--to", step, url=url).ok()
-    refused = [*NEEDS_STEP_11, *(WORKS if step < NEEDED_VERSION else ())]
+    refused = [*NEEDS_LATER, *(WORKS if step < NEEDED_VERSION else ())]
     said = {words: call(*words, url=url) for words in refused}
     assert {words: each for words, each in said.items() if not names_what_mends(each)} == {}
     doctor = call("doctor", url=url)

@@ -91,6 +91,7 @@ HISTORIES: dict[str, list[tuple[str, str]]] = {
         ("migrations.upgrade(op, to=12)", "migrations.downgrade(op, to=11)"),
         ("migrations.upgrade(op, to=13)", "migrations.downgrade(op, to=12)"),
         ("migrations.upgrade(op, to=14)", "migrations.downgrade(op, to=13)"),
+        ("migrations.upgrade(op, to=15)", "migrations.downgrade(op, to=14)"),
     ],
     "the plugin's operations": [
         _OWN_TABLES,

@@ -137,10 +137,12 @@ SAMPLES: dict[str, Sequence[tuple[object, ...]]] = {
     "schedules put": [
         ("cleanup", "--kind", "clean_up", "--queue", "upkeep", "--cron", "@hourly"),
         ("cleanup", "--kind", "clean_up", "--cron", "0 0 6 * * 1"),
+        ("poll", "--kind", "poll_bank", "--queue", "bank", "--every", "30s"),
     ],
     "schedules pause": [("report-7", "no-such")],
     "schedules resume": [("nightly",)],
     "schedules run-now": [("nightly",)],
+    "schedules adopt": [("nightly", "--owner", "myapp.jobs:jobs")],
     "schedules remove": [("report-7", "--json")],
     "kinds pause": [("send_welcome", "--queue", "mail")],
     "kinds resume": [("send_welcome", "--queue", "mail")],

@@ -9,7 +9,7 @@ down_revision = "0001"
 
 
 def upgrade() -> None:
-    migrations.upgrade(op, to=14)
+    migrations.upgrade(op, to=15)
 
 
 def downgrade() -> None:

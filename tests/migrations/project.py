@@ -95,7 +95,7 @@ HISTORIES: dict[str, list[tuple[str, str]]] = {
     ],
     "the plugin's operations": [
         _OWN_TABLES,
-        ("op.outboxq_upgrade(to=14)", "op.outboxq_downgrade(to=0)"),
+        ("op.outboxq_upgrade(to=15)", "op.outboxq_downgrade(to=0)"),
     ],
 }
 

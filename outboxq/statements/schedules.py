@@ -153,7 +153,8 @@ def select_declared(owners: Collection[str]) -> Select[Any]:
 
 def select_owners(names: Collection[str]) -> Select[Any]:
     """Whose those of these names are: name, owner. Index: the primary key; no locks."""
-    return select(schedule.c.name, schedule.c.owner).where(schedule.c.name.in_(sorted(names)))
+    columns = [schedule.c[name] for name in ("name", "owner")]
+    return select(*columns).where(schedule.c.name.in_(sorted(names)))
 
 
 def disable(name: str, owner: str) -> ReturningUpdate[Any]:

@@ -67,7 +67,7 @@ CASES: dict[str, tuple[Callable[[], object], type[OutboxqError], str]] = {
     "six fields": (
         lambda: declare_schedules("a", cron="0 30 2 * * *"),
         ArgumentError,
-        "a schedule is due on whole minutes, so leave the seconds out: '30 2 * * *'",
+        "a cron text is due on whole minutes, so leave the seconds out: '30 2 * * *'",
     ),
     "unknown zone": (
         lambda: declare_schedules("a", time_zone="Europe/Berln"),

@@ -13,7 +13,6 @@ from outboxq.database.errors import missing_tables_explained
 from outboxq.errors import ScheduleOwned
 from outboxq.names import MAX_SCOPE_BYTES, check_key
 from outboxq.statements import schedules as statements
-from outboxq.tables import OWNERS_VERSION
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,9 +82,9 @@ def adopt(connection: Executor, names: Sequence[str], owner: str | None = None) 
     """Give schedules to the registry of a name, whose code is to declare them, or to operators; those that changed.
 
     Raises:
-        SchemaError: the tables are older than step 15.
+        SchemaError: the tables are older than the step that brings owners.
     """
     if owner is not None:
         check_key("name of the registry", owner, MAX_SCOPE_BYTES)
-    with missing_tables_explained(OWNERS_VERSION):
+    with missing_tables_explained():
         return tuple(sorted(connection.execute(statements.adopt(sorted_names(names), owner)).scalars()))

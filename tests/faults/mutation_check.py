@@ -402,8 +402,8 @@ MUTANTS = (
     Mutant(
         "the order of times in the hour that comes twice",
         "outboxq/cron.py",
-        "                if due > last:\n                    yield due\n                    last = due\n",
-        "                yield due\n                last = due\n",
+        "            if due > last:\n                yield due\n                last = due\n",
+        "            yield due\n            last = due\n",
         ("tests/schedules/test_cron.py::test_in_the_hour_that_comes_twice_nothing_is_due_in_the_past",),
     ),
     Mutant(

@@ -15,7 +15,7 @@ from outboxq.migrations.runner import migrate
 from outboxq.postgres import Database
 from outboxq.tables import OWNERS_VERSION
 from tests.conftest import StartRelay
-from tests.support.cli import call
+from tests.support.cli import call, run
 from tests.support.ledger import rows
 from tests.support.waiting import wait_until
 
@@ -228,7 +228,7 @@ def test_a_relay_that_is_to_put_none_puts_none(
         if how == "the variable":
             monkeypatch.setenv("OUTBOXQ_NO_SCHEDULES", "1")
         option = ["--no-schedules"] if how == "the option" else []
-        call("relay", "tests.relay.test_schedule_owners:shop", "--drain", *option, url=url).ok()
+        run("relay", "tests.relay.test_schedule_owners:shop", "--drain", *option, url=url).ok()
     assert list(stored(engine)) == ["nightly"]
 
 

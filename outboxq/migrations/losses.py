@@ -88,6 +88,8 @@ HARMLESS: Mapping[str, str] = {
     "dead_job.batch_id": "the open batch that it leads to is guarded",
     "relay_status": "a relay that lives writes its row again",
     "progress": "a handler that runs notes its progress again",
+    "schedule.owner": "the code that declares it owns it again; the schedule itself is guarded",
+    "schedule.disabled_at": "what is disabled stays paused",
 }
 NAMES: tuple[str, ...] = tuple(loss.name for losses in LOSSES.values() for loss in losses)
 _TABLES = (

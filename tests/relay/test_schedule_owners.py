@@ -9,6 +9,7 @@ from sqlalchemy import Engine, text
 
 from outboxq import Context, Jobs, Relay, RelayConfig, schedules
 from outboxq.admin import schedule_owners
+from outboxq.cli.relay import RelayOptions
 from outboxq.errors import InvalidKey, ScheduleOwned
 from outboxq.events import Event
 from outboxq.migrations.runner import migrate
@@ -222,13 +223,12 @@ def test_a_relay_that_is_to_put_none_puts_none(
     """It disables none either, and fires what is stored."""
     drain(made("nightly"))
     url = outboxq_database.url
-    if how == "the setting":
-        Relay(url, shop, RelayConfig(declare_schedules=False)).drain()
+    if how == "the option":
+        run("relay", "tests.relay.test_schedule_owners:shop", "--drain", "--no-schedules", url=url).ok()
     else:
-        if how == "the variable":
-            monkeypatch.setenv("OUTBOXQ_NO_SCHEDULES", "1")
-        option = ["--no-schedules"] if how == "the option" else []
-        run("relay", "tests.relay.test_schedule_owners:shop", "--drain", *option, url=url).ok()
+        monkeypatch.setenv("OUTBOXQ_NO_SCHEDULES", "1")
+        of_variable = RelayOptions(target="a:b").config(None)
+        Relay(url, shop, RelayConfig(declare_schedules=False) if how == "the setting" else of_variable).drain()
     assert list(stored(engine)) == ["nightly"]
 
 

@@ -176,8 +176,8 @@ class PayloadError(OutboxqError):
 class JobNotFound(OutboxqError):
     """No job or dead letter has this id."""
 
-    def __init__(self, job_id: UUID, where: str) -> None:
-        super().__init__(f"no {where} with id {job_id}")
+    def __init__(self, job_id: UUID, where: str, became: str = "") -> None:
+        super().__init__(f"no {where} with id {job_id}{became and f': {became}'}")
         self.job_id = job_id
 
 

@@ -77,14 +77,13 @@ def show_dead(connection: "Connection", job_id: OneId) -> object:
       outboxq dead show 01929e1c-5a7d-7cc3-9a55-2f8c5c1b7d10
     """
     from outboxq.admin import dead_letters
-    from outboxq.cli.errors import CommandFailed
     from outboxq.errors import JobNotFound
 
     try:
         return dead_letters.show_dead(connection, job_id)
     except JobNotFound as missing:
         became = what_became_of(connection, job_id, "it was retried or discarded, or there was none")
-        raise CommandFailed(f"{missing}: {became}") from missing
+        raise JobNotFound(job_id, "dead letter", became) from missing
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

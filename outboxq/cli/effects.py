@@ -163,7 +163,7 @@ def resolve_effect(options: ResolveOptions) -> None:
     \b
     Examples:
       outboxq effects resolve payments order-1001 --not-applied
-      outboxq effects resolve payments --error AttributeError --not-applied --dry-run
+      outboxq effects resolve payments --error TypeError --not-applied --dry-run
       outboxq effects resolve payments order-1002 --applied --result '{"id": 42}'
       outboxq effects resolve mail welcome-7 --applied --result null
     """

@@ -141,7 +141,7 @@ def run_checks(
         found: list[Finding] = []
         try:
             if use is None:
-                with _transaction(connection):
+                with _reporting("what this role is for", "", context, found), _transaction(connection):
                     context = replace(context, use=rights.use_of(context))
             context = _look_at_tables(context, found)
             for check in CHECKS:

@@ -20,9 +20,12 @@ _POLICY_COMMANDS = {"SELECT": "r", "INSERT": "a", "UPDATE": "w", "DELETE": "d"}
 
 def use_of(context: CheckContext) -> Part:
     """What this role is for, by the groups that it is a member of; a relay's, if by none."""
-    parts = {name: part for part, name in default_names().items()}
-    member = {parts[name] for name in context.scalars(statements.groups_of_role(list(parts)))}
-    return next((part for part in _WIDEST if part in member), "relay")
+    groups = default_names()
+    member = set(context.scalars(statements.groups_of_role(list(groups.values()))))
+    for part in _WIDEST:
+        if groups[part] in member:
+            return part
+    return "relay"
 
 
 def find_missing_rights(context: CheckContext) -> Iterator[Finding]:

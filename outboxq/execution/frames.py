@@ -170,10 +170,11 @@ def homes_of(module: str | None) -> tuple[str, ...]:
     """
     if module is None:
         return ()
+    named = module
     if module == "__main__":
         # `python -m shop.relay`: the module has its own name in its spec.
-        module = getattr(getattr(sys.modules[module], "__spec__", None), "name", module)
-    return _homes_of_top(module.partition(".")[0])
+        named = getattr(getattr(sys.modules[module], "__spec__", None), "name", module)
+    return _homes_of_top(named.partition(".")[0])
 
 
 @functools.cache

@@ -21,7 +21,7 @@ from outboxq.outbox.options import PLAIN_OPTIONS, FlowOptions, JobOptions
 P = ParamSpec("P")
 
 _OPTIONS = frozenset(field.name for field in fields(JobOptions))
-_OF_THE_HANDLER = MappingProxyType(
+_OF_THE_HANDLER: Mapping[str, str] = MappingProxyType(
     dict.fromkeys(
         ("queue", "kind", "retry", "claim", "timeout_seconds", "batchable", "keep", "on_failure", "messages"),
         "it is the handler's, for all of its jobs: give it to @jobs.handler, or external",

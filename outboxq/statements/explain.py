@@ -5,7 +5,7 @@ the row's `xmax` is the transaction's id, or that of one of its savepoints. Each
 which leads to the session; the lock of a prepared transaction has no session.
 """
 
-from datetime import datetime
+from typing import Any
 from uuid import UUID
 
 from sqlalchemy import Select, TextClause, TextualSelect, select, text
@@ -124,7 +124,7 @@ ORDER BY activity.xact_start NULLS LAST LIMIT 100"""
     ).bindparams(schema_name(schema))
 
 
-def clock() -> Select[tuple[datetime]]:
+def clock() -> Select[Any]:
     """The database's time."""
     return select(pg.clock_timestamp(type_=Instant()))
 

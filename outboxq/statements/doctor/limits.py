@@ -6,7 +6,6 @@ from outboxq.database.engines import RELAY_NAME
 from outboxq.statements import group_claim, windows
 from outboxq.statements.doctor.sessions import qualified
 from outboxq.statements.limit import lock_class
-from outboxq.statements.render import quote_literal
 
 # The names of advisory locks in pg_locks are numbers without a sign.
 _RUNNING = """\
@@ -14,18 +13,22 @@ SELECT limited.name AS queue, limited.most, greatest((
     SELECT pg_catalog.count(*) FROM pg_catalog.pg_locks AS held
     WHERE held.locktype = 'advisory' AND held.granted AND held.objsubid = 2
       AND held.database = (SELECT oid FROM pg_catalog.pg_database WHERE datname = pg_catalog.current_database())
-      AND held.classid::bigint = (pg_catalog.hashtext({locks})::bigint & 4294967295::bigint)
+      AND held.classid::bigint = (pg_catalog.hashtext(CAST(:locks AS text))::bigint & 4294967295::bigint)
       AND held.objid::bigint IN (
         SELECT pg_catalog.hashtext(limited.name || pg_catalog.chr(31) || place::text)::bigint & 4294967295::bigint
         FROM pg_catalog.generate_series(0, limited.most - 1) AS place)
-  ), (
-    SELECT pg_catalog.count(*) FROM {job} WHERE state = 'leased' AND queue = limited.name
-  ) + (
-    SELECT pg_catalog.count(*) FROM {job} WHERE state = 'group_leased' AND queue = limited.name
-  )) AS running
+  ), leased.suspects) + leased.others AS running
 FROM ROWS FROM (
   pg_catalog.unnest(CAST(:names AS text[])), pg_catalog.unnest(CAST(:most AS integer[]))
-) AS limited (name, most)"""
+) AS limited (name, most)
+CROSS JOIN LATERAL (
+  SELECT pg_catalog.count(*) FILTER (WHERE crashes > 0) AS suspects,
+    pg_catalog.count(*) FILTER (WHERE crashes = 0) AS others
+  FROM (
+    SELECT crashes FROM {job} WHERE state = 'leased' AND queue = limited.name
+    UNION ALL SELECT crashes FROM {job} WHERE state = 'group_leased' AND queue = limited.name
+  ) AS held
+) AS leased"""
 
 
 # Any login may take an advisory lock. `claims`: the one that lets a queue's claims in lease mode count.
@@ -38,15 +41,15 @@ SELECT held.pid, activity.usename::text AS login, activity.application_name, act
   pg_catalog.bool_or(held.classid::bigint = names.windows) AS of_windows,
   coalesce(pg_catalog.bool_or(held.classid::bigint = names.limits AND held.objid::bigint = names.claims), false)
     AS of_claims
-FROM (SELECT pg_catalog.hashtext({limits})::bigint & 4294967295::bigint AS limits,
-  pg_catalog.hashtext({groups})::bigint & 4294967295::bigint AS groups,
-  pg_catalog.hashtext({windows})::bigint & 4294967295::bigint AS windows,
+FROM (SELECT pg_catalog.hashtext(CAST(:limits AS text))::bigint & 4294967295::bigint AS limits,
+  pg_catalog.hashtext(CAST(:groups AS text))::bigint & 4294967295::bigint AS groups,
+  pg_catalog.hashtext(CAST(:windows AS text))::bigint & 4294967295::bigint AS windows,
   pg_catalog.hashtext(CAST(:queue AS text))::bigint & 4294967295::bigint AS claims) AS names
 JOIN pg_catalog.pg_locks AS held ON held.classid::bigint IN (names.limits, names.groups, names.windows)
 LEFT JOIN pg_catalog.pg_stat_activity AS activity ON activity.pid = held.pid
 WHERE held.locktype = 'advisory' AND held.granted AND held.objsubid = 2
   AND held.database = (SELECT oid FROM pg_catalog.pg_database WHERE datname = pg_catalog.current_database())
-  AND coalesce(activity.application_name, '') <> {relay}
+  AND coalesce(activity.application_name, '') <> CAST(:relay AS text)
   AND (CAST(:queue AS text) IS NULL OR held.objid::bigint IN (
     SELECT pg_catalog.hashtext(name)::bigint & 4294967295::bigint
     FROM pg_catalog.unnest(CASE held.classid::bigint WHEN names.limits THEN CAST(:slots AS text[])
@@ -71,13 +74,15 @@ def foreign_locks(
     """
     slots = [] if queue is None else [queue, *(f"{queue}\x1f{place}" for place in range(most))]
     turns = [] if group is None else [f"{queue}\x1f{group}\x1f{slot}" for slot in range(1, per_group + 1)]
-    statement = _FOREIGN.format(
-        limits=quote_literal(lock_class(schema)),
-        groups=quote_literal(group_claim.lock_class(schema)),
-        windows=quote_literal(windows.lock_class(schema)),
-        relay=quote_literal(RELAY_NAME),
+    return text(_FOREIGN).bindparams(
+        limits=lock_class(schema),
+        groups=group_claim.lock_class(schema),
+        windows=windows.lock_class(schema),
+        relay=RELAY_NAME,
+        queue=queue,
+        slots=slots,
+        turns=turns,
     )
-    return text(statement).bindparams(queue=queue, slots=slots, turns=turns)
 
 
 def queue_limits(schema: str) -> TextClause:
@@ -89,13 +94,13 @@ def queue_limits(schema: str) -> TextClause:
 
 
 def running(schema: str) -> TextClause:
-    """How many slots of queues' limits are taken, or jobs run under leases; a row for each of `names`.
+    """How many slots of queues' limits are taken, those of jobs under leases included; a row for each of `names`.
 
-    The greater of the two: a queue has one or the other, but that a suspect of transaction mode has both.
+    A suspect of transaction mode has a lease and a slot, and counts once.
 
     Indexes: job_leased and job_group_state, as many rows as run under leases.
     """
-    return text(_RUNNING.format(locks=quote_literal(lock_class(schema)), job=qualified(schema, "job")))
+    return text(_RUNNING.format(job=qualified(schema, "job"))).bindparams(locks=lock_class(schema))
 
 
 def rates_ahead(schema: str) -> TextClause:

@@ -4,7 +4,7 @@ Counted while pytest runs one phase of a test (`outboxq.pytest_plugin`), which t
 """
 
 import inspect
-from collections.abc import Coroutine, Iterator
+from collections.abc import Coroutine, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,12 +13,12 @@ class Awaited:
     """The coroutines that were made since a phase of a test began; outside of one they are counted nowhere."""
 
     def __init__(self) -> None:
-        self._made: list[tuple[str, Coroutine[Any, Any, Any]]] | None = None
+        self._made: dict[Coroutine[Any, Any, Any], str] | None = None
 
     def note(self, call: str, coroutine: Coroutine[Any, Any, Any]) -> None:
         """Count a coroutine, by what was called."""
         if self._made is not None:
-            self._made.append((call, coroutine))
+            self._made[coroutine] = call
 
     @contextmanager
     def counting(self) -> Iterator[None]:
@@ -27,18 +27,23 @@ class Awaited:
         Raises:
             AssertionError: at its end, if one of them was not begun.
         """
-        before, self._made = self._made, []
+        before, self._made = self._made, {}
         try:
             yield
         finally:
             made, self._made = self._made, before
-            forgotten = [each for each in made if inspect.getcoroutinestate(each[1]) == inspect.CORO_CREATED]
-            for _, coroutine in forgotten:
-                # Otherwise Python warns of it wherever it is collected.
-                coroutine.close()
+            forgotten = close_unawaited(made)
         if forgotten:
-            names = ", ".join(sorted({call for call, _ in forgotten}))
-            raise AssertionError(f"{names}: called with what is async, and not awaited, so nothing has happened")
+            raise AssertionError(f"{forgotten}: called with what is async, and not awaited, so nothing has happened")
+
+
+def close_unawaited(made: Mapping[Coroutine[Any, Any, Any], str]) -> str:
+    """Close the coroutines that were not begun; the calls that made them, in words."""
+    forgotten = [each for each in made if inspect.getcoroutinestate(each) == inspect.CORO_CREATED]
+    for coroutine in forgotten:
+        # Otherwise Python warns of it wherever it is collected.
+        coroutine.close()
+    return ", ".join(sorted({made[each] for each in forgotten}))
 
 
 awaited = Awaited()

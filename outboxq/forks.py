@@ -114,13 +114,14 @@ def _begin_child() -> None:
         with suppress(Exception):
             os.dup2(nowhere.fileno(), file.fileno(), inheritable=False)
     nowhere.close()
-    for owner in list(_forgetting):
-        owner.forget()
     loop = _loops.get(threading.get_ident())
     if loop is not None and not loop.is_closed():
         loop.call_soon(_end, "awaited", 1)
         # Before the steps of other tasks, unless the loop names its queue otherwise.
         getattr(loop, "_ready", deque[object]()).rotate(1)
+    # Last: an error here is printed, and goes no further.
+    for owner in list(_forgetting):
+        owner.forget()
 
 
 os.register_at_fork(after_in_child=_begin_child)

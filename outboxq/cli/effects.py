@@ -115,9 +115,7 @@ class ResolveOptions(ActingOptions):
     scope: Scope
     key: Annotated[
         str | None,
-        typer.Argument(
-            metavar="KEY", help="Which call it is; without it, all of the scope that wait.", show_default=False
-        ),
+        typer.Argument(metavar="KEY", help="Which call it is; without it, many of the scope.", show_default=False),
     ] = None
     status: StatusFilter = None
     error: ErrorFilter = None
@@ -137,6 +135,9 @@ class ResolveOptions(ActingOptions):
     retention_days: Annotated[
         int, typer.Option("--retention-days", metavar="DAYS", min=1, max=3653, help="How long to remember it.")
     ] = 30
+    everything: Annotated[
+        bool, typer.Option("--all", help="Without KEY: all of the scope that have no known outcome.")
+    ] = False
     yes: Yes = False
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Change nothing: only list those that would be resolved.")
@@ -157,8 +158,8 @@ def resolve_effect(options: ResolveOptions) -> None:
     An effect that is done without a result can be given one in the same way. Any other effect that is settled, or that
     is being called, is not changed: the exit code is 1.
 
-    Without a key it is said of all of the scope that have no known outcome, and match --status and --error: after a bug
-    in front of the call, for example, that made each of them unknown. Asks first.
+    Without a key it is said of those of the scope that have no known outcome and match --status and --error, or of --all
+    of them: after a bug in front of the call, for example, that made each of them unknown. Asks first.
 
     \b
     Examples:
@@ -173,8 +174,8 @@ def resolve_effect(options: ResolveOptions) -> None:
     if options.key is None:
         _resolve_many(options, verdict, keep)
         return
-    if options.dry_run or options.status is not None or options.error is not None:
-        raise WrongUsage("--status, --error and --dry-run are for many: leave KEY out")
+    if options.dry_run or options.everything or options.status is not None or options.error is not None:
+        raise WrongUsage("--status, --error, --all and --dry-run are for many: leave KEY out")
     with options.transaction() as connection:
         found = options.actions().resolve_effect(connection, options.scope, options.key, verdict, keep=keep)
     if options.as_json:
@@ -189,6 +190,10 @@ def resolve_effect(options: ResolveOptions) -> None:
 def _resolve_many(options: ResolveOptions, verdict: "Verdict", keep: "timedelta") -> None:
     from outboxq.admin.effects import EffectFilter, find_unresolved
 
+    if options.status is None and options.error is None and not options.everything:
+        raise WrongUsage("which one? Give KEY; or, for many of the scope, --status, --error or --all")
+    if options.result not in (None, "null"):
+        raise WrongUsage("one result is not that of many calls: give KEY, or --result null if no handler uses it")
     what = "applied" if options.applied else "not applied"
     with options.open() as begin:
         with begin() as connection:
@@ -217,7 +222,7 @@ def _resolve_many(options: ResolveOptions, verdict: "Verdict", keep: "timedelta"
     else:
         typer.echo(f"resolved {several(resolved, 'effect', 'effects')} as {what}")
     if left:
-        notice(f"{left:,} were settled or locked by others meanwhile, and left as they are")
+        notice(f"{left:,} were settled or locked by others since then, and left as they are")
     raise typer.Exit(1 if left else 0)
 
 

@@ -4,8 +4,10 @@
 the coroutines of this package are counted while an async handler runs: one that was never awaited fails the attempt.
 """
 
-from collections.abc import Callable, Coroutine, Generator
+import inspect
+from collections.abc import Callable, Coroutine, Generator, Mapping
 from contextvars import ContextVar
+from types import GeneratorType
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from sqlalchemy import Connection
@@ -20,6 +22,10 @@ SyncTarget: TypeAlias = SyncSession | Connection
 AsyncTarget: TypeAlias = AnAsyncSession | AsyncConnection
 
 
+# A handler that makes more of them than these has those forgotten that were begun.
+_MOST_NOTED = 1_000
+
+
 class Answer(Coroutine[Any, Any, T]):
     """A coroutine that is counted until it is awaited, and refuses to be taken for its result.
 
@@ -28,39 +34,23 @@ class Answer(Coroutine[Any, Any, T]):
     """
 
     def __init__(self, coroutine: Coroutine[Any, Any, T], call: str) -> None:
-        if isinstance(coroutine, Answer):
-            # Counted once, by the outer name.
-            coroutine.begin()
-        else:
-            awaited.note(call, coroutine)
-        self._coroutine = coroutine
+        note(coroutine, call)
+        self.coroutine = coroutine
         self._call = call
-        # The set is that of the handler that made the answer, also if one of its tasks awaits it.
-        self._unawaited = _unawaited.get()
-        if self._unawaited is not None:
-            self._unawaited.add(self)
 
     def __await__(self) -> Generator[Any, None, T]:
-        self.begin()
-        return self._coroutine.__await__()
+        # A local variable, by which what a task waits for is found.
+        inner = self.coroutine
+        return (yield from inner.__await__())
 
     def send(self, value: Any, /) -> Any:
-        self.begin()
-        return self._coroutine.send(value)
+        return self.coroutine.send(value)
 
     def throw(self, *error: Any) -> Any:
-        return self._coroutine.throw(*error)
+        return self.coroutine.throw(*error)
 
     def close(self) -> None:
-        self._coroutine.close()
-
-    def begin(self) -> None:
-        """Count it no more."""
-        if self._unawaited is not None:
-            self._unawaited.discard(self)
-
-    def __str__(self) -> str:
-        return self._call
+        self.coroutine.close()
 
     # Not in its type: a checker takes what follows for unreachable, and is silent about it.
     if not TYPE_CHECKING:
@@ -69,14 +59,35 @@ class Answer(Coroutine[Any, Any, T]):
             raise TypeError(f"nothing has happened yet: `await {self._call}`")
 
 
-_unawaited: ContextVar[set[Answer[Any]] | None] = ContextVar("outboxq_unawaited", default=None)
+_made: ContextVar[dict[Coroutine[Any, Any, Any], str] | None] = ContextVar("outboxq_made", default=None)
 
 
-def count_answers() -> set[Answer[Any]]:
-    """The set that has each answer made from now on, in this task and those it starts, until it is awaited."""
-    answers: set[Answer[Any]] = set()
-    _unawaited.set(answers)
-    return answers
+def count_coroutines() -> Mapping[Coroutine[Any, Any, Any], str]:
+    """The coroutines that are noted from now on, in this task and those that it starts, with their calls."""
+    made: dict[Coroutine[Any, Any, Any], str] = {}
+    _made.set(made)
+    return made
+
+
+def note(coroutine: Coroutine[Any, Any, Any], call: str) -> None:
+    """Count a coroutine until it is begun; the last name counts."""
+    awaited.note(call, coroutine)
+    made = _made.get()
+    if made is None:
+        return
+    if len(made) >= _MOST_NOTED:
+        for each in [each for each in made if inspect.getcoroutinestate(each) != inspect.CORO_CREATED]:
+            del made[each]
+    made[coroutine] = call
+
+
+def inner_coroutine(waited_for: object) -> object:
+    """The coroutine inside of an answer, or of the `await` of one; anything else as it is."""
+    if isinstance(waited_for, Answer):
+        return waited_for.coroutine
+    if isinstance(waited_for, GeneratorType) and waited_for.gi_frame is not None:
+        return waited_for.gi_frame.f_locals.get("inner", waited_for)
+    return waited_for
 
 
 def run_on(target: SyncTarget | AsyncTarget, work: Callable[[Session | Connection], T], call: str) -> T | Answer[T]:

@@ -19,6 +19,7 @@ import psycopg
 from sqlalchemy import Connection
 from sqlalchemy.util import await_only
 
+from outboxq.database.answers import inner_coroutine
 from outboxq.database.driver import DriverConnection, driver_connection, libpq_users
 
 # How often one looks whether a statement has noticed that its socket has ended. Not by a time: a thread that waits for
@@ -115,8 +116,8 @@ def _running_frames() -> Iterator[FrameType]:
 
 def _awaiting_frames() -> Iterator[FrameType]:
     for task in asyncio.all_tasks():
-        awaited: object = task.get_coro()
+        awaited = inner_coroutine(task.get_coro())
         while inspect.iscoroutine(awaited):
             if awaited.cr_frame is not None:
                 yield awaited.cr_frame
-            awaited = awaited.cr_await
+            awaited = inner_coroutine(awaited.cr_await)

@@ -17,6 +17,8 @@ logger = logging.getLogger("outboxq.relay")
 
 _EXPECTED = (OutboxqError, SQLAlchemyError, psycopg.Error)
 _LIBRARIES = frozenset(("sqlalchemy", "psycopg", "psycopg_binary", "psycopg_c", "greenlet", *sys.stdlib_module_names))
+# What calls users' code.
+_CALLERS = frozenset(("outboxq.forks", "outboxq.execution.invoke", "outboxq.execution.surround"))
 # Parts of the package that are applications themselves.
 _APPLICATIONS = ("outboxq.demo", "outboxq.torture")
 
@@ -25,7 +27,9 @@ def is_defect(error: BaseException) -> bool:
     """Whether an error comes from outboxq's own code: not from the database, and not through any code of the user's."""
     if not isinstance(error, Exception) or isinstance(error, _EXPECTED):
         return False
-    return all(_is_known(module) for module, _ in _places(error))
+    modules = [module for module, _ in _places(error)]
+    # Users' code in C has no frame: what called it is the innermost one.
+    return all(map(_is_known, modules)) and (not modules or modules[-1] not in _CALLERS)
 
 
 def contain(error: Exception) -> None:

@@ -6,10 +6,12 @@ slots, where handlers run, keep the user's. What must hold there too does not de
 numbers (`outboxq.tables.columns.Instant`).
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
+import psycopg
 from sqlalchemy import Connection, func, select
+from sqlalchemy.exc import DBAPIError
 
 OUR_SETTINGS: Mapping[str, str] = {
     # psycopg reads no other forms of times and intervals.
@@ -24,6 +26,8 @@ OUR_SETTINGS: Mapping[str, str] = {
 # LOCAL, because a transaction pooler would keep anything else for the next client.
 SET_OURS = "".join(f"SET LOCAL {name} = '{value}'; " for name, value in OUR_SETTINGS.items())
 
+_PG = func.pg_catalog
+
 
 @contextmanager
 def our_settings(connection: Connection) -> Iterator[None]:
@@ -31,9 +35,18 @@ def our_settings(connection: Connection) -> Iterator[None]:
 
     After an error of the database there is nothing to do: what rolls back the error rolls back the settings.
     """
-    pg = func.pg_catalog
-    before = connection.execute(select(*(pg.current_setting(name) for name in OUR_SETTINGS))).one()
-    connection.execute(select(*(pg.set_config(name, value, True) for name, value in OUR_SETTINGS.items())))
-    yield
-    settings = zip(OUR_SETTINGS, before, strict=True)
-    connection.execute(select(*(pg.set_config(name, value, True) for name, value in settings)))
+    before = connection.execute(select(*(_PG.current_setting(name) for name in OUR_SETTINGS))).one()
+    _set(connection, OUR_SETTINGS.values())
+    try:
+        yield
+    except (DBAPIError, psycopg.Error):
+        raise
+    except BaseException:
+        _set(connection, before)
+        raise
+    _set(connection, before)
+
+
+def _set(connection: Connection, values: Iterable[object]) -> None:
+    settings = zip(OUR_SETTINGS, values, strict=True)
+    connection.execute(select(*(_PG.set_config(name, value, True) for name, value in settings)))

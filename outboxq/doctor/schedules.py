@@ -45,7 +45,7 @@ def find_paused_schedules(context: CheckContext) -> Iterator[Finding]:
 
 def find_schedules_ahead(context: CheckContext) -> Iterator[Finding]:
     """Schedules that are due later than their next time: the database's clock was ahead when that was computed."""
-    for row in context.rows(statements.coming_schedules(context.schema)):
+    for row in context.rows(statements.coming_schedules()):
         try:
             cron = Cron(row.cron, row.time_zone)
         except ArgumentError:

@@ -11,7 +11,7 @@ from sqlalchemy.exc import InvalidRequestError, SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import Session, SessionTransaction
 
-from outboxq.database.answers import Answer
+from outboxq.database.answers import note
 from outboxq.database.defects import contain
 from outboxq.errors import HandlerRolledBack
 from outboxq.execution.errors import ROLLED_BACK
@@ -88,22 +88,24 @@ event.listen(HandlerSession, "after_soft_rollback", _note_rollback)
 
 
 class AsyncHandlerSession(AsyncOutboxSession):
-    """The session of an async handler: its coroutines are answers, none of which the handler may leave unawaited."""
+    """The session of an async handler: its coroutines are counted, none of which the handler may leave unawaited."""
 
     sync_session_class = HandlerSession
 
 
-def _answering(name: str, method: Callable[..., Coroutine[Any, Any, Any]]) -> Callable[..., Answer[Any]]:
+def _counted(name: str, method: Callable[..., Coroutine[Any, Any, Any]]) -> Callable[..., Coroutine[Any, Any, Any]]:
     @functools.wraps(method)
-    def answer(self: AsyncHandlerSession, *args: Any, **kwargs: Any) -> Answer[Any]:
-        return Answer(method(self, *args, **kwargs), f"ctx.session.{name}(...)")
+    def counted(self: AsyncHandlerSession, *args: Any, **kwargs: Any) -> Coroutine[Any, Any, Any]:
+        coroutine = method(self, *args, **kwargs)
+        note(coroutine, f"ctx.session.{name}(...)")
+        return coroutine
 
-    return answer
+    return counted
 
 
 for _name, _method in inspect.getmembers(AsyncSession, inspect.isfunction):
     if inspect.iscoroutinefunction(_method) and not _name.startswith("_"):
-        setattr(AsyncHandlerSession, _name, _answering(_name, _method))
+        setattr(AsyncHandlerSession, _name, _counted(_name, _method))
 
 
 def hand_over(deferred: list[Write], session: Session) -> None:

@@ -13,7 +13,8 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from sqlalchemy.orm import Session
 from sqlalchemy.util import await_only, greenlet_spawn, memoized_property
 
-from outboxq.database.answers import count_answers
+from outboxq.awaited import close_unawaited
+from outboxq.database.answers import count_coroutines
 from outboxq.database.guard import lend
 from outboxq.database.sessions import plain_session
 from outboxq.effects.api import EffectAccess
@@ -187,17 +188,15 @@ class AsyncInvoker:
             if run.call.is_cancelled:
                 # Cancelled before there was a task.
                 raise asyncio.CancelledError
-            unawaited = count_answers()
+            made = count_coroutines()
             try:
                 returned = await _within(
                     handler.timeout_seconds, _awaited(handler, _OpeningAsyncContext(run, opened), args)
                 )
-                if unawaited:
-                    raise HandlerError(_UNAWAITED.format(", ".join(sorted(map(str, unawaited)))))
             finally:
-                for answer in unawaited:
-                    # Or Python warns of it.
-                    answer.close()
+                forgotten = close_unawaited(made)
+            if forgotten:
+                raise HandlerError(_UNAWAITED.format(forgotten))
             return returned
 
         ended: list[Callable[[], object]] = []

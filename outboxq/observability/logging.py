@@ -30,6 +30,14 @@ _OF_EVERY_RECORD = frozenset({*vars(logging.makeLogRecord({})), "message", "asct
 _EVENT, _TRACE = "outboxq_event", "trace_id"
 _EVENT_MESSAGE = "%s: %s"
 _INDENT = "  "
+# All loggers of the package, some of which are made at their first use.
+_NAMES = tuple(
+    f"outboxq.{name}"
+    for name in (
+        "audit", "chores", "dashboard", "effects", "handler", "history", "hooks", "http", "lease", "listener",
+        "metrics", "otel", "pruner", "relay", "scheduler", "upkeep",
+    )
+)  # fmt: skip
 _MESSAGES: dict[type[Event], tuple[int, str]] = {
     events.JobDone: (logging.DEBUG, "job done"),
     events.JobRetried: (logging.WARNING, "job failed and will run again"),
@@ -135,11 +143,14 @@ def keep_loggers_enabled() -> None:
     For a process whose log is outboxq's own: `logging.config.fileConfig`, as Alembic's env.py calls it, disables all
     loggers that it does not name, wherever the application calls it.
     """
+    for name in _NAMES:
+        logging.getLogger(name)
     for name, found in list(logging.root.manager.loggerDict.items()):
         if name.partition(".")[0] == "outboxq" and isinstance(found, logging.Logger):
             found.disabled = False
             # A class, because `disabled` is an attribute that logging sets and reads by itself.
-            found.__class__ = type("KeptLogger", (_Kept, type(found)), {})
+            if not isinstance(found, _Kept):
+                found.__class__ = type("KeptLogger", (_Kept, type(found)), {})
 
 
 class _Kept:

@@ -11,12 +11,13 @@ from typing import Protocol
 
 from outboxq.clock import clock
 from outboxq.config import SlotGroup
+from outboxq.database.defects import is_defect
 from outboxq.errors import ConfigError, RelayStuck, SchemaError
 from outboxq.execution.errors import Abandoned
 from outboxq.forks import call_here
 from outboxq.handlers.handler import Flavour
 from outboxq.relay.connections import SlotConnections
-from outboxq.relay.slot import Slot
+from outboxq.relay.slot import CONNECTION_ERRORS, Slot
 from outboxq.relay.state import RelayState
 
 # No next try would end otherwise.
@@ -73,7 +74,10 @@ class SlotLoop:
                 self._outlive(error)
             except _FINAL:
                 raise
-            except Exception as error:  # noqa: BLE001  # users' code on a connection, its listeners, raises what it likes
+            except Exception as error:
+                # Users' code on a connection, its listeners, raises what it likes. A defect of ours ends the relay.
+                if not isinstance(error, CONNECTION_ERRORS) and is_defect(error):
+                    raise
                 if slot.is_seized():
                     break
                 self._wait_after(error)
@@ -92,7 +96,9 @@ class SlotLoop:
                 return
             except _FINAL:
                 raise
-            except Exception as error:  # noqa: BLE001  # as above
+            except Exception as error:
+                if not isinstance(error, CONNECTION_ERRORS) and is_defect(error):
+                    raise
                 slot.lost(error)
                 self._wake_event.clear()
                 self._wake_event.wait(_LAST_PAUSE_SECONDS)

@@ -14,6 +14,7 @@ from sqlalchemy import Engine, ExceptionContext, event
 from sqlalchemy.util import await_only, greenlet_spawn
 
 from outboxq.config import SlotGroup
+from outboxq.database.answers import inner_coroutine
 from outboxq.database.guard import keep_cancelled
 from outboxq.execution.frames import Frame, frames_of_stack
 from outboxq.execution.invoke import AsyncInvoker
@@ -155,7 +156,7 @@ class SlotTask(SlotLoop):
             # The frame is read once: the loop, in another thread, may end the coroutine meanwhile.
             while inspect.iscoroutine(awaited) and (frame := awaited.cr_frame) is not None:
                 stack.extend(frames_of_stack(frame))
-                awaited = awaited.cr_await
+                awaited = inner_coroutine(awaited.cr_await)
         return stack
 
 

@@ -10,7 +10,7 @@ from typing import Final, TypeAlias, overload
 from uuid import UUID
 
 import msgspec
-from sqlalchemy import Connection, event, func, select
+from sqlalchemy import Connection, event, select
 from sqlalchemy.dialects.postgresql import JSONB
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import Session
@@ -41,6 +41,7 @@ from outboxq.outbox.kinds import JobKind, P
 from outboxq.outbox.session import AsyncOutboxSession, OutboxSession
 from outboxq.relay.event_loop import LoopThread
 from outboxq.relay.lifespan import enter_lifespan, make_lifespan
+from outboxq.statements.builtin import pg
 from outboxq.statements.claim import ClaimStatements
 from outboxq.statements.done import may_write
 from outboxq.statements.transaction import local_timeouts_off
@@ -278,7 +279,8 @@ def _runtimes(
 
 def _refuse_to_leave(session: Session, queues: Iterable[str]) -> None:
     """Refuse to end while jobs wait that only an async session runs."""
-    is_due = (job.c.state == "ready") | ((job.c.state == "scheduled") & (job.c.run_at <= func.statement_timestamp()))
+    waits = job.c.state.in_(("scheduled", "grouped", "group_waiting")) & (job.c.run_at <= pg.statement_timestamp())
+    is_due = (job.c.state == "ready") | waits
     left = session.scalars(select(job.c.kind).where(job.c.queue.in_(queues), is_due).distinct().order_by(job.c.kind))
     if kinds := left.all():
         raise AssertionError(

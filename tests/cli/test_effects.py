@@ -227,13 +227,13 @@ def test_a_dry_run_lists_what_has_no_known_outcome(
 ) -> None:
     """Unknown, in doubt, or left by its caller; of that scope, and with that error, if one is given."""
     url, only = outboxq_database.url, ("--not-applied", "--dry-run", "--json")
-    found = call("effects", "resolve", "payments", *only, url=url).ok().json
+    found = call("effects", "resolve", "payments", "--all", *only, url=url).ok().json
     assert {each["key"] for each in found["would_be_resolved"]} == {"lost", "abandoned", "doubtful"}
     found = call("effects", "resolve", "payments", "--error", "TimeoutError", *only, url=url).ok().json
     assert [each["key"] for each in found["would_be_resolved"]] == ["lost"]
     found = call("effects", "resolve", "payments", "--status", "started", *only, url=url).ok().json
     assert [each["key"] for each in found["would_be_resolved"]] == ["abandoned"]
-    said = run("effects", "resolve", "payments", *only[:2], url=url).ok().stdout
+    said = run("effects", "resolve", "payments", "--all", *only[:2], url=url).ok().stdout
     assert "dry run: 3 effects would be resolved as not applied" in said
     assert status_of(engine, "lost") == "unknown"
 
@@ -241,10 +241,11 @@ def test_a_dry_run_lists_what_has_no_known_outcome(
 def test_many_are_resolved_by_one_verdict(outboxq_database: Database, engine: Engine, effects: dict[str, str]) -> None:
     """Those of other scopes, those that are settled and those that are being called stay; the audit names them."""
     url = outboxq_database.url
-    refused = call("effects", "resolve", "payments", "--not-applied", url=url)
+    refused = call("effects", "resolve", "payments", "--all", "--not-applied", url=url)
     assert refused.exit_code == 2
     assert "add --yes" in refused.stderr
-    done = call("effects", "resolve", "payments", "--applied", "--result", "null", "--yes", "--json", url=url).ok()
+    many = ("effects", "resolve", "payments", "--all", "--applied", "--yes")
+    done = call(*many, "--result", "null", "--json", url=url).ok()
     assert done.json == {"resolved": 3, "left": 0}
     assert {key: status_of(engine, key) for key in (*effects, "welcome")} == {
         "paid": "done", "lost": "done", "running": "started", "abandoned": "done", "doubtful": "done",
@@ -260,9 +261,22 @@ def test_what_another_transaction_holds_is_left(
     """It is not waited for; the exit code says that not all were resolved."""
     with engine.begin() as connection:
         connection.execute(text("SELECT FROM outboxq.effect WHERE key = 'lost' FOR UPDATE"))
-        done = call("effects", "resolve", "payments", "--not-applied", "--yes", "--json", url=outboxq_database.url)
+        done = call(*_ALL_OF, "--not-applied", "--yes", "--json", url=outboxq_database.url)
     assert done.exit_code == 1
     assert done.json == {"resolved": 2, "left": 1}
+
+
+_ALL_OF = ("effects", "resolve", "payments", "--all")
+
+
+def test_a_forgotten_key_resolves_nothing(outboxq_database: Database, engine: Engine, effects: dict[str, str]) -> None:
+    """Many are resolved only if that is said, and one result is not that of many calls."""
+    url = outboxq_database.url
+    assert "Give KEY" in call("effects", "resolve", "payments", "--not-applied", "--yes", url=url).stderr
+    told = call(*_ALL_OF, "--applied", "--result", RESULT, "--yes", url=url)
+    assert told.exit_code == 2
+    assert "one result is not that of many calls" in told.stderr
+    assert status_of(engine, "lost") == "unknown"
 
 
 def test_filters_are_for_many(outboxq_database: Database) -> None:

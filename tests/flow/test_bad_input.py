@@ -251,7 +251,7 @@ def test_unique_jobs_of_a_role_that_cannot_read_their_tables_name_the_right(
             limited = create_engine(engine.url.set(username=role, password="p"))
             with OutboxSession(limited) as session:
                 session.add_job(KIND.options(unique="a"))
-                with pytest.raises(EnqueueError, match=r"SELECT on its column id: .*outboxq roles --sql --unique-prod"):
+                with pytest.raises(EnqueueError, match=r"SELECT on its columns id, .*roles --sql --unique-prod"):
                     session.flush()
             limited.dispose()
         finally:

@@ -117,13 +117,11 @@ def test_a_relay_whose_login_is_refused_for_long_ends(engine: Engine) -> None:
             thread = threading.Thread(target=run)
             thread.start()
             try:
-                wait_until(lambda: relay.look() is not None, "the relay")
-                with owner.begin() as connection:
+                # Each look has a transaction of its own, which sees the sessions of that moment.
+                with owner.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
+                    wait_until(lambda: connection.execute(SESSIONS).scalar_one() > 0, "a session of the relay")
                     connection.exec_driver_sql("ALTER ROLE worker PASSWORD 'new'")
-                    wait_until(lambda: bool(connection.execute(BACKENDS).scalar_one()) or bool(errors), "a session")
-                    connection.exec_driver_sql(
-                        "SELECT pg_terminate_backend(pid, 5000) FROM pg_stat_activity WHERE usename = 'worker'"
-                    )
+                    wait_until(lambda: not connection.execute(ENDED).all() and bool(errors), "the relay to end")
                 thread.join(PATIENCE)
             finally:
                 relay.stop()
@@ -134,4 +132,5 @@ def test_a_relay_whose_login_is_refused_for_long_ends(engine: Engine) -> None:
     assert error.reason == "authentication failed"
 
 
-BACKENDS = text("SELECT count(*) FROM pg_stat_activity WHERE usename = 'worker'")
+SESSIONS = text("SELECT count(*) FROM pg_stat_activity WHERE usename = 'worker'")
+ENDED = text("SELECT pg_terminate_backend(pid, 5000) FROM pg_stat_activity WHERE usename = 'worker'")

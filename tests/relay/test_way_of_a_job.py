@@ -14,10 +14,10 @@ _HOUSE = str(Path(outboxq.__file__).parent)
 
 
 @pytest.mark.parametrize("claim", ["transaction", "lease"])
-def test_nine_functions_at_most_lead_from_the_serve_loop_to_a_handler(
+def test_eleven_functions_at_most_lead_from_the_serve_loop_to_a_handler(
     claim: str, sessions: sessionmaker[OutboxSession], outboxq_database: Database
 ) -> None:
-    """The traceback of a handler is the way of its job, short enough to be read."""
+    """The traceback of a handler is the way of its job, short enough to be read; two of them end what it forks."""
     jobs, ways = Jobs(), []
 
     @jobs.handler(queue="q", claim=claim)  # type: ignore[arg-type]  # one of the two modes
@@ -30,4 +30,4 @@ def test_nine_functions_at_most_lead_from_the_serve_loop_to_a_handler(
         session.add_job(look)
     Relay(outboxq_database.url, jobs, RelayConfig(slots_per_queue=1)).drain()
     (way,) = ways
-    assert len(way) <= 9, "\n".join(way)
+    assert len(way) <= 11, "\n".join(way)

@@ -12,6 +12,8 @@ from pathlib import Path
 
 # The oldest version that the package takes: `requires-python`.
 OLDEST = (3, 11)
+# The newest one that its classifiers claim.
+NEWEST = (3, 13)
 
 _NAME = re.compile(r"python3\.\d+")
 _PROBE = "import ensurepip, sys, venv; print(*sys.version_info[:2], sys.executable)"
@@ -21,11 +23,15 @@ def interpreters() -> dict[tuple[int, int], Path]:
     """A working interpreter of each version from 3.11 on that can make a venv, the oldest first."""
     found = {sys.version_info[:2]: Path(sys.executable)}
     for candidate in _candidates():
-        done = subprocess.run([candidate, "-c", _PROBE], capture_output=True, text=True, timeout=60, check=False)
+        try:
+            done = subprocess.run([candidate, "-c", _PROBE], capture_output=True, text=True, timeout=60, check=False)
+        except (OSError, subprocess.TimeoutExpired):
+            # A link that leads nowhere, or a file of another system.
+            continue
         if done.returncode == 0:
             major, minor, executable = done.stdout.split(maxsplit=2)
             found.setdefault((int(major), int(minor)), Path(executable.strip()))
-    return {version: found[version] for version in sorted(found) if version >= OLDEST}
+    return {version: found[version] for version in sorted(found) if OLDEST <= version <= NEWEST}
 
 
 def _candidates() -> Iterator[Path]:

@@ -1,8 +1,12 @@
 """Schedules that do not do what they are there for. Reads the table of schedules, which is small; no locks."""
 
-from sqlalchemy import TextClause, text
+from typing import Any
 
+from sqlalchemy import Select, TextClause, select, text
+
+from outboxq.statements.builtin import pg
 from outboxq.statements.doctor.sessions import qualified
+from outboxq.tables import Instant, schedule
 
 MAX_SCHEDULES = 1_000
 # Of each queue with a schedule, so many of the newest dead letters.
@@ -35,14 +39,15 @@ ORDER BY paused_at LIMIT :most"""
     ).bindparams(older_than_seconds=older_than_seconds, most=MAX_SCHEDULES)
 
 
-def coming_schedules(schema: str) -> TextClause:
+def coming_schedules() -> Select[Any]:
     """Schedules that are due later, the last ones first, with the time of the look, no earlier than its rows."""
-    return text(
-        f"""\
-SELECT name, kind, queue, cron, time_zone, next_at, last_at, pg_catalog.clock_timestamp() AS now
-FROM {qualified(schema, "schedule")} WHERE paused_at IS NULL AND next_at > pg_catalog.statement_timestamp()
-ORDER BY next_at DESC LIMIT :most"""
-    ).bindparams(most=MAX_SCHEDULES)
+    named = (schedule.c[name] for name in ("name", "kind", "queue", "cron", "time_zone", "next_at", "last_at"))
+    return (
+        select(*named, pg.clock_timestamp(type_=Instant()).label("now"))
+        .where(schedule.c.paused_at.is_(None), schedule.c.next_at > pg.statement_timestamp())
+        .order_by(schedule.c.next_at.desc())
+        .limit(MAX_SCHEDULES)
+    )
 
 
 def all_schedules(schema: str) -> TextClause:

@@ -12,7 +12,7 @@ from uuid import UUID
 
 from sqlalchemy import Connection
 
-from outboxq.admin.walks import Stretch, count_rows, first_rows, stretches_of
+from outboxq.admin.walks import Stretch, count_rows, first_rows, latest_rows, stretches_of
 from outboxq.codec.values import check_args_size
 from outboxq.errors import JobNotFound
 from outboxq.statements import dead_letters as statements
@@ -54,10 +54,16 @@ class DeadDetail:
 def list_dead(connection: Connection, wanted: DeadFilter | None = None, *, limit: int = 50) -> list[DeadJob]:
     """The dead letters that match, the latest first."""
     wanted = wanted or DeadFilter()
-    died = statements.DIED if wanted.queue is None else dead_job.c.died_at
-    of_queue = matching(dead_job, queue=wanted.queue)
-    latest = stretches_of(connection, wanted.ids, died, *of_queue, is_backwards=True, first=limit)
-    return [DeadJob(*row) for row in first_rows(connection, latest, partial(statements.select_dead, wanted), limit)]
+    found = latest_rows(
+        connection,
+        dead_job.c.died_at,
+        *matching(dead_job, queue=wanted.queue),
+        select=partial(statements.select_dead, wanted),
+        limit=limit,
+        ids=wanted.ids,
+        indexed=statements.DIED if wanted.queue is None else None,
+    )
+    return [DeadJob(*row) for row in found]
 
 
 def show_dead(connection: Connection, job_id: UUID) -> DeadDetail:
@@ -113,7 +119,7 @@ def _all_dead(connection: Connection, wanted: DeadFilter, give_up_at: float = ma
 def find_ids(
     connection: Connection, wanted: DeadFilter, *, after: UUID | None = None, limit: int = MAX_PAGE_ROWS
 ) -> tuple[UUID, ...]:
-    """The ids of the next dead letters that match; continue with `after` the last one."""
+    """The ids of the next dead letters that match; continue with `after` the last one. Costs what that of jobs does."""
     start = [] if after is None else [dead_job.c.id > after]
     behind = stretches_of(connection, wanted.ids, dead_job.c.id, *start, first=limit)
     return tuple(row.id for row in first_rows(connection, behind, partial(statements.select_ids, wanted), limit))

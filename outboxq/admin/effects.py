@@ -13,7 +13,7 @@ from uuid import UUID
 import msgspec
 from sqlalchemy import Connection, Executable, Row
 
-from outboxq.admin.walks import first_rows
+from outboxq.admin.walks import latest_rows
 from outboxq.codec.values import MAX_ARGS_BYTES, encode_value
 from outboxq.config import DEFAULT_RETENTION
 from outboxq.errors import ArgumentError, EffectError, EffectNotFound
@@ -97,10 +97,9 @@ def list_effects(connection: Connection, wanted: EffectFilter | None = None, *, 
     found: dict[tuple[str, str], EffectRecord] = {}
     for part in statements.PARTS:
         if wanted.status is None or wanted.status in part.statuses:
-            latest = stretches(connection, part.by, *part.where, is_backwards=True, first=limit)
-            find = partial(statements.select_effects, wanted, part)
+            select = partial(statements.select_effects, wanted, part)
             # One that is settled meanwhile is in two parts, and shown as it was first seen.
-            for row in first_rows(connection, latest, find, limit):
+            for row in latest_rows(connection, part.by, *part.where, select=select, limit=limit):
                 found.setdefault((row.scope, row.key), EffectRecord(*row))
         if len(found) >= limit:
             break

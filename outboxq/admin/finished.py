@@ -7,14 +7,13 @@ from uuid import UUID
 
 from sqlalchemy import Connection
 
-from outboxq.admin.walks import first_rows
+from outboxq.admin.walks import latest_rows
 from outboxq.clock import uuid7s
 from outboxq.database.errors import missing_tables_explained
 from outboxq.errors import ArgsNotKept, JobNotFound
 from outboxq.statements import done as statements
 from outboxq.statements.done import OUTCOMES as OUTCOMES
 from outboxq.statements.done import DoneFilter as DoneFilter
-from outboxq.statements.stretches import stretches
 from outboxq.tables import done_job, mapped_schema
 
 
@@ -62,10 +61,13 @@ class FinishedDetail:
 def list_finished(
     connection: Connection, wanted: DoneFilter | None = None, *, before: UUID | None = None, limit: int = 50
 ) -> list[FinishedJob]:
-    """The finished jobs that match, the last added first; continue with `before` the last one's id."""
+    """The finished jobs that match, the last added first; continue with `before` the last one's id.
+
+    Looked for as `list_jobs` looks for jobs.
+    """
     start = [] if before is None else [done_job.c.id < before]
-    latest = stretches(connection, done_job.c.id, *start, is_backwards=True)
-    found = first_rows(connection, latest, partial(statements.select_done, wanted or DoneFilter()), limit)
+    select = partial(statements.select_done, wanted or DoneFilter())
+    found = latest_rows(connection, done_job.c.id, *start, select=select, limit=limit)
     return [FinishedJob(*row) for row in found]
 
 

@@ -19,7 +19,15 @@ from uuid import UUID
 from sqlalchemy import Connection
 
 from outboxq.admin.stats import COUNTED_MOST
-from outboxq.admin.walks import Stretch, count_rows, first_rows, stretches_of
+from outboxq.admin.walks import (
+    STRETCHES_BY_INDEX,
+    Stretch,
+    count_rows,
+    first_rows,
+    of_blocks,
+    stretches_by_index,
+    stretches_of,
+)
 from outboxq.codec.values import check_args_size
 from outboxq.database.driver import run_script
 from outboxq.database.settings import our_settings
@@ -107,19 +115,33 @@ def list_jobs(
     """The oldest jobs that match; with `running`, only those that a transaction or a living relay's lease holds.
 
     What relays hold is looked for among the first 10,000 jobs that they would claim, of each queue and each index, as
-    `collect_stats` does. Others are looked for in the whole table, by stretches of 20,000 rows in the order of the ids.
+    `collect_stats` does. Others are looked for among some 11,000 of the oldest (with a `limit` over 100 more, up to
+    60,000), and if that does not suffice in the whole table, each block of which is then read once. One that is changed
+    while the table is read may be missing.
     """
     wanted = _of_few(connection, wanted or JobFilter(), ("running", "leased") if running else ())
     found: dict[UUID, Any] = {}
-    for stretch in stretches_of(connection, wanted.ids, statements.listed.c.id, first=limit):
+    looks = 0
+    for stretch in stretches_by_index(connection, wanted.ids, statements.listed.c.id, limit=limit):
         rows = connection.execute(statements.select_jobs(wanted, stretch, running=running, limit=limit))
         # A millisecond that goes on in the next stretch is read with either.
         found |= {row.id: row for row in rows}
+        looks += 1
         if len(found) >= limit:
             break
-    oldest = sorted(found.values(), key=lambda row: (row.id.int >> _BEHIND_MILLISECOND, row.seq))[:limit]
+    if len(found) < limit and looks == STRETCHES_BY_INDEX:
+        some = of_blocks(connection, job, partial(statements.oldest_of_blocks, wanted), limit, _age)
+        named = replace(wanted, ids=tuple(row.id for row in some))
+        found = {
+            row.id: row for row in connection.execute(statements.select_jobs(named, [], running=running, limit=limit))
+        }
+    oldest = sorted(found.values(), key=_age)[:limit]
     # In the order in which they came into the table.
     return _with_progress(connection, [WaitingJob(*row[:-1]) for row in sorted(oldest, key=attrgetter("seq"))])
+
+
+def _age(row: Any) -> tuple[int, int]:
+    return row.id.int >> _BEHIND_MILLISECOND, row.seq
 
 
 def _of_few(connection: Connection, wanted: JobFilter, states: Sequence[str]) -> JobFilter:
@@ -176,7 +198,11 @@ def cancel_jobs(connection: Connection, ids: Sequence[UUID]) -> Cancelled:
 def find_ids(
     connection: Connection, wanted: JobFilter, *, after: UUID | None = None, limit: int = MAX_PAGE_ROWS
 ) -> tuple[UUID, ...]:
-    """The ids of the next jobs that match; continue with `after` the last one."""
+    """The ids of the next jobs that match; continue with `after` the last one.
+
+    In the order of the ids, which no change of a job alters, so that none is missed. All pages together cost one walk
+    through the table in that order: up to three blocks a job, if jobs lie in another order than their ids.
+    """
     start = [] if after is None else [job.c.id > after]
     behind = stretches_of(connection, wanted.ids, job.c.id, *start, first=limit)
     return tuple(row.id for row in first_rows(connection, behind, partial(statements.select_ids, wanted), limit))

@@ -19,7 +19,7 @@ from outboxq.names import check_name
 from outboxq.statements import kinds as statements
 from outboxq.statements import wake
 from outboxq.statements.paging import MAX_PAGE_ROWS, Page, read_page
-from outboxq.statements.stretches import stretches
+from outboxq.statements.stretches import stretches, stretches_of_blocks
 from outboxq.tables import job, mapped_schema
 
 
@@ -34,11 +34,11 @@ class PausedKind:
 
 
 def list_paused(connection: Connection) -> list[PausedKind]:
-    """The kinds that are paused, by queue and name."""
+    """The kinds that are paused, by queue and name. If there are any, each block of the jobs is read once."""
     paused = connection.execute(statements.paused_names()).all()
     if not paused:
         return []
-    counted = count_rows(connection, stretches(connection, job.c.id), statements.count_paused, None)
+    counted = count_rows(connection, stretches_of_blocks(connection, job), statements.count_paused, None)
     jobs = {(each.queue, each.kind): each.count for each in counted}
     return [PausedKind(queue, kind, at, jobs.get((queue, kind), 0)) for queue, kind, at in paused]
 

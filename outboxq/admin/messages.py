@@ -7,13 +7,16 @@ forgotten is accepted again if it is delivered again.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from functools import partial
 
 from sqlalchemy import Connection
 
+from outboxq.admin.walks import latest_rows
 from outboxq.errors import InvalidKey, MessageNotFound
 from outboxq.names import check_key
 from outboxq.statements import inbox as statements
 from outboxq.statements.inbox import MessageFilter as MessageFilter
+from outboxq.tables import inbox
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +43,17 @@ class Forgotten:
 
 
 def list_messages(connection: Connection, wanted: MessageFilter | None = None, *, limit: int = 50) -> list[Message]:
-    """The messages that match, those first that are kept longest: of one consumer, the latest first."""
-    rows = connection.execute(statements.select_messages(wanted or MessageFilter(), limit=limit))
-    return [_message(*row) for row in rows]
+    """The messages that match, those first that are kept longest: of one consumer, the latest first.
+
+    They are looked for among the first 11,000 of that order (for a `limit` over 100 more, up to 60,000), and if that
+    does not suffice in the whole table, each block of which is then read once.
+    """
+    wanted = wanted or MessageFilter()
+    select = partial(statements.select_messages, wanted)
+    if wanted.consumer is not None and wanted.message_id is not None:
+        return [_message(*row) for row in connection.execute(select(limit=limit))]
+    since = [] if wanted.since is None else [inbox.c.expires_at > wanted.since]
+    return [_message(*row) for row in latest_rows(connection, inbox.c.expires_at, *since, select=select, limit=limit)]
 
 
 def show_message(connection: Connection, consumer: str, message_id: str) -> Message:

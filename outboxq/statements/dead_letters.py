@@ -96,7 +96,7 @@ _KEPT = (
 DIED = dead_job.c.died_at.op("AT TIME ZONE", return_type=DateTime())(literal_column("'UTC'"))
 
 
-def select_dead(wanted: DeadFilter, stretch: Sequence[ColumnElement[bool]], *, limit: int) -> Executable:
+def select_dead(wanted: DeadFilter, stretch: Sequence[ColumnElement[bool]], *, limit: int) -> Select[Any]:
     """The dead letters of a stretch that match, the latest first.
 
     Index: dead_job_queue (queue, died_at) backwards if a queue is given, else dead_job_died. No locks.
@@ -153,7 +153,11 @@ def retry_page(wanted: DeadFilter, *, after: UUID | None, limit: int, args: str 
 def count_matching(
     wanted: DeadFilter, stretch: Sequence[ColumnElement[bool]], *, to_retry: bool, most: int | None
 ) -> Executable:
-    """How many of a stretch match, as `count_kinds` counts; `to_retry`: without those that `retry_page` leaves."""
+    """How many of a stretch match, as `count_kinds` counts; `to_retry`: without those that `retry_page` leaves.
+
+    Reads the stretch's blocks. Indexes for `to_retry`: the primary keys of `job` and of `unique_key`, a probe for each
+    that matches, or a walk through the first if the planner finds that cheaper. No locks.
+    """
     retried = (*_can_be_jobs(), key_is_free(_KEY)) if to_retry else ()
     return count_kinds(dead_job, [*wanted.conditions(), *stretch, *retried], most)
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-from sqlalchemy import ColumnElement, Executable, Select, and_, literal, literal_column, or_, select, update
+from sqlalchemy import Column, ColumnElement, Executable, Select, and_, literal, literal_column, or_, select, update
 
 from outboxq.statements.builtin import pg, seconds
 from outboxq.statements.effects import Status, ending
@@ -46,7 +46,7 @@ class Part:
         statuses: Those that its rows may have.
     """
 
-    by: ColumnElement[Any]
+    by: Column[Any]
     where: tuple[ColumnElement[bool], ...]
     statuses: frozenset[Status]
 

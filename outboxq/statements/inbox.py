@@ -11,6 +11,7 @@ from sqlalchemy import (
     ColumnElement,
     Executable,
     Interval,
+    Select,
     Text,
     bindparam,
     case,
@@ -127,15 +128,14 @@ def set_lock_timeout(value: str) -> Executable:
 MESSAGE_COLUMNS = ("consumer", "message_id", "fingerprint", "seen_at", "expires_at")
 
 
-def select_messages(wanted: MessageFilter, *, limit: int) -> Executable:
-    """The messages that match, those first that are kept longest: of one consumer, the latest.
+def select_messages(wanted: MessageFilter, stretch: Sequence[ColumnElement[bool]] = (), *, limit: int) -> Select[Any]:
+    """The messages of a stretch that match, those first that are kept longest: of one consumer, the latest.
 
     Index: inbox_expires backwards, whose order needs no sort; the primary key for a consumer and an id. No locks.
-    Bound: `limit` rows of the answer; the walk also reads other consumers' messages, all if this one has too few.
     """
     return (
         select(*(inbox.c[name] for name in MESSAGE_COLUMNS))
-        .where(*wanted.conditions())
+        .where(*wanted.conditions(), *stretch)
         .order_by(inbox.c.expires_at.desc())
         .limit(limit)
     )

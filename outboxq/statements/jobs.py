@@ -152,9 +152,11 @@ def select_jobs(wanted: JobFilter, stretch: Sequence[ColumnElement[bool]], *, ru
     which has no index over all queues. Index: the primary key, in order, up to `limit` rows that match and the end of
     the last one's millisecond, be it behind the stretch. No locks.
     """
-    first = _matching(wanted, running=running).where(*stretch).order_by(listed.c.id).limit(limit).cte("first")
+    first = _matching(wanted, listed, running=running).where(*stretch).order_by(listed.c.id).limit(limit).cte("first")
     last = select(first.c.id).order_by(first.c.id.desc()).limit(1).scalar_subquery()
-    rest = _matching(wanted, running=running).where(listed.c.id > last, listed.c.id <= _end_of_millisecond(last))
+    rest = _matching(wanted, listed, running=running).where(
+        listed.c.id > last, listed.c.id <= _end_of_millisecond(last)
+    )
     seen = union_all(select(first.c.id), rest).cte("seen").prefix_with("MATERIALIZED")
     return (
         select(*_shown(SUMMARY_COLUMNS), *_runner(), listed.c.seq)
@@ -220,6 +222,15 @@ def next_scheduled(queue: str, *, limit: int) -> Executable:
         .limit(limit)
     )
     return _jobs_of(first).order_by(listed.c.run_at)
+
+
+def oldest_of_blocks(wanted: JobFilter, stretch: Sequence[ColumnElement[bool]], *, limit: int) -> Executable:
+    """Ids, and `seq`, of the oldest jobs of a stretch of `job` that match, as `select_jobs` has them.
+
+    Reads the stretch's blocks, and sorts then: in the order of an index the planner might walk that. No locks.
+    """
+    found = _matching(wanted, job).add_columns(job.c.seq).where(*stretch).cte("found").prefix_with("MATERIALIZED")
+    return select(found.c.id, found.c.seq).order_by(_millisecond(found.c.id), found.c.seq).limit(limit)
 
 
 def select_ids(wanted: JobFilter, stretch: Sequence[ColumnElement[bool]], *, limit: int) -> Select[tuple[UUID]]:
@@ -290,13 +301,13 @@ def cancel_page(wanted: JobFilter, *, after: UUID | None, limit: int) -> Executa
     return page_outcome(page, picked, cancelled)
 
 
-def _matching(wanted: JobFilter, *, running: bool) -> Select[tuple[UUID]]:
-    conditions = wanted.conditions(listed)
+def _matching(wanted: JobFilter, jobs: FromClause, *, running: bool = False) -> Select[tuple[UUID]]:
+    conditions = wanted.conditions(jobs)
     if running:
-        conditions.append(or_(_in_state(listed, "running"), _in_state(listed, "leased")))
+        conditions.append(or_(_in_state(jobs, "running"), _in_state(jobs, "leased")))
     if wanted.state not in (None, "running"):
-        conditions.append(not_(_in_state(listed, "running")))
-    return select(listed.c.id).where(*conditions)
+        conditions.append(not_(_in_state(jobs, "running")))
+    return select(jobs.c.id).where(*conditions)
 
 
 def _shown(names: Iterable[str]) -> Iterator[ColumnElement[Any]]:

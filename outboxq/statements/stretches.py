@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from sqlalchemy import BigInteger, ColumnElement, Connection, Executable, Integer, Table, cast, literal, select
+from sqlalchemy import BigInteger, ColumnElement, Connection, Executable, Integer, Select, Table, cast, literal, select
 from sqlalchemy import literal_column as as_written
 from sqlalchemy.types import UserDefinedType
 
@@ -91,6 +91,16 @@ def stretches_of_blocks(
             raise TimeoutError(_TOO_LONG)
         place = as_written(f"{table.name}.ctid", _Tid())
         yield [place >= _first_of(start), place < _first_of(start + STRETCH_BLOCKS)]
+
+
+def sorted_apart(found: Select[Any], greatest: str, limit: int) -> Select[Any]:
+    """The rows with the greatest values of a column, among those of a stretch of blocks: read first, and then sorted.
+
+    A statement that asks for rows in the order of an index may be planned as a walk of that index. No locks.
+    """
+    # MATERIALIZED: planned by itself, without the order and the limit.
+    rows = found.order_by(None).limit(None).cte("rows").prefix_with("MATERIALIZED")
+    return select(rows).order_by(rows.c[greatest].desc()).limit(limit)
 
 
 def count_blocks(schema: str, name: str) -> Executable:

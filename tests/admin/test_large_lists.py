@@ -1,12 +1,18 @@
-"""Lists of what relays hold read a bounded part of a large table."""
+"""Lists and previews read a bounded part of a large table, or each of its blocks once."""
+
+from collections.abc import Callable
 
 import pytest
 from sqlalchemy import Connection, Engine, text
 
+from outboxq.admin import effects, finished, kinds, messages
 from outboxq.admin.bulk import preview
 from outboxq.admin.bulk_actions import CancelJobs, ChangeJobs, DiscardDead, RetryDead
-from outboxq.admin.dead_letters import DeadFilter
+from outboxq.admin.dead_letters import DeadFilter, list_dead
+from outboxq.admin.effects import EffectFilter
+from outboxq.admin.finished import DoneFilter
 from outboxq.admin.jobs import JobChange, JobFilter, list_jobs
+from outboxq.admin.messages import MessageFilter
 from tests.support.leases import lease
 
 ROWS, QUEUES = 400_000, 5
@@ -17,7 +23,33 @@ SELECT gen_random_uuid(), 'q' || g % {QUEUES}, 'k', '{{}}', CASE WHEN g % 10 < 8
   now() + make_interval(secs => g) FROM generate_series(1, {ROWS}) AS g"""
 _FILL_DEAD = f"""INSERT INTO outboxq.dead_job (id, queue, kind, args, headers, priority, attempt, crashes, errors,
   reason, created_at, died_at) SELECT gen_random_uuid(), 'q' || g % {QUEUES}, 'k', '{{}}', '{{}}', 0, 1, 0, '[]',
-  'gone', now(), now() - make_interval(secs => g) FROM generate_series(1, {ROWS}) AS g"""
+  'gone', now(), now() - random() * interval '30 days' FROM generate_series(1, {ROWS}) AS g"""
+_FILL_OTHERS = (
+    f"""INSERT INTO outboxq.done_job (id, queue, kind, outcome, attempt, created_at, seconds, expires_at)
+      SELECT gen_random_uuid(), 'q', 'k', 'done', 1, now(), 1, now() FROM generate_series(1, {ROWS})""",
+    f"""INSERT INTO outboxq.effect (scope, key, status, provider_key, lock_token, locked_until, expires_at)
+      SELECT 's' || g % {QUEUES}, 'k' || g, 'done', gen_random_uuid(), gen_random_uuid(), now(),
+      now() + random() * interval '30 days' FROM generate_series(1, {ROWS}) AS g""",
+    f"""INSERT INTO outboxq.inbox (consumer, message_id, expires_at) SELECT 'c' || g % {QUEUES}, 'm' || g,
+      now() + random() * interval '30 days' FROM generate_series(1, {ROWS}) AS g""",
+)
+_LOOKS: dict[str, tuple[str, Callable[[Connection], list[object]]]] = {
+    "jobs of a kind": ("job", lambda on: [*list_jobs(on, JobFilter(kind="no"))]),
+    "jobs of a queue": ("job", lambda on: [*list_jobs(on, JobFilter(queue="no"))]),
+    "jobs of a queue and a kind": ("job", lambda on: [*list_jobs(on, JobFilter(queue="q1", kind="no"))]),
+    "jobs of a state": ("job", lambda on: [*list_jobs(on, JobFilter(state="grouped"))]),
+    "jobs of a group": ("job", lambda on: [*list_jobs(on, JobFilter(group="no"))]),
+    "paused kinds": ("job", lambda on: [each for each in kinds.list_paused(on) if each.jobs]),
+    "dead letters of a kind": ("dead_job", lambda on: [*list_dead(on, DeadFilter(kind="no"))]),
+    "dead letters of a queue": ("dead_job", lambda on: [*list_dead(on, DeadFilter(queue="q1", kind="no"))]),
+    "dead letters for a reason": ("dead_job", lambda on: [*list_dead(on, DeadFilter(reason="no"))]),
+    "finished jobs of a kind": ("done_job", lambda on: [*finished.list_finished(on, DoneFilter(kind="no"))]),
+    "effects of a scope": ("effect", lambda on: [*effects.list_effects(on, EffectFilter("no"))]),
+    "failed effects": ("effect", lambda on: [*effects.list_effects(on, EffectFilter(status="failed"))]),
+    "effects by their error": ("effect", lambda on: [*effects.list_effects(on, EffectFilter(error="no"))]),
+    "messages of a consumer": ("inbox", lambda on: [*messages.list_messages(on, MessageFilter("no"))]),
+    "messages by their id": ("inbox", lambda on: [*messages.list_messages(on, MessageFilter(message_id="no"))]),
+}
 _READ = """SELECT heap_blks_read + heap_blks_hit + idx_blks_read + idx_blks_hit FROM pg_statio_user_tables
 WHERE schemaname = 'outboxq' AND relname = '{}'"""
 
@@ -79,6 +111,28 @@ def test_a_preview_reads_each_block_of_its_table_once(engine: Engine) -> None:
                 assert preview(connection, each, most=None).count == expected
                 connection.commit()
                 assert blocks(connection, table) - before < 2 * size[table] + 1_000, each
+
+
+@pytest.mark.large
+def test_a_list_of_what_is_rare_reads_each_block_of_its_table_once(engine: Engine) -> None:
+    """After the first 11,100 rows by an index, two blocks each, and what leads to them: of 400,000 in no order."""
+    with engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
+        for each in (_FILL, _FILL_DEAD, *_FILL_OTHERS):
+            connection.execute(text(each))
+        connection.execute(text("INSERT INTO outboxq.paused_kind (queue, kind) VALUES ('q1', 'no')"))
+        connection.execute(text("ANALYZE"))
+        of = "SELECT pg_relation_size('outboxq.{}') / 8192"
+        size = {name: connection.execute(text(of.format(name))).scalar_one() for name, _ in _LOOKS.values()}
+    with engine.connect() as connection:
+        for name, (table, look) in _LOOKS.items():
+            before = blocks(connection, table)
+            assert look(connection) == [], name
+            connection.commit()
+            assert blocks(connection, table) - before < 1.1 * size[table] + 2 * 11_100 + 2_000, name
+        before = blocks(connection)
+        assert len(list_jobs(connection)) == 50
+        connection.commit()
+        assert blocks(connection) - before < 1_000
 
 
 def test_a_leased_job_is_found_as_one_that_runs(engine: Engine) -> None:

@@ -1,17 +1,19 @@
 """Large tables are read a stretch at a time: what is found is the same, however short the stretches are."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
 from typing import Any
 
 import pytest
-from sqlalchemy import Connection, Engine, event, text
+from sqlalchemy import Connection, Engine, create_engine, event, text
 
-from outboxq.admin import dead_letters, effects, finished, installation, jobs, kinds
+from outboxq.admin import dead_letters, effects, finished, installation, jobs, kinds, messages
 from outboxq.admin.actions import CancelJobs, DiscardDead, preview
 from outboxq.admin.dead_letters import DeadFilter
 from outboxq.admin.effects import EffectFilter
 from outboxq.admin.finished import DoneFilter
 from outboxq.admin.jobs import JobFilter
+from outboxq.admin.messages import MessageFilter
 from outboxq.postgres import Database
 from outboxq.statements import stretches
 from outboxq.statements.stretches import stretches as each_stretch
@@ -19,6 +21,7 @@ from outboxq.tables import dead_job
 from tests.support.doctor import only, open_session
 
 ROWS = 40
+_IN_LONG_GONE_TIMES = datetime(2000, 1, 1, tzinfo=UTC)
 # Two of each time, millisecond and expiry, and one kind in ten that is rare.
 _FILL = (
     (
@@ -45,6 +48,10 @@ _FILL = (
         "'s' || n % 3, 'k' || n, CASE WHEN n % 5 = 0 THEN 'unknown' WHEN n % 5 = 1 THEN 'retryable' ELSE 'done' END, "
         "gen_random_uuid(), gen_random_uuid(), now() - (n / 2) * interval '1 minute', "
         "CASE WHEN n % 5 > 0 THEN now() + (n / 2) * interval '1 minute' END FROM generate_series(1, 40) AS n"
+    ),
+    (
+        "INSERT INTO outboxq.inbox (consumer, message_id, seen_at, expires_at) SELECT 'c' || n % 3, 'm' || n, "
+        "now() - interval '1 day', now() + (n / 2) * interval '1 minute' FROM generate_series(1, 40) AS n"
     ),
     "INSERT INTO outboxq.paused_kind (queue, kind) VALUES ('q0', 'rare'), ('q1', 'often'), ('q2', 'nothing')",
 )
@@ -81,8 +88,49 @@ LOOKS: dict[str, Callable[[Connection], Any]] = {
     "effects": lambda on: {each.key for each in effects.list_effects(on, limit=ROWS)},
     "effects in order": lambda on: [(each.expires_at, each.status) for each in effects.list_effects(on, limit=15)],
     "effects of a scope": lambda on: {each.key for each in effects.list_effects(on, EffectFilter("s1", "done"))},
+    "messages": lambda on: [each.expires_at for each in messages.list_messages(on, limit=25)],
+    "messages of a consumer": lambda on: messages.list_messages(on, MessageFilter(consumer="c1")),
+    "one message": lambda on: messages.list_messages(on, MessageFilter(message_id="m3")),
+    "latest messages": lambda on: messages.list_messages(on, MessageFilter(since=_IN_LONG_GONE_TIMES, consumer="c2")),
     "paused kinds": kinds.list_paused,
     "jobs that were put off": lambda on: kinds.put_off_ids(on, "q1", ["often", "rare"]),
+}
+
+
+# Several blocks of rows in no order, one in fifty of which is rare.
+_RARE = "CASE WHEN n % 50 = 0 THEN 'rare' ELSE 'often' END"
+_FILL_BLOCKS = (
+    (
+        "INSERT INTO outboxq.job (id, queue, kind, args, run_at) SELECT gen_random_uuid(), 'q' || n % 3, "
+        f"{_RARE}, '{{}}', now() FROM generate_series(1, 1000) AS n"
+    ),
+    (
+        "INSERT INTO outboxq.dead_job (id, queue, kind, args, headers, priority, attempt, crashes, errors, reason, "
+        f"created_at, died_at) SELECT gen_random_uuid(), 'q0', {_RARE}, '{{}}', '{{}}', 0, 1, 0, '[]', 'gone', now(), "
+        "now() - random() * interval '1 day' FROM generate_series(1, 1000) AS n"
+    ),
+    (
+        "INSERT INTO outboxq.done_job (id, queue, kind, outcome, attempt, created_at, seconds, expires_at) SELECT "
+        f"gen_random_uuid(), 'q0', {_RARE}, 'done', 1, now(), 0.1, now() FROM generate_series(1, 1000) AS n"
+    ),
+    (
+        "INSERT INTO outboxq.effect (scope, key, status, provider_key, lock_token, locked_until, expires_at) SELECT "
+        f"{_RARE}, 'k' || n, 'done', gen_random_uuid(), gen_random_uuid(), now(), now() + random() * interval '1 day' "
+        "FROM generate_series(1, 1000) AS n"
+    ),
+    (
+        f"INSERT INTO outboxq.inbox (consumer, message_id, expires_at) SELECT {_RARE}, 'm' || n, "
+        "now() + random() * interval '1 day' FROM generate_series(1, 1000) AS n"
+    ),
+)
+RARE: dict[str, Callable[[Connection], Sequence[object]]] = {
+    "jobs": lambda on: jobs.list_jobs(on, JobFilter(kind="rare"), limit=15),
+    "jobs of a state": lambda on: jobs.list_jobs(on, JobFilter(kind="rare", state="ready"), limit=15),
+    "dead letters": lambda on: dead_letters.list_dead(on, DeadFilter(kind="rare"), limit=15),
+    "dead letters of a queue": lambda on: dead_letters.list_dead(on, DeadFilter(queue="q0", kind="rare"), limit=15),
+    "finished jobs": lambda on: finished.list_finished(on, DoneFilter(kind="rare"), limit=15),
+    "effects": lambda on: effects.list_effects(on, EffectFilter(scope="rare"), limit=15),
+    "messages": lambda on: messages.list_messages(on, MessageFilter(consumer="rare"), limit=15),
 }
 
 
@@ -105,6 +153,54 @@ def test_short_stretches_find_what_one_long_stretch_finds(filled: Engine, monkey
                 assert look(connection) == at_once[name], (name, rows)
     assert [name for name, found in at_once.items() if not found] == ["jobs that run", "no jobs"]
     assert {len(at_once[name]) for name in ("jobs", "dead letters", "finished jobs", "effects")} == {ROWS}
+
+
+@pytest.mark.parametrize("blocks", [1, 7])
+def test_lists_of_rare_rows_are_the_same_by_blocks_and_by_index(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, blocks: int
+) -> None:
+    """However many blocks a stretch has, a list has the rows that it would have by an index alone, in order."""
+    with engine.begin() as connection:
+        for statement in _FILL_BLOCKS:
+            connection.execute(text(statement))
+    with engine.connect() as connection:
+        by_index = {name: look(connection) for name, look in RARE.items()}
+        monkeypatch.setattr(stretches, "STRETCH_ROWS", 2)
+        monkeypatch.setattr(stretches, "STRETCH_BLOCKS", blocks)
+        for name, look in RARE.items():
+            assert look(connection) == by_index[name], name
+    assert all(len(found) == 15 for found in by_index.values())
+
+
+def test_a_job_that_moves_while_blocks_are_read_is_listed_once(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As by a relay that puts it back: it was read in one block, and is read again in another."""
+    monkeypatch.setattr(stretches, "STRETCH_ROWS", 2)
+    monkeypatch.setattr(stretches, "STRETCH_BLOCKS", 1)
+    with engine.begin() as connection:
+        connection.execute(text(_FILL_BLOCKS[0].replace("'rare'", "'often'")))
+        place = "SELECT id FROM outboxq.job WHERE ctid < '(1,0)' OR ctid >= '(9,0)' ORDER BY ctid"
+        first, *_, last = connection.execute(text(place)).scalars()
+        rare = "UPDATE outboxq.job SET kind = 'rare' WHERE id = :id"
+        connection.execute(text(rare), [{"id": first}, {"id": last}])
+    looks: list[str] = []
+
+    def move(_: object, __: object, statement: str, *___: object) -> None:
+        if "ctid" not in statement:
+            return
+        looks.append(statement)
+        if len(looks) == 2:
+            with other.begin() as connection:
+                connection.execute(text("DELETE FROM outboxq.job WHERE id = :id RETURNING *"), {"id": first})
+                moved = "INSERT INTO outboxq.job (id, queue, kind, args) VALUES (:id, 'q0', 'rare', '{}')"
+                connection.execute(text(moved), {"id": first})
+
+    other = create_engine(engine.url)
+    event.listen(engine, "before_cursor_execute", move)
+    with engine.connect() as connection:
+        found = [each.id for each in jobs.list_jobs(connection, JobFilter(kind="rare"))]
+    other.dispose()
+    assert len(looks) > 2
+    assert sorted(found) == sorted([first, last])
 
 
 def test_a_stretch_has_so_many_rows_and_those_of_its_last_value(

@@ -24,7 +24,7 @@ from outboxq.statements.audit import AuditFilter
 from outboxq.statements.claim import ClaimScript, ClaimStatements, Cursor
 from outboxq.statements.dead_letters import DeadFilter
 from outboxq.statements.doctor.sessions import jobs_of
-from outboxq.statements.done import GIVING_WAY, DoneFilter, DoneRows, KeptJobs, keep_jobs
+from outboxq.statements.done import GIVING_WAY, DoneFilter, DoneRows, KeptJobs, keep_jobs, select_done
 from outboxq.statements.effect_admin import PARTS, EffectFilter
 from outboxq.statements.effects import EffectLock
 from outboxq.statements.group_claim import GroupScript
@@ -159,6 +159,8 @@ _SAMPLES: Mapping[str, tuple[object, object]] = {
     "limits: str": ("[]", "[{}]"),
     "pairs": ([("mail", "send")], [("mail", "send"), ("mail", "post")]),
     "by": ("minute", "kind"),
+    "found": (select_done(DoneFilter("mail"), [], limit=7), select_done(DoneFilter(), [true()], limit=7)),
+    "greatest": ("id", "finished_at"),
     "beside": ("", keep_jobs("outboxq", _KEPT, _ID)),
     "Sequence[UUID]": ([_ID, _ID], [_ID]),
     "Collection[UUID]": ([_ID, UUID(int=1)], [_ID]),

@@ -115,9 +115,9 @@ def list_jobs(
     """The oldest jobs that match; with `running`, only those that a transaction or a living relay's lease holds.
 
     What relays hold is looked for among the first 10,000 jobs that they would claim, of each queue and each index, as
-    `collect_stats` does. Others are looked for among some 11,000 of the oldest (with a `limit` over 100 more, up to
-    60,000), and if that does not suffice in the whole table, each block of which is then read once. One that is changed
-    while the table is read may be missing.
+    `collect_stats` does. Others are looked for among the oldest 12,700 (more for a `limit` over 100), and if that
+    does not suffice in the whole table, each block of which is then read once. One that is changed while the table is
+    read may be missing.
     """
     wanted = _of_few(connection, wanted or JobFilter(), ("running", "leased") if running else ())
     found: dict[UUID, Any] = {}

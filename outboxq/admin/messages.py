@@ -45,8 +45,8 @@ class Forgotten:
 def list_messages(connection: Connection, wanted: MessageFilter | None = None, *, limit: int = 50) -> list[Message]:
     """The messages that match, those first that are kept longest: of one consumer, the latest first.
 
-    They are looked for among the first 11,000 of that order (for a `limit` over 100 more, up to 60,000), and if that
-    does not suffice in the whole table, each block of which is then read once.
+    They are looked for among the first 12,700 of that order (more for a `limit` over 100), and if that does not suffice
+    in the whole table, each block of which is then read once.
     """
     wanted = wanted or MessageFilter()
     select = partial(statements.select_messages, wanted)

@@ -16,8 +16,8 @@ from outboxq.statements.stretches import sorted_apart, stretches, stretches_of_b
 Stretch: TypeAlias = Sequence[ColumnElement[bool]]
 
 # By an index each row may cost a block of its own, and one more to find the end of its stretch: a list reads the first
-# stretches of a table so, some 11,000 rows or at most 60,000, and then the table by its blocks, each of them once.
-STRETCHES_BY_INDEX = 3
+# stretches of a table so, 12,700 rows (more for a limit over 100), and then the table by its blocks, each of them once.
+STRETCHES_BY_INDEX = 7
 _FIRST_STRETCH_ROWS = 100
 
 

@@ -156,7 +156,7 @@ def count_matching(
     """How many of a stretch match, as `count_kinds` counts; `to_retry`: without those that `retry_page` leaves.
 
     Reads the stretch's blocks. Indexes for `to_retry`: the primary keys of `job` and of `unique_key`, a probe for each
-    that matches, or a walk through the first if the planner finds that cheaper. No locks.
+    that matches (three blocks of an index), or a walk through the first if the planner finds that cheaper. No locks.
     """
     retried = (*_can_be_jobs(), key_is_free(_KEY)) if to_retry else ()
     return count_kinds(dead_job, [*wanted.conditions(), *stretch, *retried], most)

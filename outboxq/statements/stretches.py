@@ -47,7 +47,7 @@ def stretches(
     Args:
         column: With an index; never NULL where `where` holds.
         where: What holds for all rows that are meant, such as the condition of a partial index, or where to begin.
-        first: How many rows the first stretch has, for a caller that may need no more; the next are ten times as long.
+        first: How many rows the first stretch has, for a caller that may need no more; each next one is twice as long.
         give_up_at: A time of the monotonic clock. No time-out of a statement ends a walk.
 
     Raises:
@@ -58,7 +58,7 @@ def stretches(
         if time.monotonic() > give_up_at:
             raise TimeoutError(_TOO_LONG)
         end: Any = connection.execute(end_of_stretch(column, rest, rows, is_backwards=is_backwards)).scalar()
-        rows = min(10 * rows, STRETCH_ROWS)
+        rows = min(2 * rows, STRETCH_ROWS)
         if end is None:
             yield rest
             return

@@ -1,6 +1,7 @@
 """Lists and previews read a bounded part of a large table, or each of its blocks once."""
 
 from collections.abc import Callable
+from uuid import UUID
 
 import pytest
 from sqlalchemy import Connection, Engine, text
@@ -11,7 +12,7 @@ from outboxq.admin.bulk_actions import CancelJobs, ChangeJobs, DiscardDead, Retr
 from outboxq.admin.dead_letters import DeadFilter, list_dead
 from outboxq.admin.effects import EffectFilter
 from outboxq.admin.finished import DoneFilter
-from outboxq.admin.jobs import JobChange, JobFilter, list_jobs
+from outboxq.admin.jobs import JobChange, JobFilter, find_ids, list_jobs
 from outboxq.admin.messages import MessageFilter
 from tests.support.leases import lease
 
@@ -115,7 +116,7 @@ def test_a_preview_reads_each_block_of_its_table_once(engine: Engine) -> None:
 
 @pytest.mark.large
 def test_a_list_of_what_is_rare_reads_each_block_of_its_table_once(engine: Engine) -> None:
-    """After the first 11,100 rows by an index, two blocks each, and what leads to them: of 400,000 in no order."""
+    """After the first 12,700 rows by an index, two blocks each, and what leads to them: of 400,000 in no order."""
     with engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
         for each in (_FILL, _FILL_DEAD, *_FILL_OTHERS):
             connection.execute(text(each))
@@ -128,11 +129,27 @@ def test_a_list_of_what_is_rare_reads_each_block_of_its_table_once(engine: Engin
             before = blocks(connection, table)
             assert look(connection) == [], name
             connection.commit()
-            assert blocks(connection, table) - before < 1.1 * size[table] + 2 * 11_100 + 2_000, name
+            assert blocks(connection, table) - before < 1.1 * size[table] + 2 * 12_700 + 2_000, name
         before = blocks(connection)
         assert len(list_jobs(connection)) == 50
         connection.commit()
         assert blocks(connection) - before < 1_000
+
+
+@pytest.mark.large
+@pytest.mark.parametrize("every", [15, 400])
+def test_all_pages_of_a_change_read_three_blocks_a_row(engine: Engine, every: int) -> None:
+    """Be what matches frequent or rare: no page reads much behind the rows that it needs."""
+    with engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
+        connection.execute(text(_FILL.replace("'k'", f"CASE WHEN g % {every} = 0 THEN 'some' ELSE 'k' END")))
+        connection.execute(text("ANALYZE outboxq.job"))
+    with engine.connect() as connection:
+        before, found = blocks(connection), list[UUID]()
+        while page := find_ids(connection, JobFilter(kind="some"), after=found[-1] if found else None):
+            found += page
+        connection.commit()
+        assert len(found) == ROWS // every
+        assert blocks(connection) - before < 3.2 * ROWS
 
 
 def test_a_leased_job_is_found_as_one_that_runs(engine: Engine) -> None:

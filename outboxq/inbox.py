@@ -192,7 +192,7 @@ class Inbox:
                 raise ArgumentError("accept_job takes a session and not a connection: the job is one of its rows")
             connection = outbox_connection(target, "accept_job")
             # A job of an entity that has no key yet may be refused only now; the savepoint then undoes the acceptance.
-            with connection.begin_nested() if job.pending else nullcontext():
+            with connection.begin_nested() if job.was_pending() else nullcontext():
                 return add_jobs(target, [job])[0] if self._accept(target, connection, given) else None
 
         return run_on(session, work, "inbox.accept_job(...)")

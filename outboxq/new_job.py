@@ -6,9 +6,9 @@ from uuid import UUID
 
 import msgspec
 
-from outboxq.codec.entities import is_pending
+from outboxq.codec.entities import EntityArgument
 from outboxq.codec.values import MAX_ARGS_BYTES, encode_value, join_object
-from outboxq.errors import ArgumentError, JobTooLarge
+from outboxq.errors import ArgumentError, EnqueueError, JobTooLarge
 
 
 class JobEnvelope(msgspec.Struct, frozen=True, eq=False, gc=False):
@@ -52,7 +52,7 @@ class JobKeys(msgspec.Struct, frozen=True, gc=False):
     opens_batch: bool = False
 
 
-# A struct, as a bulk makes one for each job: in a third of a dataclass's time, and unless an entity is pending nothing
+# A struct, as a bulk makes one for each job: in a third of a dataclass's time, and unless it has entities nothing
 # that the garbage collector has to walk.
 class NewJob(msgspec.Struct, frozen=True, eq=False):
     """A job that is not enqueued yet. Make one with `kind.job(...)`.
@@ -61,14 +61,15 @@ class NewJob(msgspec.Struct, frozen=True, eq=False):
     """
 
     envelope: JobEnvelope
-    # A JSON object of all arguments but the pending ones.
+    # A JSON object of all arguments but the entities that had no primary key at the call.
     args: str
-    # Entities that had no primary key at the call.
-    pending: Mapping[str, object] | None
-    # With pending entities, a function of their primary keys.
+    entities: Mapping[str, EntityArgument] | None
+    # With such an entity, a function of its primary key.
     keys: JobKeys | Callable[[], JobKeys] | None = None
     # The jobs of its chain that run after it, one after the other; none of these has followers of its own.
     followers: tuple["NewJob", ...] = ()
+    # Makes `keys` again if the primary key of an entity has changed: all of them but the batch.
+    keys_at_flush: Callable[[], JobKeys] | None = None
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.kind!r} for queue {self.queue!r}>"
@@ -83,19 +84,55 @@ class NewJob(msgspec.Struct, frozen=True, eq=False):
 
     def pending_entities(self) -> list[object]:
         """The entities whose primary keys are known only after a flush."""
-        return [entity for entity in (self.pending or {}).values() if is_pending(entity)]
+        return [argument.entity for argument in (self.entities or {}).values() if argument.is_pending()]
+
+    def was_pending(self) -> bool:
+        """Whether an entity had no primary key at the call, so that the job was not checked as a whole."""
+        return any(argument.key is None for argument in (self.entities or {}).values())
+
+    def has_entities(self) -> bool:
+        """Whether the job, or one of those that follow it, has an entity among its arguments."""
+        return bool(self.entities) or any(each.entities for each in self.followers)
 
     def complete(self) -> "NewJob":
-        """The job with all of its arguments; every entity must have its primary key."""
-        if not self.pending:
+        """The job and its followers with the primary keys that their entities have now; every one must have its own.
+
+        Raises:
+            EnqueueError: an entity was deleted, and its parameter does not allow None.
+        """
+        if not self.has_entities():
             return self
-        keys = join_object({name: encode_value(name, entity) for name, entity in self.pending.items()})
-        args = keys if self.args == "{}" else f"{self.args[:-1]},{keys[1:]}"
-        job_keys = self.keys() if callable(self.keys) else self.keys
-        completed = NewJob(self.envelope, check_size(self.kind, args), None, job_keys, self.followers)
-        if self.followers or (job_keys is not None and job_keys.batch is not None):
+        followers = tuple(each.complete() for each in self.followers)
+        entities = {name: argument.current() for name, argument in (self.entities or {}).items()}
+        for name, argument in entities.items():
+            self._refuse_deleted(name, argument)
+        changed = {name: argument for name, argument in entities.items() if argument is not (self.entities or {})[name]}
+        if not changed:
+            return msgspec.structs.replace(self, followers=followers)
+        given = msgspec.json.decode(self.args, type=dict[str, msgspec.Raw])
+        values = {name: bytes(data) for name, data in given.items()}
+        args = join_object(values | {name: encode_value(name, argument.entity) for name, argument in changed.items()})
+        check_size(self.kind, args)
+        completed = NewJob(self.envelope, args, entities, self._current_keys(), followers, self.keys_at_flush)
+        if followers or (isinstance(completed.keys, JobKeys) and completed.keys.batch is not None):
             refuse_coalesced(completed, "followed by another job, or in a batch")
         return completed
+
+    def _refuse_deleted(self, name: str, argument: EntityArgument) -> None:
+        if argument.is_deleted() and not argument.optional:
+            entity = type(argument.entity).__name__
+            raise EnqueueError(
+                f"{self.kind!r} was given, as argument {name!r}, a {entity} that is deleted before the job is written: "
+                f"its handler would find no row. Annotate {entity} | None there, or give the handler the primary key"
+            )
+
+    def _current_keys(self) -> JobKeys | None:
+        keys = self.keys
+        if callable(keys):
+            return keys()
+        if keys is None or self.keys_at_flush is None:
+            return keys
+        return msgspec.structs.replace(self.keys_at_flush(), batch=keys.batch, opens_batch=keys.opens_batch)
 
     def then(self, follower: "NewJob", /) -> "NewJob":
         """The same job, and behind it another one: it is added in the transaction in which this one is done.
@@ -114,7 +151,7 @@ class NewJob(msgspec.Struct, frozen=True, eq=False):
         followers = (*self.followers, _follower(follower), *follower.followers)
         _refuse_unique_between(followers)
         _check_chain(self.kind, followers)
-        return NewJob(self.envelope, self.args, self.pending, self.keys, followers)
+        return NewJob(self.envelope, self.args, self.entities, self.keys, followers, self.keys_at_flush)
 
     def in_batch(self, batch: str) -> "NewJob":
         """The same job as a member of a batch, by its id in hex, and with it those that follow it.
@@ -170,7 +207,9 @@ def _follower(new: NewJob) -> NewJob:
     assert not callable(complete.keys), "a job is complete when it has its keys"
     if complete.keys is not None and complete.keys.batch is not None:
         raise ArgumentError(f"{new.kind!r} is in a batch by itself: add the first job of its chain to the batch")
-    return NewJob(complete.envelope, complete.args, None, complete.keys)
+    return NewJob(
+        complete.envelope, complete.args, complete.entities, complete.keys, keys_at_flush=complete.keys_at_flush
+    )
 
 
 def _check_chain(kind: str, followers: tuple[NewJob, ...]) -> None:
@@ -216,7 +255,7 @@ class UniqueJob(NewJob, frozen=True, eq=False, kw_only=True):
         if callable(keys) or keys is None or keys.unique is None:
             self.answer.give(added=True)
             return completed
-        return UniqueJob(completed.envelope, completed.args, None, keys, completed.followers, answer=self.answer)
+        return _unique(completed, self.answer)
 
 
 def has_unique_key(new: NewJob) -> bool:
@@ -228,7 +267,11 @@ def with_answer(new: NewJob) -> UniqueJob:
     """A job that has a unique key, with a place for what becomes of it: its own, as one `NewJob` may be added twice."""
     if isinstance(new, UniqueJob):
         return new
-    return UniqueJob(new.envelope, new.args, new.pending, new.keys, new.followers, answer=UniqueAnswer())
+    return _unique(new, UniqueAnswer())
+
+
+def _unique(new: NewJob, answer: UniqueAnswer) -> UniqueJob:
+    return UniqueJob(new.envelope, new.args, new.entities, new.keys, new.followers, new.keys_at_flush, answer=answer)
 
 
 def check_size(kind: str, args: str) -> str:

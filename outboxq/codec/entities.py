@@ -2,17 +2,20 @@
 
 import types
 import typing
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import date, datetime, time, timedelta
 from decimal import Decimal
 from enum import Enum
-from typing import Annotated, Any, Final, TypeAlias, TypeGuard, TypeVar, Union, cast
+from typing import Annotated, Any, Final, TypeAlias, TypeVar, Union, cast
 from uuid import UUID
 
+import msgspec
 from sqlalchemy import ColumnElement
 from sqlalchemy import inspect as sqlalchemy_inspect
 from sqlalchemy.dialects.postgresql.base import PGDialect
 from sqlalchemy.orm import InstanceState, Mapped, Mapper
+from sqlalchemy.orm.attributes import instance_state
 from sqlalchemy.types import TypeEngine
 
 from outboxq.errors import ArgumentError
@@ -64,10 +67,36 @@ def entity_state(value: object) -> InstanceState[object] | None:
     return found if isinstance(found, InstanceState) else None
 
 
-def is_pending(value: object) -> TypeGuard[object]:
-    """Whether `value` is an entity whose primary key is known only after its flush."""
-    state = entity_state(value)
-    return state is not None and state.key is None
+class EntityArgument(msgspec.Struct, frozen=True, eq=False):
+    """An entity among the arguments of a job, kept until the flush that writes the job: its primary key then counts.
+
+    Attributes:
+        key: Its identity key at the call, which the arguments have; None if it had none.
+        optional: The handler receives None if the row is gone.
+    """
+
+    entity: object
+    key: tuple[Any, ...] | None
+    optional: bool
+
+    def current(self) -> "EntityArgument":
+        """The same entity with the identity key that it has now."""
+        key = instance_state(self.entity).key
+        return self if key == self.key else EntityArgument(self.entity, key, self.optional)
+
+    def is_pending(self) -> bool:
+        """Whether the primary key is known only after a flush."""
+        return instance_state(self.entity).key is None
+
+    def is_deleted(self) -> bool:
+        """Whether a flush has deleted the entity, and no rollback has brought it back."""
+        return instance_state(self.entity).was_deleted
+
+
+def entities_of(values: Mapping[str, object], optional: Mapping[str, bool]) -> dict[str, EntityArgument]:
+    """The entities among arguments by their names; `optional` has the names whose annotation allows None."""
+    states = {name: state for name, value in values.items() if (state := entity_state(value)) is not None}
+    return {name: EntityArgument(values[name], state.key, optional.get(name, False)) for name, state in states.items()}
 
 
 def primary_key_of(entity: object) -> object:

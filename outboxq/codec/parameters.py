@@ -13,7 +13,9 @@ from uuid import UUID
 import msgspec
 
 from outboxq.codec.entities import (
+    EntityArgument,
     EntityKey,
+    entities_of,
     entity_mapper,
     entity_of,
     entity_state,
@@ -130,7 +132,9 @@ class Signature:
         self.parameters = {parameter.name: parameter for parameter in parameters}
         self._positional = [p.name for p in binder.parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
         self.locks = any(parameter.locked for parameter in parameters)
-        self.takes_entities = any(parameter.entity is not None for parameter in parameters)
+        # Those that are entities, by name: whether None is allowed.
+        self.optional = {p.name: p.optional for p in parameters if p.entity is not None}
+        self.takes_entities = bool(self.optional)
         self._reader = _struct_decoder_of(parameters)
         # By name; an entity, which is stored as its key, has a rule of its own.
         self._certain = {p.name: certain_types(p.decoder.type) for p in parameters if p.entity is None}
@@ -191,6 +195,11 @@ class Signature:
         bound = self._binder.bind(*args, **kwargs)
         bound.apply_defaults()
         return bound.arguments
+
+    def entities(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> dict[str, EntityArgument]:
+        """The entities by name among the arguments of a call that `encode_call` allows."""
+        values = {**dict(zip(self._positional, args, strict=False)), **kwargs}
+        return entities_of({name: values[name] for name in self.optional if name in values}, self.optional)
 
     def encode(self, name: str, value: object) -> bytes:
         """One argument as JSON text.

@@ -7,7 +7,7 @@ from datetime import datetime, timedelta
 from types import MappingProxyType
 from typing import Generic, ParamSpec, Unpack
 
-from outboxq.codec.entities import is_pending
+from outboxq.codec.entities import EntityArgument, entities_of
 from outboxq.codec.parameters import Signature
 from outboxq.codec.sameness import encode_unread
 from outboxq.codec.values import MAX_ARGS_BYTES, encode_headers, join_object
@@ -93,38 +93,55 @@ class JobKind(Generic[P]):
         signature = self.signature()
         args_text = None if signature is None else signature.encode_call(args, kwargs)
         if args_text is not None:
-            keys = None if self._key_rules is None else self._keys(args, kwargs)
-            return self._new(args_text, keys)
+            if signature is not None and signature.takes_entities:
+                return self._with_entities(args_text, args, kwargs, signature.entities(args, kwargs))
+            return self._new(args_text, None if self._key_rules is None else self._keys(args, kwargs))
         values = self._bind_by_name(args, kwargs) if signature is None else signature.bind(args, kwargs)
-        pending = {name: value for name, value in values.items() if is_pending(value)}
+        entities = entities_of(values, {} if signature is None else signature.optional)
+        pending = {name: argument.entity for name, argument in entities.items() if argument.key is None}
         if signature is not None:
             for name, entity in pending.items():
                 signature.check_entity(name, entity)
         encode = encode_unread if signature is None else signature.encode
         ready = join_object({n: encode(n, v) for n, v in values.items() if n not in pending})
-        return self._new(ready, self._keys(args, kwargs, pending), pending or None)
+        return self._with_entities(ready, args, kwargs, entities)
+
+    def _with_entities(
+        self,
+        args_text: str,
+        args: tuple[object, ...],
+        kwargs: Mapping[str, object],
+        entities: Mapping[str, EntityArgument],
+    ) -> NewJob:
+        rules = self._key_rules
+        if not entities or rules is None or rules.constant is not None:
+            return self._new(args_text, self._keys(args, kwargs), entities or None)
+        at_flush = functools.partial(rules.of, self._all_values(args, kwargs))
+        is_pending = any(argument.key is None for argument in entities.values())
+        return self._new(args_text, at_flush if is_pending else at_flush(), entities, at_flush)
 
     def _new(
-        self, args: str, keys: JobKeys | Callable[[], JobKeys] | None, pending: Mapping[str, object] | None = None
+        self,
+        args: str,
+        keys: JobKeys | Callable[[], JobKeys] | None,
+        entities: Mapping[str, EntityArgument] | None = None,
+        keys_at_flush: Callable[[], JobKeys] | None = None,
     ) -> NewJob:
         # The caller may change the headers' mapping, so it is read anew for each job.
         envelope = self._new_envelope() if self.job_options.headers else self._envelope
         if len(args) > _SURELY_SMALL:
             check_size(envelope.kind, args)
-        return NewJob(envelope, args, pending, keys)
+        return NewJob(envelope, args, entities, keys, keys_at_flush=keys_at_flush)
 
-    def _keys(
-        self, args: tuple[object, ...], kwargs: Mapping[str, object], pending: Mapping[str, object] | None = None
-    ) -> JobKeys | Callable[[], JobKeys] | None:
-        """The job's keys; a function of the flush if entities that have no primary key yet are among the arguments."""
+    def _keys(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> JobKeys | None:
         rules = self._key_rules
-        if rules is None:
-            return None
-        if rules.constant is not None:
-            return rules.constant
+        if rules is None or rules.constant is not None:
+            return None if rules is None else rules.constant
+        return rules.of(self._all_values(args, kwargs))
+
+    def _all_values(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> Mapping[str, object]:
         signature = self.signature()
-        values = self._bind_by_name(args, kwargs) if signature is None else signature.all_values(args, kwargs)
-        return functools.partial(rules.of, values) if pending else rules.of(values)
+        return self._bind_by_name(args, kwargs) if signature is None else signature.all_values(args, kwargs)
 
     @functools.cached_property
     def _key_rules(self) -> KeyRules | None:

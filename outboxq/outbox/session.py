@@ -76,7 +76,7 @@ def add_new(session: Session, jobs: list[NewJob]) -> list[JobHandle]:
         _refuse_autocommit(session)
     is_keyed = False
     for new in jobs:
-        if not isinstance(new, NewJob) or new.pending:
+        if not isinstance(new, NewJob) or new.entities:
             _check(session, new)
         if new.keys is not None:
             is_keyed = True

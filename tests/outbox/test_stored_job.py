@@ -14,7 +14,11 @@ report = external("report", queue="reports")
 
 def same(one: NewJob, other: NewJob) -> bool:
     envelopes = [msgspec.structs.asdict(each.envelope) for each in (one, other)]
-    return envelopes[0] == envelopes[1] and (one.args, one.pending, one.keys) == (other.args, other.pending, other.keys)
+    return envelopes[0] == envelopes[1] and (one.args, one.entities, one.keys) == (
+        other.args,
+        other.entities,
+        other.keys,
+    )
 
 
 @pytest.mark.parametrize(

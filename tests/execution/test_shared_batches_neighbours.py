@@ -13,7 +13,19 @@ from sqlalchemy.orm import Session, sessionmaker
 
 import outboxq.execution.batch_call as batch_call
 import outboxq.execution.shared_batch as shared_batch
-from outboxq import AsyncContext, Backoff, BatchContext, BatchItem, Context, Jobs, OutboxSession, Relay, RelayConfig
+from outboxq import (
+    AsyncContext,
+    Backoff,
+    BatchContext,
+    BatchItem,
+    Context,
+    Jobs,
+    OutboxSession,
+    Relay,
+    RelayConfig,
+    add_job,
+    external,
+)
 from outboxq.events import BatchRolledBack, JobDied, JobDone
 from outboxq.execution.containment import SharedSavepoint
 from outboxq.postgres import Database
@@ -380,3 +392,33 @@ def test_a_batch_handler_that_ended_the_transaction_unseen_is_to_blame_with_all_
     report = drain_fifty(jobs)
     assert ledger(engine) == Counter("abc")
     assert (report.done, report.died) == (0, 3)
+
+
+@pytest.mark.parametrize("batchable", [True, False])
+def test_jobs_of_handlers_have_the_keys_that_entities_have_at_the_flush(
+    batchable: bool, engine: Engine, sessions: sessionmaker[OutboxSession], drain_fifty
+) -> None:
+    """A changed key counts, and a handler that deletes the entity of its job fails alone."""
+    jobs, notify = Jobs(), external("notify", queue="elsewhere")
+
+    @jobs.handler(queue="q", batchable=batchable, retry=ONCE)
+    def act(ctx: Context, account: Account, what: str) -> None:
+        add_job(ctx.session, notify, account=account)
+        if what == "renumber":
+            account.id += 100
+        elif what == "delete":
+            ctx.session.delete(account)
+        else:
+            account.balance += 1
+
+    with sessions.begin() as session:
+        accounts = session.scalars(select(Account).order_by(Account.id)).all()
+        whats = ["pay", "renumber", "pay", "delete", "pay"]
+        session.add_jobs(act.job(account, what) for account, what in zip(accounts, whats, strict=False))
+    drain_fifty(jobs)
+    with engine.connect() as connection:
+        args = connection.execute(text("SELECT args ->> 'account' FROM outboxq.job ORDER BY 1")).scalars().all()
+        assert sorted(map(int, args)) == [1, 3, 5, 102]
+        (errors,) = connection.execute(text("SELECT errors::text FROM outboxq.dead_job")).scalars()
+        assert "a Account that is deleted" in errors
+    assert balance(engine, 4) == 0

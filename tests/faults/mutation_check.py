@@ -358,6 +358,27 @@ MUTANTS = (
         ("tests/relay/test_event_times.py",),
     ),
     Mutant(
+        "the wait for the keys that a flush leaves to entities",
+        "outboxq/outbox/pending.py",
+        "    if _have_entities(batch):\n        vars(session)",
+        "    if False:\n        vars(session)",
+        ("tests/outbox/test_enqueue_flush_keys.py",),
+    ),
+    Mutant(
+        "the end of a flush that only writes jobs of entities",
+        "outboxq/outbox/pending.py",
+        "            context.register_object(instance_state(batch), listonly=True)\n",
+        "            pass\n",
+        ("tests/outbox/test_enqueue_flush_keys.py",),
+    ),
+    Mutant(
+        "the refusal of jobs whose entity is deleted",
+        "outboxq/new_job.py",
+        "        if argument.is_deleted() and not argument.optional:\n",
+        "        if False:\n",
+        ("tests/outbox/test_enqueue_flush_keys.py",),
+    ),
+    Mutant(
         "what a savepoint has undone, in what a session tells",
         "outboxq/outbox/told.py",
         '        event.listen(session, "after_soft_rollback", _after_rollback)\n',

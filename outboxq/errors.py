@@ -153,7 +153,7 @@ class LoginRefused(OutboxqError):
 
     def __init__(self, reason: str, seconds: float) -> None:
         super().__init__(
-            f"the database refuses the relay's login since {seconds:.0f} s ({reason}): the relay ends, to be started "
+            f"the database has refused the relay's login for {seconds:.0f} s ({reason}): the relay ends, to be started "
             "again with the new password, role or database"
         )
         self.reason = reason

@@ -302,5 +302,5 @@ class Actions:
 
 
 def _verdict(verdict: effects.Verdict) -> dict[str, object]:
-    """What the audit keeps of a verdict."""
+    """The part of a verdict that the audit keeps."""
     return {"verdict": "applied" if isinstance(verdict, effects.WasApplied) else "not applied"}

@@ -78,7 +78,7 @@ class WasNotApplied:
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
-    """What became of effects to be resolved. `left`: settled, called or locked by another since they were found."""
+    """The outcome of resolving several effects. `left`: settled, called or locked by another since they were found."""
 
     resolved: tuple[EffectRecord, ...]
     left: tuple[EffectRecord, ...]

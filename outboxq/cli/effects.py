@@ -158,8 +158,8 @@ def resolve_effect(options: ResolveOptions) -> None:
     An effect that is done without a result can be given one in the same way. Any other effect that is settled, or that
     is being called, is not changed: the exit code is 1.
 
-    Without a key it is said of those of the scope that have no known outcome and match --status and --error, or of --all
-    of them: after a bug in front of the call, for example, that made each of them unknown. Asks first.
+    Without a key it is said of those of the scope that have no known outcome and match --status and --error, or of
+    --all of them: after a bug in front of the call, for example, that made each of them unknown. Asks first.
 
     \b
     Examples:

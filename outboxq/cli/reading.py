@@ -87,7 +87,7 @@ def _take(shared: type[Shared], given: dict[str, Any]) -> Shared:
 
 
 def what_became_of(connection: "Connection", job_id: "UUID", unless_known: str) -> str:
-    """What operators did last to a job that is not there, by the audit; else `unless_known`."""
+    """The last action of an operator on a job that is gone, by the audit; else `unless_known`."""
     from outboxq.admin.audit import last_action_on
 
     done = last_action_on(connection, str(job_id))

@@ -19,7 +19,7 @@ _POLICY_COMMANDS = {"SELECT": "r", "INSERT": "a", "UPDATE": "w", "DELETE": "d"}
 
 
 def use_of(context: CheckContext) -> Part:
-    """What this role is for, by the groups that it is a member of; a relay's, if by none."""
+    """The part that this role plays, by the groups that it is a member of; a relay's, if by none."""
     groups = default_names()
     member = set(context.scalars(statements.groups_of_role(list(groups.values()))))
     for part in _WIDEST:

@@ -16,9 +16,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 # What tests and checkers are made of is installed in its newest version.
 NOT_OF_USERS = {"test", "docs", "dev"}
 # What the tests below need besides; over the extra `test` as a whole pip ponders for minutes.
-TOOLS = (
-    "asyncpg hypothesis httpx opentelemetry-sdk pglast playwright psutil pydantic pytest pytest-timeout pytest-xdist"
-)
+TOOLS = "asyncpg attrs hypothesis httpx opentelemetry-sdk pglast playwright psutil pydantic pytest pytest-timeout pytest-xdist sqlmodel"
 # Import, codec, Alembic, migration and relays (by the demo), dashboard, middleware, metrics, traces, `outboxq top`.
 TESTS = [
     "tests/package/test_public_surface.py",

@@ -312,18 +312,20 @@ def test_an_async_session_does_alike(database: Database, engine: Engine, order: 
 
     async def main() -> None:
         async_engine = create_async_engine(make_url(database.url).set(drivername="postgresql+asyncpg"))
-        async with AsyncOutboxSession(async_engine) as session:
-            found = (await session.execute(select(Order))).scalar_one()
-            session.add_job(keyed, found)
-            found.id = 7
-            await session.commit()
-            # Loaded here, so that delete() does not flush by loading it.
-            await session.refresh(found, ["id", "lines"])
-            session.add_job(ship, found)
-            await session.delete(found)
-            with pytest.raises(EnqueueError, match="a Order that is deleted"):
+        try:
+            async with AsyncOutboxSession(async_engine) as session:
+                found = (await session.execute(select(Order))).scalar_one()
+                session.add_job(keyed, found)
+                found.id = 7
                 await session.commit()
-        await async_engine.dispose()
+                # Loaded here, so that delete() does not flush by loading it.
+                await session.refresh(found, ["id", "lines"])
+                session.add_job(ship, found)
+                await session.delete(found)
+                with pytest.raises(EnqueueError, match="a Order that is deleted"):
+                    await session.commit()
+        finally:
+            await async_engine.dispose()
 
     asyncio.run(main())
     assert rows() == [("keyed", {"order": 7})]

@@ -72,8 +72,10 @@ CHECKS["stat"]["stat_counts"] = _bounded(*_COUNTS, first="0", last=MOST)
 CHECKS["stat"]["stat_seconds"] = _bounded(*_SUMS, first=f"-{MOST}", last=MOST)
 CHECKS["stat"]["stat_bucket_counts"] = f"{_bucket('wait')}\n        AND {_bucket('run')}"
 CHECKS["relay_status"]["relay_status_names"] = (
-    "array_position(queues, NULL) IS NULL AND array_position(kinds, NULL) IS NULL "
-    "AND array_position(free, NULL) IS NULL"
+    # Of an array of two dimensions array_position() is an error.
+    "coalesce(array_ndims(queues), 1) = 1 AND array_position(queues, NULL) IS NULL "
+    "AND coalesce(array_ndims(kinds), 1) = 1 AND array_position(kinds, NULL) IS NULL "
+    "AND coalesce(array_ndims(free), 1) = 1 AND array_position(free, NULL) IS NULL"
 )
 # It may be as far ahead as its queue's burst takes, and is compared with the clock, never read.
 CHECKS["rate"] = {"rate_ranges": "isfinite(tat)"}

@@ -1,8 +1,8 @@
 """Step 14: the checks of step 13 hold for every row; what was there before is repaired. Frozen.
 
 Times and numbers are set to the nearest that may be; a callback that cannot become a job becomes a dead letter, which
-can be looked at and discarded; history of times that cannot be is deleted. Reads each table once, beside the work: no
-other work waits, if step 13 was committed before.
+can be looked at and discarded; history of times that cannot be is deleted, and so are relays' rows with arrays of two
+dimensions. Reads each table once, beside the work: no other work waits, if step 13 was committed before.
 """
 
 from outboxq.migrations.step_13_ranges import ADD, CALLBACK, CHECKS, DROP, FIRST, LAST, LOCK_ALL, MOST, TIMES
@@ -76,6 +76,11 @@ _BURY = f"""\
       END LOOP;
     END;"""
 
+# Nothing can be removed from an array of two dimensions; a relay that lives writes its row again.
+_FORGET = """\
+    DELETE FROM @schema@.relay_status
+    WHERE array_ndims(queues) > 1 OR array_ndims(kinds) > 1 OR array_ndims(free) > 1;"""
+
 _REPAIRS = "\n".join(_REPAIR_AUDIT if table == "audit" else _repair(table) for table in CHECKS)
 _VALIDATE = "\n".join(
     f"    ALTER TABLE @schema@.{table} " + ", ".join(f"VALIDATE CONSTRAINT {name}" for name in checks) + ";"
@@ -84,6 +89,7 @@ _VALIDATE = "\n".join(
 
 UP = f"""\
 {_BURY}
+{_FORGET}
 {_REPAIRS}
 {_VALIDATE}"""
 DOWN = f"{LOCK_ALL}\n{DROP}\n{ADD}"

@@ -5,6 +5,7 @@ Heartbeats read the table: it is changed under the lock that holds none of them 
 """
 
 from outboxq.migrations.step_07_checks import LOCK
+from outboxq.migrations.step_13_ranges import FIRST, LAST
 
 _LOCK = LOCK.replace(".job", ".schedule")
 
@@ -15,7 +16,8 @@ UP = f"""\
       ADD COLUMN owner text,
       -- When its owner's code was first seen without it. It is disabled while `paused_at` is this very time.
       ADD COLUMN disabled_at timestamptz,
-      ADD CONSTRAINT schedule_owner_bytes CHECK (octet_length(owner) BETWEEN 1 AND 255);"""
+      ADD CONSTRAINT schedule_owner_bytes CHECK (octet_length(owner) BETWEEN 1 AND 255),
+      ADD CONSTRAINT schedule_disabled_ranges CHECK (disabled_at BETWEEN {FIRST} AND {LAST});"""
 
 DOWN = f"""\
 {_LOCK}

@@ -48,8 +48,9 @@ relay_status = Table(
     CheckConstraint("jsonb_typeof(running) = 'array' AND jsonb_typeof(limits) = 'array'", name="relay_status_running"),
     bounded("relay_status_ranges", "started_at", "seen_at"),
     CheckConstraint(
-        "array_position(queues, NULL) IS NULL AND array_position(kinds, NULL) IS NULL "
-        "AND array_position(free, NULL) IS NULL",
+        "coalesce(array_ndims(queues), 1) = 1 AND array_position(queues, NULL) IS NULL "
+        "AND coalesce(array_ndims(kinds), 1) = 1 AND array_position(kinds, NULL) IS NULL "
+        "AND coalesce(array_ndims(free), 1) = 1 AND array_position(free, NULL) IS NULL",
         name="relay_status_names",
     ),
 )

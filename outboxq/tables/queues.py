@@ -89,5 +89,6 @@ schedule = Table(
         name="schedule_times",
     ),
     bounded("schedule_ranges", "last_at", "paused_at", "created_at"),
+    bounded("schedule_disabled_ranges", "disabled_at"),
 )
 Index("schedule_next", schedule.c.next_at, postgresql_where=text("paused_at IS NULL"))

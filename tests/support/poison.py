@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from sqlalchemy import DateTime, Engine, Float, String, Uuid
 
 from outboxq.tables import metadata
+from outboxq.tables.columns import Instant, Real
 from tests.support.plain_rows import ROWS, insert_row
 
 DEEP = "(repeat('[', 3000) || repeat(']', 3000))::jsonb"
@@ -100,10 +101,10 @@ _SPECIAL = {
 def poisons(table: str) -> Iterator[dict[str, str]]:
     """What may be odd in a row of a table: each time, number, text and JSON of it, and more."""
     for column in metadata.tables[f"outboxq.{table}"].columns:
-        if isinstance(column.type, DateTime):
+        if isinstance(column.type, DateTime | Instant):
             for value in ("'infinity'", "'-infinity'", "'294276-12-31'", "'4713-01-01 BC'"):
                 yield {column.name: value}
-        elif isinstance(column.type, Float):
+        elif isinstance(column.type, Float | Real):
             for value in ("'NaN'", "'infinity'", "'-infinity'", "1e300", "-1"):
                 yield {column.name: value}
         elif isinstance(column.type, String):
@@ -121,7 +122,7 @@ def plant(engine: Engine, table: str) -> int:
     keys = [
         column.name
         for column in metadata.tables[f"outboxq.{table}"].primary_key
-        if not isinstance(column.type, Uuid | DateTime) and column.name != "grain"
+        if not isinstance(column.type, Uuid | DateTime | Instant) and column.name != "grain"
     ]
     with engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
         connection.exec_driver_sql(

@@ -563,17 +563,18 @@ def test_a_handler_does_not_take_a_key_that_was_taken_over_meanwhile(
 
 
 class Hasty:
-    """Jobs of one queue whose COMMIT waits for no lock for longer than 50 ms, and adds a job of the key `a`."""
+    """Jobs of one queue that add a job of the key `a`, for a relay that waits for no lock for longer than 50 ms.
+
+    Without a time-out of its own a handler leaves its COMMIT that of the relay's connections.
+    """
 
     def __init__(self, claim: str, on_call: Callable[[int], None]) -> None:
         self.jobs, self.attempts = Jobs(), list[int]()
 
-        @self.jobs.handler(queue="adders", claim=claim, retry=QUICK)
+        @self.jobs.handler(queue="adders", claim=claim, retry=QUICK, timeout_seconds=None)
         def hasty(ctx: Context) -> None:
             self.attempts.append(ctx.job.attempt)
             on_call(len(self.attempts))
-            # As its time-out does, sooner.
-            ctx.session.execute(text("SET LOCAL lock_timeout = '50ms'"))
             ctx.session.add_job(NIGHTLY.options(unique="a"))
 
         self.kind = hasty
@@ -581,28 +582,28 @@ class Hasty:
 
 @pytest.mark.parametrize("claim", ["transaction", "lease"])
 def test_a_lock_timeout_of_a_key_at_commit_counts_no_attempt(
-    sessions: Sessions, start_relay: StartRelay, claim: str
+    sessions: Sessions, impatient: Sessions, start_relay: StartRelay, claim: str
 ) -> None:
     """Another transaction has the key for longer than the COMMIT waits: the job has not failed, and runs again."""
     with begun(sessions, "a") as (session, _):
         hasty = Hasty(claim, lambda call: session.rollback() if call == 3 else None)
         with sessions.begin() as other:
             other.add_job(hasty.kind)
-        with start_relay(hasty.jobs) as relay:
+        with start_relay(hasty.jobs, engine=impatient.kw["bind"]) as relay:
             wait_until(lambda: relay.of(JobDone), "the job to be done")
     assert (hasty.attempts, relay.of(JobRetried)) == ([1, 1, 1], [])
 
 
 @pytest.mark.parametrize("claim", ["transaction", "lease"])
 def test_a_key_that_is_held_for_good_is_a_failed_attempt(
-    sessions: Sessions, start_relay: StartRelay, claim: str
+    sessions: Sessions, impatient: Sessions, start_relay: StartRelay, claim: str
 ) -> None:
     """After five repetitions for free, as after a deadlock: a job does not run again and again unseen."""
     hasty = Hasty(claim, lambda call: None)
     with begun(sessions, "a"):
         with sessions.begin() as other:
             other.add_job(hasty.kind)
-        with start_relay(hasty.jobs) as relay:
+        with start_relay(hasty.jobs, engine=impatient.kw["bind"]) as relay:
             wait_until(lambda: relay.of(JobDied), "the job to be dead")
     assert hasty.attempts == [1] * 6 + [2] * 6 + [3] * 6
 

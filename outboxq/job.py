@@ -1,5 +1,6 @@
 """A claimed job."""
 
+import re
 from datetime import datetime
 from typing import Any
 from uuid import UUID
@@ -18,6 +19,7 @@ EVERY_HEADER = "outboxq.every"
 ADDED_HEADER = "outboxq.added"
 # Longer headers, which no producer of ours writes, leave no room for it.
 MAX_STAMPED_BYTES = 1_000_000
+_NUMBER = re.compile("[0-9]{1,18}")
 # What a job has for itself alone: another job that were given it would be followed, called back or unique as this one.
 OWN_HEADERS = frozenset({THEN_HEADER, BATCH_HEADER, BATCH_FAILED_HEADER, UNIQUE_HEADER, EVERY_HEADER, ADDED_HEADER})
 
@@ -72,14 +74,20 @@ class Job(msgspec.Struct, frozen=True, gc=False):
 
 
 def number_in(headers: str, name: str) -> int | None:
-    """The number in a header of a job; None if it has none, or one that no producer of ours has set."""
+    """The number in a header of a job; None if it has none, or one that no producer of ours has set.
+
+    As the statements of `statements/added.py` read it.
+    """
     # Most jobs have no headers.
     if name not in headers:
         return None
     try:
-        return int(msgspec.json.decode(headers, type=dict[str, Any])[name])
-    except (KeyError, TypeError, ValueError):
+        found = msgspec.json.decode(headers, type=dict[str, Any])[name]
+    except (KeyError, ValueError):
         return None
+    # A boolean is an integer to Python.
+    text = found if isinstance(found, str) else str(found) if type(found) is int else ""
+    return int(text) if _NUMBER.fullmatch(text) else None
 
 
 def added_order(headers: str, seq: int) -> tuple[int, int]:

@@ -22,12 +22,13 @@ def added_order(row: LiteralString) -> LiteralString:
     )
 
 
-def headers_with_order(row: LiteralString) -> LiteralString:
-    """The headers of a job with that number, if it has a coalescing key."""
+def headers_with_order(row: LiteralString, order: LiteralString | None = None) -> LiteralString:
+    """The headers of a job with that number, or with `order` if it has none, if it has a coalescing key."""
+    order = f"{row}.seq" if order is None else order
     return (
         f"CASE WHEN {row}.unique_key IS NOT NULL AND {row}.headers->>{_ADDED} IS NULL "
         f"AND pg_catalog.jsonb_typeof({row}.headers) = 'object' "
         f"AND pg_catalog.octet_length({row}.headers::text) <= 1000000 "
-        f"THEN pg_catalog.jsonb_concat({row}.headers, pg_catalog.jsonb_build_object({_ADDED}, {row}.seq::text)) "
+        f"THEN pg_catalog.jsonb_concat({row}.headers, pg_catalog.jsonb_build_object({_ADDED}, ({order})::text)) "
         f"ELSE {row}.headers END"
     )

@@ -26,6 +26,7 @@ from sqlalchemy import (
 )
 from sqlalchemy.dialects.postgresql import JSONB, insert
 
+from outboxq.statements.added import headers_with_order
 from outboxq.statements.builtin import pg
 from outboxq.statements.paging import count_kinds, matching, page_outcome, pick_page
 from outboxq.statements.unique import key_is_free, stored_key, take_for_dead
@@ -92,6 +93,9 @@ _KEPT = (
 )  # fmt: skip
 
 
+# A dead letter from before relays noted the order has died before what waits was added.
+_HEADERS: ColumnElement[str] = literal_column(headers_with_order("dead_job", "0"), dead_job.c.headers.type)
+
 # As the index over all queues has it.
 DIED = dead_job.c.died_at.op("AT TIME ZONE", return_type=DateTime())(literal_column("'UTC'"))
 
@@ -141,7 +145,8 @@ def retry_page(wanted: DeadFilter, *, after: UUID | None, limit: int, args: str 
     has_no_key = _KEY.is_(None)
     has_its_key = dead_job.c.id.in_(select(taken.c.job_id))
     given = dead_job.c.args if args is None else literal(args, dead_job.c.args.type)
-    rows = select(given, *(dead_job.c[name] for name in moved[1:]), state).where(
+    kept = [_HEADERS if name == "headers" else dead_job.c[name] for name in moved[1:]]
+    rows = select(given, *kept, state).where(
         dead_job.c.id == picked.c.id, *_can_be_jobs(), or_(has_no_key, has_its_key)
     )
     added = insert(job).from_select([*moved, "state"], rows, include_defaults=False)

@@ -2,6 +2,9 @@
 
 Relays of the version before read and write schedules as before; one that is disabled is paused, which they heed.
 Heartbeats read the table: it is changed under the lock that holds none of them up.
+
+Who may look a job's id up, as producers of unique jobs may, may see now whether the job has expired, and whether it
+runs: the code of this step asks for that. A downgrade leaves them these rights, which do no harm.
 """
 
 from outboxq.migrations.step_07_checks import LOCK
@@ -9,8 +12,23 @@ from outboxq.migrations.step_13_ranges import FIRST, LAST
 
 _LOCK = LOCK.replace(".job", ".schedule")
 
+_GRANT = """\
+    DECLARE
+      role_name text;
+    BEGIN
+      FOR role_name IN
+        SELECT DISTINCT CASE acl.grantee WHEN 0 THEN 'PUBLIC' ELSE quote_ident(pg_get_userbyid(acl.grantee)) END
+        FROM pg_attribute, aclexplode(attacl) AS acl
+        WHERE attrelid = to_regclass(@schema_identifier_literal@ || '.job') AND attname = 'id'
+          AND acl.privilege_type = 'SELECT'
+      LOOP
+        EXECUTE 'GRANT SELECT (state, expires_at, xmax) ON ' || @schema_identifier_literal@ || '.job TO ' || role_name;
+      END LOOP;
+    END;
+"""
+
 UP = f"""\
-{_LOCK}
+{_GRANT}{_LOCK}
     ALTER TABLE @schema@.schedule
       -- The registry that declares it; NULL if operators made it, or code of before this step.
       ADD COLUMN owner text,

@@ -104,3 +104,26 @@ def test_a_producer_needs_the_schema_and_insert_alone(landscape: Landscape) -> N
     assert fetch_value(landscape.url, "SELECT count(*) FROM outboxq.job") == 1
     with psycopg.connect(libpq_url(landscape.role_url)) as connection, pytest.raises(psycopg.Error, match="denied"):
         connection.execute("SELECT FROM outboxq.job")
+
+
+@pytest.mark.parametrize("public", [False, True])
+def test_who_may_look_jobs_up_by_their_ids_may_see_whether_they_live(landscape: Landscape, *, public: bool) -> None:
+    """Producers of unique jobs had the first right from the version before, and need the others; no one else does."""
+    engine = create_engine(landscape.url)
+    with engine.begin() as connection:
+        migrate(connection, to=14)
+    may = (
+        f"SELECT array_agg(has_column_privilege('{landscape.role}', 'outboxq.job', name, 'SELECT')) "
+        "FROM unnest(ARRAY['state', 'expires_at', 'xmax', 'args']) AS name"
+    )
+    landscape.admin("GRANT SELECT (queue) ON outboxq.job TO {}", landscape.role)
+    for to, granted in (15, False), (14, False), (15, True):
+        if granted:
+            to_public = "GRANT SELECT (id) ON outboxq.job TO PUBLIC"
+            landscape.admin(to_public) if public else landscape.admin(
+                "GRANT SELECT (id) ON outboxq.job TO {}", landscape.role
+            )
+        with engine.begin() as connection:
+            migrate(connection, to=to)
+        assert fetch_value(landscape.url, may) == [granted] * 3 + [False]
+    engine.dispose()

@@ -77,7 +77,7 @@ class BatchState:
         runs_together: All jobs run together, to be checked by COMMIT.
         runs_apart: The jobs ran together and were undone: now each runs alone.
         refused: How often COMMIT was refused, and the jobs ran again.
-        expires: When each of the jobs that expire does (monotonic), by id.
+        expires: When each of the jobs that expire does (monotonic), by id, once the database's clock was asked.
         events: The events of the jobs before `position`, if the transaction commits.
         unknown: Jobs of kinds that no handler here can run.
         late_result: The result of a handler that never used the database, until its settlement has begun.
@@ -107,7 +107,7 @@ class BatchState:
     runs_together: bool = field(default=False, init=False)
     runs_apart: bool = field(default=False, init=False)
     refused: int = field(default=0, init=False)
-    expires: dict[UUID, float] = field(default_factory=dict, init=False)
+    expires: dict[UUID, float] | None = field(default=None, init=False)
     events: list[JobEvent] = field(default_factory=list, init=False)
     unknown: list[Job] = field(default_factory=list, init=False)
     late_result: Result | None = field(default=None, init=False)

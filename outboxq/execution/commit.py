@@ -12,7 +12,7 @@ from outboxq.database.errors import LOCK_NOT_AVAILABLE
 from outboxq.errors import TransactionEndedByHandler
 from outboxq.execution.batch_state import BatchState
 from outboxq.execution.claim import Claimed, ClaimRequest, ClaimTransaction, forgive
-from outboxq.execution.errors import ConnectionLost, TransactionEscaped
+from outboxq.execution.errors import ESCAPED, NO_SUCH_SAVEPOINT, ConnectionLost, TransactionEscaped
 from outboxq.execution.failure import Failed
 from outboxq.execution.job_batches import batch_ids, read_finished
 from outboxq.execution.keep import NOTHING_KEPT, Keeper, Kept
@@ -39,9 +39,6 @@ _BRIEFLY = (
 _AS_LONG_AS_BEFORE = (
     "SELECT pg_catalog.set_config('lock_timeout', pg_catalog.current_setting('outboxq.lock_timeout'), true)"
 )
-_NO_SUCH_SAVEPOINT = "3B001"
-# The inner savepoint is gone, or refused: a handler ended or broke the relay's transaction.
-_ESCAPED = frozenset({_NO_SUCH_SAVEPOINT, "25P01", "25P02"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +189,7 @@ def _failed_after_commit(connection: Connection, transaction: ClaimTransaction, 
     Raises:
         psycopg.Error: the same error; that could not be found out.
     """
-    if error.sqlstate in _ESCAPED or is_lost(connection):
+    if error.sqlstate in ESCAPED or is_lost(connection):
         return False
     try:
         if transaction_status(connection) == TransactionStatus.IDLE:
@@ -202,7 +199,7 @@ def _failed_after_commit(connection: Connection, transaction: ClaimTransaction, 
             return status == "committed"
         run_script(connection, transaction.reset())
     except psycopg.Error as gone:
-        if gone.sqlstate != _NO_SUCH_SAVEPOINT:
+        if gone.sqlstate != NO_SUCH_SAVEPOINT:
             # Cancelled, perhaps: nothing is known, and the recovery asks the server.
             raise error from None
         return True
@@ -225,7 +222,7 @@ def _back_to_claim(
         if is_lost(connection):
             raise ConnectionLost("the connection was lost after COMMIT was refused") from gone
         batch.blame_all(range(len(batch.jobs)))
-        if error.sqlstate in _ESCAPED:
+        if error.sqlstate in ESCAPED:
             failed = runtime.describe(TransactionEndedByHandler(), batch.job)
         raise TransactionEscaped(batch.job, failed) from gone
     batch.events.clear()

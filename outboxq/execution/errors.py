@@ -9,6 +9,10 @@ ROLLED_BACK = (
     "or use session.begin_nested() for the part that may fail"
 )
 
+NO_SUCH_SAVEPOINT = "3B001"
+# The inner savepoint is gone, or refused: a handler ended or broke the relay's transaction.
+ESCAPED = frozenset({NO_SUCH_SAVEPOINT, "25P01", "25P02"})
+
 
 class ConnectionLost(OutboxqError):
     """The connection went away: the server has undone the claim, or committed it; no attempt is counted."""

@@ -23,7 +23,7 @@ from outboxq.execution.attempt import Attempt, AttemptResult
 from outboxq.execution.batch_call import call_batch_handler
 from outboxq.execution.batch_state import BatchState
 from outboxq.execution.chain import has_follower
-from outboxq.execution.errors import ConnectionLost, TransactionEscaped
+from outboxq.execution.errors import ESCAPED, ConnectionLost, TransactionEscaped
 from outboxq.execution.failure import Failed
 from outboxq.execution.plan import Handlers, Segment, plan_segments, result_without_run
 from outboxq.execution.preload import Locks, entity_keys, lock_ahead
@@ -31,7 +31,7 @@ from outboxq.execution.runtime import Result, Runtime, UnknownKindResult
 from outboxq.execution.settle import event_of_end, settle_result
 from outboxq.execution.shared_batch import run_shared
 from outboxq.handlers.handler import AnyHandler
-from outboxq.job import Job
+from outboxq.job import UNIQUE_HEADER, Job
 from outboxq.outbox.unique import collect_unique_adds
 from outboxq.outcomes import Discard, Done
 from outboxq.statements.transaction import clock_seconds, local_timeouts, local_timeouts_off, restored
@@ -54,7 +54,9 @@ def run(connection: Connection, batch: BatchState, runtime: Runtime, *, shared: 
     # The transaction is new, or undone to before the first handler.
     runtime.guard.is_altered = False
     batch.notes = runtime.notes
-    batch.expires = {} if batch.is_plain else _expiries(connection, batch, runtime)
+    if batch.expires is None:
+        # Once for a claim: its jobs may run again in it, if COMMIT is refused.
+        batch.expires = {} if batch.is_plain else _expiries(connection, batch, runtime)
     begin = partial(_begin, connection, batch, shared=shared)
     collect_unique_adds(connection, batch.unique_adds)
     try:
@@ -98,7 +100,10 @@ def _run_several(
 
 
 def _expiries(connection: Connection, batch: BatchState, runtime: Runtime) -> dict[UUID, float]:
-    """When each of the jobs that expire does, on this process's clock: the database is asked how late it is there."""
+    """When each of the jobs that expire does, on this process's clock: the database is asked how late it is there.
+
+    A unique job that has not expired by now has begun: those who add one of its key rely on it from its claim on.
+    """
     expiring = {job.id: job.expires_at for job in batch.jobs if job.expires_at is not None}
     if not expiring:
         return {}
@@ -107,8 +112,14 @@ def _expiries(connection: Connection, batch: BatchState, runtime: Runtime) -> di
         rows = run_outside_transaction(connection, clock_seconds())
     else:
         rows = run_script(connection, clock_seconds())[0].rows
-    ahead = time.monotonic() - float(str(rows[0][0]))
-    return {job_id: at.timestamp() + ahead for job_id, at in expiring.items()}
+    now = float(str(rows[0][0]))
+    ahead = time.monotonic() - now
+    unique = {job.id for job in batch.jobs if UNIQUE_HEADER in job.headers}
+    return {
+        job_id: at.timestamp() + ahead
+        for job_id, at in expiring.items()
+        if job_id not in unique or at.timestamp() <= now
+    }
 
 
 def _run_together(
@@ -270,6 +281,7 @@ def _restore(connection: Connection, batch: BatchState, runtime: Runtime) -> Non
 
     Raises:
         TransactionEscaped: the handler had ended the transaction.
+        psycopg.Error: something else hit the statements, such as a cancellation.
     """
     guard, transaction = runtime.guard, batch.transaction
     if transaction is None or not (guard.is_altered or guard.left):
@@ -283,6 +295,8 @@ def _restore(connection: Connection, batch: BatchState, runtime: Runtime) -> Non
     except psycopg.Error as error:
         if is_lost(connection):
             raise ConnectionLost("the connection was lost behind a handler") from error
+        if error.sqlstate not in ESCAPED:
+            raise
         if batch.is_leased:
             raise TransactionEscaped(batch.job, runtime.describe(TransactionEndedByHandler(), batch.job)) from error
         # COMMIT finds the same, and whose fault it is.

@@ -63,9 +63,11 @@ def restored(inner_savepoint: str, seconds: float | None, *, is_noted: bool) -> 
         is_noted: Whether `NOTE_ROLE` stands at the transaction's beginning; else the role is that of the session.
     """
     role = _ROLE_AS_NOTED if is_noted else "SET LOCAL ROLE TO DEFAULT; "
+    # The time-outs first: what comes behind is sent under those of the handler until then.
     return (
+        f"{local_timeouts(seconds) or local_timeouts_off()}"
         f"RELEASE SAVEPOINT {inner_savepoint}; SAVEPOINT {inner_savepoint}; "
-        f"SET LOCAL SESSION AUTHORIZATION DEFAULT; {role}{local_timeouts(seconds) or local_timeouts_off()}"
+        f"SET LOCAL SESSION AUTHORIZATION DEFAULT; {role}"
     )
 
 

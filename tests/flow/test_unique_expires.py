@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 from sqlalchemy import Connection, Engine, create_engine, text
@@ -13,6 +14,7 @@ from outboxq import Backoff, Context, JobHandle, Jobs, OutboxSession, RelayConfi
 from outboxq.admin.dead_letters import DeadFilter, count_matching, retry_page
 from outboxq.admin.queues import pause, resume
 from outboxq.events import JobDone, JobExpired
+from outboxq.execution import plan
 from outboxq.postgres import Database
 from tests.conftest import StartRelay
 from tests.support.ledger import rows
@@ -225,3 +227,28 @@ def test_a_unique_schedule_whose_jobs_expire_behind_a_paused_queue_runs_after_it
             resume(connection, ["reports"])
         wait_until(lambda: not rows(engine, "SELECT FROM outboxq.job"), "the jobs to be over")
     assert (ran, len(relay.of(JobExpired))) == ([1], 2)
+
+
+def test_a_job_that_was_claimed_before_it_expired_runs_though_its_turn_comes_later(
+    sessions: Sessions, start_relay: StartRelay, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Adds of its key were suppressed meanwhile: dropped, it would leave nothing that runs."""
+    jobs, ran, clock = Jobs(), list[str](), plan.time.monotonic
+
+    @jobs.handler(queue="reports")
+    def nightly(ctx: Context, name: str) -> None:
+        ran.append(name)
+        if name == "first":
+            assert not add(sessions, unique="b").added
+            later = SimpleNamespace(monotonic=lambda: clock() + 2 * HOUR.total_seconds())
+            monkeypatch.setattr(plan, "time", later)
+
+    with sessions.begin() as session:
+        session.add_job(nightly.options(unique="a", expires=HOUR), name="first")
+        session.add_job(nightly.options(unique="b", expires=HOUR), name="second")
+        # Unique jobs are inserted behind the others of a flush.
+        session.flush()
+        session.add_job(nightly.options(expires=HOUR), name="without a key")
+    with start_relay(jobs, RelayConfig(slots_per_queue=1, batch_size=3)) as relay:
+        wait_until(lambda: len(relay.of(JobDone)) + len(relay.of(JobExpired)) == 3, "the jobs to be over")
+    assert (ran, len(relay.of(JobExpired))) == (["first", "second"], 1)

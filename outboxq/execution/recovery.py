@@ -20,7 +20,7 @@ from outboxq.error_record import ErrorRecord
 from outboxq.errors import LeaseLost
 from outboxq.events import Event, JobCrashed, JobEvent, JobInterrupted, JobLeaseLost, JobsParked
 from outboxq.execution import settle
-from outboxq.execution.aside import Rows, take_one
+from outboxq.execution.aside import Rows, describe, is_of_a_row, say_of_job, take_one
 from outboxq.execution.batch_state import BatchReport, BatchState
 from outboxq.execution.claim import begin_transaction, claim_one, clear_marks
 from outboxq.execution.commit import commit_checked
@@ -290,16 +290,15 @@ def settle_aborted(
     if failed is not None:
         return record_failed_attempt(connection, batch, failed, runtime, batch.claimed_ids)
     if is_crash or any(count_unfinished(job.errors) >= FREE_INTERRUPTIONS for job in batch.running_jobs):
-        # Without a lease the claim's mark makes the job a suspect.
         if batch.is_leased:
             why = "the event loop was blocked while the job ran" if is_crash else _INTERRUPTED
             return return_to_suspects(connection, batch.job, runtime, why)
-    elif not batch.is_leased:
-        running = [str(job.id) for job in batch.running_jobs]
+        # The claim's mark makes the job a suspect: those of the others go.
+        running = {job.id for job in batch.running_jobs}
         with connection.begin():
-            clear_marks(connection, runtime.schema, batch.claimed_ids)
-            # In the same transaction: another relay may take the job at once.
-            run_script(connection, note_interrupted(runtime.schema, running, _INTERRUPTED))
+            clear_marks(connection, runtime.schema, [each for each in batch.claimed_ids if each not in running])
+    elif not batch.is_leased:
+        _clear_and_note(connection, batch, runtime)
     else:
         try:
             with connection.begin():
@@ -307,6 +306,25 @@ def settle_aborted(
         except LeaseLost:
             return BatchReport(0, (JobLeaseLost(batch.job),))
     return BatchReport(0, (JobInterrupted(batch.job),))
+
+
+def _clear_and_note(connection: Connection, batch: BatchState, runtime: Runtime) -> None:
+    """Clear the marks of a batch that was interrupted, and note that in the rows of the jobs that ran, if they let it.
+
+    In one transaction: another relay may take the jobs at once.
+    """
+    running = [str(job.id) for job in batch.running_jobs]
+    with connection.begin():
+        clear_marks(connection, runtime.schema, batch.claimed_ids)
+        run_script(connection, "SAVEPOINT oq_noted")
+        try:
+            run_script(connection, note_interrupted(runtime.schema, running, _INTERRUPTED))
+        except psycopg.Error as error:
+            if is_lost(connection) or not is_of_a_row(error):
+                raise
+            run_script(connection, "ROLLBACK TO SAVEPOINT oq_noted")
+            message = "that a job was interrupted could not be noted"
+            say_of_job(logging.WARNING, message, batch.job.kind, batch.job.id, describe(error))
 
 
 def settle_cancelled(

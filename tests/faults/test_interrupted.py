@@ -212,12 +212,7 @@ def test_a_job_whose_relays_stop_again_and_again_runs_as_a_suspect_and_ends(
     """A job may be what stops them, by a signal to its own process: without a bound nothing would ever count."""
     hanging = Hanging("sync", claim, release)
     hanging.enqueue(sessions, "hang")
-    earlier = FREE_INTERRUPTIONS - 1
-    with engine.begin() as connection:
-        noted = "jsonb_build_object('attempt', 0, 'type', 'outboxq.Interrupted', 'message', 'earlier')"
-        connection.execute(
-            text(f"UPDATE outboxq.job SET errors = (SELECT jsonb_agg({noted}) FROM generate_series(1, {earlier}))")
-        )
+    note_earlier(engine, FREE_INTERRUPTIONS - 1)
     states, config = [], replace(QUICKLY, batch_size=1, max_crashes=1)
     for _ in range(3):
         hanging.entered.clear()
@@ -235,6 +230,63 @@ def test_a_job_whose_relays_stop_again_and_again_runs_as_a_suspect_and_ends(
     assert rows(engine, "SELECT attempt, crashes, reason FROM outboxq.dead_job") == [
         (0, 1, "crashed 1 of 1 times while it ran alone")
     ]
+
+
+def test_the_others_of_the_batch_of_a_job_that_is_interrupted_too_often_are_no_suspects(
+    engine: Engine, sessions: sessionmaker[OutboxSession], outboxq_database: Database, release: threading.Event
+) -> None:
+    """Only the mark of the one that ran stays: the others never began, or were undone with it."""
+    hanging = Hanging("sync", "transaction", release)
+    hanging.enqueue(sessions, "first", "hang", "last")
+    note_earlier(engine, FREE_INTERRUPTIONS)
+    with running(outboxq_database, hanging.jobs, QUICKLY) as (relay, _events, thread):
+        assert hanging.entered.wait(PATIENCE)
+        relay.stop()
+        thread.join(PATIENCE)
+    assert marked(engine) == ["hang"]
+
+
+def test_a_row_that_refuses_the_note_of_its_interruption_leaves_no_marks(
+    engine: Engine, sessions: sessionmaker[OutboxSession], outboxq_database: Database, release: threading.Event
+) -> None:
+    """A trigger of users' may do so; the note is not worth the whole batch."""
+    hanging = Hanging("sync", "transaction", release)
+    hanging.enqueue(sessions, "first", "hang", "last")
+    with engine.begin() as connection:
+        connection.execute(
+            text(
+                "CREATE FUNCTION refuse() RETURNS trigger LANGUAGE plpgsql AS "
+                "$$BEGIN RAISE EXCEPTION 'no' USING ERRCODE = 'check_violation'; END$$"
+            )
+        )
+        connection.execute(
+            text(
+                "CREATE TRIGGER refuse BEFORE UPDATE OF errors ON outboxq.job FOR EACH ROW "
+                "WHEN (NEW.errors <> OLD.errors) EXECUTE FUNCTION refuse()"
+            )
+        )
+    with running(outboxq_database, hanging.jobs, QUICKLY) as (relay, events, thread):
+        assert hanging.entered.wait(PATIENCE)
+        relay.stop()
+        thread.join(PATIENCE)
+    assert (marked(engine), len(of(events, JobInterrupted))) == ([], 1)
+
+
+def note_earlier(engine: Engine, times: int) -> None:
+    """Each job was interrupted so often before."""
+    noted = "jsonb_build_object('attempt', 0, 'type', 'outboxq.Interrupted', 'message', 'earlier')"
+    with engine.begin() as connection:
+        connection.execute(
+            text(f"UPDATE outboxq.job SET errors = (SELECT jsonb_agg({noted}) FROM generate_series(1, {times}))")
+        )
+
+
+def marked(engine: Engine) -> list[str]:
+    """The jobs with the mark of a claim that was rolled back: the next claim takes them for suspects."""
+    # A lock that was committed is no mark.
+    aborted = "xmax <> 0 AND pg_xact_status(xmax::text::xid8) = 'aborted'"
+    found = rows(engine, f"SELECT args->>'name' FROM outboxq.job WHERE {aborted} ORDER BY 1")
+    return [name for (name,) in found]
 
 
 @pytest.mark.parametrize("flavour", ["sync", "async"])

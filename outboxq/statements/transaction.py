@@ -65,10 +65,18 @@ def restored(inner_savepoint: str, seconds: float | None, *, is_noted: bool) -> 
     role = _ROLE_AS_NOTED if is_noted else "SET LOCAL ROLE TO DEFAULT; "
     # The time-outs first: what comes behind is sent under those of the handler until then.
     return (
-        f"{local_timeouts(seconds) or local_timeouts_off()}"
+        f"{_statement_timeouts(seconds)}"
         f"RELEASE SAVEPOINT {inner_savepoint}; SAVEPOINT {inner_savepoint}; "
         f"SET LOCAL SESSION AUTHORIZATION DEFAULT; {role}"
     )
+
+
+def _statement_timeouts(seconds: float | None) -> str:
+    """The deadlines again but for `lock_timeout`: by it a handler says how long its COMMIT may wait for a lock."""
+    if seconds is None:
+        return f"{TIMED_AGAIN}SET LOCAL idle_in_transaction_session_timeout TO DEFAULT; "
+    statement, idle = (int(value * 1000) for value in (max(seconds, LEAST_SECONDS), seconds + IDLE_GRACE_SECONDS))
+    return f"SET LOCAL statement_timeout = {statement}; SET LOCAL idle_in_transaction_session_timeout = {idle}; "
 
 
 def clock_seconds() -> str:

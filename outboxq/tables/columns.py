@@ -74,6 +74,9 @@ class JsonText(UserDefinedType[str]):
 
 
 _EPOCH, _MICROSECONDS = datetime(1970, 1, 1, tzinfo=UTC), 1_000_000
+# In seconds since 1970, what a datetime can hold in any time zone. Before step 13 a row may have another time.
+_FIRST = (datetime(1, 1, 3, tzinfo=UTC) - _EPOCH).total_seconds()
+_LAST = (datetime(9999, 12, 29, tzinfo=UTC) - _EPOCH).total_seconds()
 
 
 class Instant(TypeDecorator[datetime]):
@@ -95,9 +98,12 @@ class Instant(TypeDecorator[datetime]):
         return type_coerce(extract("epoch", column), self)
 
     def process_result_value(self, value: Decimal | None, dialect: Dialect) -> datetime | None:  # noqa: ARG002  # theirs
-        """The moment."""
+        """The moment; of infinity and other times that no datetime can hold, the nearest one."""
+        if value is None:
+            return None
         # A numeric, which holds microseconds exactly.
-        return None if value is None else _EPOCH + timedelta(microseconds=int(value * _MICROSECONDS))
+        held = min(max(value, Decimal(_FIRST)), Decimal(_LAST))
+        return _EPOCH + timedelta(microseconds=int(held * _MICROSECONDS))
 
 
 class Real(TypeDecorator[float]):

@@ -131,7 +131,8 @@ def test_relays_go_on(before: Engine, drain: Callable[..., list[Event]], table: 
     assert count(before, f"batch WHERE id = '{BATCH}'") == 0
     assert count(before, "inbox WHERE expires_at < now()") == 0
     with before.begin() as connection:
-        assert write_gauges(connection, "outboxq") > 0
+        # The planted row may be of this minute, whose gauges are written once.
+        assert write_gauges(connection, "outboxq") > 0 or table == "gauge"
     rolls_up = True
     while rolls_up:
         with before.begin() as connection:

@@ -49,6 +49,8 @@ def migrate(
     """
     from outboxq.migrations.runner import migration_sql
 
+    if discard and to is None:
+        raise WrongUsage("--discard is for a way down: give --to, the lower step to reach")
     if sql and discard:
         raise WrongUsage("--sql prints the way up, which loses nothing: leave --discard out")
     if sql and as_json:

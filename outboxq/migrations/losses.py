@@ -138,7 +138,7 @@ _GUARD = """\
           ERRCODE = 'object_in_use',
           MESSAGE = 'outboxq: the downgrade would lose in schema ' || @schema_identifier_literal@ || ': '
             || array_to_string(lost, '; '),
-          HINT = 'Let them end or take them back, or name what may be lost: outboxq migrate --discard '
+          HINT = 'Let them end or take them back, or name what may be lost: outboxq migrate --to STEP --discard '
             || array_to_string(names, ' --discard ') || ', or discard=("' || array_to_string(names, '", "')
             || '",) of migrations.downgrade.';
       END IF;

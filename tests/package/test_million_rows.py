@@ -53,6 +53,7 @@ schedules list
 schedules show nightly
 schedules put cleanup --kind clean_up --queue upkeep --cron @hourly
 schedules pause nightly
+schedules adopt nightly
 schedules resume nightly
 schedules run-now nightly
 schedules remove cleanup

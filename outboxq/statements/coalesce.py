@@ -90,7 +90,7 @@ _TAKE_ALONG_LEASED: LiteralString = (
   UPDATE {{job}} AS job SET {{content}}
   FROM newest, gone, ours
   WHERE job.id = ANY (ARRAY(SELECT id FROM ours)) AND job.id = ours.id AND ours.unique_key = newest.unique_key
-    AND gone.seq = newest.place[2] AND newest.place > ARRAY[{added_order("ours")}, ours.seq]
+    AND gone.seq = newest.place[2] AND (newest.place[1], newest.place[2]) > ({added_order("ours")}, ours.seq)
 )"""
     + _ROWS
 )

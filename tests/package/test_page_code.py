@@ -266,7 +266,7 @@ finish(jobs, done=1)
 finish(jobs, done=1, failed=0)
 with Session() as session:
     assert [found.name for found in schedules.list_schedules(session)] == [
-        "nightly", "report-north", "report-south", "tenant-7"
+        "nightly", "poll-bank", "report-north", "report-south", "tenant-7"
     ]
 """,
     "publishing.md": """

@@ -75,7 +75,7 @@ _SAMPLES: Mapping[str, tuple[object, object]] = {
     "value": ("5s", "0"),
     "condition": (WAITS, WAITS),
     "state": ("ready", "scheduled"),
-    "callback": ("{}", "{}"),
+    "callback": ('{"kind": "send", "queue": "mail"}',) * 2,
     "xid": ("700", "700"),
     "job_id: str": (str(_ID), str(_ID)),
     "index": ("job_ready", "job_ready"),

@@ -245,13 +245,12 @@ def newest_of_key(schema: str, key: str, job_id: UUID) -> TextClause:
     """
     return text(
         f"""\
-SELECT id, jobs FROM (
-  SELECT id, pg_catalog.count(*) OVER () AS jobs, pg_catalog.bool_or(id = CAST(:job_id AS uuid)) OVER () AS has_job
-  FROM (
-    SELECT id, seq, headers FROM {qualified(schema, "job")}
-    WHERE unique_key = CAST(:key AS text) AND {IS_TAKEN_ALONG} LIMIT :looked_at
-  ) AS found ORDER BY {added_order("found")} DESC, seq DESC LIMIT 1
-) AS newest WHERE has_job"""
+SELECT id, pg_catalog.count(*) OVER () AS jobs FROM (
+  SELECT id, seq, headers FROM {qualified(schema, "job")}
+  WHERE unique_key = CAST(:key AS text) AND {IS_TAKEN_ALONG} LIMIT :looked_at
+) AS found
+WHERE EXISTS (SELECT FROM {qualified(schema, "job")} WHERE id = CAST(:job_id AS uuid) AND {IS_TAKEN_ALONG})
+ORDER BY {added_order("found")} DESC, seq DESC LIMIT 1"""
     ).bindparams(key=key, job_id=str(job_id), looked_at=MOST_LOOKED_AT)
 
 

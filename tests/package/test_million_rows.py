@@ -183,7 +183,7 @@ def _run(lines: list[list[str]], url: str, engine: Engine) -> None:
                 given = [word.replace("URL", url) for word in words]
                 ended = call(*given, url=None if given != words else url)
             assert ended.exit_code in (0, 1, 3), (line, ended)
-            assert "rror" not in ended.stderr or ended.exit_code == 1, (line, ended)
+            assert "rror:" not in ended.stderr or ended.exit_code == 1, (line, ended)
             assert costs.whole == set(), line
             took[line] = min(took.get(line, costs.slowest), costs.slowest)
             if took[line][0] <= LIMIT_SECONDS / 2:

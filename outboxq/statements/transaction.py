@@ -51,7 +51,7 @@ def local_timeouts_off() -> str:
 
 # Noted when the transaction of a leased job begins, as a listener of the user's may have set it: see `restored`.
 NOTE_ROLE = "pg_catalog.set_config('outboxq.role', pg_catalog.current_setting('role'), true)"
-_ROLE_AS_NOTED = "SELECT pg_catalog.set_config('role', pg_catalog.current_setting('outboxq.role'), true); "
+_ROLE_AS_NOTED = "SELECT pg_catalog.set_config('role', pg_catalog.current_setting('outboxq.role', true), true); "
 
 
 def restored(inner_savepoint: str, seconds: float | None, *, is_noted: bool) -> str:

@@ -36,11 +36,11 @@ def _at_most(value: LiteralString, type_: LiteralString) -> LiteralString:
 
 
 _ADDED: LiteralString = ", ".join(
-    f"{name} = {_at_most(f'total.{name}::numeric + excluded.{name}', 'bigint')}" for name in OUTCOMES
+    f"{name} = {_at_most(f'total.{name}::numeric + excluded.{name}::numeric', 'bigint')}" for name in OUTCOMES
 )
 _ADDED += ", " + ", ".join(f"{name} = {_at_most(f'total.{name} + excluded.{name}', 'float8')}" for name in _SECONDS)
 _ADDED_BUCKETS: LiteralString = ", ".join(
-    f"{name} = ARRAY(SELECT {_at_most('one::numeric + other', 'bigint')} "
+    f"{name} = ARRAY(SELECT {_at_most('one::numeric + other::numeric', 'bigint')} "
     f"FROM unnest(total.{name}, excluded.{name}) WITH ORDINALITY AS pair (one, other, place) ORDER BY place)"
     for name in _HISTOGRAMS
 )

@@ -84,7 +84,7 @@ def named_options(function: Callable[P, T]) -> Callable[P, T]:
 def named_fields(cls: type[T]) -> type[T]:
     """Have a class refuse an unknown field as `check_keywords` does; above the decorator of a dataclass."""
     construct: Any = cls.__init__
-    cls.__init__ = named_options(construct)  # type: ignore[method-assign]
+    cls.__init__ = named_options(construct)  # type: ignore[method-assign]  # the dataclass made it
     return cls
 
 

@@ -1,6 +1,7 @@
 """`ctx.defer`: Core statements of a batch's jobs, sent together after the flush and before COMMIT."""
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from outboxq.handlers.deferred import checked_write, defer
 from tests.conftest import StartRelay
 from tests.support.app import Account, Child, Effect
 from tests.support.shared_app import ADD_TO_ROW, statements
-from tests.support.waiting import wait_until
+from tests.support.waiting import PATIENCE, wait_until
 
 Drain = Callable[..., list[Event]]
 ONCE = Backoff(max_attempts=1)
@@ -80,21 +81,33 @@ def test_a_deadlock_of_what_was_deferred_costs_no_attempt(
 
     with sessions.begin() as session:
         session.add_jobs(credit.job(id_=id_) for id_ in range(1, 51))
-    waiting = text(
-        "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock'"
-    )
     add = text("UPDATE account SET balance = balance + 1 WHERE id = :id")
-    with engine.connect() as other, engine.connect().execution_options(isolation_level="AUTOCOMMIT") as looking:
-        # The server ends who looks first: here the relay.
+    with (
+        engine.connect() as other,
+        engine.connect() as gate,
+        engine.connect().execution_options(isolation_level="AUTOCOMMIT") as looking,
+        ThreadPoolExecutor(1) as thread,
+    ):
+        pids = [connection.scalar(text("SELECT pg_backend_pid()")) for connection in (other, gate)]
+
+        def waiting(condition: str) -> bool:
+            found = f"SELECT count(*) FROM pg_stat_activity WHERE {condition}"
+            return bool(looking.scalar(text(found), {"other": pids[0], "gate": pids[1]}))
+
+        # The relay begins to wait last, so that it finds the deadlock: the other would look an hour later.
         other.exec_driver_sql("SET deadlock_timeout = '1h'")
         other.execute(add, {"id": 50})
+        gate.execute(add, {"id": 25})
         with start_relay(jobs, RelayConfig(slots_per_queue=1, batch_size=50)) as running:
-            wait_until(lambda: looking.execute(waiting).scalar_one() == 1, "the batch to wait for the last row")
-            other.execute(add, {"id": 1})
+            wait_until(lambda: waiting(":gate = ANY(pg_blocking_pids(pid))"), "the batch to wait")
+            updated = thread.submit(other.execute, add, {"id": 1})
+            wait_until(lambda: waiting("pid = :other AND cardinality(pg_blocking_pids(pid)) > 0"), "the other to wait")
+            gate.commit()
+            updated.result(PATIENCE)
             other.commit()
             wait_until(lambda: len(running.of(JobDone)) == 50, "all jobs")
             assert {event.job.attempt for event in running.of(JobDone)} == {1}
-    assert total(engine) == 152
+    assert total(engine) == 153
 
 
 @pytest.mark.parametrize(("batchable", "batch_size"), [(False, 1), (True, 10)])

@@ -4,6 +4,7 @@ import asyncio
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
 
 import pytest
@@ -653,7 +654,7 @@ def test_deadlocks_are_retried_for_free(
     engine: Engine, sessions: sessionmaker[OutboxSession], start_relay: StartRelay
 ) -> None:
     """40P01 is nobody's fault: the job runs again at once, and no attempt is charged."""
-    jobs, calls, first_locked = Jobs(), [], threading.Event()
+    jobs, calls, first_locked, go_on = Jobs(), [], threading.Event(), threading.Event()
 
     @jobs.handler(queue="ledger", retry=Backoff(max_attempts=1))
     def lock_both(ctx: Context) -> None:
@@ -661,18 +662,29 @@ def test_deadlocks_are_retried_for_free(
         ctx.session.execute(text("SET LOCAL deadlock_timeout = '50ms'"))
         ctx.session.execute(text("UPDATE account SET balance = 1 WHERE id = 1"))
         first_locked.set()
+        assert go_on.wait(PATIENCE)
         ctx.session.execute(text("UPDATE account SET balance = 1 WHERE id = 2"))
         ctx.session.add(Effect(name="both"))
+
+    def other_waits() -> bool:
+        with engine.connect() as looking:
+            found = text("SELECT count(*) FROM pg_stat_activity WHERE pid = :pid AND wait_event_type = 'Lock'")
+            return looking.scalar(found, {"pid": pid}) == 1
 
     with sessions.begin() as session:
         session.add_all([app.Account(id=1), app.Account(id=2)])
         session.add_job(lock_both)
     with start_relay(jobs, RelayConfig(slots_per_queue=1)) as running:
-        with engine.begin() as connection:
-            connection.execute(text("SET LOCAL deadlock_timeout = '60s'"))
+        with engine.begin() as connection, ThreadPoolExecutor(1) as thread:
+            pid = connection.scalar(text("SELECT pg_backend_pid()"))
+            connection.execute(text("SET LOCAL deadlock_timeout = '1h'"))
             connection.execute(text("UPDATE account SET balance = 2 WHERE id = 2"))
             assert first_locked.wait(PATIENCE)
-            connection.execute(text("UPDATE account SET balance = 2 WHERE id = 1"))
+            updated = thread.submit(connection.execute, text("UPDATE account SET balance = 2 WHERE id = 1"))
+            # Who begins to wait last finds the deadlock: the handler.
+            wait_until(other_waits, "the other to wait for the handler's row")
+            go_on.set()
+            updated.result(PATIENCE)
         wait_until(lambda: running.of(JobDone), "the job")
         assert not running.of(JobRetried)
     assert len(calls) >= 2

@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import psycopg
 from sqlalchemy import Connection
-from sqlalchemy.exc import DBAPIError
+from sqlalchemy.exc import DataError, DBAPIError
 
 from outboxq.admin.roles import Part
+from outboxq.codec.text import name_and_line
 from outboxq.database.driver import is_lost, run_script, unprepared
 from outboxq.database.errors import sqlstate_of
 from outboxq.database.settings import SET_OURS
@@ -29,6 +30,7 @@ from outboxq.doctor import (
 )
 from outboxq.doctor import schema as structure
 from outboxq.doctor.findings import Check, CheckContext, Connect, Finding, Limits
+from outboxq.errors import OutboxqError
 from outboxq.handlers.resolved import Registry
 from outboxq.statements.doctor import tables as statements
 from outboxq.tables import SCHEMA
@@ -109,6 +111,9 @@ _SETTINGS = (
     f"SET TRANSACTION READ ONLY; {SET_OURS}SET LOCAL statement_timeout = '10s'; SET LOCAL lock_timeout = '200ms'"
 )
 _INSUFFICIENT_PRIVILEGE = "42501"
+_AGAIN = "Run the doctor again; see the other findings for what may be in the way."
+# What reading a value raises, here and in the driver: a number, a time or a text that Python cannot hold; deep JSON.
+_OF_A_VALUE = (ArithmeticError, ValueError, RecursionError, DataError, psycopg.DataError)
 _REASONS = {
     "57014": "it took longer than 10 seconds",
     "55P03": "a table is locked by another session",
@@ -217,21 +222,27 @@ def _reporting(subject: str, grant: str, context: CheckContext, found: list[Find
 
 def _refused(subject: str, grant: str, sqlstate: str | None, original: BaseException | None) -> Finding:
     denied = sqlstate == _INSUFFICIENT_PRIVILEGE
-    if sqlstate is None:
-        # Its text may hold a value of the row.
-        reason = f"there is a row that cannot be read ({type(original).__name__})"
-    else:
-        # Class 22, data exceptions, quotes the value.
-        message = (
-            original.diag.message_primary if isinstance(original, psycopg.Error) and sqlstate[:2] != "22" else None
-        )
-        reason = _REASONS.get(sqlstate) or message or f"the database refused (SQLSTATE {sqlstate})"
+    reason, advice = _why(sqlstate, original)
     return Finding(
         "check-not-made",
         "warning",
         f"could not look at {subject}: {reason}",
         {"check": subject, "reason": reason, "sqlstate": sqlstate, "grant": grant if denied else None},
-        f"Run the doctor as a role that has {grant}, or grant it."
-        if denied
-        else "Run the doctor again; see the other findings for what may be in the way.",
+        f"Run the doctor as a role that has {grant}, or grant it." if denied else advice,
     )
+
+
+def _why(sqlstate: str | None, original: BaseException | None) -> tuple[str, str]:
+    """Why a check could not be made, without texts that may hold a value of a row; and what helps."""
+    if sqlstate is not None:
+        # Class 22, data exceptions, quotes the value.
+        message = (
+            original.diag.message_primary if isinstance(original, psycopg.Error) and sqlstate[:2] != "22" else None
+        )
+        return _REASONS.get(sqlstate) or message or f"the database refused (SQLSTATE {sqlstate})", _AGAIN
+    if isinstance(original, OutboxqError):
+        return str(original), _AGAIN
+    if isinstance(original, _OF_A_VALUE):
+        return f"there is a row that cannot be read ({type(original).__name__})", _AGAIN
+    where = "" if original is None else name_and_line(original)
+    return f"a defect of outboxq: {where}", "Please report it, with this line; the other checks were made."

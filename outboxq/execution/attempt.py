@@ -15,6 +15,7 @@ from sqlalchemy import Connection
 from outboxq.codec.entities import EntityKey
 from outboxq.database.errors import QUERY_CANCELED, sqlstate_of
 from outboxq.errors import EffectInProgress, HandlerTimedOut, TransactionEndedByHandler
+from outboxq.execution.chain import check_follower
 from outboxq.execution.containment import AttemptSavepoint
 from outboxq.execution.errors import TransactionEscaped
 from outboxq.execution.failure import Failed
@@ -82,6 +83,7 @@ class Attempt:
         if runtime.invoker.flavour == "async" and self._containment.in_transaction:
             self._open_for_coroutine()
         try:
+            check_follower(job)
             arguments = self._arguments() if self._arounds is None else self._surrounded(self._arounds)
             run = Run(job, runtime.state, partial(runtime.effect_access, self._handler, job), [], self._call)
             fault_point("before-handler")

@@ -6,6 +6,7 @@ import msgspec
 from sqlalchemy import Connection
 
 from outboxq.clock import uuid7s
+from outboxq.errors import PayloadError
 from outboxq.events import FollowerSuppressed
 from outboxq.job import THEN_HEADER, Job
 from outboxq.new_job import NewJob, UniqueAnswer, UniqueJob, has_unique_key
@@ -28,13 +29,26 @@ def has_follower(job: Job) -> bool:
     return THEN_HEADER in job.headers
 
 
+def check_follower(job: Job) -> None:
+    """Read the job that follows this one, before its handler runs: it could not be added afterwards.
+
+    Raises:
+        PayloadError: it cannot be read, or could not be added.
+    """
+    if has_follower(job):
+        follower_of(job)
+
+
 def follower_of(job: Job) -> Mapping[str, NewJob]:
     """The job that follows this one, by its id in hex, in the same batch; empty if its header has none.
 
     Raises:
         PayloadError: it cannot be read.
     """
-    text = msgspec.json.decode(job.headers, type=dict[str, str]).get(THEN_HEADER)
+    try:
+        text = msgspec.json.decode(job.headers, type=dict[str, str]).get(THEN_HEADER)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise PayloadError(f"the headers of a job that {THEN_HEADER} stands in cannot be read") from error
     if text is None:
         return {}
     follower = unfold_chain(text)

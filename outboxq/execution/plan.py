@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, TypeGuard
 
 from outboxq.execution.batch_state import BatchState
+from outboxq.execution.chain import check_follower
 from outboxq.execution.runtime import CancelledResult, ExpiredResult, Runtime
 from outboxq.handlers.handler import AnyHandler, BatchHandler
 from outboxq.job import Job
@@ -33,7 +34,7 @@ class Segment:
 def plan_segments(batch: BatchState, runtime: Runtime, handlers: Handlers) -> Sequence[Segment]:
     """Sort the jobs by how they run, those of batchable kinds first, then in the order in which they were claimed.
 
-    A job whose arguments cannot be read runs by itself, and costs the others nothing.
+    A job whose arguments or follower cannot be read runs by itself, and costs the others nothing.
     """
     if (
         batch.runs_apart
@@ -114,6 +115,7 @@ def _in_parts(given: list[_Given], size: int) -> list[list[_Given]]:
 
 def _arguments(handler: AnyHandler, job: Job) -> dict[str, object] | None:
     try:
+        check_follower(job)
         return handler.signature().decode(job.args)
     except BaseException:  # noqa: BLE001  # users' own types raise what they like; alone, it is recorded with its job
         return None

@@ -2,15 +2,21 @@
 
 from collections.abc import Mapping
 from datetime import datetime, timedelta
-from typing import Any
+from typing import Annotated, Any
+from uuid import UUID
 
 import msgspec
 
-from outboxq.errors import ArgumentError, PayloadError
+from outboxq.errors import ArgumentError, InvalidKey, JobTooLarge, PayloadError
 from outboxq.job import THEN_HEADER
+from outboxq.names import check_name
 from outboxq.new_job import JobEnvelope, JobKeys, NewJob, UniqueKey, check_size
+from outboxq.outbox.keys import check_positive
+from outboxq.outbox.options import JobOptions
 
 _EMPTY = "{}"
+# With the kind in front of it.
+_MAX_KEY_BYTES = 1_024
 
 
 def dump(new: NewJob) -> dict[str, object]:
@@ -51,24 +57,51 @@ def load(stored: Mapping[str, Any] | str) -> NewJob:
     """The job that `dump` was given; a text is the JSON of it.
 
     Raises:
-        PayloadError: it is not such a job.
+        PayloadError: it is not such a job, or the table of jobs would refuse it.
     """
     try:
         job = msgspec.json.decode(stored if isinstance(stored, str) else msgspec.json.encode(stored), type=_StoredJob)
+        envelope = job.envelope()
+        _check(envelope, job)
+        return NewJob(envelope, check_size(job.kind, _text(job.args)), None, job.keys())
     except (msgspec.MsgspecError, RecursionError) as error:
         raise PayloadError("the stored job cannot be read: is it of a newer version of outboxq?") from error
-    envelope = JobEnvelope(
-        job.kind,
-        job.queue,
-        _text(job.headers),
-        job.priority,
-        job.max_attempts,
-        job.run_at,
-        _delta(job.delay_seconds),
-        _delta(job.every_seconds),
-        _delta(job.expires_seconds),
+    except (ArgumentError, InvalidKey, JobTooLarge, ValueError, OverflowError) as error:
+        raise PayloadError(f"the stored job cannot be added: {error}") from error
+
+
+def _check(envelope: JobEnvelope, stored: "_StoredJob") -> None:
+    """Refuse what no `add_job` lets pass: SQL of users may have written it."""
+    check_name("kind", envelope.kind)
+    check_name("queue", envelope.queue)
+    JobOptions(
+        delay=envelope.delay,
+        run_at=envelope.run_at,
+        priority=envelope.priority,
+        max_attempts=envelope.max_attempts,
     )
-    return NewJob(envelope, check_size(job.kind, _text(job.args)), None, job.keys())
+    for key in filter(None, (stored.coalesce, stored.group, stored.unique)):
+        if len(key.encode()) > _MAX_KEY_BYTES or "\0" in key:
+            raise ArgumentError(f"a key takes up to {_MAX_KEY_BYTES:,} bytes, without NUL")
+    for seconds in (stored.every_seconds, stored.expires_seconds, stored.unique_kept_seconds):
+        if seconds is not None:
+            check_positive("a time", timedelta(seconds=seconds))
+    if stored.batch is not None:
+        UUID(stored.batch)
+    check_size(envelope.kind, envelope.headers)
+    # The database takes no lone surrogates, and no NUL, which JSON may spell as an escape.
+    headers = msgspec.json.decode(envelope.headers, type=dict[str, str])
+    arguments = msgspec.json.decode(bytes(stored.args), type=dict[str, Any])
+    if _has_nul(headers) or _has_nul(arguments):
+        raise ArgumentError("no text takes NUL")
+
+
+def _has_nul(value: object) -> bool:
+    if isinstance(value, dict):
+        return any("\0" in name or _has_nul(each) for name, each in value.items())
+    if isinstance(value, list):
+        return any(map(_has_nul, value))
+    return isinstance(value, str) and "\0" in value
 
 
 def fold_chain(new: NewJob) -> NewJob:
@@ -87,8 +120,8 @@ def unfold_chain(text: str) -> NewJob:
         PayloadError: it is no chain.
     """
     try:
-        stored = msgspec.json.decode(text, type=list[msgspec.Raw])
-    except msgspec.MsgspecError as error:
+        stored = msgspec.json.decode(text, type=Annotated[list[msgspec.Raw], msgspec.Meta(min_length=1)])
+    except (msgspec.MsgspecError, RecursionError) as error:
         raise PayloadError("the chain of a job cannot be read: is it of a newer version of outboxq?") from error
     first, *others = [load(bytes(each).decode()) for each in stored]
     return msgspec.structs.replace(first, followers=tuple(others))
@@ -116,6 +149,20 @@ class _StoredJob(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     unique: str | None = None
     unique_kept_seconds: float | None = None
     batch: str | None = None
+
+    def envelope(self) -> JobEnvelope:
+        """What it has beside its arguments and its keys."""
+        return JobEnvelope(
+            self.kind,
+            self.queue,
+            _text(self.headers),
+            self.priority,
+            self.max_attempts,
+            self.run_at,
+            _delta(self.delay_seconds),
+            _delta(self.every_seconds),
+            _delta(self.expires_seconds),
+        )
 
     def keys(self) -> JobKeys | None:
         """The keys, if there are any."""

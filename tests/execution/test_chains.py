@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import reduce
 
+import msgspec
 import pytest
 from sqlalchemy import Engine, text
 from sqlalchemy.orm import sessionmaker
@@ -19,10 +20,11 @@ from outboxq import (
     Jobs,
     OutboxSession,
 )
-from outboxq.errors import ArgumentError, JobTooLarge
-from outboxq.events import BatchFinished, Event, FollowerSuppressed, JobDone
+from outboxq.errors import ArgumentError, JobTooLarge, PayloadError
+from outboxq.events import BatchFinished, Event, FollowerSuppressed, JobDied, JobDone
 from outboxq.new_job import NewJob
 from outboxq.observability.logging import log_event
+from outboxq.outbox.stored_job import unfold_chain
 from tests.support.app import Effect
 from tests.support.ledger import of
 
@@ -211,3 +213,74 @@ def test_what_a_chain_refuses(sessions: sessionmaker[OutboxSession]) -> None:
         with pytest.raises(ArgumentError, match="in a batch by itself"):
             first.then(batch.of(alone.job(name="b")))
         session.rollback()
+
+
+def stored(**changed: object) -> str:
+    """The header of a job that is followed by one, of which something is changed."""
+    return msgspec.json.encode([{"kind": "alone", "queue": "chain", "args": {"name": "after"}, **changed}]).decode()
+
+
+# By SQL of users: add_job writes none of them.
+BROKEN = {
+    "no JSON": "[",
+    "no list": "{}",
+    "empty": "[]",
+    "a job that is none": "[1]",
+    "deep": "[" * 3_000,
+    "an option of a newer version": stored(weight=1),
+    "a kind that is too long": stored(kind="k" * 64),
+    "a queue that cannot be": stored(queue="a,b"),
+    "a control character": stored(kind="\0"),
+    "a priority that is too high": stored(priority=2**15),
+    "no attempt": stored(max_attempts=0),
+    "a time that is too far": stored(run_at="9999-12-31T00:00:00Z"),
+    "a time without a zone": stored(run_at="2027-01-01T00:00:00"),
+    "a delay that is too long": stored(delay_seconds=1e300),
+    "an expiry before now": stored(expires_seconds=-1),
+    "a window of no length": stored(coalesce="c", every_seconds=0),
+    "a long key": stored(group="g" * 1_025),
+    "a key with NUL": stored(group="\0"),
+    "a batch that is none": stored(batch="b"),
+    "headers that are none": stored(headers={"a": 1}),
+    "arguments that are none": stored(args=[]),
+    "arguments with NUL": stored(args={"name": "\0"}),
+    "a name with NUL": stored(args={"\0": 1}),
+    "a number that is too large": stored(args={"n": msgspec.Raw(b"1e400000")}),
+    "a lone surrogate": stored(args={"n": msgspec.Raw(rb'"\ud800"')}),
+    "deep arguments": stored(args={"n": msgspec.Raw(b"[" * 5_000 + b"]" * 5_000)}),
+    "large arguments": stored(args={"name": "x" * 300_000}),
+}
+KINDS = ("alone", "leased", "leased_idle", "shared", "lines")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("batch_size", [1, 50])
+def test_a_chain_that_cannot_go_on_fails_its_job_before_the_handler_runs(
+    kind: str, batch_size: int, sessions: sessionmaker[OutboxSession], engine: Engine, drain: Drain
+) -> None:
+    """The handler's rows would be kept, or the relay's work end, where the next job cannot be added."""
+    handler = {each.kind: each for each in (alone, leased, leased_idle, shared, lines)}[kind]
+    other = [{"outboxq.then": 1}, {"outboxq.then": {}}, {"outboxq.then": None}, {"x": "outboxq.then", "y": []}]
+    headers = [{"outboxq.then": header} for header in BROKEN.values()] + other
+    with engine.begin() as connection:
+        connection.execute(
+            text("INSERT INTO outboxq.job (id, queue, kind, args, headers) VALUES (gen_random_uuid(), :q, :k, :a, :h)"),
+            [
+                {"q": handler.queue, "k": kind, "a": '{"name": "broken"}', "h": msgspec.json.encode(each).decode()}
+                for each in headers
+            ],
+        )
+    with sessions.begin() as session:
+        session.add_job(handler, name="well")
+    events = drain(jobs, batch_size=batch_size)
+    assert {event.job.headers for event in of(events, JobDone)} == {"{}"}
+    died = of(events, JobDied)
+    assert [event.reason.rpartition(": ")[2] for event in died] == ["outboxq.errors.PayloadError"] * len(headers)
+    assert names(engine) == ([] if kind == "leased_idle" else ["well"])
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_what_is_refused_of_a_chain_the_table_would_refuse(name: str) -> None:
+    """And each by an error that says so."""
+    with pytest.raises(PayloadError):
+        unfold_chain(BROKEN[name])

@@ -160,13 +160,15 @@ class Schedule:
 class ScheduleDetail:
     """A schedule with its job; `args` and `options` are JSON text.
 
-    `next_fires`: the times that it is due next, as its own clocks show them.
+    `next_fires`: the times that it is due next, as its own clocks show them; none if it cannot be read here, which
+    `unreadable` says.
     """
 
     schedule: Schedule
     next_fires: tuple[str, ...]
     args: str = field(repr=False)
     options: str = field(repr=False)
+    unreadable: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,7 +297,10 @@ def show_schedule(connection: Executor, name: str) -> ScheduleDetail:
     """
     row = _find(connection, name)
     found = _schedule(row)
-    cron = _cron_of(row)
+    try:
+        cron = _cron_of(row)
+    except ArgumentError as error:
+        return ScheduleDetail(found, (), row.args, row.options, str(error))
     due = islice(cron.times_from(found.next_at), _SHOWN_FIRES)
     return ScheduleDetail(found, tuple(cron.local(each).isoformat() for each in due), row.args, row.options)
 

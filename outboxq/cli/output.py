@@ -63,7 +63,7 @@ def _one_line(value: object) -> str:
 
 def print_json(value: object) -> None:
     """One JSON document on standard output."""
-    typer.echo(escaped_json(msgspec.json.format(msgspec.json.encode(value), indent=2).decode()))
+    typer.echo(escaped_json(_indented(msgspec.json.encode(value).decode())))
 
 
 def print_json_line(value: object) -> None:
@@ -123,10 +123,17 @@ def print_fields(fields: Iterable[tuple[str, object]]) -> None:
 
 
 def _print_document(name: str, json_text: str) -> None:
-    formatted = msgspec.json.format(json_text, indent=2)
     typer.echo(f"{name}:")
-    for line in formatted.split("\n"):
+    for line in _indented(json_text).split("\n"):
         typer.echo(f"  {printable(line)}")
+
+
+def _indented(json_text: str) -> str:
+    """JSON over several lines; one that SQL of users nested deeper than can be read stays as it is."""
+    try:
+        return msgspec.json.format(json_text, indent=2)
+    except RecursionError:
+        return json_text
 
 
 def _print_attempts(errors: str) -> bool:

@@ -76,7 +76,8 @@ class Document:
     why: str | None = None
 
 
-def _withheld(why: str) -> Document:
+def withheld(why: str) -> Document:
+    """A document of which nothing is shown, and why."""
     return Document("", "null", why)
 
 
@@ -110,32 +111,32 @@ class Payloads:
             hook: Whether the application's hook is asked: it knows arguments.
         """
         if self.mode == "hidden":
-            return _withheld("hidden")
+            return withheld("hidden")
         try:
             seen = self._seen(kind, read_tree(text), hook=hook)
             return _document(write_tree(seen, indent=2), write_tree(seen))
         except TooDeep as error:
-            return _withheld(str(error))
+            return withheld(str(error))
         except HookFailed as error:
-            return _withheld(str(error))
+            return withheld(str(error))
         except (ValueError, TypeError):
-            return _withheld("it cannot be read")
+            return withheld("it cannot be read")
 
     def callback(self, kind: str, text: str) -> Document:
         """The job that follows a batch: its options, and its arguments, which the hook is asked about."""
         try:
             job = read_tree(text)
         except ValueError:
-            return _withheld("it cannot be read")
+            return withheld("it cannot be read")
         if not isinstance(job, dict) or "args" not in job or self.mode == "hidden":
             return self.document(kind, text)
         try:
             # Redacted as a whole once more, for what is beside them.
             return self.document(kind, write_tree({**job, "args": self._seen(kind, job["args"], hook=True)}))
         except HookFailed as error:
-            return _withheld(str(error))
+            return withheld(str(error))
         except (ValueError, TypeError):
-            return _withheld("it cannot be read")
+            return withheld("it cannot be read")
 
     def _seen(self, kind: str, tree: Tree, *, hook: bool) -> Any:
         seen = redacted(tree) if self.mode == "redacted" else tree

@@ -9,11 +9,25 @@ from typing import Any, LiteralString, NamedTuple
 from uuid import UUID
 
 import msgspec
-from sqlalchemy import ColumnElement, FromClause, Select, Text, TextClause, cast, insert, literal, select, text
+from sqlalchemy import (
+    ColumnElement,
+    FromClause,
+    Select,
+    Text,
+    TextClause,
+    case,
+    cast,
+    insert,
+    literal,
+    literal_column,
+    select,
+    text,
+)
 from sqlalchemy.dialects.postgresql import ARRAY, JSONB, array
 from sqlalchemy.sql.dml import ReturningInsert
 
 from outboxq.job import OWN_HEADERS
+from outboxq.statements.builtin import pg
 from outboxq.statements.doctor.sessions import qualified
 from outboxq.statements.enqueue import array_text, text_array
 from outboxq.statements.paging import matching
@@ -314,7 +328,12 @@ def add_again(job_id: UUID, new_id: UUID) -> ReturningInsert[Any]:
     Index: the primary key of `done_job`. No lock is waited for: the id is new.
     """
     own = cast(array(sorted(OWN_HEADERS)), ARRAY(Text))
-    headers = cast(done_job.c.headers, JSONB).op("-")(own)
+    stored = cast(done_job.c.headers, JSONB)
+    # Headers that SQL of users has left out, or made something else than an object, are none.
+    headers = case(
+        (pg.jsonb_typeof(stored) == literal_column("'object'::text"), stored.op("-")(own)),
+        else_=literal_column("'{}'::jsonb"),
+    )
     new = select(literal(new_id, done_job.c.id.type), done_job.c.queue, done_job.c.kind, done_job.c.args, headers)
     columns = ["id", "queue", "kind", "args", "headers"]
     added = insert(job).from_select(columns, new.where(done_job.c.id == job_id), include_defaults=False)

@@ -7,9 +7,9 @@ from outboxq.admin.audit import AuditEntry, AuditFilter, show_audit
 from outboxq.admin.browse import BULK_ACTIONS, Found, find_entries
 from outboxq.admin.explain import Explanation, explain_job
 from outboxq.admin.relays import list_relays
-from outboxq.dashboard.documents import read_tree, write_tree
+from outboxq.dashboard.documents import TooDeep, read_tree, write_tree
 from outboxq.dashboard.parameters import Name, Nothing, OfEntry, Paged, Scope
-from outboxq.dashboard.payloads import Document
+from outboxq.dashboard.payloads import Document, withheld
 from outboxq.dashboard.view import Look, View, flat
 from outboxq.dashboard.views.seen import seen_relays
 
@@ -85,17 +85,26 @@ def _entries(look: Look, asked: AskedAudit, *, only_bulk: bool) -> View:
 
 def _filter(look: Look, text: str | None) -> Document | None:
     """Which rows were meant; what dead letters were searched for may be a part of the text of an error."""
-    tree = None if text is None else read_tree(text)
+    try:
+        tree = None if text is None else read_tree(text)
+    except TooDeep as error:
+        return withheld(str(error))
     if not isinstance(tree, dict):
         return _document(text)
     seen = {"reason": look.payloads.reason, "error": look.payloads.error}
     hidden = {name: see(said) for name, see in seen.items() if isinstance(said := tree.get(name), str)}
-    return _document(write_tree({**tree, **hidden}))
+    try:
+        return _document(write_tree({**tree, **hidden}))
+    except TooDeep as error:
+        return withheld(str(error))
 
 
 def _document(text: str | None) -> Document | None:
     """What the audit holds is no payload, but for texts that dead letters were searched for."""
     if text is None:
         return None
-    tree = read_tree(text)
-    return Document(write_tree(tree, indent=2), write_tree(tree))
+    try:
+        tree = read_tree(text)
+        return Document(write_tree(tree, indent=2), write_tree(tree))
+    except TooDeep as error:
+        return withheld(str(error))

@@ -38,11 +38,12 @@ COMPUTING = (
 _WRITING = (Insert, Update, Delete)
 _CONFLICTS = (postgresql.dml.OnConflictDoNothing, postgresql.dml.OnConflictDoUpdate)
 # What a statement may consist of, by SQLAlchemy's names, that writes nothing but rows of its table. What has another
-# part, of a later SQLAlchemy or of an extension, may do more.
+# part, of a later SQLAlchemy or of an extension, may do more. `_annotations`: a session gives them to each statement
+# that is about a mapped class.
 _PART_NAMES = """
-    table _inline _where_criteria _values _multi_values select _select_names include_insert_from_select_defaults
-    _sort_by_parameter_order _return_defaults _return_defaults_columns _supplemental_returning _compile_state_funcs
-    _propagate_attrs dialect_options
+    _annotations table _inline _where_criteria _values _multi_values select _select_names
+    include_insert_from_select_defaults _sort_by_parameter_order _return_defaults _return_defaults_columns
+    _supplemental_returning _compile_state_funcs _propagate_attrs dialect_options
 """
 _PARTS = frozenset(_PART_NAMES.split())
 _PARTS_OF_VALUES = _PARTS - {"_multi_values", "select"} | {"_post_values_clause"}

@@ -18,7 +18,7 @@ def trace_id_of(headers: str) -> str | None:
         return None
     try:
         found = msgspec.json.decode(headers.encode(), type=_Headers).traceparent
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, RecursionError):
         return None
     match = _TRACEPARENT.fullmatch(found)
     return match[1] if match else None

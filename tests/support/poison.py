@@ -15,6 +15,11 @@ DEEP = "(repeat('[', 3000) || repeat(']', 3000))::jsonb"
 _DEEP_OBJECT = "(repeat('{\"a\":', 3000) || '1' || repeat('}', 3000))::jsonb"
 HUGE = "jsonb_build_object('n', 1e1000::numeric)"
 ODD_TEXT = "E'odd\\n\\x1b[31m\\u202e\\x7f'"
+# What our own headers say, beside what cannot be read in one piece.
+_OWN_HEADERS = (
+    "jsonb_build_object('outboxq.every', '1000', 'outboxq.added', '5', 'outboxq.then', '[]', 'outboxq.batch', '1', "
+    "'traceparent', '00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01', 'x', {})"
+)
 _SHAPES = ("'1'", "'null'", "'[]'", "'[1]'", "'[null]'", "'[{}]'", "'{}'", "'{\"x\": {}}'", DEEP, HUGE)
 
 _JSON = {
@@ -41,6 +46,10 @@ _SPECIAL = {
         {"attempt": "2147483646", "crashes": "32766", "parked": "32766"},
         {"errors": """'[{"at": "infinity", "attempt": "x", "type": 1, "message": null}]'"""},
         {"headers": """'{"outboxq-chain": "[", "traceparent": 1}'"""},
+        {"headers": _OWN_HEADERS.format(DEEP), "unique_key": "'deep'"},
+        {"headers": _OWN_HEADERS.format(HUGE), "unique_key": "'huge'"},
+        {"headers": _OWN_HEADERS.format(DEEP)},
+        {"headers": _OWN_HEADERS.format(HUGE)},
     ),
     "dead_job": (
         {"priority": "-32768", "attempt": "-1", "max_attempts": "-1", "crashes": "-1"},

@@ -23,7 +23,7 @@ def context_of(headers: str) -> trace.SpanContext | None:
         return None
     try:
         carrier = msgspec.json.decode(headers.encode(), type=_Headers)
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, RecursionError):
         return None
     found = trace.get_current_span(_PROPAGATOR.extract(carrier)).get_span_context()
     return found if found.is_valid else None

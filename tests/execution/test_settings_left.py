@@ -26,7 +26,6 @@ LEAVINGS = {
     "read only": "SET TRANSACTION READ ONLY",
     "read only by default": "SET default_transaction_read_only = on",
     "search path": "SET search_path = pg_temp",
-    "time-out": "SET statement_timeout = 1",
     "patience": "SET lock_timeout = 1",
     "replica": "SET session_replication_role = replica",
     "DateStyle": "SET datestyle = German",
@@ -89,7 +88,7 @@ def test_a_job_is_done_whatever_its_handler_has_set(
         assert connection.execute(text("SELECT count(*) FROM outboxq.done_job")).scalar_one() == 2
 
 
-@pytest.mark.parametrize("left", ["role", "read only", "time-out"])
+@pytest.mark.parametrize("left", ["role", "read only"])
 def test_what_one_handler_of_a_batch_has_set_does_not_fail_the_next_ones_retry(
     left: str, role: str, engine: Engine, drain: Drain
 ) -> None:
@@ -114,8 +113,7 @@ def test_what_one_handler_of_a_batch_has_set_does_not_fail_the_next_ones_retry(
     assert ends == [JobDone, JobRetried, JobDone]
 
 
-@pytest.mark.parametrize("left", ["role", "time-out"])
-def test_a_batch_handler_may_set_something_too(left: str, role: str, engine: Engine, drain: Drain) -> None:
+def test_a_batch_handler_may_set_something_too(role: str, engine: Engine, drain: Drain) -> None:
     """The outcomes of its jobs are written behind it."""
     jobs = Jobs()
 
@@ -126,6 +124,45 @@ def test_a_batch_handler_may_set_something_too(left: str, role: str, engine: Eng
 
     with OutboxSession(engine) as session, session.begin():
         for _ in range(2):
-            session.add_job(many, statement=LEAVINGS[left].format(role=role))
+            session.add_job(many, statement=LEAVINGS["role"].format(role=role))
     ends = [type(each) for each in drain(jobs, batch_size=10) if isinstance(each, _ENDS)]
     assert ends == [JobDone, JobRetried, JobDone]
+
+
+# A handler's own time-out of a millisecond would fail the statement that resets it, on a machine that is busy enough.
+_NOTING = """
+CREATE TABLE noted (timeout text);
+CREATE FUNCTION note() RETURNS trigger LANGUAGE plpgsql AS
+  $$ BEGIN INSERT INTO noted VALUES (current_setting('statement_timeout')); RETURN NULL; END $$;
+CREATE TRIGGER note AFTER INSERT ON outboxq.done_job FOR EACH ROW EXECUTE FUNCTION note();
+"""
+
+
+@pytest.mark.parametrize("way", ["transaction", "lease", "batch handler"])
+def test_our_statements_are_not_under_the_time_out_of_a_handler(way: str, engine: Engine, drain: Drain) -> None:
+    """What is kept of a job is written under the relay's own."""
+    jobs, kept = Jobs(), timedelta(hours=1)
+    with engine.begin() as connection:
+        connection.exec_driver_sql(_NOTING)
+
+    if way == "batch handler":
+
+        @jobs.batch_handler(Statement, kind="it", queue="q", retry=ONCE, keep=kept)
+        def many(ctx: BatchContext, items: Sequence[BatchItem[Statement]]) -> None:
+            ctx.session.execute(text(items[0].args.statement))
+
+    else:
+
+        @jobs.handler(kind="it", queue="q", retry=ONCE, claim="lease" if way == "lease" else "transaction", keep=kept)
+        def it(ctx: Context, statement: str) -> None:
+            ctx.session.execute(text(statement))
+
+    with OutboxSession(engine) as session, session.begin():
+        for _ in range(2):
+            session.add_job(external("it", queue="q"), statement="SET statement_timeout = '7h'")
+    ends = [type(each) for each in drain(jobs, batch_size=10) if isinstance(each, _ENDS)]
+    assert ends == [JobDone, JobDone]
+    with engine.connect() as connection:
+        noted = connection.execute(text("SELECT timeout FROM noted")).scalars().all()
+    assert len(noted) == 2
+    assert "7h" not in noted

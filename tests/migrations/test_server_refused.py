@@ -34,6 +34,8 @@ def foreign(request: pytest.FixtureRequest, outboxq_server: Server) -> Iterator[
             create = "CREATE DATABASE {} TEMPLATE template0 ENCODING {} LC_COLLATE 'C' LC_CTYPE 'C'"
             admin.execute(sql.SQL(create).format(sql.Identifier(name), sql.Literal(request.param)))
             yield url.set(database=name).render_as_string(hide_password=False)
+            # Waits for the ends of closed connections' sessions: DROP DATABASE itself gives up after five seconds.
+            admin.execute("SELECT pg_terminate_backend(pid, 60000) FROM pg_stat_activity WHERE datname = %s", (name,))
             admin.execute(sql.SQL("DROP DATABASE {} WITH (FORCE)").format(sql.Identifier(name)))
 
 

@@ -147,7 +147,7 @@ def actor_name() -> str:
 
 
 def no_schedules() -> bool:
-    """Whether relays are to store no schedules: `OUTBOXQ_NO_SCHEDULES` is set, and not to 0."""
+    """Tell whether relays are to store no schedules: `OUTBOXQ_NO_SCHEDULES` is set, and not to 0."""
     return os.environ.get(NO_SCHEDULES_VARIABLE, "0") not in ("", "0")
 
 

@@ -51,7 +51,7 @@ _FIRST_STRETCH, _GROWTH = timedelta(hours=4), 8
 
 @dataclass(frozen=True, slots=True)
 class Cron:
-    """When a schedule is due: by a cron text, or by an interval, such as `@every 30s`.
+    """The times at which a schedule is due: by a cron text, or by an interval, such as `@every 30s`.
 
     If the hour and the minute are named (`30 2 * * *`), a time that the clocks skip is due when they have been changed,
     and one that comes twice is due the first time. If one of the two begins with a star (`0 * * * *`), the times are
@@ -236,7 +236,7 @@ def _is_read(fields: str) -> bool:
 
 
 def cron_of(cron: str | None, every: timedelta | None, time_zone: str) -> Cron:
-    """When a schedule is due that is given a cron text or an interval.
+    """The times of a schedule that is given a cron text or an interval.
 
     Raises:
         ArgumentError: neither or both are given, or `Cron` refuses it.

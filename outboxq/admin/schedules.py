@@ -306,7 +306,7 @@ def show_schedule(connection: Executor, name: str) -> ScheduleDetail:
 
 
 def is_ahead(cron: Cron, next_at: datetime, last_at: datetime | None, now: datetime) -> bool:
-    """Whether a schedule is due later than it can be: the database's clock was ahead when that was computed."""
+    """Tell whether a schedule is due later than it can be: the database's clock was ahead when that was computed."""
     return next_at > cron.after(_counted_from(now, last_at))
 
 

@@ -85,11 +85,11 @@ class EntityArgument(msgspec.Struct, frozen=True, eq=False):
         return self if key == self.key else EntityArgument(self.entity, key, self.optional)
 
     def is_pending(self) -> bool:
-        """Whether the primary key is known only after a flush."""
+        """Tell whether the primary key is known only after a flush."""
         return instance_state(self.entity).key is None
 
     def is_deleted(self) -> bool:
-        """Whether a flush has deleted the entity, and no rollback has brought it back."""
+        """Tell whether a flush has deleted the entity, and no rollback has brought it back."""
         return instance_state(self.entity).was_deleted
 
 

@@ -171,7 +171,7 @@ class Signature:
         return None if "null" in text or "\\u0000" in text else text
 
     def _gives_back(self, name: str, stored: object, read: object) -> bool:
-        """Whether an argument, or the primary key of an entity, is read as it was stored, and needs no other check."""
+        """Tell whether an argument, or an entity's primary key, is read as it was stored, and needs no other check."""
         if name in self._certain:
             return type(stored) in self._certain[name] or change_of_argument(stored, read) is None
         return read == (tuple(stored) if type(stored) is list else stored)

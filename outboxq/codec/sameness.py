@@ -62,12 +62,12 @@ def certain_types(annotation: object) -> frozenset[type[Any]]:
 
 
 def change_of_argument(given: object, read: object) -> str | None:
-    """What would become of an argument, as `change_of` says it; a text for a UUID or a datetime is taken as such."""
+    """The change of an argument, as `change_of` names it; a text for a UUID or a datetime is taken as such."""
     return None if type(given) is str and type(read) in _READ_FROM_TEXT else change_of(given, read)
 
 
 def change_of_result(value: object, data: bytes, declared: msgspec.json.Decoder[Any]) -> str | None:
-    """What would become of a result, as `change_of` says it; None if JSON, or what it is declared as, has it all.
+    """The change of a result, as `change_of` names it; None if JSON, or what it is declared as, has it all.
 
     The fields of an object that is declared as nothing (`Any`), such as a dataclass, are read by its own class.
     """
@@ -101,7 +101,7 @@ def encode_unread(name: str, value: object) -> bytes:
 
 
 def refusal_of(change: str) -> str:
-    """Why a value that would change is refused, and what to do."""
+    """The reason why a value that would change is refused, and what to do."""
     return f"would not come back the same: {change}; annotate the type that it has, or pass what JSON gives back"
 
 
@@ -123,7 +123,7 @@ def _spelt_out(value: object) -> object:
 
 
 def change_of(stored: object, read: object) -> str | None:
-    """Where and how two values differ: by their types and the names of fields, never by what they hold."""
+    """The first difference of two values: by their types and the names of fields, never by what they hold."""
     pending = [(stored, read, "")]
     while pending:
         one, other, place = pending.pop()
@@ -191,7 +191,7 @@ def _different_items(one: Collection[object], other: Collection[object]) -> str 
 
 
 def _are_flat_twins(one: Any, other: Any) -> bool:
-    """Whether two are the same by a look at no more than their types and those of their items: most that are."""
+    """Tell whether two are the same by a look at no more than their types and those of their items: most that are."""
     kind = type(one)
     if kind is not type(other):
         return False

@@ -1,4 +1,4 @@
-"""How connections are closed: by the thread or task that uses them.
+"""Closing of connections: by the thread or task that uses them.
 
 Others end a connection's socket, or have the server end its session. If it were closed beneath a waiting statement,
 that would go on in freed memory: psycopg's C code keeps a bare pointer meanwhile. Both functions assert this.
@@ -100,7 +100,7 @@ def _end_socket(driver: DriverConnection) -> None:
 
 
 def _is_waited_on(driver: DriverConnection) -> bool:
-    """Whether a thread, or a task of the running event loop, is inside of a statement on this connection."""
+    """Tell whether a thread, or a task of the running event loop, is inside of a statement on this connection."""
     is_async = isinstance(driver, psycopg.AsyncConnection)
     frames = _awaiting_frames() if is_async else _running_frames()
     return any(frame.f_code in _WAITS and frame.f_locals.get("self") is driver for frame in frames)

@@ -78,7 +78,7 @@ _OF_PREPARED = ("RevalidateCachedQuery", "FetchPreparedStatement", "StorePrepare
 
 
 def is_of_prepared(error: BaseException) -> bool:
-    """Whether a statement failed only because the driver had prepared it: an ALTER TABLE came since, or it was lost."""
+    """Tell whether a statement failed only as the driver had prepared it: an ALTER TABLE came since, or it was lost."""
     try:
         original: object = error.orig if isinstance(error, DBAPIError) else error
         return isinstance(original, psycopg.Error) and original.diag.source_function in _OF_PREPARED
@@ -87,7 +87,7 @@ def is_of_prepared(error: BaseException) -> bool:
 
 
 def explain_missing_tables(error: BaseException | None) -> SchemaError | None:
-    """What to raise from an error of a statement on our tables alone; None if it says something else."""
+    """The error to raise for one of a statement on our tables alone; None if it says something else."""
     if sqlstate_of(error) not in _UNDEFINED_TABLE_OR_COLUMN:
         return None
     return SchemaError(

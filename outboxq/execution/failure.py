@@ -127,7 +127,7 @@ def kept_errors(stored: str) -> str:
 
 
 def count_unfinished(stored: str) -> int:
-    """How many of the stored records are of runs that were interrupted, or died with their relay."""
+    """Count the stored records of runs that were interrupted, or died with their relay."""
     types = (INTERRUPTED, RELAY_DIED)
     try:
         return sum(record.type in types for record in msgspec.json.decode(stored.encode(), type=list[_Typed]))

@@ -100,7 +100,7 @@ def _run_several(
 
 
 def _expiries(connection: Connection, batch: BatchState, runtime: Runtime) -> dict[UUID, float]:
-    """When each of the jobs that expire does, on this process's clock: the database is asked how late it is there.
+    """The expiry of each job that has one, on this process's clock: the database is asked how late it is there.
 
     A unique job that has not expired by now has begun: those who add one of its key rely on it from its claim on.
     """

@@ -53,7 +53,7 @@ def may_wait(write: Write) -> bool:
 
 @lru_cache(256)
 def is_fixed(statement: Statement) -> bool:
-    """Whether a statement holds no value that may change, and does nothing but write rows: it runs no user's code."""
+    """Tell whether a statement holds no value that may change, and only writes rows: it runs no user's code."""
     key = statement._generate_cache_key()  # noqa: SLF001  # what SQLAlchemy's own cache of statements goes by
     if key is None or not all(map(_is_fixed_value, key.bindparams)):
         return _not_fixed("it holds a value that may change, or a type that computes one")

@@ -1,4 +1,4 @@
-"""Where in an application's code an object was made: a name that is the same in each of its versions and processes."""
+"""The place in an application's code at which an object was made: a name that all its versions and processes share."""
 
 import sys
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ class Place:
 
 
 def place_of(made: object) -> Place:
-    """Where an object is made, called by its constructor, or by those of its subclasses."""
+    """Name the place at which an object is made; called by its constructor, or by those of its subclasses."""
     frame = sys._getframe(1)  # noqa: SLF001  # as the standard library's own namedtuple does
     # Between constructors may be what refuses their unknown options.
     while frame.f_back is not None and (

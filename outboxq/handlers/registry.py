@@ -372,7 +372,7 @@ def _where(handler: AnyHandler) -> str:
 
 
 def _instead_of(other: object) -> str:
-    """What was given instead of a registry, and the registries of a module."""
+    """Name what was given instead of a registry, and the registries of a module."""
     if not isinstance(other, ModuleType):
         return f"as `mail = Jobs()`, got {type(other).__name__}"
     named = sorted(name for name, value in vars(other).items() if isinstance(value, Jobs))

@@ -132,7 +132,7 @@ def written_table(statement: Insert | Update | Delete) -> Table | None:
 
 
 def _consists_of(parts: AbstractSet[str], statement: Insert | Update | Delete) -> bool:
-    """Whether a statement has no other parts than these; a part that is an SQL expression has no truth value."""
+    """Tell whether a statement has no other parts than these; a part that is an SQL expression has no truth value."""
     named = (name for name, _ in statement._traverse_internals)  # noqa: SLF001  # what SQLAlchemy's own cache goes by
     others = (getattr(statement, name, None) for name in named if name not in parts)
     return not any(isinstance(part, ClauseElement) or part for part in others)

@@ -1,4 +1,4 @@
-"""What a downgrade loses: of each step, its tables and columns, with what in them counts; the guards that refuse it.
+"""Losses of a downgrade: of each step, its tables and columns, with what in them counts; the guards that refuse it.
 
 Each table and column that a step adds is in `LOSSES` or in `HARMLESS`, or in the guards of steps 1 and 4. A loss has a
 name, by which it may be given up.
@@ -16,7 +16,7 @@ _MOST = 100_000
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """What a step down loses.
+    """A table or columns that a step down loses.
 
     Args:
         name: For `discard`.
@@ -158,7 +158,7 @@ def check_discard(discard: Collection[str]) -> frozenset[str]:
 
 
 def guard_of(step: int, discard: Collection[str] = ()) -> str:
-    """What refuses a step down while its rows count, but for the losses that may be; the tables are locked before."""
+    """SQL that refuses a step down while its rows count, but for what `discard` names; the tables are locked before."""
     counts = [
         _COUNT.format(
             table=loss.table, counts=f"({loss.counts})", limit=_MOST + 1, most=_MOST, what=loss.what, name=loss.name

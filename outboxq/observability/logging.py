@@ -154,7 +154,7 @@ def keep_loggers_enabled() -> None:
 
 
 class _Kept:
-    """What makes a logger refuse to be disabled."""
+    """A descriptor that makes a logger refuse to be disabled."""
 
     # Taken by the first that is to be disabled, for good.
     _said = threading.Lock()

@@ -293,7 +293,7 @@ def _has_keys(session: Session, new: NewJob) -> bool:
 
 
 def _has_left(session: Session, argument: EntityArgument) -> bool:
-    """Whether another session has the entity that had no primary key: that may never commit its row."""
+    """Tell whether another session has the entity that had no primary key: that may never commit its row."""
     return argument.key is None and object_session(argument.entity) is not session
 
 

@@ -69,7 +69,7 @@ class _Asked:
     decoder: "msgspec.json.Decoder[object]"
 
     def deadline(self) -> float:
-        """When the time is over, by our clock, if it begins now."""
+        """The end of the time, by our clock, if it begins now."""
         return clock() + self.seconds
 
     def value(self, ending: Ending) -> object:

@@ -153,7 +153,7 @@ def _disable_gone(connection: Connection, schema: str, registry: Registry) -> No
 
 
 def _is_at_relays(connection: Connection, schema: str, gone: schedule_owners.Gone) -> bool:
-    """Whether a relay that lives serves the queue of a schedule, and knows its kind."""
+    """Tell whether a relay that lives serves the queue of a schedule, and knows its kind."""
     if not connection.execute(may_read_relays(schema)).scalar_one():
         return False
     found = connection.execute(kinds_at_relays(schema, [(gone.queue, gone.kind)]))

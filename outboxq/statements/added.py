@@ -1,4 +1,4 @@
-"""When a job with a coalescing key was added: the order of `seq`, whatever the database's clock has shown.
+"""The place of a coalesced job among those of its key: the order of `seq`, whatever the database's clock has shown.
 
 A job that is put back draws a new `seq`, and its first one goes into a header; so does that of a job whose content
 another row takes over.

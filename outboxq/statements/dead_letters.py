@@ -158,7 +158,7 @@ def retry_page(wanted: DeadFilter, *, after: UUID | None, limit: int, args: str 
 def count_matching(
     wanted: DeadFilter, stretch: Sequence[ColumnElement[bool]], *, to_retry: bool, most: int | None
 ) -> Executable:
-    """How many of a stretch match, as `count_kinds` counts; `to_retry`: without those that `retry_page` leaves.
+    """Count those of a stretch that match, as `count_kinds` counts; `to_retry`: without those that `retry_page` leaves.
 
     Reads the stretch's blocks. Indexes for `to_retry`: the primary keys of `job` and of `unique_key`, a probe for each
     that matches (three blocks of an index), or a walk through the first if the planner finds that cheaper. No locks.

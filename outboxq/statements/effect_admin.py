@@ -15,7 +15,7 @@ from outboxq.tables import effect
 
 @dataclass(frozen=True, slots=True)
 class EffectFilter:
-    """Which effects are meant; without any value, all of them. `error` is a part of what is stored of their error."""
+    """A choice of effects; without any value, all of them. `error` is a part of what is stored of their error."""
 
     scope: str | None = None
     status: Status | None = None

@@ -280,7 +280,7 @@ def _trusted(rendered: str) -> sql.Composable:
 
 
 def lock_class(schema: str) -> str:
-    """What the advisory locks of an installation's groups are called; its hash is their first key."""
+    """The name of the advisory locks of an installation's groups; its hash is their first key."""
     return f"{channel_name(schema)} group"
 
 

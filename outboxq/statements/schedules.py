@@ -118,7 +118,7 @@ def put(rows: Sequence[Mapping[str, object]], *, keep_declared: bool) -> Returni
 
 
 def _is_ahead(next_at: ColumnElement[datetime]) -> ColumnElement[bool]:
-    """Whether a schedule is due later than at `next_at`, which is the first time behind now.
+    """Tell whether a schedule is due later than at `next_at`, which is the first time behind now.
 
     Not if that time has come meanwhile, or was fired: by a clock that has gone back since, a little. One that was hours
     ahead has fired times that are not waited for.

@@ -92,7 +92,7 @@ def schema_version(connection: Connection, schema: str) -> int | None:
 
 
 def missing_installation(connection: Connection, schema: str) -> str:
-    """What is there in place of tables that were migrated, and the way out. Reads catalogs; no locks."""
+    """Look for what is there in place of tables that were migrated, and the way out. Reads catalogs; no locks."""
     if connection.execute(_MARKER, {"marker": quote_identifier(schema, "job")}).scalar() is not None:
         return (
             f"tables in schema {schema!r} without the rows of its table `migration`, as `pg_dump --schema-only` leaves "

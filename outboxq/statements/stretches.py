@@ -104,7 +104,7 @@ def sorted_apart(found: Select[Any], greatest: str, limit: int) -> Select[Any]:
 
 
 def count_blocks(schema: str, name: str) -> Executable:
-    """How many blocks a table has. Reads its files' sizes alone; no locks."""
+    """The number of a table's blocks. Reads its files' sizes alone; no locks."""
     table = pg.to_regclass(literal(quote_identifier(schema, name), StoredText()))
     size: ColumnElement[int] = pg.pg_relation_size(table, type_=BigInteger())
     block = cast(pg.current_setting(literal("block_size", StoredText())), Integer())

@@ -66,7 +66,7 @@ class WantedWindow:
 
 
 def lock_class(schema: str) -> str:
-    """What the advisory locks of an installation's windows are called; its hash is their first key."""
+    """The name of the advisory locks of an installation's windows; its hash is their first key."""
     return f"outboxq_{schema} every"
 
 

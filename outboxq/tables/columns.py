@@ -94,7 +94,7 @@ class Instant(TypeDecorator[datetime]):
         return self.impl_instance.coerce_compared_value(op, value)
 
     def column_expression(self, column: ColumnElement[Any]) -> ColumnElement[Any]:
-        """What is selected in its place."""
+        """The expression that is selected in its place."""
         return type_coerce(extract("epoch", column), self)
 
     def process_result_value(self, value: Decimal | None, dialect: Dialect) -> datetime | None:  # noqa: ARG002  # theirs
@@ -117,7 +117,7 @@ class Real(TypeDecorator[float]):
         return self.impl_instance.coerce_compared_value(op, value)
 
     def column_expression(self, column: ColumnElement[Any]) -> ColumnElement[Any]:
-        """What is selected in its place."""
+        """The expression that is selected in its place."""
         return type_coerce(cast(column, Numeric), self)
 
     def process_result_value(self, value: Decimal | None, dialect: Dialect) -> float | None:  # noqa: ARG002  # theirs

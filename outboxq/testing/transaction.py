@@ -173,7 +173,7 @@ def drain(
 
 
 def _state(stack: ExitStack, jobs: Jobs, state: object) -> object:
-    """What handlers see as `ctx.state`; the lifespan that gives it is left with `stack`."""
+    """The value that handlers see as `ctx.state`; the lifespan that gives it is left with `stack`."""
     if state is not _LIFESPAN:
         return state
     lifespan = make_lifespan(jobs.lifespan)

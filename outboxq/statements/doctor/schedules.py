@@ -51,7 +51,7 @@ def coming_schedules() -> Select[Any]:
 
 
 def all_schedules(schema: str) -> TextClause:
-    """What schedules add, and which of them code declares that are not disabled."""
+    """The kinds that schedules add, and which of them code declares that are not disabled."""
     return text(
         f"SELECT name, kind, queue, declared AND NOT {_IS_DISABLED} AS declared "
         f"FROM {qualified(schema, 'schedule')} AS schedule ORDER BY name LIMIT :most"

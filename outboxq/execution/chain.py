@@ -29,16 +29,6 @@ def has_follower(job: Job) -> bool:
     return THEN_HEADER in job.headers
 
 
-def check_follower(job: Job) -> None:
-    """Read the job that follows this one, before its handler runs: it could not be added afterwards.
-
-    Raises:
-        PayloadError: it cannot be read, or could not be added.
-    """
-    if has_follower(job):
-        follower_of(job)
-
-
 def follower_of(job: Job) -> Mapping[str, NewJob]:
     """The job that follows this one, by its id in hex, in the same batch; empty if its header has none.
 
@@ -46,9 +36,11 @@ def follower_of(job: Job) -> Mapping[str, NewJob]:
         PayloadError: it cannot be read.
     """
     try:
-        text = msgspec.json.decode(job.headers, type=dict[str, str]).get(THEN_HEADER)
+        # Other headers may be anything.
+        stored = msgspec.json.decode(job.headers, type=dict[str, msgspec.Raw]).get(THEN_HEADER)
+        text = None if stored is None else msgspec.json.decode(stored, type=str)
     except (msgspec.MsgspecError, RecursionError) as error:
-        raise PayloadError(f"the headers of a job that {THEN_HEADER} stands in cannot be read") from error
+        raise PayloadError("the headers of a job that another one may follow cannot be read") from error
     if text is None:
         return {}
     follower = unfold_chain(text)
@@ -57,6 +49,16 @@ def follower_of(job: Job) -> Mapping[str, NewJob]:
     if has_unique_key(follower):
         follower = UniqueJob(follower.envelope, follower.args, None, follower.keys, answer=_FollowerAnswer(job))
     return {uuid7s(1)[0]: follower}
+
+
+def check_follower(job: Job) -> None:
+    """Check that the job that follows this one can be read: before a handler runs, whose rows would stand without it.
+
+    Raises:
+        PayloadError: it cannot.
+    """
+    if has_follower(job):
+        follower_of(job)
 
 
 def suppressed_followers(refused: Iterable[UniqueJob]) -> Iterator[FollowerSuppressed]:

@@ -260,7 +260,7 @@ def test_a_chain_that_cannot_go_on_fails_its_job_before_the_handler_runs(
 ) -> None:
     """The handler's rows would be kept, or the relay's work end, where the next job cannot be added."""
     handler = {each.kind: each for each in (alone, leased, leased_idle, shared, lines)}[kind]
-    other = [{"outboxq.then": 1}, {"outboxq.then": {}}, {"outboxq.then": None}, {"x": "outboxq.then", "y": []}]
+    other = [{"outboxq.then": 1}, {"outboxq.then": {}}, {"outboxq.then": None}]
     headers = [{"outboxq.then": header} for header in BROKEN.values()] + other
     with engine.begin() as connection:
         connection.execute(
@@ -284,3 +284,15 @@ def test_what_is_refused_of_a_chain_the_table_would_refuse(name: str) -> None:
     """And each by an error that says so."""
     with pytest.raises(PayloadError):
         unfold_chain(BROKEN[name])
+
+
+def test_a_job_is_followed_whatever_its_other_headers_are(
+    engine: Engine, sessions: sessionmaker[OutboxSession], drain: Drain
+) -> None:
+    """A producer in SQL may store headers that are no texts."""
+    with sessions.begin() as session:
+        session.add_jobs([alone.job(name="first").then(alone.job(name="next"))])
+    with engine.begin() as connection:
+        connection.execute(text("""UPDATE outboxq.job SET headers = headers || '{"tries": 1e400}'"""))
+    drain(jobs)
+    assert names(engine) == ["first", "next"]

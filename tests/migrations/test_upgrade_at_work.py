@@ -181,8 +181,8 @@ def test_who_writes_one_of_many_tables_holds_up_the_step_and_no_other_writer(
     *others, last = CHECKS
     waits = "SELECT count(*) FROM pg_locks WHERE NOT granted AND relation = %s::regclass"
     with psycopg.connect(url, autocommit=True) as writer, psycopg.connect(url) as holder:
-        # Longer than the step waits at a time.
-        writer.execute("SET lock_timeout = '700ms'")
+        # Longer than the step waits at a time, on a busy machine too.
+        writer.execute("SET lock_timeout = '60s'")
         holder.execute(insert_row(last))
         with migrating_behind(holder, database):
             wait_until(lambda: writer.execute(waits, [f"outboxq.{last}"]).fetchone() == (1,), "the step to wait")
@@ -206,8 +206,8 @@ def test_who_writes_one_of_two_tables_holds_up_the_step_and_no_other_writer(
     }
     waits = "SELECT count(*) FROM pg_locks WHERE NOT granted AND mode = 'ShareLock' AND relation = %s::regclass"
     with psycopg.connect(url, autocommit=True) as writer, psycopg.connect(url) as holder:
-        # Longer than the step waits at a time.
-        writer.execute("SET lock_timeout = '700ms'")
+        # Longer than the step waits at a time, on a busy machine too.
+        writer.execute("SET lock_timeout = '60s'")
         holder.execute(writes[held])
         with migrating_behind(holder, database):
             for _ in range(3):

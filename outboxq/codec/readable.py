@@ -9,8 +9,8 @@ from msgspec import inspect
 def unreadable_in(annotation: object) -> type[Any] | None:
     """A class in an annotation that can never be read from JSON; None if there is none.
 
-    Types that msgspec knows can be read, and classes with a `model_validate`, such as Pydantic's. Inside of a dataclass
-    and its like, a field that may also be None passes: it can be left empty.
+    Types that msgspec knows can be read, and classes with a `model_validate_json`, such as Pydantic's. Inside of a
+    dataclass and its like, a field that may also be None passes: it can be left empty.
     """
     return next(_unreadable(inspect.type_info(annotation), set()), None)
 
@@ -20,7 +20,7 @@ def _unreadable(found: object, seen: set[int]) -> Iterator[type[Any]]:
         return
     seen.add(id(found))
     if isinstance(found, inspect.CustomType):
-        if found.cls is not object and not hasattr(found.cls, "model_validate"):
+        if found.cls is not object and not hasattr(found.cls, "model_validate_json"):
             yield found.cls
         return
     for field in getattr(found, "fields", ()):

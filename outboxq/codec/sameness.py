@@ -73,11 +73,11 @@ def change_of_result(value: object, data: bytes, declared: msgspec.json.Decoder[
     """
     data = as_jsonb_has_it(data)
     change = change_of(value, msgspec.json.decode(data))
-    own = declared if declared.type is not Any or _fields(value) is None else json_decoder(type(value))
-    if change is None or own.type is Any:
-        return change
+    if change is None:
+        return None
     try:
-        return change_of(value, own.decode(data))
+        own = declared if declared.type is not Any or _fields(value) is None else json_decoder(type(value))
+        return change if own.type is Any else change_of(value, own.decode(data))
     except UNREADABLE:
         return change
 

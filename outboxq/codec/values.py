@@ -23,8 +23,8 @@ MAX_HEADERS_BYTES = 64 * 1024
 _NUL = re.compile(rb"(?<!\\)(?:\\\\)*\\u0000")
 # What msgspec says in its own words and about types alone.
 _QUOTES_NOTHING = re.compile(r"Expected |Object missing |Number out of range|Invalid (?!enum value|value)")
-# What reading a value may raise: also a dict in a set, and data that is too deep.
-UNREADABLE = (ValueError, TypeError, RecursionError)
+# What reading a value may raise: users' validators, and a `__post_init__` with an `assert`, raise what they like.
+UNREADABLE = Exception
 # Types of nearly all values, and none of them an entity or an expression.
 PLAIN = frozenset({int, str, float, bool, bytes, type(None)})
 
@@ -44,10 +44,12 @@ def _encode_foreign(value: object) -> object:
 def _decode_foreign(annotation: type[object], value: object) -> object:
     if annotation is object:
         return value
-    validate = getattr(annotation, "model_validate", None)
+    validate = getattr(annotation, "model_validate_json", None)
     if validate is None:
         raise msgspec.ValidationError(f"Expected a type that can be read from JSON, got `{type_name(annotation)}`")
-    return validate(value)
+    # As JSON, not as the objects read from it: a strict model takes a text for a datetime from JSON alone, and in a
+    # union of a UUID and a text it is a UUID.
+    return validate(msgspec.json.encode(value))
 
 
 def check_args_size(args: str) -> None:
@@ -94,8 +96,8 @@ def encode_value(name: str, value: object) -> bytes:
         raise ArgumentError(f"argument {name!r} holds a lone surrogate, which UTF-8 cannot encode") from error
     except NotImplementedError as error:
         raise ArgumentError(f"argument {name!r} cannot be stored as JSON: it holds a value of type {error}") from error
-    except (TypeError, ValueError, OverflowError, RecursionError) as error:
-        # A serializer of the user's may quote the value.
+    except Exception as error:
+        # A serializer of the user's may raise what it likes, and quote the value.
         raise ArgumentError(f"argument {name!r} cannot be stored as JSON: {_refusal_of(error)}") from error
     if b"\\u0000" in data and _NUL.search(data):
         raise ArgumentError(f"argument {name!r} holds a NUL character, which jsonb cannot hold")
@@ -186,7 +188,10 @@ def decode_stored(what: str, decoder: msgspec.json.Decoder[object], text: str) -
 
 def problem_of(error: Exception) -> str:
     """Why a value does not fit; never in words that quote it, as those of enums and of users' validators do."""
-    # msgspec puts what a validator or a Pydantic model raised into its own text, with that error as the cause.
+    # msgspec puts what a validator or a Pydantic model raised into its own text, with that error as the cause; errors
+    # of other types come out of it as they are.
+    if not isinstance(error, msgspec.MsgspecError):
+        return _withheld(error)
     if error.__cause__ is None and _QUOTES_NOTHING.match(str(error)):
         return str(error)
     if error.__cause__ is None and str(error).startswith("Invalid enum value"):

@@ -5,7 +5,7 @@ import enum
 import math
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from datetime import UTC, date, datetime, time, timedelta, timezone
 from decimal import Decimal
 from typing import Annotated, Any, Generic, Literal, NamedTuple, NewType, TypedDict, TypeVar
@@ -23,7 +23,8 @@ from outboxq import Context, Jobs, external
 from outboxq.codec.parameters import Signature, build_signature
 from outboxq.codec.sameness import as_jsonb_has_it, change_of
 from outboxq.codec.values import encode_headers
-from outboxq.errors import ArgumentError, RegistryError
+from outboxq.errors import ArgumentError, PayloadError, RegistryError, ResultNotKept
+from outboxq.handlers.returned import Returned
 
 T = TypeVar("T")
 BERLIN = ZoneInfo("Europe/Berlin")
@@ -164,6 +165,44 @@ class Extra(pydantic.BaseModel):
     x: int
 
 
+class Strict(pydantic.BaseModel):
+    model_config = {"strict": True}
+    at: datetime
+    key: UUID
+    price: Decimal
+    pair: tuple[int, ...]
+
+
+class Either(pydantic.BaseModel):
+    it: UUID | date | datetime | str
+
+
+class Raising(pydantic.BaseModel):
+    x: int
+
+    @pydantic.field_validator("x")
+    @classmethod
+    def checked(cls, x: int) -> int:
+        return x if x > 0 else [][x]
+
+    def model_dump(self, **_: Any) -> dict[str, int]:
+        return {"x": self.x} if self.x < 9 else {}[SECRET]
+
+
+@dataclass
+class Asserting:
+    x: int
+
+    def __post_init__(self) -> None:
+        assert self.x > 0, f"Expected {SECRET}"
+
+
+@dataclass
+class Initial:
+    x: int
+    given: InitVar[int] = 0
+
+
 class Tree(pydantic.BaseModel):
     name: str = pydantic.Field(alias="theName")
     below: list["Tree"] = []
@@ -206,7 +245,11 @@ REFUSED = {
     "infinity in a model": (Family, Family(head=Base(name="a"), any=math.inf), r"\.any, a float, would be a NoneType"),
     "a tuple in a model": (Family, Family(head=Base(name="a"), any=(1,)), r"\.any, a tuple, would be a list"),
     "an enum in a model": (Family, Family(head=Base(name="a"), any=Level.HIGH), r"\.any, a Level, would be an int"),
-    "a time in a union": (Family, Family(head=Base(name="a"), when=datetime(2024, 1, 1)), r"\.when, a datetime"),
+    "a text like a time in a union": (
+        Family,
+        Family(head=Base(name="a"), when="2024-01-01T00:00:00"),
+        r"\.when, a str",
+    ),
     "a private attribute": (Private, Private(x=1).noted("a"), r"\._note, a str, would be another one"),
     "a Struct's child": (Shape, Square(side_length=1, filled=True), "refused by ValidationError"),
     "a dataclass's child": (Point, Point3(1, z=5), "a Point3 would be a Point"),
@@ -289,6 +332,40 @@ def test_what_json_has_no_type_of_is_refused_without_an_annotation(
         stored_and_read(annotation, wrap(value))
 
 
+def changed(value: Any, x: int) -> Any:
+    """The value with another `x` than its class would take now."""
+    value.x = x
+    return value
+
+
+@pytest.mark.parametrize(
+    ("value", "error"),
+    [
+        (changed(Raising(x=1), -1), "IndexError"),
+        (changed(Raising(x=1), 9), "KeyError"),
+        (changed(Asserting(1), -1), "AssertionError"),
+    ],
+    ids=["a validator", "a serializer", "an assertion"],
+)
+def test_what_users_code_raises_of_a_value_is_a_refusal(value: Any, error: str) -> None:
+    """Of whatever type it is, and never with its text; the same in a job that was stored before, and of a result."""
+    for annotation, argument in ((type(value), value), (list[type(value)], [value])):
+        with pytest.raises(ArgumentError, match=f"'value'.*refused by {error}") as refused:
+            stored_and_read(annotation, argument)
+        assert SECRET not in str(refused.value)
+    with pytest.raises(PayloadError, match="refused by"):
+        signature_of(type(value)).decode('{"value": {"x": -1}}')
+    with pytest.raises(ResultNotKept) as refused:
+        Returned("kind", lambda: value).outcome(value)
+    assert SECRET not in str(refused.value)
+
+
+def test_a_result_that_its_own_class_cannot_be_read_as_is_not_kept() -> None:
+    """A dataclass with an `InitVar` is one."""
+    with pytest.raises(ResultNotKept, match="an Initial would be a dict"):
+        Returned("kind", lambda: None).outcome(Initial(1))
+
+
 def test_a_key_is_not_quoted() -> None:
     """A token may be a key; the place says which one it is."""
     with pytest.raises(ArgumentError, match=r"\[key 2\]\[0\], a date, would be a str") as refused:
@@ -330,6 +407,8 @@ def test_a_key_is_not_quoted() -> None:
         (Point | None, Point(1, datetime(2024, 1, 1, tzinfo=BERLIN))),
         (Extra, Extra(x=1, y="a")),
         (Pet, Pet(it=Dog(lives=1))),
+        (Strict, Strict(at=datetime(2024, 1, 1), key=UUID(int=1), price=Decimal("1.10"), pair=(1, 2))),
+        (list[Either], [Either(it=each) for each in (UUID(int=1), date(2024, 1, 1), datetime(2024, 1, 1), "a")]),
         (Tree, Tree(theName="a", below=[Tree(theName="b")])),
         (Private, Private(x=1)),
         (Excluding, Excluding(kept=1)),

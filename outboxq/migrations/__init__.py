@@ -38,7 +38,7 @@ from outboxq.migrations import (
     step_14_ranges_validated,
     step_15_owners,
 )
-from outboxq.migrations.losses import LOCK_ALL, check_discard, guard_of
+from outboxq.migrations.losses import LOCK_ALL, check_discard, guard_of, guard_of_all
 from outboxq.migrations.refusals import refusals_in_short
 from outboxq.statements.render import quote_identifier, quote_literal
 from outboxq.statements.server import ENCODING, OLDEST_MAJOR
@@ -327,8 +327,10 @@ def check_downgrade_sql(to: int, schema: str, discard: Collection[str] = ()) -> 
     It has all tables at once, which the steps then change without waiting.
     """
     guards = {step: _guard(step, discard) for step in range(1, LATEST + 1)}
-    checks = "\n".join(_CHECK_STEP.format(step=step, guard=guard) for step, guard in guards.items() if guard)
-    block = _CHECK_DOWNGRADE.replace("@guards@", checks).replace("@lock@", LOCK_ALL)
+    checks = [_CHECK_STEP.format(step=step, guard=guard) for step, guard in GUARDS.items()]
+    # All that would be lost in one refusal, so that its hint names all that is to be named.
+    checks.append(guard_of_all(discard))
+    block = _CHECK_DOWNGRADE.replace("@guards@", "\n".join(checks)).replace("@lock@", LOCK_ALL)
     block = block.replace("@read_committed@", _read_committed(step for step in guards if step > to and guards[step]))
     return _fill(block, schema, latest=LATEST, target=to)
 

@@ -78,6 +78,14 @@ LOSSES: Mapping[int, tuple[Loss, ...]] = {
             "keep_dead_seconds IS NOT NULL",
         ),
     ),
+    15: (
+        Loss(
+            "disabled-schedules",
+            "schedules that their code has left out, which would stay paused if it declares them again",
+            ("schedule.disabled_at",),
+            "paused_at = disabled_at",
+        ),
+    ),
 }
 HARMLESS: Mapping[str, str] = {
     "queue": "a downgrade to 0 is refused while there are jobs for a paused queue to hold",
@@ -89,7 +97,6 @@ HARMLESS: Mapping[str, str] = {
     "relay_status": "a relay that lives writes its row again",
     "progress": "a handler that runs notes its progress again",
     "schedule.owner": "the code that declares it owns it again; the schedule itself is guarded",
-    "schedule.disabled_at": "what is disabled stays paused",
 }
 NAMES: tuple[str, ...] = tuple(loss.name for losses in LOSSES.values() for loss in losses)
 _TABLES = (
@@ -126,6 +133,10 @@ _COUNT = """\
         lost := lost || (CASE WHEN rows > {most} THEN 'over {most} ' ELSE rows || ' ' END || '{what}');
         names := names || '{name}'::text;
       END IF;"""
+_OF_STEP = """\
+      IF newest >= {step} AND @target@ < {step} THEN
+{counts}
+      END IF;"""
 _GUARD = """\
     DECLARE
       rows bigint;
@@ -159,11 +170,22 @@ def check_discard(discard: Collection[str]) -> frozenset[str]:
 
 def guard_of(step: int, discard: Collection[str] = ()) -> str:
     """SQL that refuses a step down while its rows count, but for what `discard` names; the tables are locked before."""
-    counts = [
+    counts = _counts_of(step, discard)
+    return _GUARD.format(counts=counts) if counts else ""
+
+
+def guard_of_all(discard: Collection[str] = ()) -> str:
+    """As `guard_of`, for all steps that are taken back: those above `@target@`, of tables at the step `newest`."""
+    counts = {step: _counts_of(step, discard) for step in LOSSES}
+    parts = [_OF_STEP.format(step=step, counts=of_step) for step, of_step in counts.items() if of_step]
+    return _GUARD.format(counts="\n".join(parts)) if parts else ""
+
+
+def _counts_of(step: int, discard: Collection[str]) -> str:
+    return "\n".join(
         _COUNT.format(
             table=loss.table, counts=f"({loss.counts})", limit=_MOST + 1, most=_MOST, what=loss.what, name=loss.name
         )
         for loss in LOSSES.get(step, ())
         if loss.name not in discard
-    ]
-    return _GUARD.format(counts="\n".join(counts)) if counts else ""
+    )

@@ -10,7 +10,7 @@ from sqlalchemy import Engine, text
 from outboxq import migrations
 from outboxq.errors import ConfigError, MigrationRefused
 from outboxq.migrations import LATEST
-from outboxq.migrations.losses import HARMLESS, LOSSES, NAMES
+from outboxq.migrations.losses import HARMLESS, LOSSES, NAMES, Loss
 from outboxq.migrations.runner import migrate
 from outboxq.postgres import Database
 from tests.migrations.catalog import read_catalog
@@ -38,6 +38,10 @@ ROWS = {
     "audit": (insert_row("audit"), None),
     "history": (insert_row("stat"), None),
     "keep-dead": (insert_row("queue", {"name": "'k'", "keep_dead_seconds": "0"}), None),
+    "disabled-schedules": (
+        insert_row("schedule", {"declared": "true", "owner": "'shop'", "paused_at": "now()", "disabled_at": "now()"}),
+        None,
+    ),
 }
 _COLUMNS = """\
 SELECT relname || '.' || attname, relname FROM pg_attribute JOIN pg_class ON pg_class.oid = attrelid
@@ -60,6 +64,11 @@ def fill(engine: Engine) -> None:
         for statements in ROWS.values():
             for statement in filter(None, statements):
                 connection.exec_driver_sql(statement)
+
+
+def counted(loss: Loss) -> str:
+    """As a refusal says it: one of each was filled in, and the schedule that is disabled is one of two."""
+    return f"{2 if loss.name == 'schedules' else 1} {loss.what}"
 
 
 @pytest.fixture
@@ -99,7 +108,7 @@ def test_with_rows_in_all_of_them_it_goes_down_step_by_step_as_far_as_it_is_name
                 downgrade(installed, step, discard=[each.name for each in losses[:number]])
             said = str(refused.value)
             missing = losses[number:]
-            assert 'would lose in schema "outboxq": ' + "; ".join(f"1 {each.what}" for each in missing) in said
+            assert 'would lose in schema "outboxq": ' + "; ".join(map(counted, missing)) in said
             assert "--discard " + " --discard ".join(each.name for each in missing) in said
             assert read_catalog(database.url) == before
         downgrade(installed, step, discard=[each.name for each in losses])
@@ -109,10 +118,13 @@ def test_with_rows_in_all_of_them_it_goes_down_step_by_step_as_far_as_it_is_name
 
 @pytest.mark.parametrize("to", [10, 8])
 def test_the_first_block_refuses_all_that_its_steps_would_lose(installed: Engine, to: int) -> None:
-    """A downgrade over many steps is refused before the first of them, in AUTOCOMMIT too."""
+    """A downgrade over many steps is refused before the first of them, in AUTOCOMMIT too; its hint can be copied."""
     fill(installed)
-    with pytest.raises(MigrationRefused, match="would lose"):
+    with pytest.raises(MigrationRefused, match="would lose") as refused:
         downgrade(installed.execution_options(isolation_level="AUTOCOMMIT"), to)
+    lost = [each for step, losses in LOSSES.items() if step > to for each in losses]
+    assert "; ".join(map(counted, lost)) in str(refused.value)
+    assert "--discard " + " --discard ".join(each.name for each in lost) in str(refused.value)
     with installed.begin() as connection:
         assert connection.execute(text("SELECT max(step) FROM outboxq.migration")).scalar() == LATEST
     downgrade(installed, to, discard=NAMES)
@@ -138,7 +150,7 @@ def test_the_command_names_what_it_refuses_and_takes_it(installed: Engine, datab
     refused = call("migrate", "--to", 10, url=database.url)
     assert refused.exit_code == 1
     assert "1 finished jobs that are kept" in refused.stderr
-    names = [loss.name for loss in LOSSES[11]]
+    names = [loss.name for step in (11, 15) for loss in LOSSES[step]]
     assert f"--discard {' --discard '.join(names)}" in refused.stderr
     given = [part for name in names for part in ("--discard", name)]
     call("migrate", "--to", 10, *given, url=database.url).ok()

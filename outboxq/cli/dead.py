@@ -190,7 +190,8 @@ def _report(total: "Total", verb: str, *, as_json: bool) -> None:
         notice(f"not {verb}, because another transaction holds it: {job_id}")
     for job_id in total.refused:
         notice(
-            f"not {verb}, because a job with its id waits or runs already, or it is longer than a job may be: {job_id}"
+            f"not {verb}, because a job with its id waits or runs already, or no job may be as it is "
+            f"(too long, perhaps): {job_id}"
         )
     for job_id in total.key_taken:
         notice(f"not {verb}, because another job with its unique key waits or runs: {job_id}")

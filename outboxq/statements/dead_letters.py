@@ -30,7 +30,7 @@ from outboxq.statements.added import headers_with_order
 from outboxq.statements.builtin import pg
 from outboxq.statements.paging import count_kinds, matching, page_outcome, pick_page
 from outboxq.statements.unique import key_is_free, stored_key, take_for_dead
-from outboxq.tables import JOB_SIZES, StoredText, dead_job, job
+from outboxq.tables import JOB_CHECKS, StoredText, dead_job, job
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,8 +132,8 @@ def retry_page(wanted: DeadFilter, *, after: UUID | None, limit: int, args: str 
     """Turn the next page of dead letters that match, and that are not locked, into ready jobs, with `args` if given.
 
     One statement: a dead letter is never in both tables, nor in none. It stays if a job has its id, because a producer
-    chose the id twice, if it is longer than a job may be, or if a living job has its unique key: of several with one
-    key the first is retried. Index, locks and bound are those of `pick_page`, and of `take_for_dead`.
+    chose the id twice, if no job may be as it is, such as too long, or if a living job has its unique key: of several
+    with one key the first is retried. Index, locks and bound are those of `pick_page`, and of `take_for_dead`.
     The id is looked for before the insert, which finds also a job that a handler runs at this moment: the insert alone
     would wait for the handler's end.
     """
@@ -169,7 +169,7 @@ def count_matching(
 
 def _can_be_jobs() -> tuple[ColumnElement[bool], ...]:
     there = exists().where(job.c.id == dead_job.c.id)
-    fits: ColumnElement[bool] = func.coalesce(literal_column(f"({JOB_SIZES})"), true())
+    fits: ColumnElement[bool] = func.coalesce(literal_column(f"({JOB_CHECKS})"), true())
     return ~there, fits
 
 

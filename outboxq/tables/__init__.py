@@ -4,7 +4,7 @@ from outboxq.tables.columns import SCHEMA, Instant, JsonText, Real, StoredText, 
 from outboxq.tables.history import audit, done_job, gauge, progress, relay_status, stat
 from outboxq.tables.installation import deployment, migration, relay
 from outboxq.tables.job_row import JobRow, job_mapper
-from outboxq.tables.jobs import JOB_SIZES, batch, cancel_request, dead_job, job, unique_key
+from outboxq.tables.jobs import JOB_CHECKS, batch, cancel_request, dead_job, job, unique_key
 from outboxq.tables.memories import effect, inbox
 from outboxq.tables.queues import paused_kind, queue, rate, schedule
 
@@ -19,7 +19,7 @@ OWNERS_VERSION = 15
 
 __all__ = [
     "HISTORY_VERSION",
-    "JOB_SIZES",
+    "JOB_CHECKS",
     "LATEST_VERSION",
     "NEEDED_VERSION",
     "OWNERS_VERSION",

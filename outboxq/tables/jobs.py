@@ -17,14 +17,21 @@ from sqlalchemy import (
 from outboxq.tables.columns import FIRST_TIME, LAST_TIME, Instant, JsonText, StoredText, bounded, metadata, set_storage
 
 # The sizes that a claim can read, measured as the text that it reads. A value of up to 1,024 bytes, uncompressed,
-# cannot exceed them, and is not measured. A dead letter must meet them before it becomes a job again.
-JOB_SIZES = (
+# cannot exceed them, and is not measured.
+_SIZES = (
     "(pg_catalog.pg_column_size(args) <= 1024 AND pg_catalog.pg_column_compression(args) IS NULL "
     "OR pg_catalog.octet_length(args::text) <= 16777216) "
     "AND (pg_catalog.pg_column_size(headers) <= 1024 AND pg_catalog.pg_column_compression(headers) IS NULL "
     "OR pg_catalog.octet_length(headers::text) <= 1048576) "
     "AND pg_catalog.octet_length(unique_key) <= 1024 AND pg_catalog.octet_length(group_key) <= 1024"
 )
+_QUEUE_NAME = "pg_catalog.octet_length(queue) BETWEEN 1 AND 63"
+_KIND_NAME = "pg_catalog.octet_length(kind) BETWEEN 1 AND 63"
+_PRIORITY = "priority > -32768"
+_ARGS = "pg_catalog.jsonb_typeof(args) = 'object'"
+_CREATED = f"created_at BETWEEN {FIRST_TIME} AND {LAST_TIME}"
+# What a row must meet to be a job, of what a dead letter keeps: before it becomes one again.
+JOB_CHECKS = " AND ".join(f"({check})" for check in (_QUEUE_NAME, _KIND_NAME, _PRIORITY, _ARGS, _CREATED, _SIZES))
 
 # What the callback of a batch must meet to become a job: the casts are those with which it does.
 _CALLBACK = (
@@ -69,8 +76,8 @@ job = Table(
     Column("created_at", Instant(), nullable=False, server_default=text("clock_timestamp()")),
     Column("batch_id", Uuid),
     Column("expires_at", Instant()),
-    CheckConstraint("octet_length(queue) BETWEEN 1 AND 63", name="queue_name_bytes"),
-    CheckConstraint("octet_length(kind) BETWEEN 1 AND 63", name="kind_name_bytes"),
+    CheckConstraint(_QUEUE_NAME, name="queue_name_bytes"),
+    CheckConstraint(_KIND_NAME, name="kind_name_bytes"),
     CheckConstraint(
         "state IN ('ready', 'scheduled', 'leased', 'suspect', "
         "'grouped', 'group_waiting', 'group_leased', 'group_suspect')",
@@ -86,14 +93,10 @@ job = Table(
         "expires_at BETWEEN timestamptz '0001-01-03 00:00:00+00' AND timestamptz '9999-12-29 00:00:00+00'",
         name="job_expiry",
     ),
-    CheckConstraint("priority > -32768", name="job_priority"),
-    CheckConstraint("jsonb_typeof(args) = 'object'", name="job_args_object"),
+    CheckConstraint(_PRIORITY, name="job_priority"),
+    CheckConstraint(_ARGS, name="job_args_object"),
     # What Python's datetime can hold, in any time zone: a claim could neither read another time, nor get past its row.
-    CheckConstraint(
-        "run_at BETWEEN timestamptz '0001-01-03 00:00:00+00' AND timestamptz '9999-12-29 00:00:00+00' "
-        "AND created_at BETWEEN timestamptz '0001-01-03 00:00:00+00' AND timestamptz '9999-12-29 00:00:00+00'",
-        name="job_times",
-    ),
+    CheckConstraint(f"run_at BETWEEN {FIRST_TIME} AND {LAST_TIME} AND {_CREATED}", name="job_times"),
     # Counters end one below their type, so that counting on cannot overflow.
     CheckConstraint(
         "attempt BETWEEN 0 AND 2147483646 AND crashes BETWEEN 0 AND 32766 AND parked BETWEEN 0 AND 32766 "
@@ -101,7 +104,7 @@ job = Table(
         name="job_numbers",
     ),
     CheckConstraint("state <> 'leased' OR lease_owner IS NOT NULL", name="job_lease"),
-    CheckConstraint(JOB_SIZES, name="job_sizes"),
+    CheckConstraint(_SIZES, name="job_sizes"),
 )
 
 # Vacuumed early and at full speed, because every job's row is soon dead.

@@ -15,6 +15,7 @@ from outboxq.postgres import Database
 from outboxq.tables import dead_job, job
 from tests.support import app
 from tests.support.cli import call, run
+from tests.support.plain_rows import insert_row
 
 
 @pytest.fixture
@@ -168,9 +169,28 @@ def test_a_dead_letter_whose_job_waits_again_is_named_and_the_others_are_retried
         said = call("dead", "retry", *selection, "--json", url=outboxq_database.url)
         assert said.exit_code == 1
         assert said.json["refused"] == [str(waits)]
-        assert f"a job with its id waits or runs already, or it is longer than a job may be: {waits}" in said.stderr
+        assert f"a job with its id waits or runs already, or no job may be as it is (too long, perhaps): {waits}" in (
+            said.stderr
+        )
     assert ids(engine, dead_job) == {waits, dead["given up"].id}
     assert ids(engine, job) == {waits, dead["one"].id}
+
+
+def test_what_no_job_may_be_is_named_and_the_others_are_retried(
+    outboxq_database: Database, engine: Engine, dead: dict[str, JobHandle]
+) -> None:
+    """A row of SQL's that the checks of `job` refuse costs the others nothing, and a preview does not count it."""
+    url, odd = outboxq_database.url, set[UUID]()
+    values = ({"kind": "''"}, {"kind": "repeat('k', 64)"}, {"queue": "''"}, {"args": "'[]'"}, {"priority": "-32768"})
+    with engine.begin() as connection:
+        for value in values:
+            odd.add(connection.exec_driver_sql(f"{insert_row('dead_job', value)} RETURNING id").scalar_one())
+    assert call("dead", "retry", "--all", "--dry-run", "--json", url=url).ok().json["would_be_retried"] == 3
+    said = call("dead", "retry", "--all", "--yes", "--json", url=url)
+    assert said.exit_code == 1
+    assert said.json["retried"] == 3
+    assert set(map(UUID, said.json["refused"])) == odd == ids(engine, dead_job)
+    assert ids(engine, job) == {handle.id for handle in dead.values()}
 
 
 @pytest.mark.parametrize("verb", ["retry", "discard"])

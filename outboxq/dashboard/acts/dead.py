@@ -100,4 +100,4 @@ def _check(total: Total, job_id: UUID) -> None:
     if total.key_taken:
         raise Refused(409, "Another job with its unique key waits or runs: wait until that one is over, or cancel it.")
     if total.refused:
-        raise Refused(409, "A job with its id waits or runs already, or it is longer than a job may be.")
+        raise Refused(409, "A job with its id waits or runs already, or no job may be as it is (too long, perhaps).")

@@ -249,20 +249,17 @@ def _begin(connection: Connection, batch: BatchState, *, shared: bool) -> str | 
 def _settle_alone(connection: Connection, batch: BatchState, job: Job, runtime: Runtime, result: Result) -> None:
     """Write the outcome of the job that ran."""
     seconds = batch.end_run()
-    if job.lease_token is not None and runtime.guard.transaction_status == TransactionStatus.IDLE:
-        if batch.transaction is not None:
-            # The handler ended the transaction: writes would be outside of it, and may wait for what it prepared.
-            raise TransactionEscaped(job, runtime.describe(TransactionEndedByHandler(), job))
-        if not batch.was_begun:
-            # A leased job whose handler wrote nothing is removed together with others.
-            if isinstance(result, Done) and not has_follower(job):
-                batch.events.append(event_of_end(job, result, runtime, seconds))
-                return
-            if isinstance(result, Discard):
-                batch.events.append(event_of_end(job, runtime.kept(job, result), runtime, seconds))
-                return
-            # The handler worked outside the database: its result must outlive a connection that is gone by now.
-            batch.late_result = result
+    is_idle = runtime.guard.transaction_status == TransactionStatus.IDLE
+    if job.lease_token is not None and is_idle and not batch.was_begun:
+        # A leased job whose handler wrote nothing is removed together with others.
+        if isinstance(result, Done) and not has_follower(job):
+            batch.events.append(event_of_end(job, result, runtime, seconds))
+            return
+        if isinstance(result, Discard):
+            batch.events.append(event_of_end(job, runtime.kept(job, result), runtime, seconds))
+            return
+        # The handler worked outside the database: its result must outlive a connection that is gone by now.
+        batch.late_result = result
     batch.begin(connection)
     batch.late_result = None
     _restore(connection, batch, runtime)
@@ -298,6 +295,7 @@ def _restore(connection: Connection, batch: BatchState, runtime: Runtime) -> Non
         if error.sqlstate not in ESCAPED:
             raise
         if batch.is_leased:
+            # What settles the job would be outside of the transaction, and may wait for what the handler prepared.
             raise TransactionEscaped(batch.job, runtime.describe(TransactionEndedByHandler(), batch.job)) from error
         # COMMIT finds the same, and whose fault it is.
         return

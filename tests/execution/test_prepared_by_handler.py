@@ -22,7 +22,7 @@ from outboxq import (
     Relay,
     RelayConfig,
 )
-from outboxq.events import DatabaseLost, Event, JobDied
+from outboxq.events import BatchRolledBack, DatabaseLost, Event, JobDied
 from outboxq.execution.find_outcome import COMMITTED_BY_HANDLER
 from outboxq.postgres import Database
 from tests.execution.test_raised import dead_letters
@@ -276,4 +276,4 @@ def test_a_leased_job_whose_row_is_prepared_too_holds_no_slot(
     Relay(humble.url, jobs, RelayConfig(slots_per_queue=1), hooks=[events.append]).drain()
     assert sorted(runs) == ["behind", "prepares"]
     assert f"as '{prepared(engine)[0]}'" in caplog.text
-    assert not [event for event in events if isinstance(event, DatabaseLost)]
+    assert not [event for event in events if isinstance(event, BatchRolledBack | DatabaseLost)]

@@ -935,8 +935,8 @@ MUTANTS = (
     Mutant(
         "the check of a leased job's transaction before it is settled",
         "outboxq/execution/run.py",
-        "        if batch.transaction is not None:\n            # The handler ended the transaction: writes",
-        "        if batch is None:\n            # The handler ended the transaction: writes",
+        "        if batch.is_leased:\n            # What settles the job",
+        "        if batch is None:\n            # What settles the job",
         ("tests/execution/test_prepared_by_handler.py::test_a_leased_job_whose_row_is_prepared_too_holds_no_slot",),
     ),
     Mutant(

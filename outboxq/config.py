@@ -15,6 +15,7 @@ from outboxq.names import check_name, named_fields
 
 DATABASE_URL_VARIABLE = "OUTBOXQ_DATABASE_URL"
 LISTEN_URL_VARIABLE = "OUTBOXQ_LISTEN_URL"
+READ_URL_VARIABLE = "OUTBOXQ_READ_URL"
 TEST_DATABASE_URL_VARIABLE = "OUTBOXQ_TEST_DATABASE_URL"
 PG_BIN_VARIABLE = "OUTBOXQ_PG_BIN"
 PARENT_PIPE_VARIABLE = "OUTBOXQ_PARENT_PIPE"
@@ -117,6 +118,30 @@ def listen_urls(given: Sequence[str] | None, databases: int) -> list[str | None]
             f"{databases} databases take as many URLs to listen on, in the same order, or none, got {len(texts)}"
         )
     return [listen_url(text) for text in texts] or [None] * databases
+
+
+def read_urls(given: Sequence[str] | None, databases: Sequence[str], *, by_environment: bool) -> dict[str, URL]:
+    """The replicas to read at, by the names of their databases: `given`, else those of `OUTBOXQ_READ_URL`, if any.
+
+    Of several hosts a standby is preferred, unless the URL says otherwise.
+
+    Args:
+        by_environment: Whether the environment names the databases: of others it knows no replica.
+
+    Raises:
+        ConfigError: not one for each, or one that is not a PostgreSQL URL.
+    """
+    texts = given or (_several(os.environ.get(READ_URL_VARIABLE, "")) if by_environment else [])
+    if texts and len(texts) != len(databases):
+        raise ConfigError(
+            f"{len(databases)} databases take as many URLs to read at, in the same order, or none, got {len(texts)}"
+        )
+    return {
+        name: url.update_query_dict({"target_session_attrs": "prefer-standby", **url.query})
+        if len(host_names(url)) > 1
+        else url
+        for name, url in zip(databases, _psycopg_urls(texts), strict=False)
+    }
 
 
 def database_label() -> str | None:

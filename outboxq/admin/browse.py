@@ -24,7 +24,7 @@ from outboxq.errors import ArgumentError
 from outboxq.statements import browse as statements
 from outboxq.statements import jobs
 from outboxq.statements.paging import database_clock
-from outboxq.statements.server import is_read_only
+from outboxq.statements.server import is_read_only, standby_delay_seconds
 from outboxq.tables import audit, dead_job, done_job, job
 
 Thing = TypeVar("Thing")
@@ -70,10 +70,11 @@ class Gauge:
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """The database's time, and whether its server takes no changes: a replica, or one that was set so."""
+    """The database's time, whether its server takes no changes, and if it is a standby, how old its data is."""
 
     now: datetime
     is_read_only: bool
+    standby_delay_seconds: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +92,7 @@ class Wanted:
 
 def read_moment(connection: Connection) -> Moment:
     """The time of a look, and what the server is good for."""
-    return Moment(database_clock(connection), is_read_only(connection))
+    return Moment(database_clock(connection), is_read_only(connection), standby_delay_seconds(connection))
 
 
 def read_wanted(text: str) -> Wanted:

@@ -18,6 +18,7 @@ from outboxq.admin.sections import Sections
 from outboxq.admin.stats import QueueStats, Stats, collect_stats
 from outboxq.statements.dead_groups import group_newest
 from outboxq.statements.paging import database_clock
+from outboxq.statements.server import standby_delay_seconds
 from outboxq.tables import mapped_schema
 
 # Rates are those of the last five minutes that began, and of the one that goes on.
@@ -69,6 +70,7 @@ class Snapshot:
         kinds: What became of the jobs of each kind in the last five minutes.
         dead_groups: Of the dead letters of the 1,000 newest jobs among them, the largest group first.
         not_known: Parts that the database refused or did not know in two seconds, and therefore are empty.
+        standby_delay_seconds: How old this is, if the server is a standby.
     """
 
     at: datetime
@@ -78,6 +80,7 @@ class Snapshot:
     dead_groups: tuple[DeadGroup, ...]
     unknown_effects: int
     not_known: tuple[NotKnown, ...] = ()
+    standby_delay_seconds: float | None = None
 
 
 def take_snapshot(connection: Connection, *, queue: str | None = None) -> Snapshot:
@@ -101,6 +104,7 @@ def take_snapshot(connection: Connection, *, queue: str | None = None) -> Snapsh
         dead_groups=tuple(groups),
         unknown_effects=stats.unknown_effects,
         not_known=tuple(looks.refused),
+        standby_delay_seconds=standby_delay_seconds(connection),
     )
 
 

@@ -13,6 +13,7 @@ from sqlalchemy import Connection
 
 from outboxq.database.settings import our_settings
 from outboxq.statements import stats as statements
+from outboxq.statements.server import standby_delay_seconds
 from outboxq.tables import mapped_schema
 
 COUNTED_MOST = 10_000
@@ -71,12 +72,14 @@ class ParkedKind:
 class Stats:
     """What `collect_stats` found: queues by name, and kinds that wait for a relay that knows them.
 
-    `unknown_effects` wait for an operator, who resolves them.
+    `unknown_effects` wait for an operator, who resolves them. `standby_delay_seconds` says how old this is, if the
+    server is a standby.
     """
 
     queues: tuple[QueueStats, ...]
     parked_kinds: tuple[ParkedKind, ...]
     unknown_effects: int
+    standby_delay_seconds: float | None = None
 
 
 def count_left(connection: Connection, served: Sequence[str]) -> dict[str, int]:
@@ -101,7 +104,8 @@ def collect_stats(connection: Connection, *, exact: bool = False, queue: str | N
         queue: Count those of this queue alone, if they are not all counted.
     """
     with our_settings(connection):
-        return _count_all(connection) if exact else _count_first(connection, queue)
+        found = _count_all(connection) if exact else _count_first(connection, queue)
+        return replace(found, standby_delay_seconds=standby_delay_seconds(connection))
 
 
 def _count_first(connection: Connection, only: str | None) -> Stats:

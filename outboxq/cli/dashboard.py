@@ -8,11 +8,12 @@ import typer
 
 from outboxq.cli.errors import CommandFailed, WrongUsage
 from outboxq.cli.options import DEFAULT_SCHEMA, DatabaseUrls, Schema, takes
+from outboxq.cli.replica import ReadUrls, replicas_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from sqlalchemy import Engine
+    from sqlalchemy import URL, Engine
 
     from outboxq.dashboard import HeaderAuth, PasswordLogin, TokenLogin
     from outboxq.dashboard.roles import Role
@@ -130,6 +131,7 @@ class DashboardOptions:
         ),
     ] = field(default=None, repr=False)
     database_url: DatabaseUrls = field(default=None, repr=False)
+    read_url: ReadUrls = field(default=None, repr=False)
 
 
 @takes(DashboardOptions)
@@ -186,12 +188,13 @@ def _serve(options: DashboardOptions, role: "Role") -> None:
         )
     login = auth or TokenLogin(role=role)
     jobs = None if options.app is None else load_jobs(options.app)
-    engines = _engines(options)
+    engines, replicas = _engines(options)
     try:
         app = create_app(
             engines,
             auth=login,
             jobs=jobs,
+            read_engine=replicas,
             schema=options.schema,
             environment=options.environment,
             payloads=options.payloads,
@@ -204,7 +207,7 @@ def _serve(options: DashboardOptions, role: "Role") -> None:
     except OSError as error:
         raise CommandFailed(f"the dashboard cannot be served on {options.listen}: {error.strerror or error}") from error
     finally:
-        for engine in engines.values():
+        for engine in (*engines.values(), *replicas.values()):
             engine.dispose()
 
 
@@ -225,9 +228,15 @@ def _auth(options: DashboardOptions, role: "Role") -> "TokenLogin | PasswordLogi
     return None if token is None else TokenLogin(token, role=role)
 
 
-def _engines(options: DashboardOptions) -> "Mapping[str, Engine]":
+def _engines(options: DashboardOptions) -> "tuple[dict[str, Engine], dict[str, Engine]]":
+    """The engines of databases, and those of their replicas, by the same names."""
     from outboxq.cli.database import named_databases
     from outboxq.database.engines import make_engine
 
     named = named_databases(options.databases, options.database_url)
-    return {name: make_engine(url, application_name="outboxq dashboard", pooled=True) for name, url in named.items()}
+    replicas = replicas_of(named, options.read_url, options.databases or options.database_url)
+
+    def engines(urls: "Mapping[str, URL]") -> "dict[str, Engine]":
+        return {name: make_engine(url, application_name="outboxq dashboard", pooled=True) for name, url in urls.items()}
+
+    return engines(named), engines(replicas)

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from outboxq.cli.errors import WrongUsage
-from outboxq.cli.options import DatabaseOptions, KindFilter, QueueFilter, Since, Wide, since_option, takes
+from outboxq.cli.options import KindFilter, QueueFilter, Since, Wide, since_option, takes
 from outboxq.cli.output import notice, print_json
+from outboxq.cli.replica import ReadingOptions
 from outboxq.cli.tables import Column, print_table
-from outboxq.codec.display import Latency, in_full
+from outboxq.codec.display import Latency, in_full, standby
 
 if TYPE_CHECKING:
     from outboxq.admin.history import HistoryRow
@@ -20,7 +21,7 @@ _LONGEST = timedelta(days=35)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class HistoryOptions(DatabaseOptions):
+class HistoryOptions(ReadingOptions):
     """The options of `outboxq history`."""
 
     queue: QueueFilter = None
@@ -49,17 +50,21 @@ def history(options: HistoryOptions) -> None:
     """
     from outboxq.admin.history import read_history
     from outboxq.statements.paging import database_clock
+    from outboxq.statements.server import standby_delay_seconds
 
     begins = Since.parse(options.since)
-    with options.transaction() as connection:
+    with options.reading() as begin, begin() as connection:
         now = database_clock(connection)
         since = now - begins.before(now)
         if not timedelta(0) < since <= _LONGEST:
             raise WrongUsage(f"--since takes a time within the last 35 days, got {options.since!r}")
         rows = read_history(connection, queue=options.queue, kind=options.kind, since=since, by=options.by)
+        delay = standby_delay_seconds(connection)
     if options.as_json:
-        print_json({"since": now - since, "by": options.by, "history": rows})
+        print_json({"since": now - since, "by": options.by, "history": rows, "standby_delay_seconds": delay})
         return
+    if delay is not None:
+        notice(standby(delay))
     if not rows:
         notice(f"nothing became of any job since {in_full(now - since)}, or no relay has written it down yet")
     print_table(_columns(options.by), map(_with_latencies, rows), now=now, wide=options.wide)

@@ -9,6 +9,7 @@ import typer
 
 from outboxq.cli.errors import CommandFailed
 from outboxq.cli.options import DEFAULT_SCHEMA, DatabaseUrls, Schema, takes
+from outboxq.cli.replica import ReadUrls, replicas_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -59,6 +60,7 @@ class MetricsOptions:
         ),
     ] = field(default=None, repr=False)
     database_url: DatabaseUrls = field(default=None, repr=False)
+    read_url: ReadUrls = field(default=None, repr=False)
 
 
 @takes(MetricsOptions)
@@ -139,14 +141,16 @@ def _exporters(options: MetricsOptions) -> "dict[str, DatabaseExporter]":
     from outboxq.observability.metrics.minutes import MinuteSums
 
     schema = config.check_schema(options.schema)
+    named = named_databases(options.databases, options.database_url)
+    replicas = replicas_of(named, options.read_url, options.databases or options.database_url)
     return {
         name: DatabaseExporter(
-            connect=partial(connect, url),
+            connect=partial(connect, replicas.get(name, url)),
             schema=schema,
             find=partial(run_checks, partial(connect, url), schema=schema, use="reader"),
             minutes=MinuteSums() if options.from_history else None,
         )
-        for name, url in named_databases(options.databases, options.database_url).items()
+        for name, url in named.items()
     }
 
 

@@ -11,8 +11,9 @@ import typer
 from outboxq.cli.help import Commands
 from outboxq.cli.options import ActingOptions, DatabaseOptions, DatabaseUrls, Wide, takes
 from outboxq.cli.output import notice, print_json
+from outboxq.cli.replica import ReadUrls, open_reading, replicas_of
 from outboxq.cli.tables import Column, print_table
-from outboxq.codec.display import Estimate, age, duration, in_short
+from outboxq.codec.display import Estimate, age, duration, in_short, standby
 from outboxq.codec.text import printable, several
 
 if TYPE_CHECKING:
@@ -282,6 +283,7 @@ class StatsOptions(TableOptions):
         bool, typer.Option("--exact", help="Count every job: reads the whole tables, however many there are.")
     ] = False
     database_url: DatabaseUrls = field(default=None, repr=False)  # type: ignore[assignment]  # one or several
+    read_url: ReadUrls = field(default=None, repr=False)
 
 
 @takes(StatsOptions)
@@ -304,14 +306,16 @@ def stats(options: StatsOptions) -> None:
     from outboxq.cli.errors import explain
 
     urls = config.database_urls(options.database_url)
+    replicas = replicas_of(urls, options.read_url, options.database_url)
     if len(urls) == 1:
-        _print_stats(options, *_collect(next(iter(urls.values())), options))
+        ((name, url),) = urls.items()
+        _print_stats(options, *_collect(url, replicas.get(name), options))
         return
     found: dict[str, tuple[Stats, datetime]] = {}
     exit_code = 0
     for name, url in urls.items():
         try:
-            found[name] = _collect(url, options)
+            found[name] = _collect(url, replicas.get(name), options)
         except Exception as error:
             failure = explain(error)
             if failure is None:
@@ -323,12 +327,11 @@ def stats(options: StatsOptions) -> None:
         raise typer.Exit(exit_code)
 
 
-def _collect(url: "URL", options: StatsOptions) -> "tuple[Stats, datetime]":
+def _collect(url: "URL", replica: "URL | None", options: StatsOptions) -> "tuple[Stats, datetime]":
     from outboxq.admin.stats import collect_stats
-    from outboxq.cli.database import open_database
     from outboxq.statements.paging import database_clock
 
-    with open_database(url.render_as_string(hide_password=False), options.schema) as begin, begin() as connection:
+    with open_reading(url, replica, options.schema) as begin, begin() as connection:
         return collect_stats(connection, exact=options.exact), database_clock(connection)
 
 
@@ -351,6 +354,8 @@ def _print_stats(options: StatsOptions, found: "Stats", now: datetime, of_databa
     if options.as_json:
         print_json(found)
         return
+    if found.standby_delay_seconds is not None:
+        notice(of_database + standby(found.standby_delay_seconds))
     if not found.queues:
         notice(f"{of_database}no queues found")
     counts = (Column(state, if_empty=state == "ready") for state in (*STATES, "parked", "dead"))

@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from outboxq.cli.errors import WrongUsage
-from outboxq.cli.options import DatabaseOptions, Wide, takes
+from outboxq.cli.options import Wide, takes
 from outboxq.cli.output import notice, print_json, print_wrapped
+from outboxq.cli.replica import ReadingOptions
 from outboxq.cli.tables import print_table
+from outboxq.codec.display import standby
 from outboxq.codec.text import several
 
 if TYPE_CHECKING:
@@ -23,7 +25,7 @@ _CLEAR = "\x1b[H\x1b[2J\x1b[3J"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TopOptions(DatabaseOptions):
+class TopOptions(ReadingOptions):
     """The options of `outboxq top`."""
 
     every_seconds: Annotated[
@@ -65,7 +67,7 @@ def top(options: TopOptions) -> None:
 
 
 def _print_once(options: TopOptions) -> None:
-    with options.open() as begin:
+    with options.reading() as begin:
         snapshot = look(begin)
     if options.as_json:
         print_json(snapshot)
@@ -74,7 +76,7 @@ def _print_once(options: TopOptions) -> None:
 
 
 def _print_always(options: TopOptions) -> None:
-    with options.open() as begin:
+    with options.reading() as begin:
         while True:
             snapshot = look(begin)
             sys.stdout.write(_CLEAR)
@@ -126,4 +128,6 @@ def summary(snapshot: "Snapshot") -> str:
         said.append(several(dead, "dead letter", "dead letters"))
     if snapshot.unknown_effects:
         said.append(several(snapshot.unknown_effects, "effect of unknown outcome", "effects of unknown outcome"))
+    if snapshot.standby_delay_seconds is not None:
+        said.append(standby(snapshot.standby_delay_seconds))
     return ", ".join(said)

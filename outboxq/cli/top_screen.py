@@ -121,7 +121,7 @@ class Top(App[None]):
         pauses = True
         while pauses:
             try:
-                with self._options.open() as begin:
+                with self._options.reading() as begin:
                     while pauses:
                         if not self.is_frozen:
                             self.call_from_thread(self.show_snapshot, look(begin))

@@ -90,3 +90,8 @@ def duration(seconds: float) -> str:
         if seconds >= 2 * size:
             return f"{seconds / size:,.0f} {unit}"
     return f"{max(seconds, 0):.0f} s"
+
+
+def standby(delay_seconds: float) -> str:
+    """How old a look at a standby is."""
+    return f"read from a standby, {delay_seconds:,.1f} s behind"

@@ -26,7 +26,7 @@ from outboxq.dashboard.origins import why_foreign
 from outboxq.dashboard.parameters import read_parameters
 from outboxq.dashboard.payloads import Payloads
 from outboxq.dashboard.rendering import Page, Renderer, as_redirect, wants_json
-from outboxq.dashboard.roles import User
+from outboxq.dashboard.roles import Role, User
 from outboxq.dashboard.route import MAX_FORM_BYTES, Action, Done, Door, Route, Screen, Work
 from outboxq.dashboard.runs import Runs
 from outboxq.dashboard.seals import Seal
@@ -139,14 +139,16 @@ class Dashboard:
         asked: Any = read_parameters(route.takes, {**given, **_names(request)}, several)
         if route.examines:
             await database.examine()
+        page.flash = self.sessions.read_flash(request)
         view, look = await self._look(database, page, lambda look: route.show(look, asked))
         if wants_json(request):
             data = view.data
             if look.not_known:
                 data = {**data, "not_known": look.not_known}
+            if look.standby_delay_seconds is not None:
+                data = {**data, "standby_delay_seconds": look.standby_delay_seconds}
             return Response(as_json(data), media_type="application/json")
         page.asked = asked
-        page.flash = self.sessions.read_flash(request)
         response = self.renderer.page(page, view, look, self.sessions.token(page.session, page.user))
         if page.flash is not None:
             self.sessions.erase_flash(request, response)
@@ -154,7 +156,8 @@ class Dashboard:
 
     async def _look(self, database: Database, page: Page, show: Callable[[Look], Shown]) -> tuple[Shown, Look]:
         desk, caller = self.desks[database.segment], _caller(page, database)
-        return await database.run(lambda way: look_at(way, desk, show, caller))
+        only_looks = page.route.method == "GET" and page.route.needs == Role.READER and page.flash is None
+        return await database.run(lambda way: look_at(way if only_looks else way.to_primary, desk, show, caller))
 
     async def _act(self, route: Action, database: Database, request: Request, page: Page) -> Response:
         try:

@@ -91,6 +91,7 @@ def create_app(
     *,
     auth: Auth | Login,
     jobs: Jobs | Mapping[str, Jobs] | None = None,
+    read_engine: AnyEngine | Mapping[str, AnyEngine] | None = None,
     secret: bytes | None = None,
     **options: Unpack[Options],
 ) -> DashboardApp:
@@ -101,6 +102,8 @@ def create_app(
         auth: A function of the Starlette request, async or not, that returns a `User` or None; or a login of ours.
         jobs: The application's registry, or one for each of the names: so pages say what a kind does, and which kinds
             have no handler, and arguments that are edited are checked.
+        read_engine: Where pages are read: an engine on a hot standby, or one for some of the names. Changes, the pages
+            that lead to them, and what the doctor looks at stay with `engine`.
         secret: 32 random bytes or more, for all processes that serve it; without it sessions end with the process.
         options: See `Options`.
 
@@ -108,7 +111,7 @@ def create_app(
         ConfigError: an engine or a value that cannot be used.
     """
     settings = Settings.of(options)
-    databases = name_engines(engine, settings.schema)
+    databases = name_engines(engine, settings.schema, read_engine)
     registries = jobs if isinstance(jobs, Mapping) else dict.fromkeys((each.name for each in databases.values()), jobs)
     unknown = registries.keys() - {each.name for each in databases.values()}
     if unknown:

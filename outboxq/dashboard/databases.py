@@ -9,14 +9,15 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeAlias, TypeVar
 
 import anyio.to_thread
 from anyio import CapacityLimiter
 from sqlalchemy import Connection, Engine
+from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncEngine
 from sqlalchemy.util import greenlet_spawn
 
@@ -24,6 +25,7 @@ from outboxq.admin.sections import BY_INDEX
 from outboxq.dashboard.errors import Refused
 from outboxq.dashboard.segments import as_segment
 from outboxq.database.driver import run_script
+from outboxq.database.errors import describe_error
 from outboxq.database.settings import SET_OURS
 from outboxq.doctor import Finding, run_checks
 from outboxq.errors import ConfigError
@@ -46,22 +48,51 @@ _CHANGING_PATIENTLY = f"{SET_OURS}SET LOCAL statement_timeout = '5min'; SET LOCA
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """The way to a database, inside of a thread or a greenlet; and what the doctor found there last."""
+    """The way to a database, inside of a thread or a greenlet; and what the doctor found there last.
+
+    Attributes:
+        replica: Where pages are read; without it, where changes are made.
+    """
 
     engine: Engine
     schema: str
     findings: Sequence[Finding] | None = None
+    replica: Engine | None = None
+
+    @property
+    def has_replica(self) -> bool:
+        """Whether changes are made elsewhere than pages are read."""
+        return self.replica is not None
+
+    @property
+    def to_primary(self) -> "Way":
+        """The way that pages take which lead to a change, or follow one: they see what it will find, or has done."""
+        return replace(self, replica=None)
+
+    def connect(self) -> AbstractContextManager[Connection]:
+        """A connection that is in no transaction yet."""
+        return self._connect(self.engine)
 
     @contextmanager
-    def connect(self) -> Iterator[Connection]:
-        """A connection that is in no transaction yet."""
-        with self.engine.connect() as plain:
+    def _connect(self, engine: Engine) -> Iterator[Connection]:
+        with engine.connect() as plain:
             yield plain.execution_options(isolation_level="READ COMMITTED", schema_translate_map={SCHEMA: self.schema})
 
     @contextmanager
     def reading(self) -> Iterator[Connection]:
         """A READ ONLY transaction, whose statements end within two seconds and wait for no lock."""
-        with self.connect() as connection, connection.begin():
+        with ExitStack() as stack:
+            try:
+                connection = stack.enter_context(self._connect(self.replica or self.engine))
+            except DBAPIError as error:
+                if self.replica is None:
+                    raise
+                raise Refused(
+                    503,
+                    f"The replica that pages are read at does not answer: {describe_error(error)}. Start it, or serve "
+                    "the dashboard without a URL to read at.",
+                ) from error
+            stack.enter_context(connection.begin())
             run_script(connection, _READING)
             yield connection
 
@@ -83,19 +114,26 @@ class Way:
 class Database:
     """One database of a dashboard.
 
+    Args:
+        replica: Where pages are read, if that is another server than changes are made on.
+
     Raises:
-        ConfigError: an engine of another driver than psycopg 3.
+        ConfigError: an engine of another driver than psycopg 3, or one that is async, and the other is not.
     """
 
-    def __init__(self, name: str, engine: AnyEngine, schema: str) -> None:
-        if engine.dialect.driver not in ("psycopg", "psycopg_async"):
-            raise ConfigError(
-                f"the dashboard works with psycopg 3, and the engine of {name!r} with {engine.dialect.driver}: make it "
-                "by create_engine or create_async_engine with postgresql+psycopg://..."
-            )
+    def __init__(self, name: str, engine: AnyEngine, schema: str, replica: AnyEngine | None = None) -> None:
+        for each in (engine, replica):
+            if each is not None and each.dialect.driver not in ("psycopg", "psycopg_async"):
+                raise ConfigError(
+                    f"the dashboard works with psycopg 3, and the engine of {name!r} with {each.dialect.driver}: make "
+                    "it by create_engine or create_async_engine with postgresql+psycopg://..."
+                )
+        if replica is not None and isinstance(replica, AsyncEngine) != isinstance(engine, AsyncEngine):
+            raise ConfigError(f"both engines of {name!r} are async, or neither is")
         self.name = name
         self.segment = as_segment(name)
         self._engine = engine
+        self._replica = replica
         self._schema = schema
         self._limiter: CapacityLimiter | None = None
         self._under_way = 0
@@ -140,11 +178,19 @@ class Database:
         if isinstance(self._engine, AsyncEngine):
             # The pool is the application's: pages take few of its connections.
             async with limiter:
-                return await greenlet_spawn(work, Way(self._engine.sync_engine, self._schema, self.findings))
-        way = Way(self._engine, self._schema, self.findings)
+                return await greenlet_spawn(work, self._way)
+        way = self._way
         if waits:
             return await _run_to_end(partial(work, way), limiter)
         return await anyio.to_thread.run_sync(partial(work, way), limiter=limiter)
+
+    @property
+    def _way(self) -> Way:
+        engine, replica = (
+            each.sync_engine if isinstance(each, AsyncEngine) else each for each in (self._engine, self._replica)
+        )
+        assert engine is not None
+        return Way(engine, self._schema, self.findings, replica)
 
 
 async def _run_to_end(work: Callable[[], Found], limiter: CapacityLimiter) -> Found:
@@ -174,7 +220,9 @@ def _examine(way: Way) -> Sequence[Finding]:
     return run_checks(way.connect, schema=way.schema, use="reader")
 
 
-def name_engines(given: AnyEngine | Mapping[str, AnyEngine], schema: str) -> dict[str, Database]:
+def name_engines(
+    given: AnyEngine | Mapping[str, AnyEngine], schema: str, replicas: AnyEngine | Mapping[str, AnyEngine] | None = None
+) -> dict[str, Database]:
     """The databases by the parts of their paths: one engine has the name of its database.
 
     Raises:
@@ -183,12 +231,16 @@ def name_engines(given: AnyEngine | Mapping[str, AnyEngine], schema: str) -> dic
     named = given if isinstance(given, Mapping) else {given.url.database or "database": given}
     if not named:
         raise ConfigError("a dashboard takes one engine at least")
-    for name, engine in named.items():
+    read_at = replicas if isinstance(replicas, Mapping) else {} if replicas is None else dict.fromkeys(named, replicas)
+    unknown = read_at.keys() - named.keys()
+    if unknown:
+        raise ConfigError(f"read_engine names databases that the dashboard does not have: {', '.join(sorted(unknown))}")
+    for name, engine in (*named.items(), *read_at.items()):
         if not isinstance(name, str) or not 1 <= len(name) <= 63 or not name.isprintable():
             raise ConfigError(f"a database's name is a text of 1 to 63 printable characters, got {name!r}")
         if not isinstance(engine, Engine | AsyncEngine):
             raise ConfigError(f"a dashboard takes SQLAlchemy engines, got {type(engine).__name__}")
-    made = [Database(name, engine, schema) for name, engine in named.items()]
+    made = [Database(name, engine, schema, read_at.get(name)) for name, engine in named.items()]
     found = {each.segment: each for each in made}
     reserved = {"login", "logout", "static", "token"} & found.keys()
     if reserved:

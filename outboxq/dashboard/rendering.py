@@ -13,7 +13,7 @@ from jinja2.bccache import Bucket
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 
-from outboxq.codec.display import Estimate, Latency, age, duration, in_short, moment
+from outboxq.codec.display import Estimate, Latency, age, duration, in_short, moment, standby
 from outboxq.codec.text import printable
 from outboxq.dashboard import charts
 from outboxq.dashboard.errors import Refused
@@ -132,6 +132,7 @@ class Renderer:
     def page(self, page: Page, view: View, look: Look, token: str) -> HTMLResponse:
         """A screen as a page; for a request of htmx's that swaps its main part, the same."""
         context = {**view.data, **view.extra, "title": view.title, "now": look.now, "not_known": look.not_known}
+        context["standby_delay_seconds"] = look.standby_delay_seconds
         if look.is_read_only:
             context["my_role"] = Role.READER
         return self._response(page, view.template, token, context)
@@ -147,9 +148,13 @@ class Renderer:
             template = self._environment.get_template("moved.html")
         shared = template.new_context({**context, **view.data, **view.extra, "not_known": look.not_known})
         blocks = {"page": "live", "rest": "rest"}
-        return {
+        made = {
             event: "".join(template.blocks[name](shared)) for event, name in blocks.items() if name in template.blocks
         }
+        if look.standby_delay_seconds is not None:
+            delay = self._environment.get_template("standby.html")
+            made["page"] += delay.render(standby_delay_seconds=look.standby_delay_seconds, is_anew=True)
+        return made
 
     def refusal(self, page: Page, refused: Refused, token: str) -> HTMLResponse:
         """A page that says why there is none."""
@@ -196,6 +201,7 @@ def _filters() -> dict[str, Any]:
         "latency": lambda value: "–" if value is None else in_short(Latency(value), None),
         "span": lambda value: "–" if value is None else duration(value),
         "moment": moment,
+        "standby": standby,
         "clock": _clock,
         "short": _short,
         "percent": lambda value: f"{value:.1%}" if 0 < value < 0.1 else f"{value:.0%}",

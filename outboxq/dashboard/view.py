@@ -39,8 +39,9 @@ class Look:
         self.caller = caller
         moment = read_moment(connection)
         self.now = moment.now
-        # Everyone is a reader there.
-        self.is_read_only = moment.is_read_only
+        self.standby_delay_seconds = moment.standby_delay_seconds
+        # Everyone is a reader there, unless changes go to another server.
+        self.is_read_only = moment.is_read_only and not way.has_replica
         self.sections = Sections(connection, settings=BY_INDEX, seconds=_PAGE_SECONDS)
 
     def at(self, name: str, look: Callable[[Connection], Part]) -> Part | None:

@@ -99,6 +99,7 @@ CHECKS: tuple[Check, ...] = (
     Check("the rights of producers", rights.find_wide_producers, _MARKED),
     Check("row level security", rights.find_hidden_rows, _MARKED),
     Check("the search path", rights.find_open_schemas),
+    Check("whether this is a standby", server.find_standby),
     Check("the server's version and the encoding", server.find_unsupported_server),
     Check("time-outs", server.find_short_timeouts),
     Check("settings of the server", server.find_unsafe_settings),

@@ -7,6 +7,7 @@ from outboxq.doctor.findings import CheckContext, Finding
 from outboxq.doctor.formatting import age
 from outboxq.migrations.server import unsupported
 from outboxq.statements.doctor import sessions as statements
+from outboxq.statements.server import standby_delay_seconds
 
 _HOUR_SECONDS = 3_600.0
 _LOCK_TIMEOUT_SECONDS = 1.0
@@ -102,6 +103,20 @@ def find_used_up_connections(context: CheckContext) -> Iterator[Finding]:
                 "Run fewer slots or processes, put producers behind a pooler, or raise the limit (max_connections, or "
                 "CONNECTION LIMIT of the role or database).",
             )
+
+
+def find_standby(context: CheckContext) -> Iterator[Finding]:
+    """A standby, which has sessions, locks and statistics of its own."""
+    seconds = standby_delay_seconds(context.connection)
+    if seconds is not None:
+        yield Finding(
+            "server-is-standby",
+            "info",
+            f"this server is a standby, {seconds:,.1f} s behind: relays cannot work here, and its sessions, locks and "
+            "dead rows are not those of the primary",
+            {"delay_seconds": seconds},
+            "Run the doctor on the primary too.",
+        )
 
 
 def find_unsupported_server(context: CheckContext) -> Iterator[Finding]:

@@ -25,6 +25,19 @@ _EPOCH = text(
 _READ_ONLY = text(
     "SELECT pg_catalog.pg_is_in_recovery() OR pg_catalog.current_setting('default_transaction_read_only')::bool"
 )
+# While a receiver runs and nothing waits to be replayed, the standby has all that it was sent. Otherwise it is as old
+# as the last commit that it replayed; if it has replayed none since its start, as the checkpoint that it began from.
+_STANDBY_DELAY = text(
+    """\
+SELECT CASE
+  WHEN NOT pg_catalog.pg_is_in_recovery() THEN NULL
+  WHEN EXISTS (SELECT FROM pg_catalog.pg_stat_wal_receiver)
+    AND pg_catalog.pg_last_wal_receive_lsn() <= pg_catalog.pg_last_wal_replay_lsn() THEN 0
+  ELSE greatest(0, extract(epoch FROM pg_catalog.clock_timestamp() - coalesce(
+    pg_catalog.pg_last_xact_replay_timestamp(),
+    (SELECT checkpoint_time FROM pg_catalog.pg_control_checkpoint()))))
+END::float8"""
+)
 _OTHER_SCHEMAS = text(
     "SELECT namespace.nspname::text FROM pg_catalog.pg_class AS marker "
     "JOIN pg_catalog.pg_class AS dead ON dead.relnamespace = marker.relnamespace AND dead.relname = 'dead_job'::name "
@@ -139,4 +152,13 @@ def version_lock_holders(connection: Connection, schema: str) -> list[str]:
 def is_read_only(connection: Connection) -> bool:
     """Whether this server takes no changes: a replica, or one that was set so. Reads no table."""
     found: bool = connection.execute(_READ_ONLY).scalar_one()
+    return found
+
+
+def standby_delay_seconds(connection: Connection) -> float | None:
+    """How old the data of a standby is; None if this server is none. Reads no table.
+
+    The clocks of the primary and of this server are compared, unless the standby has everything: then it is 0.
+    """
+    found: float | None = connection.execute(_STANDBY_DELAY).scalar_one()
     return found

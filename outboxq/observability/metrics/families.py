@@ -99,6 +99,7 @@ TABLES = _by_name(
         Family("outboxq_batches_open", "gauge", "Batches whose callback was not added yet."),
         Family("outboxq_batch_oldest_seconds", "gauge", "The age of the oldest open batch."),
         Family("outboxq_doctor_findings", "gauge", "What outboxq doctor finds.", ("code", "severity")),
+        Family("outboxq_standby_delay_seconds", "gauge", "How old the data of the standby is that is looked at."),
         Family("outboxq_schema_step", "gauge", "The step of the tables."),
         Family("outboxq_exporter_up", "gauge", "Whether the last look at the database succeeded."),
         Family("outboxq_exporter_query_seconds", "gauge", "How long each part of a look took.", ("query",)),

@@ -26,7 +26,7 @@ from outboxq.statements.doctor import sessions, work
 from outboxq.statements.doctor import tables as table_statements
 from outboxq.statements.jobs import STATES
 from outboxq.statements.relays import declared_limits, may_read_relays
-from outboxq.statements.server import schema_version
+from outboxq.statements.server import schema_version, standby_delay_seconds
 from outboxq.statements.stats import count_first_unknown_effects
 
 logger = logging.getLogger("outboxq.metrics")
@@ -51,6 +51,7 @@ class TablesLook:
     reading: Reading
     stats: Stats = field(default_factory=lambda: Stats((), (), 0))
     serving: Counter[str] = field(default_factory=Counter)
+    standby_delay_seconds: float | None = None
 
     @property
     def waiting(self) -> dict[str, int]:
@@ -68,7 +69,11 @@ def look_at_tables(connection: Connection, schema: str, reading: Reading) -> Sch
         DBAPIError, psycopg.Error: the connection was lost.
     """
     look = TablesLook(connection, schema, reading)
-    missing = [timed(name, partial(read, look), connection, reading) for name, read in PARTS.items()]
+    missing = [
+        timed(name, partial(read, look), connection, reading)
+        for name, read in PARTS.items()
+        if look.standby_delay_seconds is None or name not in _OF_A_PRIMARY
+    ]
     return next(filter(None, missing), None)
 
 
@@ -97,6 +102,12 @@ def timed(name: str, read: Callable[[], None], connection: Connection, reading: 
     reading.highest("outboxq_exporter_query_seconds", (name,), time.perf_counter() - began_at)
     reading.highest("outboxq_exporter_query_ok", (name,), int(is_answered))
     return missing
+
+
+def _read_standby(look: TablesLook) -> None:
+    look.standby_delay_seconds = standby_delay_seconds(look.connection)
+    if look.standby_delay_seconds is not None:
+        look.reading.highest("outboxq_standby_delay_seconds", (), look.standby_delay_seconds)
 
 
 def _read_relays(look: TablesLook) -> None:
@@ -155,9 +166,12 @@ def _read_snapshots(look: TablesLook) -> None:
         look.reading.add("outboxq_oldest_snapshot_transactions", (holder,), number)
 
 
-def _read_sizes(look: TablesLook) -> None:
+def _read_dead_rows(look: TablesLook) -> None:
     for row in look.connection.execute(table_statements.vacuum_state(look.schema)):
         look.reading.add("outboxq_table_dead_rows", (row.table,), row.dead)
+
+
+def _read_sizes(look: TablesLook) -> None:
     for row in look.connection.execute(statements.relation_sizes(look.schema)):
         # Gone between the catalog and the file.
         if row.bytes is not None:
@@ -218,13 +232,18 @@ def _read_step(look: TablesLook) -> None:
     look.reading.add("outboxq_schema_step", (), schema_version(look.connection, look.schema) or 0)
 
 
-# Relays before queues, and queues before limits: the later ones say more with what the earlier ones found.
+# Their numbers are those of sessions, locks and statistics, which a standby has of its own.
+_OF_A_PRIMARY = frozenset({"snapshots", "dead_rows", "limits"})
+# The standby first; relays before queues, and queues before limits: the later ones say more with what the earlier ones
+# found.
 PARTS: Mapping[str, Callable[[TablesLook], None]] = {
+    "standby": _read_standby,
     "step": _read_step,
     "relays": _read_relays,
     "queues": _read_queues,
     "effects": _read_effects,
     "snapshots": _read_snapshots,
+    "dead_rows": _read_dead_rows,
     "sizes": _read_sizes,
     "schedules": _read_schedules,
     "limits": _read_limits,

@@ -150,6 +150,7 @@ def dashboard(options: DashboardOptions) -> None:
       outboxq dashboard
       outboxq dashboard --role operator --environment production
       outboxq dashboard --database orders=postgresql://host/orders
+      outboxq dashboard --role operator --read-url postgresql://standby/orders
       outboxq dashboard --hash-password anna --role operator
       outboxq dashboard --listen 0.0.0.0:8484 --users users.txt
     """

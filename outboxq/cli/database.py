@@ -119,10 +119,15 @@ def naming(database: str | None) -> Iterator[None]:
 
 
 def address(url: "URL") -> str:
-    """Host and port, without role and password."""
-    host = url.host or url.query.get("host") or "the local socket"
-    port = url.port or url.query.get("port") or 5432
-    return f"{host}:{port}" if isinstance(host, str) and not host.startswith(("/", "the ")) else f"{host} ({port})"
+    """Host and port, without role and password; each of several."""
+    from outboxq.database.urls import host_names
+
+    hosts = host_names(url) or ("the local socket",)
+    ports = str(url.port or url.query.get("port") or 5432).split(",")
+    return ", ".join(
+        f"{host} ({port})" if host.startswith(("/", "the ")) else f"{host}:{port}"
+        for host, port in zip(hosts, ports if len(ports) == len(hosts) else ports * len(hosts), strict=True)
+    )
 
 
 def _reason(error: Exception, url: "URL") -> str:

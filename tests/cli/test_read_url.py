@@ -220,6 +220,9 @@ def test_a_url_of_several_hosts_reads_on_the_standby_and_works_on_the_primary(bo
         for words in (("migrate",), ("jobs", "list"), ("doctor", "--json"), ("metrics", "--once"), ("top", "--once")):
             done = run(*words, url=url)
             assert done.exit_code == 0 or words[0] == "doctor", (words, done)
+            assert not {"database-unreachable", "server-is-standby"} & set(re.findall(r'"code": "([^"]+)', done.stdout))
+    said = run("stats", url="postgresql://postgres@127.0.0.1:1,127.0.0.1:2/postgres")
+    assert "no connection to the database at 127.0.0.1:1, 127.0.0.1:2" in said.stderr
 
 
 def test_as_many_replicas_as_databases() -> None:

@@ -1,17 +1,22 @@
 """`--read-url`: a hot standby serves those who look, its delay is shown, and changes go to the primary."""
 
+import asyncio
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
 from sqlalchemy import Engine, NullPool, create_engine, text
+from textual.widgets import Static
 
 from outboxq import config
 from outboxq.admin.queues import pause
 from outboxq.admin.snapshot import take_snapshot
-from outboxq.cli.top import summary
+from outboxq.cli.top import TopOptions, summary
+from outboxq.cli.top_screen import Top
 from outboxq.dashboard import Role, create_app
+from outboxq.dashboard.live import find_watched
+from outboxq.dashboard.routes import ROUTES
 from outboxq.doctor import run_checks
 from outboxq.errors import ConfigError
 from outboxq.postgres import Database
@@ -20,7 +25,7 @@ from tests.support.cli import Outcome, run
 from tests.support.dashboard import ORIGIN, as_user, client_of, screens, stage_dashboard, token_of
 from tests.support.own_server import own_database
 from tests.support.standby import Pair, primary_and_standby
-from tests.support.waiting import wait_until
+from tests.support.waiting import PATIENCE, wait_until
 
 pytestmark = pytest.mark.large
 
@@ -178,6 +183,37 @@ def test_an_action_is_done_on_the_primary_and_seen_on_the_page_after_it(stands_s
         after = client.get("/orders/queues/accounts")
         assert "read from a standby" not in after.text
         assert "read from a standby" in client.get("/orders/queues/accounts").text
+
+
+def test_a_page_that_is_followed_keeps_its_delay_up_to_date(both: Both) -> None:
+    """What is sent of it takes the place of what the header has."""
+    app = create_app({"orders": both.primary}, auth=as_user(Role.READER), read_engine=both.standby)
+    watched = find_watched(ROUTES, "queues", {})
+    assert watched is not None
+    event = asyncio.run(app.dashboard.pollers["orders"]._made(watched))
+    assert 'id="standby" hx-swap-oob="true">read from a standby, 0.0 s behind<' in event
+
+
+def test_a_key_of_top_acts_on_the_primary(both: Both) -> None:
+    """The screen is the standby's, and says so; a pause is the primary's."""
+    acts = "SELECT count(*) FROM outboxq.audit WHERE via = 'cli'"
+
+    def number() -> int:
+        with both.primary.connect() as connection:
+            return int(connection.execute(text(acts)).scalar_one())
+
+    async def watch() -> None:
+        top = Top(TopOptions(database_url=both.database.url, read_url=[both.standby_url], every_seconds=0.5))
+        async with top.run_test(size=(140, 40)) as pilot, asyncio.timeout(PATIENCE):
+            while not top.rows("queues"):
+                await pilot.pause(0.02)
+            assert "read from a standby" in str(top.query_one("#summary", Static).render())
+            before = number()
+            await pilot.press("p", "y")
+            while number() == before:
+                await pilot.pause(0.02)
+
+    asyncio.run(watch())
 
 
 def test_a_replica_that_is_down_is_named_and_never_passed_over(both: Both) -> None:

@@ -60,11 +60,6 @@ class Way:
     replica: Engine | None = None
 
     @property
-    def has_replica(self) -> bool:
-        """Whether changes are made elsewhere than pages are read."""
-        return self.replica is not None
-
-    @property
     def to_primary(self) -> "Way":
         """The way that pages take which lead to a change, or follow one: they see what it will find, or has done."""
         return replace(self, replica=None)

@@ -41,7 +41,7 @@ class Look:
         self.now = moment.now
         self.standby_delay_seconds = moment.standby_delay_seconds
         # Everyone is a reader there, unless changes go to another server.
-        self.is_read_only = moment.is_read_only and not way.has_replica
+        self.is_read_only = moment.is_read_only and way.replica is None
         self.sections = Sections(connection, settings=BY_INDEX, seconds=_PAGE_SECONDS)
 
     def at(self, name: str, look: Callable[[Connection], Part]) -> Part | None:

@@ -22,6 +22,7 @@ from sqlalchemy import TextClause, text
 from outboxq.config import check_schema
 from outboxq.errors import ConfigError
 from outboxq.migrations import (
+    citus,
     step_01_tables,
     step_02_functions,
     step_03_leases,
@@ -269,6 +270,7 @@ def upgrade(op: SupportsExecute, *, to: int | None = None, schema: str = "outbox
         op.execute(_clause(_fill(_CHECK_SERVER, schema, oldest=OLDEST_MAJOR)))
         for step in range(1, last + 1):
             op.execute(step_clause(step, schema))
+        op.execute(guard_clause(schema))
 
 
 def downgrade(op: SupportsExecute, *, to: int = 0, schema: str = "outboxq", discard: Collection[str] = ()) -> None:
@@ -291,6 +293,7 @@ def downgrade(op: SupportsExecute, *, to: int = 0, schema: str = "outboxq", disc
         for number in range(LATEST, to, -1):
             op.execute(_clause(downgrade_sql(number, schema, given)))
         if to == 0:
+            op.execute(_clause(_fill(citus.REMOVE, schema)))
             op.execute(_clause(_fill(_REMOVE, schema)))
 
 
@@ -309,6 +312,11 @@ def include_name(
 def step_clause(step: int, schema: str) -> TextClause:
     """One step upwards, for `op.execute`."""
     return _clause(upgrade_sql(step, schema))
+
+
+def guard_clause(schema: str) -> TextClause:
+    """What makes commits two-phase on a Citus coordinator, and does nothing elsewhere, for `op.execute`."""
+    return _clause(_fill(citus.INSTALL, schema))
 
 
 def upgrade_sql(step: int, schema: str) -> str:

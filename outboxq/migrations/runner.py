@@ -118,5 +118,6 @@ def migration_sql(*, to: int | None = None, schema: str = "outboxq") -> str:
             else:
                 for step in range(done + 1, stop + 1):
                     operations.execute(migrations.step_clause(step, schema))
+                operations.execute(migrations.guard_clause(schema))
         done = stop
     return output.getvalue()

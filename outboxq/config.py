@@ -327,6 +327,8 @@ class RelayConfig:
             disable those that it does not declare any more. Without, what is stored is fired all the same.
         allow_asynchronous_commit: Work although `synchronous_commit` is off on the relay's sessions: a crash of the
             server may then undo what was just reported as done, rows and all, and the job runs again.
+        allow_one_phase: Work although tables that Citus distributes are committed before outboxq's: a crash in between
+            loses jobs whose rows stand, and runs others twice.
     """
 
     groups: tuple[SlotGroup, ...] = field(default=())
@@ -346,6 +348,7 @@ class RelayConfig:
     schema: str = "outboxq"
     declare_schedules: bool = True
     allow_asynchronous_commit: bool = False
+    allow_one_phase: bool = False
 
     def __post_init__(self) -> None:
         self._check_groups()

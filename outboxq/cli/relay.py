@@ -125,6 +125,14 @@ class RelayOptions:
             help="Work although synchronous_commit is off: a crash of the server may undo what was reported as done.",
         ),
     ] = False
+    allow_one_phase: Annotated[
+        bool,
+        typer.Option(
+            "--allow-one-phase",
+            help="Work although tables that Citus distributes are committed before outboxq's: a crash in between loses "
+            "jobs whose rows stand, and runs others twice.",
+        ),
+    ] = False
     stall_seconds: Annotated[
         float,
         typer.Option(
@@ -230,6 +238,7 @@ class RelayOptions:
             reindex=not self.no_reindex,
             declare_schedules=not (self.no_schedules or config.no_schedules()),
             allow_asynchronous_commit=self.allow_asynchronous_commit,
+            allow_one_phase=self.allow_one_phase,
             listen=not self.no_listen,
             listen_url=listen_url,
             schema=self.schema,
@@ -260,6 +269,7 @@ class RelayOptions:
             "--no-reindex": self.no_reindex,
             "--no-schedules": self.no_schedules,
             "--allow-asynchronous-commit": self.allow_asynchronous_commit,
+            "--allow-one-phase": self.allow_one_phase,
             "--drain": self.drain,
             "--no-listen": self.no_listen,
             "--no-log-tracebacks": self.no_log_tracebacks,

@@ -72,6 +72,7 @@ def sqlstate_of(error: BaseException | None) -> str | None:
     return sqlstate if isinstance(sqlstate, str) and _SQLSTATE.fullmatch(sqlstate) else None
 
 
+_NOT_SUPPORTED = "0A000"
 # The functions of the server that raise 0A000 ("cached plan must not change result type"), 26000 and 42P05. Their
 # SQLSTATEs are those of other errors too, and their texts are translated.
 _OF_PREPARED = ("RevalidateCachedQuery", "FetchPreparedStatement", "StorePreparedStatement")
@@ -170,6 +171,19 @@ def describe_error(error: BaseException) -> str:
     original: object = error.orig if isinstance(error, DBAPIError) else error
     reason = sqlstate_of(error) or (outage_reason(error) if isinstance(error, DBAPIError | psycopg.Error) else None)
     return f"{type(original).__name__}{f' ({reason})' if reason else ''}"
+
+
+def describe_refusal(error: BaseException) -> str:
+    """`describe_error` for a statement of ours, with the server's message if it does not support that.
+
+    Such a message quotes no value, unless a function of users' raises it.
+    """
+    original = error.orig if isinstance(error, DBAPIError) else error
+    said = describe_error(error)
+    if not isinstance(original, psycopg.Error) or sqlstate_of(error) != _NOT_SUPPORTED:
+        return said
+    raised = original.diag.source_function == "exec_stmt_raise"
+    return said if raised else f"{said}: {original.diag.message_primary}"
 
 
 def is_transient(error: Exception) -> bool:

@@ -15,6 +15,7 @@ from outboxq.database.errors import sqlstate_of
 from outboxq.database.settings import SET_OURS
 from outboxq.doctor import (
     cancellation,
+    citus,
     dead_letters,
     effects,
     job_batches,
@@ -42,6 +43,8 @@ CHECKS: tuple[Check, ...] = (
     Check("the tables", structure.find_missing_tables, _MARKED, needs_current=True),
     Check("the indexes", structure.find_broken_indexes, _MARKED, needs_current=True),
     Check("functions and triggers", structure.find_missing_code, _MARKED, needs_current=True),
+    Check("whether Citus commits in two phases", citus.find_one_phase, _MARKED),
+    Check("the plans of claims", citus.find_refused_claims, _JOB | {"queue", "relay"}, needs_current=True),
     Check("dead rows and autovacuum", vacuum.find_neglected_tables, _JOB),
     Check("the settings for vacuum", vacuum.find_changed_settings, _JOB, needs_current=True),
     Check("the size of indexes", vacuum.find_wasted_indexes, _JOB),

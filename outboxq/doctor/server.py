@@ -7,7 +7,7 @@ from outboxq.doctor.findings import CheckContext, Finding
 from outboxq.doctor.formatting import age
 from outboxq.migrations.server import unsupported
 from outboxq.statements.doctor import sessions as statements
-from outboxq.statements.server import standby_delay_seconds
+from outboxq.statements.server import server_facts, standby_delay_seconds
 
 _HOUR_SECONDS = 3_600.0
 _LOCK_TIMEOUT_SECONDS = 1.0
@@ -121,7 +121,7 @@ def find_standby(context: CheckContext) -> Iterator[Finding]:
 
 def find_unsupported_server(context: CheckContext) -> Iterator[Finding]:
     """A server that is too old, and a database that does not keep its texts in UTF-8."""
-    for reason, advice in unsupported(context.connection):
+    for reason, advice in unsupported(server_facts(context.connection)):
         yield Finding(
             "server-not-supported", "problem", reason, {"reason": reason}, f"{advice[0].upper()}{advice[1:]}."
         )

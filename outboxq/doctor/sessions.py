@@ -21,6 +21,10 @@ _TABLE_LOCK_SECONDS = 10.0
 # The jobs that a session holds are counted among the first million.
 _MOST_STRETCHES = 50
 
+_OF_CITUS = (
+    "Citus prepared it, and knows how it is to end. On the coordinator, in this database: SELECT "
+    "recover_prepared_transactions();"
+)
 _PINNED = "vacuum cannot remove jobs that were finished since, and claims have to walk over them"
 
 
@@ -134,8 +138,10 @@ def find_prepared_transactions(context: CheckContext) -> Iterator[Finding]:
                 if is_held
                 else f"{opened} been open for {age(row.seconds)}: {_PINNED}",
                 {name: value for name, value in detail_of(row).items() if name != "holds_jobs"},
-                "Ask its coordinator whether it was to be committed. If it does not know it any more, in this database "
-                f"as {row.owner} or a superuser: ROLLBACK PREPARED '{gid}'; (or COMMIT PREPARED).",
+                _OF_CITUS
+                if row.gid.startswith("citus_")
+                else "Ask its coordinator whether it was to be committed. If it does not know it any more, in this "
+                f"database as {row.owner} or a superuser: ROLLBACK PREPARED '{gid}'; (or COMMIT PREPARED).",
             )
 
 

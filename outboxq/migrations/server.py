@@ -7,22 +7,23 @@ from typing import Any
 from sqlalchemy import Connection, Engine, event
 
 from outboxq.errors import ConfigError
-from outboxq.statements.server import ENCODING, OLDEST_MAJOR, server_facts
+from outboxq.statements.server import ENCODING, OLDEST_MAJOR, ServerFacts, server_facts
 
 
-def check_server(connection: Connection) -> None:
-    """Refuse a server that is too old, and a database that does not keep its texts in UTF-8.
+def check_server(connection: Connection) -> ServerFacts:
+    """The server's facts; refuses one that is too old, and a database that does not keep its texts in UTF-8.
 
     Raises:
         ConfigError: says what was found, and what to do.
     """
-    for reason, advice in unsupported(connection):
-        raise ConfigError(f"{reason}: {advice}")
-
-
-def unsupported(connection: Connection) -> Iterator[tuple[str, str]]:
-    """What outboxq cannot work on, and what to do about it."""
     facts = server_facts(connection)
+    for reason, advice in unsupported(facts):
+        raise ConfigError(f"{reason}: {advice}")
+    return facts
+
+
+def unsupported(facts: ServerFacts) -> Iterator[tuple[str, str]]:
+    """What outboxq cannot work on, and what to do about it."""
     if facts.major < OLDEST_MAJOR:
         yield (
             f"outboxq needs PostgreSQL {OLDEST_MAJOR} or later, and this server is {facts.version}",

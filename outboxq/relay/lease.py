@@ -24,7 +24,7 @@ from psycopg.pq.abc import PGconn
 from outboxq.config import RelayConfig
 from outboxq.database.closing import finish
 from outboxq.database.driver import DriverConnection, run_on_libpq
-from outboxq.database.errors import describe_error
+from outboxq.database.errors import describe_refusal
 from outboxq.emitter import Emitter
 from outboxq.events import JobCrashed, LeaseExtensionFailed
 from outboxq.execution.aside import describe, is_of_a_row, kind_of, say_of_job, take_one
@@ -147,7 +147,7 @@ class RelayLease:
         except Exception as error:  # noqa: BLE001  # whatever it is, the next connection may fare better
             logger.debug("the lease's connection failed", extra={"error_type": type(error).__name__})
             if self._wanted and not self._stopping:
-                self.emit(LeaseExtensionFailed(describe_error(error)))
+                self.emit(LeaseExtensionFailed(describe_refusal(error)))
             self._pause()
         finally:
             finish(connection)
@@ -214,7 +214,7 @@ class RelayLease:
             if connection.status != ConnStatus.OK:
                 raise
             # A job that cannot become a dead letter must not keep others from coming back: this time none becomes one.
-            logger.warning("jobs could not be moved to the dead letters: %s", describe(error))
+            logger.warning("jobs could not be moved to the dead letters: %s", describe_refusal(error))
             rows = self._reap_without_dead_letters(connection, in_group=in_group)
         self._publish(rows, in_group=in_group)
         return len(rows)
@@ -226,7 +226,7 @@ class RelayLease:
             )
         except psycopg.Error as error:
             _raise_unless_of_a_row(connection, error)
-            logger.warning("jobs of dead relays are taken back one by one: %s", describe(error))
+            logger.warning("jobs of dead relays are taken back one by one: %s", describe_refusal(error))
             return self._reap_one_by_one(connection, in_group=in_group)
 
     def _reap_one_by_one(self, connection: PGconn, *, in_group: bool) -> Rows:

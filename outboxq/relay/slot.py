@@ -20,6 +20,7 @@ from outboxq.database.errors import (
     INSUFFICIENT_PRIVILEGE,
     NoConnection,
     describe_error,
+    describe_refusal,
     is_database_unavailable,
     sqlstate_of,
 )
@@ -302,7 +303,7 @@ class Slot:
             if not self._batches.claim_failed or self.running:
                 raise
             # The suspect was not even claimed: ready jobs do not wait for it. The lease's next beat finds it again.
-            logger.warning("suspects of queue %r could not be claimed: %s", name, describe_error(error))
+            logger.warning("suspects of queue %r could not be claimed: %s", name, describe_refusal(error))
             return False
 
     def _drain_suspects(self, connection: Connection, runtime: Runtime) -> bool:
@@ -354,7 +355,7 @@ class Slot:
             advice = _NOT_ALLOWED if sqlstate_of(error) == INSUFFICIENT_PRIVILEGE else ""
             logger.warning(
                 "the relay's statements fail, trying again: %s%s",
-                describe_error(error),
+                describe_refusal(error),
                 advice,
                 extra={"retry_seconds": seconds},
             )

@@ -31,6 +31,7 @@ from outboxq.handlers.resolved import Registry
 from outboxq.migrations.server import check_server, refusing_bytes
 from outboxq.relay.event_loop import LoopThread
 from outboxq.relay.login import Login
+from outboxq.statements.citus import citus_state
 from outboxq.statements.done import may_write
 from outboxq.statements.relays import kinds_at_relays, may_read_relays
 from outboxq.statements.server import missing_installation, schema_version, synchronous_commit
@@ -98,9 +99,11 @@ def check_database(connection: Connection, config: RelayConfig) -> None:
         SchemaError: the tables are missing or too old.
         ConfigError: the server, or a setting of it, does not fit.
     """
-    check_server(connection)
+    facts = check_server(connection)
     check_durability(connection, allowed=config.allow_asynchronous_commit)
     check_version(connection, config.schema)
+    if facts.has_citus and not config.allow_one_phase:
+        check_two_phase(connection, config.schema)
 
 
 def declare_schedules(connection: Connection, schema: str, registry: Registry) -> None:
@@ -191,6 +194,22 @@ def check_durability(connection: Connection, *, allowed: bool) -> None:
             f"synchronous_commit is off on the relay's sessions (set by: {source}), so a crash of the server could "
             "undo jobs that were reported as done: ALTER ROLE <the relay's role> SET synchronous_commit = on, or "
             "allow it by name with --allow-asynchronous-commit (RelayConfig(allow_asynchronous_commit=True))"
+        )
+
+
+def check_two_phase(connection: Connection, schema: str) -> None:
+    """Refuse a Citus coordinator that would commit a job and the rows of its handler one after the other.
+
+    Raises:
+        ConfigError: there are distributed tables, and no guard; the message says what to do.
+    """
+    state = connection.execute(citus_state(schema)).one()
+    if state.has_distributed and state.unguarded:
+        raise ConfigError(
+            "this database has tables that Citus distributes, and commits their rows before those of outboxq "
+            f"({', '.join(state.unguarded)}), so a crash in between could lose jobs, and run others twice: run "
+            "`outboxq migrate`, which has both committed in two phases, or take that risk by name with "
+            "--allow-one-phase (RelayConfig(allow_one_phase=True))"
         )
 
 

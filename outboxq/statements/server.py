@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from sqlalchemy import Connection, TextClause, text
 
+from outboxq.statements.citus import HAS_CITUS
 from outboxq.statements.render import quote_identifier
 from outboxq.tables import LATEST_VERSION
 
@@ -14,7 +15,8 @@ ENCODING = "UTF8"
 _FACTS = text(
     "SELECT pg_catalog.current_setting('server_version_num')::int / 10000 AS major,"
     " pg_catalog.current_setting('server_version') AS version,"
-    " pg_catalog.getdatabaseencoding()::text AS encoding"
+    " pg_catalog.getdatabaseencoding()::text AS encoding,"
+    f" {HAS_CITUS} AS has_citus"
 )
 
 _SETTING = text("SELECT setting, source FROM pg_catalog.pg_settings WHERE name = 'synchronous_commit'")
@@ -67,11 +69,12 @@ ORDER BY held.pid"""
 
 @dataclass(frozen=True, slots=True)
 class ServerFacts:
-    """The server's version and the database's encoding, in PostgreSQL's words."""
+    """The server's version and the database's encoding, in PostgreSQL's words, and whether the database has Citus."""
 
     major: int
     version: str
     encoding: str
+    has_citus: bool
 
 
 def server_facts(connection: Connection) -> ServerFacts:

@@ -21,6 +21,7 @@ from outboxq.execution.errors import TransactionEscaped
 from outboxq.execution.failure import Failed
 from outboxq.execution.handler_session import AttemptSession, HandlerSession, hand_over
 from outboxq.execution.invoke import Run
+from outboxq.execution.late_rows import RowsMayBeLate
 from outboxq.execution.preload import load_entity, watch_unlocked
 from outboxq.execution.runtime import CancelledResult, Runtime
 from outboxq.execution.settle import current_xid
@@ -137,7 +138,8 @@ class Attempt:
         keys = {name: value for name, value in arguments.items() if isinstance(value, EntityKey)}
         if keys:
             session = self._session.session()
-            arguments |= {name: load_entity(session, name, key) for name, key in keys.items()}
+            absent = partial(self._runtime.absent, self._connection, self._job)
+            arguments |= {name: load_entity(session, name, key, absent) for name, key in keys.items()}
             loaded = [(key, arguments[name]) for name, key in keys.items()]
             watch_unlocked(session, self._handler.unlocked_changes, loaded)
         return arguments
@@ -160,7 +162,7 @@ class Attempt:
             self._containment.keep(self._shared_xid)
 
     def _result_of(self, error: BaseException) -> Outcome | Failed:
-        if type(error) is EffectInProgress:
+        if type(error) is EffectInProgress or type(error) is RowsMayBeLate:
             # Not counted: attempts that wait for a killed predecessor's lock could use up the job's attempts.
             return Snooze(timedelta(seconds=max(error.retry_after_seconds, _SHORTEST_SNOOZE_SECONDS)))
         limit, seconds = self._handler.timeout_seconds, time.monotonic() - self._began

@@ -82,7 +82,8 @@ def _call(
     jobs = batch.running_jobs
     handler = runtime.registry.find(jobs[0].kind)
     assert isinstance(handler, BatchHandler)
-    load = partial(_load_items, handler, jobs, arguments, session, locks)
+    absent = partial(runtime.absent, connection)
+    load = partial(_load_items, handler, jobs, arguments, session, locks, absent)
     arounds = runtime.registry.arounds.get(handler.kind)
     args = load() if arounds is None else Surrounded(arounds.all, load, jobs)
     fault_point("before-handler")
@@ -117,13 +118,17 @@ def _load_items(
     arguments: Sequence[Mapping[str, object]],
     session: HandlerSession,
     locks: Locks,
+    absent: Callable[[Job], None],
 ) -> dict[str, object]:
     """What the handler is called with: each job with its arguments, and with its entities loaded."""
     keys = entity_keys(arguments)
     # A reference keeps the entities: the session's identity map is weak.
     loaded = load_together(session, keys, locks)
-    given = [_given(session, values, locks) for values in arguments] if keys else arguments
+    given = arguments
     if keys:
+        given = [
+            _given(session, values, locks, partial(absent, job)) for job, values in zip(jobs, arguments, strict=True)
+        ]
         watch_unlocked(session, handler.unlocked_changes, _loaded(arguments, given))
     items = [BatchItem(handler.arguments(**values), job) for job, values in zip(jobs, given, strict=True)]
     del loaded
@@ -141,9 +146,11 @@ def _loaded(
     ]
 
 
-def _given(session: HandlerSession, arguments: Mapping[str, object], locks: Locks) -> dict[str, object]:
+def _given(
+    session: HandlerSession, arguments: Mapping[str, object], locks: Locks, absent: Callable[[], None]
+) -> dict[str, object]:
     return {
-        name: load_entity(session, name, value, may_lock=not locks.has(value.entity, value.identity))
+        name: load_entity(session, name, value, absent, may_lock=not locks.has(value.entity, value.identity))
         if isinstance(value, EntityKey)
         else value
         for name, value in arguments.items()

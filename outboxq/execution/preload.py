@@ -38,10 +38,13 @@ _LAZY = (True, "select", "raise", "raise_on_sql", "noload", "dynamic", "write_on
 Identity: TypeAlias = tuple[type[object], tuple[object, ...]]
 
 
-def load_entity(session: Session, name: str, key: EntityKey, *, may_lock: bool = True) -> object:
+def load_entity(
+    session: Session, name: str, key: EntityKey, absent: Callable[[], None], *, may_lock: bool = True
+) -> object:
     """The entity of an argument, loaded by the job's session, and locked if `key` asks for that.
 
     Args:
+        absent: Called if the row is not there; raises an error if that says nothing yet.
         may_lock: False if the row is locked already.
 
     Raises:
@@ -49,8 +52,10 @@ def load_entity(session: Session, name: str, key: EntityKey, *, may_lock: bool =
     """
     lock: Any = {"key_share": True, "of": _locked_table(key.entity)} if key.locked and may_lock else None
     entity = session.get(key.entity, key.identity, with_for_update=lock)
-    if entity is None and not key.optional:
-        raise EntityGone(name, key.entity.__name__)
+    if entity is None:
+        absent()
+        if not key.optional:
+            raise EntityGone(name, key.entity.__name__)
     return entity
 
 

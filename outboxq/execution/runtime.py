@@ -21,6 +21,7 @@ from outboxq.execution.failure import Describing, Failed, R, describe_failure, d
 from outboxq.execution.frames import Frame, homes_of
 from outboxq.execution.invoke import Invoker
 from outboxq.execution.keep import Keeper
+from outboxq.execution.late_rows import wait_while_young
 from outboxq.execution.orders import Orders
 from outboxq.execution.prepared import PreparedStatements
 from outboxq.handlers.handler import AnyHandler
@@ -67,6 +68,7 @@ class Runtime:
         is_interruption: Whether an error that came out of a handler is the relay's own interruption of it.
         notes: Where handlers note their progress; None if that is nowhere.
         prepared_rows: Where the connection has the INSERTs of finished jobs prepared; None to send them as text.
+        has_citus: Whether a job may be seen before the rows of the transaction that added it.
     """
 
     registry: Registry
@@ -84,6 +86,7 @@ class Runtime:
     keeper: Keeper = field(default_factory=Keeper)
     notes: ProgressNotes | None = None
     prepared_rows: PreparedStatements | None = None
+    has_citus: bool = False
 
     def is_failure(self, error: BaseException) -> bool:
         """Whether an error that came out of a handler is a failed attempt of its job.
@@ -107,6 +110,15 @@ class Runtime:
             raise ConnectionSpoiled(self.describe(HandlerError(_NOT_AT_REST), job))
         if self.is_failure(error):
             raise ConnectionSpoiled(self.describe(error, job)) from error
+
+    def absent(self, connection: Connection, job: Job) -> None:
+        """Decide what it means that the row of an entity argument is not there.
+
+        Raises:
+            RowsMayBeLate: nothing yet.
+        """
+        if self.has_citus:
+            wait_while_young(connection, job)
 
     def effect_access(self, handler: AnyHandler, job: Job) -> EffectAccess | None:
         """The job's access to effects (`ctx.once`); None if this relay cannot call effects."""

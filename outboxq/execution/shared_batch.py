@@ -251,7 +251,7 @@ class _SharedRun:
 
         They may have loaded these rows, have put listeners on the session, or have set what is visible.
         """
-        return self._entity if opened.made is None else load_entity
+        return self._entity if opened.made is None else partial(load_entity, absent=self._absent)
 
     def _entity(self, session: Session, name: str, key: EntityKey) -> object:
         entity = self._rows.take(key)
@@ -260,13 +260,16 @@ class _SharedRun:
             entity = self._rows.take(key)
         if entity is None:
             # The class cannot be loaded ahead, or the row is not there.
-            return load_entity(session, name, key)
+            return load_entity(session, name, key, self._absent)
         # Joined as by the SELECT that the job alone would have sent: what the handler does to the session's transaction
         # is the same then.
         session.connection()
         # What add() does, without its search for related objects: none were loaded.
         session._save_or_update_impl(instance_state(entity))  # noqa: SLF001  # what add() calls
         return entity
+
+    def _absent(self) -> None:
+        self._runtime.absent(self._connection, self._batch.job)
 
     def _load_ahead(self) -> None:
         """Send the waiting writes, then load rows of the next jobs.

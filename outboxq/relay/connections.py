@@ -31,7 +31,7 @@ from outboxq.execution.prepared import PreparedStatements
 from outboxq.forks import cut_off_in_children
 from outboxq.handlers.handler import Flavour
 from outboxq.relay.limits import RelayLimits
-from outboxq.statements.server import server_epoch
+from outboxq.statements.server import server_run
 from outboxq.tables import SCHEMA
 
 logger = logging.getLogger("outboxq.relay")
@@ -44,12 +44,18 @@ _ROWS_MOST = 8
 
 @dataclass(slots=True, eq=False)
 class SlotConnection:
-    """A connection that is set up for claiming, and what is known of it. `epoch`: the run of the server behind it."""
+    """A connection that is set up for claiming, and what is known of it.
+
+    Args:
+        epoch: The run of the server behind it.
+        has_citus: Whether its database has Citus.
+    """
 
     connection: Connection
     invoker: Invoker
     guard: Guard
     epoch: str
+    has_citus: bool
     # The claims, and the INSERTs of finished jobs; None behind a pooler, or if the user's settings forbid it.
     prepared: PreparedStatements | None
     prepared_rows: PreparedStatements | None
@@ -62,12 +68,11 @@ def make_slot_connection(
     """Set up a new connection. `harmless`: functions that are known to leave nothing on a connection."""
     cut_off_in_children(driver_connection(connection))
     with connection.begin():
-        epoch = server_epoch(connection)
+        run = server_run(connection)
     prepares = driver_connection(connection).prepare_threshold is not None
     guard = Guard(connection, harmless)
-    if not prepares:
-        return SlotConnection(connection, invoker, guard, epoch, None, None)
-    return SlotConnection(connection, invoker, guard, epoch, PreparedStatements(), PreparedStatements(_ROWS_MOST))
+    prepared = (PreparedStatements(), PreparedStatements(_ROWS_MOST)) if prepares else (None, None)
+    return SlotConnection(connection, invoker, guard, *run, *prepared)
 
 
 @dataclass(eq=False)

@@ -168,6 +168,7 @@ class Slot:
             keeper=state.keeper,
             notes=state.progress,
             prepared_rows=connected.prepared_rows,
+            has_citus=connected.has_citus,
         )
 
     def _is_interruption(self, error: BaseException) -> bool:

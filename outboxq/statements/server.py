@@ -22,7 +22,8 @@ _FACTS = text(
 _SETTING = text("SELECT setting, source FROM pg_catalog.pg_settings WHERE name = 'synchronous_commit'")
 _EPOCH = text(
     "SELECT extract(epoch FROM pg_catalog.pg_postmaster_start_time())::text || ' '"
-    " || coalesce((SELECT extract(epoch FROM stats_reset)::text FROM pg_catalog.pg_stat_bgwriter), '')"
+    " || coalesce((SELECT extract(epoch FROM stats_reset)::text FROM pg_catalog.pg_stat_bgwriter), '') AS epoch,"
+    f" {HAS_CITUS} AS has_citus"
 )
 _READ_ONLY = text(
     "SELECT pg_catalog.pg_is_in_recovery() OR pg_catalog.current_setting('default_transaction_read_only')::bool"
@@ -95,8 +96,13 @@ def server_epoch(connection: Connection) -> str:
     `pg_xact_status` says of it holds within one epoch only. The cumulative statistics are discarded by every crash
     recovery, also by one that the postmaster survives; reset by hand, they change the epoch for nothing, which is safe.
     """
-    epoch: str = connection.execute(_EPOCH).scalar_one()
-    return epoch
+    return server_run(connection)[0]
+
+
+def server_run(connection: Connection) -> tuple[str, bool]:
+    """The server's epoch, and whether this database has Citus."""
+    row = connection.execute(_EPOCH).one()
+    return row.epoch, row.has_citus
 
 
 def schema_version(connection: Connection, schema: str) -> int | None:

@@ -11,9 +11,11 @@ from outboxq.statements.doctor.sessions import schema_name
 # The columns of a SELECT list, or a condition: Citus is installed in this database. By its catalog's full name, so that
 # no other schema's table is taken for it.
 HAS_CITUS = "pg_catalog.to_regclass('pg_catalog.pg_dist_partition') IS NOT NULL"
-# The tables that are written in transactions of the user's: by producers, handlers, the inbox and effects. All others
-# are written by relays and operators in transactions of their own.
-GUARDED = ("job", "dead_job", "done_job", "unique_key", "batch", "cancel_request", "rate", "inbox", "effect")
+# The tables that are written in transactions of the user's: by producers (`schedules.put` too), handlers, the inbox and
+# effects. All others are written by relays and operators in transactions of their own.
+GUARDED = (
+    "job", "dead_job", "done_job", "unique_key", "batch", "cancel_request", "rate", "inbox", "effect", "schedule",
+)  # fmt: skip
 
 
 def citus_state(schema: str) -> TextClause:

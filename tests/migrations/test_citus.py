@@ -35,7 +35,7 @@ OBJECTS = (
 # Tables that relays and operators write in transactions of their own, none of which has rows of the user's.
 APART = {
     "audit", "deployment", "gauge", "migration", "paused_kind", "progress", "queue", "relay", "relay_status",
-    "schedule", "stat",
+    "stat",
 }  # fmt: skip
 
 

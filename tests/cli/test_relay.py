@@ -302,7 +302,12 @@ def test_migrate_installs_the_tables_once(outboxq_database: Database, empty: Eng
     assert first["after"] > 0
     again = run("migrate", url=url).ok().stdout
     assert again == f"schema 'outboxq' is at step {first['after']} already\n"
-    assert run("stats", "--json", url=url).ok().json == {"queues": [], "parked_kinds": [], "unknown_effects": 0}
+    assert run("stats", "--json", url=url).ok().json == {
+        "queues": [],
+        "parked_kinds": [],
+        "unknown_effects": 0,
+        "standby_delay_seconds": None,
+    }
 
 
 def test_migrate_prints_sql_without_a_database(outboxq_database: Database, empty: Engine) -> None:

@@ -2083,8 +2083,8 @@ MUTANTS = (
     Mutant(
         "a job that wrote nothing under a lease is followed by the next of its chain",
         "outboxq/execution/run.py",
-        "            if isinstance(result, Done) and not has_follower(job):\n",
-        "            if isinstance(result, Done):\n",
+        "        if isinstance(result, Done) and not has_follower(job):\n",
+        "        if isinstance(result, Done):\n",
         ("tests/execution/test_chains.py::test_each_job_of_a_chain_runs_once_behind_the_one_before_it",),
     ),
 )

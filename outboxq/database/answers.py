@@ -5,6 +5,7 @@ the coroutines of this package are counted while an async handler runs: one that
 """
 
 import inspect
+import sys
 from collections.abc import Callable, Coroutine, Generator, Mapping
 from contextvars import ContextVar
 from types import GeneratorType
@@ -56,6 +57,9 @@ class Answer(Coroutine[Any, Any, T]):
     if not TYPE_CHECKING:
 
         def __bool__(self) -> bool:
+            # Python 3.12 asks it of a task's coroutine when it prints the task, as asyncio.run does.
+            if sys._getframe(1).f_globals.get("__name__") == "asyncio.base_tasks":  # noqa: SLF001  # who asks
+                return True
             raise TypeError(f"nothing has happened yet: `await {self._call}`")
 
 

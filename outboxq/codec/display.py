@@ -93,5 +93,5 @@ def duration(seconds: float) -> str:
 
 
 def standby(delay_seconds: float) -> str:
-    """How old a look at a standby is."""
+    """The words for a read from a standby that is `delay_seconds` behind."""
     return f"read from a standby, {delay_seconds:,.1f} s behind"

@@ -132,7 +132,7 @@ class Signature:
         self.parameters = {parameter.name: parameter for parameter in parameters}
         self._positional = [p.name for p in binder.parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
         self.locks = any(parameter.locked for parameter in parameters)
-        # Those that are entities, by name: whether None is allowed.
+        # Entity parameters by name, each with whether it accepts None.
         self.optional = {p.name: p.optional for p in parameters if p.entity is not None}
         self.takes_entities = bool(self.optional)
         self._reader = _struct_decoder_of(parameters)

@@ -31,6 +31,6 @@ def wait_while_young(connection: Connection, job: Job) -> None:
     """
     age_seconds = float(str(run_script(connection, clock_seconds())[0].rows[0][0])) - job.created_at.timestamp()
     left_seconds = _YOUNG_SECONDS - age_seconds
-    # Not one of a time that is yet to come, which somebody has written: it would wait until then.
+    # A job whose created_at lies far in the future, which SQL can write, does not wait: it would wait until then.
     if 0 < left_seconds < 2 * _YOUNG_SECONDS:
         raise RowsMayBeLate(min(max(age_seconds, _SHORTEST_SECONDS), _LONGEST_SECONDS, left_seconds))

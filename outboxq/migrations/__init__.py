@@ -315,7 +315,7 @@ def step_clause(step: int, schema: str) -> TextClause:
 
 
 def guard_clause(schema: str) -> TextClause:
-    """What makes commits two-phase on a Citus coordinator, and does nothing elsewhere, for `op.execute`."""
+    """The clause for `op.execute` that installs the guard on a Citus coordinator, and does nothing elsewhere."""
     return _clause(_fill(citus.INSTALL, schema))
 
 

@@ -151,7 +151,7 @@ class _StoredJob(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     batch: str | None = None
 
     def envelope(self) -> JobEnvelope:
-        """What it has beside its arguments and its keys."""
+        """The job without its arguments and its keys."""
         return JobEnvelope(
             self.kind,
             self.queue,

@@ -165,7 +165,7 @@ def is_read_only(connection: Connection) -> bool:
 
 
 def standby_delay_seconds(connection: Connection) -> float | None:
-    """How old the data of a standby is; None if this server is none. Reads no table.
+    """The age of a standby's data, in seconds; None if the server is no standby. Reads no table.
 
     The clocks of the primary and of this server are compared, unless the standby has everything: then it is 0.
     """

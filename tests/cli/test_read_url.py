@@ -124,7 +124,7 @@ def test_a_standby_that_does_not_keep_up_says_how_far_it_is_behind(stands_still:
 
 
 def test_a_reader_may_know_the_delay_of_a_standby_that_is_cut_off(both: Both) -> None:
-    """Without a receiver nothing waits to be replayed, and yet it is not up to date: also a plain role is told so."""
+    """A standby that is cut off has replayed all it received, and still reports its age, to a plain role too."""
     with both.primary.begin() as connection:
         connection.execute(text("CREATE ROLE plain_reader LOGIN"))
     both.pair.wait_for_replay()
@@ -186,7 +186,7 @@ def test_an_action_is_done_on_the_primary_and_seen_on_the_page_after_it(stands_s
 
 
 def test_a_page_that_is_followed_keeps_its_delay_up_to_date(both: Both) -> None:
-    """What is sent of it takes the place of what the header has."""
+    """The delay that a live page sends replaces the one in the header."""
     app = create_app({"orders": both.primary}, auth=as_user(Role.READER), read_engine=both.standby)
     watched = find_watched(ROUTES, "queues", {})
     assert watched is not None

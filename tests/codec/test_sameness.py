@@ -348,7 +348,7 @@ def changed(value: Any, x: int) -> Any:
     ids=["a validator", "a serializer", "an assertion"],
 )
 def test_what_users_code_raises_of_a_value_is_a_refusal(value: Any, error: str) -> None:
-    """Of whatever type it is, and never with its text; the same in a job that was stored before, and of a result."""
+    """Users' errors of any type become ours, without their text: in arguments, stored jobs and results."""
     for annotation, argument in ((type(value), value), (list[type(value)], [value])):
         with pytest.raises(ArgumentError, match=f"'value'.*refused by {error}") as refused:
             stored_and_read(annotation, argument)

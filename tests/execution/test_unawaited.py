@@ -21,6 +21,7 @@ from outboxq import (
     find_job,
     schedules,
 )
+from outboxq.database.answers import Answer
 from outboxq.events import Event, JobDied, JobDone
 from tests.support.app import Effect
 from tests.support.ledger import effects
@@ -132,3 +133,19 @@ def test_a_batch_handler_may_not_forget_either(
     died = [event for event in drain(jobs) if isinstance(event, JobDied)]
     assert [event.error_type for event in died] == ["outboxq.errors.HandlerError"] * 2
     assert effects(engine) == []
+
+
+def test_an_answer_is_neither_true_nor_false_and_a_task_of_it_can_be_printed() -> None:
+    """`if inbox.accept(...)` would always be true; asyncio asks the same of a task's coroutine, from Python 3.12 on."""
+
+    async def printed() -> str:
+        task = asyncio.ensure_future(Answer(pay("1"), "pay(...)"))
+        said = repr(task)
+        assert await task == "1"
+        return said
+
+    assert "Answer" in asyncio.run(printed())
+    answer = Answer(pay("1"), "pay(...)")
+    with pytest.raises(TypeError, match="await pay"):
+        bool(answer)
+    answer.close()

@@ -1,14 +1,13 @@
 """The plan of a claimed batch: which of its jobs run together, and in which order."""
 
-import math
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, TypeGuard
 
 from outboxq.execution.batch_state import BatchState
 from outboxq.execution.chain import check_follower
-from outboxq.execution.runtime import CancelledResult, ExpiredResult, Runtime
+from outboxq.execution.decide import result_without_run
+from outboxq.execution.runtime import Runtime
 from outboxq.handlers.handler import AnyHandler, BatchHandler
 from outboxq.job import Job
 
@@ -75,15 +74,6 @@ def _reorders_groups(batch: BatchState, handlers: Handlers) -> bool:
         (handler := handlers[job.kind]) is not None and handler.batchable and _arguments(handler, job) is not None
         for job in batch.jobs
     )
-
-
-def result_without_run(batch: BatchState, job: Job, runtime: Runtime) -> CancelledResult | ExpiredResult | None:
-    """The result of a job that is not to run any more; None for all others."""
-    if batch.expires and time.monotonic() >= batch.expires.get(job.id, math.inf):
-        return ExpiredResult()
-    # Also one that comes back after its relay died, or to be retried: the request stands until the job is gone.
-    cancelled = runtime.orders.cancelled
-    return CancelledResult() if cancelled and job.id in cancelled else None
 
 
 def _spans(

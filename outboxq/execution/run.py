@@ -7,14 +7,13 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
-from uuid import UUID
 
 import psycopg
 from psycopg.pq import TransactionStatus
 from sqlalchemy import Connection
 
 from outboxq.codec.entities import EntityKey
-from outboxq.database.driver import is_listened_to, is_lost, run_outside_transaction, run_script, unprepared
+from outboxq.database.driver import is_listened_to, is_lost, run_script, unprepared
 from outboxq.emitter import drop_tracebacks
 from outboxq.errors import TransactionEndedByHandler
 from outboxq.events import JobRetried, JobSnoozed
@@ -23,18 +22,19 @@ from outboxq.execution.attempt import Attempt, AttemptResult
 from outboxq.execution.batch_call import call_batch_handler
 from outboxq.execution.batch_state import BatchState
 from outboxq.execution.chain import has_follower
+from outboxq.execution.decide import expiries, result_without_run
 from outboxq.execution.errors import ESCAPED, ConnectionLost, TransactionEscaped
 from outboxq.execution.failure import Failed
-from outboxq.execution.plan import Handlers, Segment, plan_segments, result_without_run
+from outboxq.execution.plan import Handlers, Segment, plan_segments
 from outboxq.execution.preload import Locks, entity_keys, lock_ahead
 from outboxq.execution.runtime import Result, Runtime, UnknownKindResult
 from outboxq.execution.settle import event_of_end, settle_result
 from outboxq.execution.shared_batch import run_shared
 from outboxq.handlers.handler import AnyHandler
-from outboxq.job import UNIQUE_HEADER, Job
+from outboxq.job import Job
 from outboxq.outbox.unique import collect_unique_adds
 from outboxq.outcomes import Discard, Done
-from outboxq.statements.transaction import clock_seconds, local_timeouts, local_timeouts_off, restored
+from outboxq.statements.transaction import local_timeouts, local_timeouts_off, restored
 
 # A deadlock or a serialization failure is repeated at once and for free this often; then it counts as an attempt.
 FREE_RETRIES = 5
@@ -56,7 +56,7 @@ def run(connection: Connection, batch: BatchState, runtime: Runtime, *, shared: 
     batch.notes = runtime.notes
     if batch.expires is None:
         # Once for a claim: its jobs may run again in it, if COMMIT is refused.
-        batch.expires = {} if batch.is_plain else _expiries(connection, batch, runtime)
+        batch.expires = {} if batch.is_plain else expiries(connection, batch, runtime)
     begin = partial(_begin, connection, batch, shared=shared)
     collect_unique_adds(connection, batch.unique_adds)
     try:
@@ -97,29 +97,6 @@ def _run_several(
             batch.position = position
             result = _run_alone(connection, batch, job, runtime, begin, shared=shared)
             _settle_alone(connection, batch, job, runtime, result)
-
-
-def _expiries(connection: Connection, batch: BatchState, runtime: Runtime) -> dict[UUID, float]:
-    """The expiry of each job that has one, on this process's clock: the database is asked how late it is there.
-
-    A unique job that has not expired by now has begun: those who add one of its key rely on it from its claim on.
-    """
-    expiring = {job.id: job.expires_at for job in batch.jobs if job.expires_at is not None}
-    if not expiring:
-        return {}
-    if runtime.guard.transaction_status == TransactionStatus.IDLE:
-        # Under a lease no transaction is to be open while the handler works.
-        rows = run_outside_transaction(connection, clock_seconds())
-    else:
-        rows = run_script(connection, clock_seconds())[0].rows
-    now = float(str(rows[0][0]))
-    ahead = time.monotonic() - now
-    unique = {job.id for job in batch.jobs if UNIQUE_HEADER in job.headers}
-    return {
-        job_id: at.timestamp() + ahead
-        for job_id, at in expiring.items()
-        if job_id not in unique or at.timestamp() <= now
-    }
 
 
 def _run_together(

@@ -1900,7 +1900,7 @@ MUTANTS = (
     ),
     Mutant(
         "the look for cancellations at a claim",
-        "outboxq/execution/plan.py",
+        "outboxq/execution/decide.py",
         "    return CancelledResult() if cancelled and job.id in cancelled else None\n",
         "    return None\n",
         (
@@ -1924,7 +1924,7 @@ MUTANTS = (
     ),
     Mutant(
         "the look at the expiry before a handler is called",
-        "outboxq/execution/plan.py",
+        "outboxq/execution/decide.py",
         "    if batch.expires and time.monotonic() >= batch.expires.get(job.id, math.inf):\n",
         "    if batch.expires and time.monotonic() >= math.inf:\n",
         ("tests/relay/test_expiry.py::test_an_expired_job_is_dropped_and_the_others_run",),

@@ -19,6 +19,7 @@ from tests.support.browser import Watch, open_page
 from tests.support.dashboard import as_user
 from tests.support.hands import Keyboard, Pointer
 from tests.support.http_server import serve
+from tests.support.matrices import sampled
 from tests.support.waiting import PATIENCE, wait_until
 
 GOOD, BAD = 300, 5
@@ -58,7 +59,7 @@ _HANDS = {"scripts": (Pointer, {}), "no scripts": (Pointer, {"java_script_enable
 
 
 @pytest.mark.large
-@pytest.mark.parametrize("how", _HANDS)
+@pytest.mark.parametrize("how", sampled(_HANDS))
 def test_an_operator_gets_through_the_day(how: str, browser: Browser) -> None:
     """From a backlog to an empty list of dead letters; every change is done, and is in the audit with its reason."""
     hands, settings = _HANDS[how]

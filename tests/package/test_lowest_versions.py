@@ -28,10 +28,10 @@ TESTS = [
     "tests/migrations/test_alembic_plugin.py",
     "tests/migrations/test_repository_alembic.py",
     "tests/demo/test_demo.py::test_the_demo_kills_a_relay_at_work_and_finds_nothing_lost_or_doubled",
-    "tests/cli/test_top.py",
+    "tests/cli/test_top.py::test_a_killed_relay_is_seen_in_a_real_terminal",
     "tests/dashboard/test_command.py",
     "tests/http/test_idempotency.py",
-    "tests/observability/test_metrics_relay.py",
+    "tests/observability/test_metrics_relay.py::test_what_happened_is_counted",
     "tests/observability/test_otel.py",
 ]
 

@@ -85,7 +85,7 @@ def every_answer() -> Iterator[Posted]:
 
 
 def hostile_answers(engine: Engine) -> Iterator[Posted]:
-    """Each payload as a filter of previews, and in a quarter of the forms; the next three payloads have the rest."""
+    """Each payload as a filter of previews, and in an eighth of the forms; the next seven payloads have the rest."""
     with engine.connect() as connection:
         rows = connection.execute(text("SELECT actor, id FROM outboxq.audit"))
         entries = {str(row.actor): str(row.id) for row in rows}
@@ -96,7 +96,7 @@ def hostile_answers(engine: Engine) -> Iterator[Posted]:
         yield preview("dead.retry", queue=queue, kind=kind, error=said, contains=said)
         yield preview(whats[2 + number % 5], queue=queue, kind=kind)
         yield preview(whats[2 + number % 5], queue=queue, kind=kind, group=said)
-        for action in FORMS[number % 4 :: 4]:
+        for action in FORMS[number % 8 :: 8]:
             yield refused(action, said, _hostile_names(number, payload, entries[said]))
 
 

@@ -52,7 +52,7 @@ def test_a_session_that_goes_otherwise_than_it_says_is_found(
 
 
 @every_example
-@pytest.mark.large
+@pytest.mark.wide
 def test_the_readme_says_what_happens(
     example: Path, installation: Installation, outboxq_server: Server, tmp_path: Path
 ) -> None:

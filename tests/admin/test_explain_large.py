@@ -60,7 +60,7 @@ def counting_pages(engine: Engine) -> Iterator[list[tuple[int, str]]]:
         event.remove(engine, "before_cursor_execute", look)
 
 
-@pytest.mark.large
+@pytest.mark.wide
 def test_a_million_jobs_cost_as_much_as_a_few(outboxq_database: Database, engine: Engine) -> None:
     """Whatever waits, each look reads a small part of the table; before and after it was analyzed."""
     url = outboxq_database.url

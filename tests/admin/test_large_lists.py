@@ -65,7 +65,7 @@ def blocks(connection: Connection, table: str = "job") -> int:
     return found
 
 
-@pytest.mark.large
+@pytest.mark.wide
 def test_jobs_that_run_are_found_without_reading_the_table(engine: Engine) -> None:
     """Of 400,000 jobs in no order, 10,000 of each queue and each state are looked at, a block or two for each."""
     with engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
@@ -93,7 +93,7 @@ def test_jobs_that_run_are_found_without_reading_the_table(engine: Engine) -> No
             assert blocks(connection) - before < 1.5 * 2 * QUEUES * 10_001, name
 
 
-@pytest.mark.large
+@pytest.mark.wide
 def test_a_preview_reads_each_block_of_its_table_once(engine: Engine) -> None:
     """Not one for each of 400,000 rows: the count and the samples, each of them, whatever matches."""
     with engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
@@ -114,7 +114,7 @@ def test_a_preview_reads_each_block_of_its_table_once(engine: Engine) -> None:
                 assert blocks(connection, table) - before < 2 * size[table] + 1_000, each
 
 
-@pytest.mark.large
+@pytest.mark.wide
 def test_a_list_of_what_is_rare_reads_each_block_of_its_table_once(engine: Engine) -> None:
     """After the first 12,700 rows by an index, two blocks each, and what leads to them: of 400,000 in no order."""
     with engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
@@ -136,7 +136,7 @@ def test_a_list_of_what_is_rare_reads_each_block_of_its_table_once(engine: Engin
         assert blocks(connection) - before < 1_000
 
 
-@pytest.mark.large
+@pytest.mark.wide
 @pytest.mark.parametrize("every", [15, 400])
 def test_all_pages_of_a_change_read_three_blocks_a_row(engine: Engine, every: int) -> None:
     """Be what matches frequent or rare: no page reads much behind the rows that it needs."""

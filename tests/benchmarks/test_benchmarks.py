@@ -27,7 +27,7 @@ def bench(outboxq_server: Server) -> Bench:
         pytest.skip(str(error))
 
 
-@pytest.mark.large
+@pytest.mark.wide
 def test_a_scenario_is_measured_beside_its_limit_and_written_in_every_form(bench, tmp_path, capsys) -> None:
     """One command: a relay process and pgbench, figures above zero, and a table, JSON and a plot."""
     table, found, plots = tmp_path / "table.md", tmp_path / "found.json", tmp_path / "plots"
@@ -109,7 +109,7 @@ def _stands_still(relay: RunningRelay) -> bool:
     return Path(f"/proc/{relay.process.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
 
 
-@pytest.mark.large
+@pytest.mark.wide
 def test_large_tables_are_measured_beside_small_ones(bench) -> None:
     """Waiting, scheduled, behind a snapshot; no-op and UPDATE: rates of both, and their ratio."""
     lines = large(bench, Peers([]))

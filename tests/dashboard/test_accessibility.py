@@ -55,7 +55,7 @@ def test_a_page_with_a_button_without_a_name_is_noticed(browser: Browser, staged
         assert any("button-name" in each for each in findings(page))
 
 
-@pytest.mark.large
+@pytest.mark.wide
 @pytest.mark.parametrize(("theme", "width"), LOOKS)
 def test_every_page_can_be_used_by_all(theme: str, width: int, browser: Browser, staged: Engine) -> None:
     """Every screen with something on it, the start, a page that is refused, and one that is not there."""
@@ -66,7 +66,7 @@ def test_every_page_can_be_used_by_all(theme: str, width: int, browser: Browser,
         assert _look(browser, theme, width, [f"{address}{path}" for path in paths]) == {}
 
 
-@pytest.mark.large
+@pytest.mark.wide
 @pytest.mark.parametrize(("theme", "width"), LOOKS)
 def test_every_form_can_be_used_by_all(theme: str, width: int, browser: Browser, engine: Engine) -> None:
     """The form of each action, as it is at first and as it was refused, and what changes of many rows would do.
@@ -86,7 +86,7 @@ def test_every_form_can_be_used_by_all(theme: str, width: int, browser: Browser,
             assert _findings_here(page) == [], posted
 
 
-@pytest.mark.large
+@pytest.mark.wide
 @pytest.mark.parametrize("theme", THEMES)
 def test_every_empty_page_can_be_used_by_all(theme: str, browser: Browser, engine: Engine) -> None:
     """A database without a row, and the page that asks who one is."""

@@ -87,7 +87,7 @@ def test_a_page_that_escapes_too_little_is_noticed(browser: Browser, engine: Eng
         assert any("Content Security Policy" in problem for problem in watch.problems)
 
 
-@pytest.mark.large
+@pytest.mark.wide
 @pytest.mark.timeout(900)
 def test_no_text_breaks_out_of_any_page(browser: Browser, engine: Engine) -> None:
     """Forty payloads in each text of lists, and of a third of what they lead to: no dialog, no script, no odd link."""
@@ -106,7 +106,7 @@ def test_no_text_breaks_out_of_any_page(browser: Browser, engine: Engine) -> Non
             assert sum(f"/orders/{part}" in address for address in crawl.seen) >= len(PAYLOADS) / 8, part
 
 
-@pytest.mark.large
+@pytest.mark.wide
 @pytest.mark.timeout(900)
 def test_no_text_breaks_out_of_a_page_that_answers_to_a_form(browser: Browser, engine: Engine) -> None:
     """Previews, and forms that are refused, with forty payloads in what they name and in all that was filled in."""

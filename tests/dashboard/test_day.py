@@ -58,7 +58,7 @@ def _mend(connection: Connection) -> None:
 _HANDS = {"scripts": (Pointer, {}), "no scripts": (Pointer, {"java_script_enabled": False}), "keyboard": (Keyboard, {})}
 
 
-@pytest.mark.large
+@pytest.mark.wide
 @pytest.mark.parametrize("how", sampled(_HANDS))
 def test_an_operator_gets_through_the_day(how: str, browser: Browser) -> None:
     """From a backlog to an empty list of dead letters; every change is done, and is in the audit with its reason."""

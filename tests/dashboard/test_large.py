@@ -22,7 +22,7 @@ _MOST_ROWS = 10_001
 _SCAN = re.compile(r"(?:Index|Bitmap Heap|Seq)\b[^(]*Scan[^(]*on job.*\(actual rows=(\d+)")
 
 
-@pytest.mark.large
+@pytest.mark.wide
 def test_a_page_reads_a_part_of_a_large_table(engine: Engine, outboxq_database: Database) -> None:
     """Each statement of each page follows an index up to its bound."""
     stage_dashboard(engine)

@@ -91,7 +91,7 @@ def test_a_server_that_stops_waits_for_the_look_that_is_under_way(app: Dashboard
     assert engine.pool.checkedout() == 0  # type: ignore[attr-defined]  # of a QueuePool
 
 
-@pytest.mark.large
+@pytest.mark.wide
 def test_fifty_watchers_cost_what_one_costs_and_none_cost_nothing(app: DashboardApp, engine: Engine) -> None:
     """However many watch, a look takes the same statements at the same pace; without any there is no look."""
     statements: list[str] = []

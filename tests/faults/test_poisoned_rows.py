@@ -18,6 +18,7 @@ from outboxq.postgres import Database
 from tests.support.cli import call
 from tests.support.dashboard import as_user, client_of, screens
 from tests.support.ledger import of
+from tests.support.matrices import sampled
 from tests.support.plain_rows import insert_row
 from tests.support.poison import TABLES, plant
 
@@ -91,7 +92,7 @@ def unmade(url: str) -> set[str]:
     return refused | {each["title"] for each in doctor.json["findings"] if each["code"] == "check-not-made"}
 
 
-@pytest.mark.parametrize("table", TABLES)
+@pytest.mark.parametrize("table", sampled(TABLES, 4))
 def test_every_look_goes_on(engine: Engine, outboxq_database: Database, table: str) -> None:
     """With every odd row in a table that it takes, each list, page, check and gauge is made."""
     plant(engine, table)

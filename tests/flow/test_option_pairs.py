@@ -19,6 +19,7 @@ from outboxq.errors import ArgumentError
 from outboxq.events import Event, JobExpired
 from outboxq.handlers.handler import Handler
 from outboxq.queue_limits import make_limits
+from outboxq.relay.limits import RelayLimits
 from tests.conftest import StartRelay
 from tests.support.ledger import of, rows, waiting
 from tests.support.matrices import sampled
@@ -179,6 +180,7 @@ def test_a_job_that_would_be_tried_again_after_its_expiry_holds_nothing_up_till_
     assert (sorted(runs), len(of(events, JobExpired)), waiting(engine)) == (["end", "head", "next"], 1, 0)
 
 
+@pytest.mark.relay_limits(RelayLimits(first_prune_seconds=0.2))
 def test_a_batch_whose_members_are_all_suppressed_is_over(
     sessions: sessionmaker[OutboxSession], engine: Engine, start_relay: StartRelay
 ) -> None:
@@ -194,5 +196,5 @@ def test_a_batch_whose_members_are_all_suppressed_is_over(
         session.add_job(unique, name="1")
     with sessions.begin() as session, jobs.batch(session, on_done=work.job(name="end")) as batch:
         session.add_jobs(batch.of([unique.job(name="2")]))
-    with start_relay(jobs, RelayConfig(slots_per_queue=1)):
+    with start_relay(jobs, RelayConfig(slots_per_queue=1, prune_seconds=1)):
         wait_until(lambda: runs == ["end"], "the callback")

@@ -14,6 +14,7 @@ from tests.fuzz.lanes import ALONE, SAVEPOINTS, SHARED, Lane, open_lanes
 from tests.fuzz.plants import PLANTS
 from tests.fuzz.seen import SEEN
 from tests.fuzz.shown import SHOWN
+from tests.support.matrices import sampled
 
 # Hundreds of batches, on a machine that may have other things to do.
 pytestmark = pytest.mark.timeout(900)
@@ -57,7 +58,7 @@ def test_a_bug_in_the_mechanism_is_found(name: str, start: int, lanes: dict[str,
         explore([lanes["alone"], lanes["shared"]], 500, start=start, shrinks=False)
 
 
-@pytest.mark.parametrize("name", PLANTS)
+@pytest.mark.parametrize("name", sampled(PLANTS, 3))
 def test_each_bug_makes_a_difference(name: str, forgetful: list[Lane]) -> None:
     """To a batch of two or three jobs, which come to the same without it."""
     run_and_compare(forgetful, SHOWN[name])
@@ -65,7 +66,7 @@ def test_each_bug_makes_a_difference(name: str, forgetful: list[Lane]) -> None:
         run_and_compare(forgetful, SHOWN[name])
 
 
-@pytest.mark.parametrize(("start", "count"), [(0, 30), pytest.param(3, 270, marks=pytest.mark.large)])
+@pytest.mark.parametrize(("start", "count"), [(0, 30), pytest.param(3, 270, marks=pytest.mark.wide)])
 def test_jobs_in_company_come_to_what_they_come_to_alone(start: int, count: int, lanes: dict[str, Lane]) -> None:
     """In savepoints of one transaction, and shared; 300 random batches, always the same ones.
 

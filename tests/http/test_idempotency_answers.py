@@ -222,7 +222,7 @@ def test_a_request_that_is_cancelled_is_settled(outboxq_database: Database, engi
     assert found == {"in-the-endpoint": "unknown", "in-the-claim": "retryable"}
 
 
-@pytest.mark.large
+@pytest.mark.wide
 def test_without_a_database_nothing_is_executed(outboxq_database: Database) -> None:
     """503 with Retry-After where no key can be checked: the client may come again."""
 

@@ -100,7 +100,7 @@ def relay(url: str, log: Path) -> Iterator["subprocess.Popen[str]"]:
         process.wait()
 
 
-@pytest.mark.large
+@pytest.mark.wide
 @pytest.mark.timeout(2 * WHOLE_SECONDS)
 def test_killed_relays_raise_the_alert_and_new_ones_end_it(
     outboxq_database: Database, engine: Engine, tmp_path: Path

@@ -133,7 +133,7 @@ _ELSEWHERE = {
 }
 
 
-@pytest.mark.large
+@pytest.mark.wide
 @pytest.mark.timeout(900)
 def test_a_million_rows_of_everything_slow_neither_pages_nor_commands_down(
     engine: Engine, outboxq_database: Database

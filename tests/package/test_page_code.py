@@ -388,7 +388,7 @@ def forked():
 """
 
 
-@pytest.mark.large
+@pytest.mark.wide
 @pytest.mark.timeout(900)
 def test_the_tests_of_the_guide_pass(tmp_path: Path) -> None:
     """The file of tests that docs/testing.md shows passes as it stands there, crashes included."""

@@ -47,7 +47,7 @@ def masked(text: str) -> list[str]:
     return [line for line in shown if line]
 
 
-@pytest.mark.large
+@pytest.mark.wide
 @pytest.mark.timeout(600)
 def test_the_picture_of_the_demo_is_what_the_demo_prints() -> None:
     """Each line of it comes in this order, but for the numbers; `...` stands for the rest of a line."""

@@ -167,7 +167,7 @@ def test_unknown_kinds_are_parked_and_shown_and_known_ones_run(
     assert {kind for event in parked for kind in event.kinds} <= {"from_the_future", "record_async"}
 
 
-@pytest.mark.large
+@pytest.mark.wide
 def test_200_000_jobs_of_an_unknown_kind_at_the_head_hold_the_queue_up_only_while_they_are_parked(
     engine: Engine, sessions: sessionmaker[OutboxSession], drain: Callable[..., list[Event]]
 ) -> None:

@@ -92,7 +92,7 @@ def test_a_process_that_has_ended_is_not_measured() -> None:
     assert measure_process(child) == {}
 
 
-@pytest.mark.large
+@pytest.mark.wide
 def test_a_short_soak_loses_nothing_and_measures_everything(capsys: pytest.CaptureFixture[str]) -> None:
     """Under every fault each job comes to its end once; a verdict on growth takes longer than this."""
     code = main(SHORT.split())

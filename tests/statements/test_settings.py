@@ -105,7 +105,7 @@ def test_no_answer_has_a_form_that_depends_on_a_setting(engine: Engine) -> None:
     assert found == {}
 
 
-@pytest.mark.large
+@pytest.mark.wide
 @pytest.mark.parametrize("of_role", [False, True], ids=["database", "role"])
 def test_every_command_ends_as_without_them(of_role: bool, engine: Engine, outboxq_database: Database) -> None:
     """Each sample of the command line, with the exit code and the kind of answer that it has else."""

@@ -2087,6 +2087,48 @@ MUTANTS = (
         "        if isinstance(result, Done):\n",
         ("tests/execution/test_chains.py::test_each_job_of_a_chain_runs_once_behind_the_one_before_it",),
     ),
+    Mutant(
+        "the guard on each table that users' transactions write on Citus",
+        "outboxq/migrations/citus.py",
+        "  FOREACH guarded IN ARRAY missing LOOP",
+        "  FOREACH guarded IN ARRAY missing[2:] LOOP",
+        ("tests/migrations/test_citus.py::test_what_is_missing_of_the_guard_is_put_back",),
+    ),
+    Mutant(
+        "the rights by which any writer fires that guard",
+        "outboxq/migrations/citus.py",
+        "LANGUAGE plpgsql SECURITY DEFINER\n",
+        "LANGUAGE plpgsql\n",
+        ("tests/migrations/test_citus.py::test_roles_without_a_right_on_it_fire_the_guard",),
+    ),
+    Mutant(
+        "the refusal of a relay beside distributed tables without that guard",
+        "outboxq/relay/startup.py",
+        "    if facts.has_citus and not config.allow_one_phase:",
+        "    if False:",
+        ("tests/relay/test_citus.py::test_a_relay_without_the_guard_does_not_start",),
+    ),
+    Mutant(
+        "the wait of a young job for its rows on Citus",
+        "outboxq/execution/late_rows.py",
+        "    if 0 < left_seconds < 2 * _YOUNG_SECONDS:",
+        "    if False:",
+        ("tests/execution/test_late_rows.py::test_a_young_job_waits_for_its_rows",),
+    ),
+    Mutant(
+        "the choice of the host that takes writes",
+        "outboxq/database/engines.py",
+        '        defaults["target_session_attrs"] = "read-write"',
+        "        pass",
+        ("tests/cli/test_read_url.py::test_every_command_takes_the_primary_of_several_hosts",),
+    ),
+    Mutant(
+        "the page after an action, read on the primary",
+        "outboxq/dashboard/databases.py",
+        "        return replace(self, replica=None)",
+        "        return self",
+        ("tests/cli/test_read_url.py::test_an_action_is_done_on_the_primary_and_seen_on_the_page_after_it",),
+    ),
 )
 
 

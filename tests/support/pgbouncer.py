@@ -1,26 +1,20 @@
 """pgbouncer, the distribution's, in front of a server of the tests: started for a `with` block, gone after it."""
 
 import contextlib
-import fcntl
 import os
 import pwd
-import secrets
 import shutil
-import socket
 import subprocess
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import cache
 from pathlib import Path
 
 import psycopg
-import pytest
 from sqlalchemy import URL, make_url
 
+from tests.support.programs import free_port, program
 from tests.support.waiting import wait_until
-
-_INSTALL = ("apt-get", "install", "-y", "--no-install-recommends", "pgbouncer")
 
 
 @contextmanager
@@ -34,11 +28,11 @@ def pgbouncer(
     Args:
         settings: Lines of the `[pgbouncer]` section, on top of ours.
     """
-    program = _program()
+    executable = program("pgbouncer")
     target = make_url(server_url)
     directory = Path(tempfile.mkdtemp(prefix="outboxq-pgbouncer-", dir="/tmp"))
     try:
-        port = _free_port()
+        port = free_port()
         configuration = directory / "pgbouncer.ini"
         configuration.write_text(_configuration(target, port, pool_mode, settings or {}))
         # It refuses to run as root.
@@ -47,7 +41,7 @@ def pgbouncer(
         configuration.chmod(0o644)
         with (directory / "log").open("wb") as log:
             process = subprocess.Popen(
-                [program, *(("-u", user) if os.geteuid() == 0 else ()), str(configuration)],
+                [executable, *(("-u", user) if os.geteuid() == 0 else ()), str(configuration)],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -62,33 +56,6 @@ def pgbouncer(
             process.wait(10)
     finally:
         shutil.rmtree(directory)
-
-
-def _install() -> str | None:
-    found = None
-    if os.geteuid() == 0 and shutil.which("apt-get"):
-        environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
-        for command in (_INSTALL, ("apt-get", "update"), _INSTALL):
-            subprocess.run(command, env=environment, capture_output=True, check=False, timeout=150)
-            found = _find()
-            if found is not None:
-                break
-    return found
-
-
-@cache
-def _program() -> str:
-    # One of the test processes installs it, the others wait.
-    with Path(__file__).open() as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        found = _find() or _install()
-    if found is None:
-        pytest.skip("pgbouncer is not installed, and cannot be without root and apt-get: apt-get install pgbouncer")
-    return found
-
-
-def _find() -> str | None:
-    return shutil.which("pgbouncer", path=f"{os.environ.get('PATH', os.defpath)}:/usr/sbin:/usr/local/sbin")
 
 
 def _configuration(target: URL, port: int, pool_mode: str, settings: Mapping[str, object]) -> str:
@@ -123,13 +90,3 @@ def _answers(url: URL, process: "subprocess.Popen[bytes]", directory: Path) -> b
         connection.execute("SELECT 1")
         return True
     return False
-
-
-def _free_port() -> int:
-    # Below the ports of outgoing connections, as for our servers.
-    for _ in range(1000):
-        port = 20_000 + secrets.randbelow(12_000)
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port
-    raise AssertionError("no free port")

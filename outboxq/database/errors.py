@@ -15,8 +15,10 @@ _SQLSTATE = re.compile(r"[0-9A-Z]{5}")
 _UNDEFINED_TABLE_OR_COLUMN = ("42P01", "42703", "3F000")
 # A lock_timeout ran out, the role's or a claim's.
 LOCK_NOT_AVAILABLE = "55P03"
+# A standby, or a transaction that is READ ONLY.
+READ_ONLY = "25006"
 # A standby that is being promoted, a lock_timeout, and what the server ended for the sake of other transactions.
-_TRANSIENT = ("25006", LOCK_NOT_AVAILABLE, "40001", "40P01")
+_TRANSIENT = (READ_ONLY, LOCK_NOT_AVAILABLE, "40001", "40P01")
 # What a server, a pooler or libpq says when it lets no connection in, or when one is lost. Only these words are
 # repeated: the rest of the text may hold a host, a user or a value.
 _OUTAGE_REASONS = (
@@ -161,7 +163,7 @@ def is_database_unavailable(error: BaseException) -> bool:
     if sqlstate is None:
         return True
     # 25006: a standby, which will be promoted, or is not the server that was meant. A cancelled statement is no outage.
-    return (sqlstate[:2] in ("08", "53", "57") and sqlstate != QUERY_CANCELED) or sqlstate == "25006"
+    return (sqlstate[:2] in ("08", "53", "57") and sqlstate != QUERY_CANCELED) or sqlstate == READ_ONLY
 
 
 def describe_error(error: BaseException) -> str:

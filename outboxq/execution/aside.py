@@ -15,7 +15,7 @@ import psycopg
 from sqlalchemy import Connection
 
 from outboxq.database.driver import is_lost, run_script
-from outboxq.database.errors import sqlstate_of
+from outboxq.database.errors import READ_ONLY, sqlstate_of
 from outboxq.events import JobSetAside
 from outboxq.execution.claim import AnyScript
 from outboxq.statements.aside import WAITS, dead_letter_row, postpone_row, select_kind
@@ -54,7 +54,7 @@ def take_one(
     try:
         return run(taking(max_crashes))
     except psycopg.Error as error:
-        if (error.sqlstate or "08").startswith(("08", "57P")):
+        if (error.sqlstate or "08").startswith(("08", "57P", READ_ONLY)):
             raise
         _say(logging.WARNING, "a job could not be moved to the dead letters", run, schema, job_id, error)
     try:

@@ -8,12 +8,14 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from uuid import UUID
 
+import psycopg
 from sqlalchemy import Connection
 
+from outboxq.database.errors import READ_ONLY
 from outboxq.events import BatchFinished, Event, JobEvent, JobsCoalesced, JobsParked, JobsSuspected
 from outboxq.execution.chain import suppressed_followers
 from outboxq.execution.claim import Claimed, ClaimTransaction, begin_transaction
-from outboxq.execution.errors import Abandoned
+from outboxq.execution.errors import Abandoned, WritesRefused
 from outboxq.execution.failure import Failed
 from outboxq.execution.runtime import Result
 from outboxq.handlers.call import HandlerCall
@@ -69,6 +71,7 @@ class BatchState:
 
     Attributes:
         transaction: The batch's transaction, once it has begun; `was_begun`: its BEGIN was tried.
+        writes_refused: Its BEGIN was refused, because the server is a standby.
         epoch: The run of the server that knows the transaction.
         position: The job that runs, until `deadline` (monotonic) if it has one.
         call: The call of a handler that runs, or ran last.
@@ -113,6 +116,7 @@ class BatchState:
     late_result: Result | None = field(default=None, init=False)
     blocked: set[str] = field(default_factory=set, init=False)
     was_begun: bool = field(default=False, init=False)
+    writes_refused: WritesRefused | None = field(default=None, init=False)
     commit_was_sent: bool = field(default=False, init=False)
     has_deadlocked: bool = field(default=False, init=False)
     dead_letters: DeadLetters | None = field(default=None, init=False)
@@ -180,12 +184,24 @@ class BatchState:
         return self._phase is Phase.SEIZED
 
     def begin(self, connection: Connection) -> ClaimTransaction:
-        """Begin the batch's transaction, unless it has begun."""
+        """Begin the batch's transaction, unless it has begun.
+
+        Raises:
+            WritesRefused: the server takes no writes; also at each later call, if a handler has swallowed that.
+        """
         if self._phase is Phase.SEIZED:
             raise Abandoned("the relay does not wait for this job any more")
+        if self.writes_refused is not None:
+            raise self.writes_refused
         if self.transaction is None:
             self.was_begun = True
-            self.transaction = begin_transaction(connection, LOCAL_SETTINGS + local_timeouts(self.timeout_seconds))
+            try:
+                self.transaction = begin_transaction(connection, LOCAL_SETTINGS + local_timeouts(self.timeout_seconds))
+            except psycopg.Error as error:
+                if error.sqlstate != READ_ONLY:
+                    raise
+                self.writes_refused = WritesRefused("the server takes no writes")
+                raise self.writes_refused from error
         return self.transaction
 
     @property

@@ -18,6 +18,10 @@ class ConnectionLost(OutboxqError):
     """The connection went away: the server has undone the claim, or committed it; no attempt is counted."""
 
 
+class WritesRefused(ConnectionLost):
+    """The server takes no writes: a standby, which was the primary or will be. Nothing of the handler's was sent."""
+
+
 class ConnectionSpoiled(ConnectionLost):
     """A handler left the connection so that nothing can be sent on it: it is closed, and the attempt counted."""
 

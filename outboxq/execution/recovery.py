@@ -15,7 +15,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from outboxq.clock import clock
 from outboxq.database.driver import end_transaction, is_lost, pause, run_script
-from outboxq.database.errors import LOCK_NOT_AVAILABLE, sqlstate_of
+from outboxq.database.errors import LOCK_NOT_AVAILABLE, READ_ONLY, sqlstate_of
 from outboxq.error_record import ErrorRecord
 from outboxq.errors import LeaseLost
 from outboxq.events import Event, JobCrashed, JobEvent, JobInterrupted, JobLeaseLost, JobsParked
@@ -24,7 +24,7 @@ from outboxq.execution.aside import Rows, describe, is_of_a_row, say_of_job, tak
 from outboxq.execution.batch_state import BatchReport, BatchState
 from outboxq.execution.claim import begin_transaction, claim_one, clear_marks
 from outboxq.execution.commit import commit_checked
-from outboxq.execution.errors import ConnectionLost, ConnectionSpoiled, TransactionEscaped
+from outboxq.execution.errors import ConnectionLost, ConnectionSpoiled, TransactionEscaped, WritesRefused
 from outboxq.execution.failure import Failed, count_unfinished
 from outboxq.execution.find_outcome import (
     COMMITTED_BY_HANDLER,
@@ -91,6 +91,9 @@ def recover(connection: Connection, batch: BatchState, error: BaseException, run
     if outcome is not None:
         return Recovered(outcome)
     match error:
+        case WritesRefused() if batch.late_result is None:
+            # The claim was written, so behind a pooler another connection may lead to the primary again.
+            return Recovered(_release(connection, batch.job))
         case ConnectionLost() if batch.late_result is not None:
             return Recovered(settle_on_new_connection(connection, batch, runtime, batch.late_result))
         case ConnectionSpoiled() if batch.together == 1:
@@ -188,8 +191,8 @@ def record_result(
     except LeaseLost:
         end_transaction(connection)
         return BatchReport(1, (JobLeaseLost(job),))
-    except (psycopg.Error, SQLAlchemyError):
-        if is_lost(connection):
+    except (psycopg.Error, SQLAlchemyError) as error:
+        if _is_no_fault_of_the_job(connection, error):
             raise
         end_transaction(connection)
         return postpone(connection, job, runtime, cleared)
@@ -224,12 +227,27 @@ def settle_on_new_connection(
             commit_checked(connection, inner, runtime.keeper, kept)
     except LeaseLost:
         events = (JobLeaseLost(job),)
-    except (psycopg.Error, SQLAlchemyError):
-        if is_lost(connection):
+    except (psycopg.Error, SQLAlchemyError) as error:
+        if _is_no_fault_of_the_job(connection, error):
             raise
         end_transaction(connection)
         return postpone(connection, job, runtime)
     return BatchReport(1, events)
+
+
+def _is_no_fault_of_the_job(connection: Connection, error: psycopg.Error | SQLAlchemyError) -> bool:
+    """Whether the connection is gone, or leads to a standby: what follows is tried again on another one."""
+    return is_lost(connection) or sqlstate_of(error) == READ_ONLY
+
+
+def _release(connection: Connection, job: Job) -> BatchReport:
+    """Let a leased job run again at once, uncounted: it has written nothing."""
+    try:
+        with connection.begin():
+            settle.release(connection, job)
+    except LeaseLost:
+        return BatchReport(1, (JobLeaseLost(job),))
+    return BatchReport(1, ())
 
 
 def return_to_suspects(

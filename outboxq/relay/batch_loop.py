@@ -15,7 +15,7 @@ from outboxq.execution import lease_mode, recovery
 from outboxq.execution.batch_state import BatchReport, BatchState
 from outboxq.execution.claim import AnyScript, Claimed, ClaimRequest, return_suspect, take_slot
 from outboxq.execution.coalesce import coalesce, coalesce_leased
-from outboxq.execution.errors import ConnectionSpoiled, TransactionEscaped
+from outboxq.execution.errors import ConnectionSpoiled, TransactionEscaped, WritesRefused
 from outboxq.execution.lease_mode import LeasedBatch
 from outboxq.execution.run import run
 from outboxq.execution.runtime import Runtime
@@ -336,7 +336,7 @@ class BatchLoop:
             except (psycopg.Error, SQLAlchemyError) as refused:
                 # The recovery's own writes were refused: the job is charged, or put off, as for any database error.
                 report = self._recover_refused(connection, refused, runtime)
-        elif isinstance(error, psycopg.Error | SQLAlchemyError):
+        elif isinstance(error, psycopg.Error | SQLAlchemyError | WritesRefused):
             report = self._recover_refused(connection, error, runtime)
         elif self.batch is None or runtime.guard.left is None or not runtime.is_failure(error):
             raise error
@@ -351,7 +351,7 @@ class BatchLoop:
         return replace(report, events=())
 
     def _recover_refused(
-        self, connection: Connection, error: psycopg.Error | SQLAlchemyError, runtime: Runtime
+        self, connection: Connection, error: psycopg.Error | SQLAlchemyError | WritesRefused, runtime: Runtime
     ) -> BatchReport:
         """Recover from a database error, of a claim, or of a batch that is rolled back."""
         if is_lost(connection) or self.is_seized:

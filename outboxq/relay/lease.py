@@ -24,7 +24,7 @@ from psycopg.pq.abc import PGconn
 from outboxq.config import RelayConfig
 from outboxq.database.closing import finish
 from outboxq.database.driver import DriverConnection, run_on_libpq
-from outboxq.database.errors import describe_refusal
+from outboxq.database.errors import READ_ONLY, describe_refusal
 from outboxq.emitter import Emitter
 from outboxq.events import JobCrashed, LeaseExtensionFailed
 from outboxq.execution.aside import describe, is_of_a_row, kind_of, say_of_job, take_one
@@ -211,7 +211,7 @@ class RelayLease:
         try:
             rows = run_on_libpq(connection, statements.reap(self._schema, max_crashes, REAP_LIMIT, in_group=in_group))
         except psycopg.Error as error:
-            if connection.status != ConnStatus.OK:
+            if connection.status != ConnStatus.OK or error.sqlstate == READ_ONLY:
                 raise
             # A job that cannot become a dead letter must not keep others from coming back: this time none becomes one.
             logger.warning("jobs could not be moved to the dead letters: %s", describe_refusal(error))

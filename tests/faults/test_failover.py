@@ -1,18 +1,27 @@
 """A primary dies and its standby takes over: queue and ledger stay one, and the relay goes on."""
 
 from collections.abc import Iterator
+from typing import Any
 
+import msgspec
+import psycopg
 import pytest
 from sqlalchemy import Engine, create_engine, text
 from sqlalchemy.orm import sessionmaker
 
 from outboxq import OutboxSession, RelayConfig
+from outboxq.database.driver import end_transaction
 from outboxq.events import DatabaseBack, DatabaseLost
+from outboxq.execution.batch_state import BatchReport, BatchState
+from outboxq.execution.errors import WritesRefused
+from outboxq.execution.recovery import record_result, recover
+from outboxq.outcomes import Done
 from outboxq.postgres import Server
 from tests.conftest import StartRelay
 from tests.support import app
-from tests.support.ledger import dead, enqueue, ledger, waiting
+from tests.support.ledger import dead, enqueue, ledger, rows, waiting
 from tests.support.own_server import own_database, own_server
+from tests.support.slots import claim_ready
 from tests.support.standby import Pair, primary_and_standby
 from tests.support.waiting import wait_until
 
@@ -82,6 +91,36 @@ def test_an_asynchronous_failover_goes_back_in_time_with_queue_and_ledger_togeth
         assert ledger(promoted) == dict.fromkeys([*names, *later], 1)
         assert dead(promoted) == 0
         promoted.dispose()
+
+
+def test_a_job_whose_transaction_begins_on_a_standby_is_not_charged(pair: Pair) -> None:
+    """As behind a pooler that keeps sessions with both servers: it runs again at once, and nothing of it is counted."""
+    with own_database(pair.primary) as (database, engine), engine.connect() as primary:
+        enqueue(engine, ["once"], both_flavours=False)
+        with primary.begin() as claiming:
+            (job,) = claim_ready(primary, "ledger", 1).jobs
+            claiming.rollback()
+        with primary.begin():
+            held = "state = 'leased', lease_owner = gen_random_uuid(), lease_token = 1, attempt = 1"
+            primary.execute(text(f"UPDATE outboxq.job SET {held}"))
+        job = msgspec.structs.replace(job, lease_token=1)
+        pair.wait_for_replay()
+        standby_engine = engine_on(pair.standby_url(database.url))
+        batch = BatchState("ledger", (job,), None, epoch="")
+        nothing: Any = None
+        with standby_engine.connect() as standby:
+            for _ in range(2):
+                # The second time it was swallowed, and the connection may be another server's.
+                with pytest.raises(WritesRefused) as refused:
+                    batch.begin(standby)
+                end_transaction(standby)
+            # Neither charged nor put off for minutes, which another connection might allow.
+            with pytest.raises(psycopg.errors.ReadOnlySqlTransaction):
+                record_result(standby, batch, job, Done(), nothing)
+        standby_engine.dispose()
+        assert recover(primary, batch, refused.value, nothing).report == BatchReport(1, ())
+        state = "SELECT state, attempt, crashes, errors, run_at <= clock_timestamp() FROM outboxq.job"
+        assert rows(engine, state) == [("ready", 0, 0, [], True)]
 
 
 @pytest.mark.parametrize("ended_by", ["pg_cancel_backend", "pg_terminate_backend"])

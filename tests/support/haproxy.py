@@ -48,11 +48,10 @@ def haproxy(urls: list[str]) -> Iterator[int]:
 
         def answers() -> bool:
             assert process.poll() is None, (directory / "log").read_text()
-            with contextlib.suppress(psycopg.OperationalError), psycopg.connect(urls[0], port=port, connect_timeout=5):
-                return True
-            return False
+            # Until its first looks it leads to each server in turn.
+            return all(_is_primary(urls[0], port=port) for _ in range(2 * len(urls)))
 
-        wait_until(answers, "haproxy to answer")
+        wait_until(answers, "haproxy to lead to the primary alone")
         yield port
 
 
@@ -87,10 +86,10 @@ def _patroni(url: str) -> Iterator[int]:
             thread.join()
 
 
-def _is_primary(url: str) -> bool:
+def _is_primary(url: str, **more: int) -> bool:
     with (
         contextlib.suppress(psycopg.OperationalError),
-        psycopg.connect(url, connect_timeout=2, autocommit=True) as connection,
+        psycopg.connect(url, connect_timeout=2, autocommit=True, **more) as connection,
     ):
         return connection.execute("SELECT NOT pg_is_in_recovery()").fetchone() == (True,)
     return False

@@ -236,12 +236,12 @@ def settle_on_new_connection(
 
 
 def _is_no_fault_of_the_job(connection: Connection, error: psycopg.Error | SQLAlchemyError) -> bool:
-    """Whether the connection is gone, or leads to a standby: what follows is tried again on another one."""
+    """Return True if the connection is gone or leads to a standby: the slot then recovers on another one."""
     return is_lost(connection) or sqlstate_of(error) == READ_ONLY
 
 
 def _release(connection: Connection, job: Job) -> BatchReport:
-    """Let a leased job run again at once, uncounted: it has written nothing."""
+    """Put a leased job that has written nothing back to run at once, with no attempt counted."""
     try:
         with connection.begin():
             settle.release(connection, job)

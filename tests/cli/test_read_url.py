@@ -268,7 +268,7 @@ def test_a_url_of_several_hosts_reads_on_the_standby_and_works_on_the_primary(bo
 
 
 def test_every_command_takes_the_primary_of_several_hosts(both: Both) -> None:
-    """The standby is named first, and refuses whoever writes there."""
+    """The URL names the standby first, which refuses writes."""
     several = _standby_first(both)
     said = {words: call(*words, url=several) for words in (*NEEDS_LATER, *WORKS, ("migrate",), ("doctor",))}
     wrong = ("SQLSTATE", "Traceback", "read-only", "no connection", "No such option")

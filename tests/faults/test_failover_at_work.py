@@ -70,7 +70,7 @@ WAYS: dict[str, tuple[Callable[[Pair, str], object], tuple[str, ...]]] = {
 
 @dataclass
 class Work:
-    """Producers and a receiver of messages: what they were told is committed, and threads that stop when told to."""
+    """Producers and a receiver of messages on threads, and the names whose COMMIT was answered."""
 
     sessions: sessionmaker[OutboxSession]
     random: random.Random
@@ -108,12 +108,12 @@ class Work:
             session.add_job(app.record, name=message)
 
     def _commit(self, names: list[str], write: Callable[[OutboxSession], None]) -> bool:
-        time.sleep(self.random.uniform(0, 0.01))
+        self.stopped.wait(self.random.uniform(0, 0.01))
         try:
             with self.sessions.begin() as session:
                 write(session)
         except DBAPIError:
-            time.sleep(0.05)
+            self.stopped.wait(0.05)
             return False
         self.acknowledged.extend(names)
         return True
@@ -144,7 +144,7 @@ def relay(url: str, log: Path, options: tuple[str, ...]) -> Iterator[subprocess.
 
 
 def effects_of(url: str) -> int:
-    """How many effects the promoted server has; 0 while it is a standby."""
+    """The number of effects on the promoted server; 0 while it is a standby."""
     with suppress(psycopg.OperationalError), psycopg.connect(libpq_url(url), autocommit=True) as connection:
         query = "SELECT count(*) FROM effect_ledger WHERE NOT pg_is_in_recovery()"
         (found,) = connection.execute(query).fetchone() or (0,)
@@ -154,7 +154,7 @@ def effects_of(url: str) -> int:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_failover_at_work_loses_and_doubles_nothing(way: str, tmp_path: Path) -> None:
-    """What was acknowledged is there, each request has one effect and each message one acceptance; no relay ends."""
+    """Every acknowledged request exists and has one effect, every message one acceptance, and no relay ends."""
     reached_by, options = WAYS[way]
     drawn = random.Random(f"{SEED} {way}")
     with ExitStack() as stack:
@@ -167,16 +167,18 @@ def test_a_failover_at_work_loses_and_doubles_nothing(way: str, tmp_path: Path) 
         url = stack.enter_context(reached_by(pair, database.url))
         logs = [tmp_path / f"relay-{number}.log" for number in range(RELAYS)]
         processes = [stack.enter_context(relay(url, log, options)) for log in logs]
-        # What psycopg cannot be told in a URL.
+        # psycopg takes no None in a URL.
         arguments = {"connect_timeout": 5, "prepare_threshold": None}
         plain = make_url(url).difference_update_query(["prepare_threshold"])
         engine = stack.enter_context(disposed(create_engine(plain, pool_pre_ping=True, connect_args=arguments)))
         work = Work(sessionmaker(engine, class_=OutboxSession), drawn)
         with work.at_work():
             wait_until(lambda: ledger(primary).total() >= BEFORE, "effects before the kill")
+            # The moment of the kill is drawn, and so is where it meets everybody.
             time.sleep(drawn.uniform(0, 0.5))
             primary.dispose()
             pair.primary.stop_immediately()
+            # A time without a primary, as between a death and its discovery: all others try in vain meanwhile.
             time.sleep(PROMOTED_AFTER)
             assert pair.on_standby("SELECT pg_promote()") is True
             promoted_url = pair.standby_url(database.url)

@@ -21,6 +21,7 @@ def program(package: str) -> str:
         fcntl.flock(lock, fcntl.LOCK_EX)
         found = _find(package) or _install(package)
     if found is None:
+        # Contributors' machines: `.ci/run` is root on a system with apt-get, and runs these tests.
         pytest.skip(f"{package} is not installed, and cannot be without root and apt-get: apt-get install {package}")
     return found
 

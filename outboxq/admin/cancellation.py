@@ -51,8 +51,7 @@ def count_sharing(connection: Connection, job_id: UUID) -> Sharing:
 
     Up to 10,000 jobs on each side of it are looked at, in the order of claims.
     """
-    results = run_script(connection, statements.sharing(mapped_schema(connection), job_id))
-    jobs, is_exact = next(result.rows[0] for result in results if result.rows)
+    ((jobs, is_exact),) = run_script(connection, statements.sharing(mapped_schema(connection), job_id))
     assert isinstance(jobs, int)
     return Sharing(jobs, bool(is_exact))
 
@@ -64,7 +63,7 @@ def terminate(connection: Connection, job_id: UUID, outcome: CancelOutcome = "di
     back, and each runs again by itself; the cancelled one is ended by its next claim, or by `end_returned`. A handler
     under a lease goes on, and what it wrote is refused.
     """
-    ended = run_script(connection, statements.terminate(mapped_schema(connection), job_id))[0].rows
+    ended = run_script(connection, statements.terminate(mapped_schema(connection), job_id))
     if ended:
         return True
     # Behind the request, as the relay that ends the job locks both: else each might wait for the other.

@@ -216,7 +216,7 @@ def clear_marks(connection: Connection, ids: Sequence[UUID]) -> bool:
     """
     cleared = run_script(connection, clearing(mapped_schema(connection), [str(job_id) for job_id in ids]))
     waiting: object = connection.execute(statements.select_waiting(ids)).scalar_one()
-    return cleared[0].rows[0] == (waiting,)
+    return cleared == [(waiting,)]
 
 
 def count_matching(

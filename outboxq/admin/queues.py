@@ -87,7 +87,7 @@ def known_names(connection: Connection) -> set[str]:
     known = {row.name for row in connection.execute(statements.known_queues()) if row.is_used}
     schema = mapped_schema(connection)
     if connection.execute(may_read_relays(schema)).scalar_one():
-        known |= {str(name) for (name,) in run_script(connection, served_queues(schema, _MOST_SERVED))[0].rows}
+        known |= {str(name) for (name,) in run_script(connection, served_queues(schema, _MOST_SERVED))}
     return known
 
 

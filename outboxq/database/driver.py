@@ -9,10 +9,11 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from threading import get_ident
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import psycopg
 from psycopg.abc import PQGen
@@ -36,18 +37,74 @@ _DRIVERS = (psycopg.Connection, psycopg.AsyncConnection)
 DriverConnection: TypeAlias = "psycopg.Connection[Any] | psycopg.AsyncConnection[Any]"
 
 
-class ScriptResult(NamedTuple):
-    """What one statement of a script gave: its command tag and its rows."""
+# Rows of a statement, in the order in which the server sent them.
+Rows: TypeAlias = Sequence[tuple[Any, ...]]
 
-    tag: str
-    rows: Sequence[tuple[object, ...]]
-
-
-# Made once: a relay's strings have a dozen such statements around each claim.
-_TAGS = ("BEGIN", "SAVEPOINT", "RELEASE", "SET", "SET CONSTRAINTS", "COMMIT", "ROLLBACK", "PREPARE", "DEALLOCATE")
-_WITHOUT_ROWS: dict[bytes | None, ScriptResult] = {tag.encode(): ScriptResult(tag, ()) for tag in _TAGS}
 # Numbers, which are compared faster than members.
 _COMMAND_OK, _TUPLES_OK = int(ExecStatus.COMMAND_OK), int(ExecStatus.TUPLES_OK)
+
+
+@dataclass(slots=True)
+class Script:
+    """Single statements for one round trip, each with its owner, which gets its rows; none is found by its number."""
+
+    parts: list[tuple[str, str]] = field(default_factory=list)
+
+    def add(self, owner: str, *statements: str) -> "Script":
+        """Append statements of one owner, each of them a single one."""
+        self.parts += [(owner, statement) for statement in statements]
+        return self
+
+    def send(self, connection: Connection) -> "Answer":
+        """Send all of them as one simple query; PostgreSQL executes none that comes after a failure.
+
+        If the driver is to begin a transaction, BEGIN goes in front.
+        """
+        driver = driver_connection(connection)
+        text = "; ".join([statement for _, statement in self.parts])
+        try:
+            results = _send(driver, text, begins=True)
+        except psycopg.Error as error:
+            # Without any result: the connection is lost, or could not be used.
+            return Answer({}, False, error, "")
+        rows: dict[str, Rows] = {}
+        is_committed, failure, failed_at = False, None, ""
+        # An error that no statement caused, such as the end of the server, comes in the place of the next result.
+        for (owner, _), result in zip(self.parts, results, strict=False):
+            status = result.status
+            if status == _COMMAND_OK:
+                is_committed = is_committed or result.command_status == b"COMMIT"
+            elif status == _TUPLES_OK:
+                try:
+                    found = _rows_of(driver, result)
+                except psycopg.Error as error:
+                    # A value that Python cannot hold: the statements behind it were executed all the same.
+                    failure, failed_at = failure or error, failed_at or owner
+                else:
+                    rows[owner] = [*rows[owner], *found] if owner in rows else found
+            else:
+                failure, failed_at = error_from_result(result, encoding=_encoding(driver)), owner
+        if failure is None and len(results) != len(self.parts):
+            raise AssertionError(f"{len(self.parts)} statements were answered by {len(results)} results")
+        return Answer(rows, is_committed, failure, failed_at)
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The results of a script up to its end, or up to its first failure.
+
+    Attributes:
+        rows: The rows of each owner's statements, by owner; an owner without an entry has none.
+        is_committed: A COMMIT was executed, also if a later statement failed. False if the connection was lost before
+            its result came: then it is not known.
+        error: The failure, or None.
+        failed_at: The owner of the statement that failed.
+    """
+
+    rows: Mapping[str, Rows]
+    is_committed: bool
+    error: psycopg.Error | None
+    failed_at: str
 
 
 def dbapi_connection(connection: Connection) -> Any:
@@ -85,8 +142,8 @@ def unprepared(connection: Connection) -> Iterator[None]:
         driver.prepare_threshold = before
 
 
-def run_script(connection: Connection, script: str) -> list[ScriptResult]:
-    """Send `script`, one or more statements without parameters, as one simple query.
+def run_script(connection: Connection, *statements: str) -> Rows:
+    """Send statements without parameters as one simple query; returns all of their rows, one after the other.
 
     PostgreSQL stops at the first statement that fails, and nothing after it is executed. If the driver is to begin a
     transaction, BEGIN goes in front of it.
@@ -95,10 +152,10 @@ def run_script(connection: Connection, script: str) -> list[ScriptResult]:
         psycopg.Error: the first failure.
     """
     driver = driver_connection(connection)
-    return _read(driver, _send(driver, script, begins=True))
+    return _all_rows(driver, _send(driver, "; ".join(statements), begins=True))
 
 
-def run_alone(connection: Connection, statement: str) -> Sequence[tuple[object, ...]]:
+def run_alone(connection: Connection, statement: str) -> Rows:
     """The rows of a statement that needs no transaction around it: one message, without BEGIN and COMMIT.
 
     Raises:
@@ -107,18 +164,18 @@ def run_alone(connection: Connection, statement: str) -> Sequence[tuple[object, 
     if is_listened_to(connection):
         # Such listeners set up what users' transactions need, a role perhaps.
         with connection.begin():
-            return run_script(connection, statement)[0].rows
+            return run_script(connection, statement)
     return run_outside_transaction(connection, statement)
 
 
-def run_outside_transaction(connection: Connection, statement: str) -> Sequence[tuple[object, ...]]:
+def run_outside_transaction(connection: Connection, statement: str) -> Rows:
     """The rows of a statement that PostgreSQL refuses inside of a transaction block.
 
     Raises:
         psycopg.Error: it failed.
     """
     driver = driver_connection(connection)
-    return _read(driver, _send(driver, statement, begins=False))[0].rows
+    return _all_rows(driver, _send(driver, statement, begins=False))
 
 
 def _send(driver: DriverConnection, script: str, *, begins: bool) -> list[PGresult]:
@@ -173,20 +230,23 @@ class _Reader(threading.local):
 _reader = _Reader()
 
 
-def _read(driver: DriverConnection, results: Sequence[PGresult]) -> list[ScriptResult]:
-    read: list[ScriptResult] = []
-    transformer = _reader.transformer if _is_utf8(driver) else Transformer(driver)
+def _all_rows(driver: DriverConnection, results: Sequence[PGresult]) -> Rows:
+    rows: Rows = ()
     for result in results:
-        status, tag = result.status, result.command_status
-        if status == _COMMAND_OK:
-            read.append(_WITHOUT_ROWS.get(tag) or ScriptResult((tag or b"").decode(), ()))
-        elif status == _TUPLES_OK:
-            transformer.set_pgresult(result)
-            rows: Sequence[tuple[object, ...]] = transformer.load_rows(0, result.ntuples, tuple)
-            read.append(ScriptResult((tag or b"").decode(), rows))
-        else:
+        status = result.status
+        if status == _TUPLES_OK:
+            found = _rows_of(driver, result)
+            rows = [*rows, *found] if rows else found
+        elif status != _COMMAND_OK:
             raise error_from_result(result, encoding=_encoding(driver))
-    return read
+    return rows
+
+
+def _rows_of(driver: DriverConnection, result: PGresult) -> Rows:
+    transformer = _reader.transformer if _is_utf8(driver) else Transformer(driver)
+    transformer.set_pgresult(result)
+    rows: Rows = transformer.load_rows(0, result.ntuples, tuple)
+    return rows
 
 
 # The thread that uses each connection by libpq.

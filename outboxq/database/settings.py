@@ -24,7 +24,8 @@ OUR_SETTINGS: Mapping[str, str] = {
     "jit": "off",
 }
 # LOCAL, because a transaction pooler would keep anything else for the next client.
-SET_OURS = "".join(f"SET LOCAL {name} = '{value}'; " for name, value in OUR_SETTINGS.items())
+OURS_SET = tuple(f"SET LOCAL {name} = '{value}'" for name, value in OUR_SETTINGS.items())
+SET_OURS = "".join(f"{statement}; " for statement in OURS_SET)
 
 _PG = func.pg_catalog
 

@@ -116,8 +116,8 @@ def _set(schema: str, table: str, names: list[str]) -> str:
 
 def find_wasted_indexes(context: CheckContext) -> Iterator[Finding]:
     """Bloated indexes of the job table."""
-    found = run_script(context.connection, reindex.wasted_indexes(context.schema, MIN_BYTES, BYTES_PER_ENTRY))
-    for name, given in found[-1].rows:
+    wasted = reindex.wasted_indexes(context.schema, MIN_BYTES, BYTES_PER_ENTRY)
+    for name, given in run_script(context.connection, wasted):
         index, number_of_bytes = str(name), int(str(given))
         yield Finding(
             "index-mostly-empty",

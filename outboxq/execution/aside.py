@@ -128,7 +128,7 @@ def _failure(connection: Connection, schema: str, script: AnyScript, job_id: UUI
     """The error of a claim of this job alone, or None. The claim is undone, and the mark that it leaves is cleared."""
     failure = None
     with connection.begin():
-        run_script(connection, f"{UNTIMED}{READABLE_DATES}SAVEPOINT oq_probe")
+        run_script(connection, UNTIMED, READABLE_DATES, "SAVEPOINT oq_probe")
         try:
             run_script(connection, script.one(job_id))
         except psycopg.Error as error:
@@ -157,7 +157,7 @@ def _postpone(connection: Connection, schema: str, job_id: UUID, why: str) -> tu
 def _try(connection: Connection, statement: str) -> Rows:
     try:
         with connection.begin():
-            return run_script(connection, statement)[0].rows
+            return run_script(connection, statement)
     except psycopg.Error as error:
         if is_lost(connection) or not is_of_a_row(error):
             raise

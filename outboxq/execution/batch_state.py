@@ -12,8 +12,7 @@ import psycopg
 from sqlalchemy import Connection
 
 from outboxq.database.errors import READ_ONLY
-from outboxq.events import BatchFinished, Event, JobEvent, JobsCoalesced, JobsParked, JobsSuspected
-from outboxq.execution.chain import suppressed_followers
+from outboxq.events import Event, JobEvent, JobsCoalesced, JobsParked, JobsSuspected
 from outboxq.execution.claim import Claimed, ClaimTransaction, begin_transaction
 from outboxq.execution.errors import Abandoned, WritesRefused
 from outboxq.execution.failure import Failed
@@ -21,7 +20,6 @@ from outboxq.execution.runtime import Result
 from outboxq.handlers.call import HandlerCall
 from outboxq.handlers.progress import ProgressNotes
 from outboxq.job import Job
-from outboxq.outbox.unique import UniqueAdds
 from outboxq.statements.transaction import LOCAL_SETTINGS, local_timeouts
 
 # How long to wait for the lock, which is held for a moment, except while a cancellation is on its way to the server.
@@ -88,8 +86,6 @@ class BatchState:
         blocked: The groups whose next jobs are given back: one of their jobs is put off, and holds them up.
         has_deadlocked: Jobs that ran together were undone by a deadlock or a serialization failure.
         dead_letters: The dead letters that a recovery of this batch has written.
-        unique_adds: The unique jobs that handlers have added, whose keys are taken at COMMIT.
-        finished: The batches (`jobs.batch`) of its jobs that were over behind its COMMIT.
         taken_along: The jobs for which others of the batch run; `dropped`: how many jobs of its claim do not run.
         coalesced: The events of that, if the transaction commits.
         stands_for: Those jobs, by the id of the job that runs for them.
@@ -120,8 +116,6 @@ class BatchState:
     commit_was_sent: bool = field(default=False, init=False)
     has_deadlocked: bool = field(default=False, init=False)
     dead_letters: DeadLetters | None = field(default=None, init=False)
-    unique_adds: UniqueAdds = field(default_factory=UniqueAdds, init=False)
-    finished: tuple[BatchFinished, ...] = field(default=(), init=False)
     taken_along: tuple[UUID, ...] = field(default=(), init=False)
     dropped: int = field(default=0, init=False)
     coalesced: tuple[JobsCoalesced, ...] = field(default=(), init=False)
@@ -196,7 +190,7 @@ class BatchState:
         if self.transaction is None:
             self.was_begun = True
             try:
-                self.transaction = begin_transaction(connection, LOCAL_SETTINGS + local_timeouts(self.timeout_seconds))
+                self.transaction = begin_transaction(connection, *LOCAL_SETTINGS, *local_timeouts(self.timeout_seconds))
             except psycopg.Error as error:
                 if error.sqlstate != READ_ONLY:
                     raise
@@ -289,17 +283,11 @@ class BatchState:
         self.position, self.together = places.start, len(places)
         del self.events[places.start :]
 
-    def events_of_commit(self) -> tuple[Event, ...]:
-        """What only the answer to COMMIT has told: followers that were not added, and batches that were over."""
-        return (*suppressed_followers(self.unique_adds.refused), *self.finished)
-
-    def report(self) -> BatchReport:
-        """The report of the batch, once its transaction is known to be committed."""
+    def report(self, of_commit: tuple[Event, ...] = ()) -> BatchReport:
+        """The report of the batch, once its transaction is known to be committed; with what its COMMIT has told."""
         events: list[Event] = [*self.events, *self.coalesced]
         if self.unknown:
             events.append(JobsParked(self.queue, tuple(sorted({job.kind for job in self.unknown})), len(self.unknown)))
         if self.moved:
             events.append(JobsSuspected(self.queue, self.moved))
-        if self.finished or self.unique_adds.refused:
-            events += self.events_of_commit()
-        return BatchReport(len(self.jobs), tuple(events))
+        return BatchReport(len(self.jobs), (*events, *of_commit))

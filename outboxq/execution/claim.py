@@ -6,16 +6,15 @@ gives its jobs back. In lease mode the claim is committed first, and a token fen
 
 import json
 import secrets
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias, cast
 from uuid import UUID
 
-import psycopg
 from sqlalchemy import Connection
 
 from outboxq.clock import DatabaseClock
-from outboxq.database.driver import ScriptResult, is_lost, run_script
+from outboxq.database.driver import Answer, Script, is_lost, run_script
 from outboxq.execution.prepared import PreparedStatements
 from outboxq.job import Job
 from outboxq.statements import limit as statements_of_limits
@@ -52,7 +51,7 @@ class ClaimTransaction:
 
     def renew(self) -> str:
         """Set the savepoints anew, so that all that was written before stands with the claim."""
-        return f"RELEASE SAVEPOINT {self.savepoint}; {_savepoints(self.savepoint)}"
+        return "; ".join((f"RELEASE SAVEPOINT {self.savepoint}", *_savepoints(self.savepoint)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,38 +118,38 @@ class ClaimRequest:
     clock: DatabaseClock = field(default_factory=DatabaseClock)
     savepoint: str = field(default_factory=lambda: f"oq_{secrets.token_hex(8)}")
 
-    def text(self) -> str:
-        """The statements, for a transaction that has just begun; in lease mode they end with COMMIT."""
-        claim_text = self._claim_text()
+    def add_to(self, script: Script) -> None:
+        """Append the claim, for a transaction that has just begun; in lease mode it ends with COMMIT."""
+        script.add("settings", UNTIMED, READABLE_DATES)
+        script.parts += self._statements()
         if self.script.leased:
-            return f"{UNTIMED}{READABLE_DATES}{claim_text}; COMMIT"
-        settings = local_timeouts(self.timeout_seconds) or TIMED_AGAIN
-        return f"{UNTIMED}{READABLE_DATES}{claim_text}; {settings}{_savepoints(self.savepoint)}"
+            script.add("claim", "COMMIT")
+        else:
+            settings = local_timeouts(self.timeout_seconds) or (TIMED_AGAIN,)
+            script.add("settings", *settings, *_savepoints(self.savepoint))
 
-    def _claim_text(self) -> str:
+    def add_after_commit(self, script: Script) -> None:
+        """Append the claim in a transaction of its own, to follow a COMMIT."""
+        script.add("settings", BEGIN)
+        self.add_to(script)
+
+    def _statements(self) -> list[tuple[str, str]]:
         if isinstance(self.script, GroupScript):
-            return self.script.text(self.limit, self.after)
+            return self.script.statements(self.limit, self.after)
         if self.prepared is None or self.prepared.is_plain():
-            return self.script.text(self.limit, self.cursor)
+            return self.script.statements(self.limit, self.cursor)
         claim = self._prepared_claim(self.script)
-        return "; ".join([*self.prepared.preparing(claim), claim.execution(self.cursor)])
+        preparing = [("settings", statement) for statement in self.prepared.preparing(claim)]
+        return [*preparing, *claim.statements(self.cursor)]
 
     def _prepared_claim(self, script: ClaimScript) -> PreparedClaim:
         return script.prepared(self.limit, behind=self.cursor is not None)
 
-    def clearing(self) -> str:
+    def clearing(self) -> list[tuple[str, str]]:
         """Lock what the claim would pick, and return the ids."""
         if isinstance(self.script, GroupScript):
-            return self.script.clearing(self.limit, self.after)
-        return self.script.clearing(self.limit, self.cursor)
-
-    def text_after_commit(self) -> str:
-        """The claim in a transaction of its own, to follow a COMMIT in one string."""
-        return f"{BEGIN}; {self.text()}"
-
-    def read_after_commit(self, results: Sequence[ScriptResult]) -> Claimed:
-        """What the claim after a COMMIT took, from the results of `text_after_commit`."""
-        return self.read(results[1:])
+            return self.script.statements(self.limit, self.after, clears=True)
+        return [("claim", self.script.clearing(self.limit, self.cursor))]
 
     def failed(self, error: BaseException) -> bool:
         """Whether the claim failed for how it was sent, and is worth another try in a new transaction."""
@@ -158,18 +157,20 @@ class ClaimRequest:
             return False
         return self.prepared.failed(error, self._prepared_claim(self.script))
 
-    def read(self, results: Sequence[ScriptResult]) -> Claimed:
-        """What the claim took, from the results of `text`."""
-        found = (result.rows for result in results if result.tag.startswith("SELECT"))
-        if self.script.room is not None and self.script.room.lock:
-            # In front of the claim stands the row of its lock.
-            next(found)
+    def read(self, answer: Answer) -> Claimed:
+        """What the claim took, from the answer to a script with its statements.
+
+        Raises:
+            psycopg.Error: the script failed.
+        """
+        if answer.error is not None:
+            raise answer.error
         has_room = True
         if isinstance(self.script, GroupScript):
-            has_room = self._read_look(next(found)[0])
+            has_room = self._read_look(answer.rows["groups"][0])
         elif self.prepared is not None:
             self.prepared.succeeded(self._prepared_claim(self.script))
-        rows = next(found)
+        rows = answer.rows["claim"]
         moved = cast("int", rows[0][0]) if rows else 0
         if moved < 0 or not has_room:
             return Claimed(self, (), 0, None, is_full=True)
@@ -214,13 +215,13 @@ def _place_in_group(job: Job) -> int:
 
 def claim(connection: Connection, request: ClaimRequest) -> Claimed:
     """Claim in the connection's transaction."""
-    try:
-        return request.read(run_script(connection, request.text()))
-    except psycopg.Error:
-        if request.prepared is not None and not is_lost(connection):
-            # As a statement: after a rollback of its own the driver drops all prepared statements.
-            run_script(connection, "ROLLBACK")
-        raise
+    script = Script()
+    request.add_to(script)
+    answer = script.send(connection)
+    if answer.error is not None and request.prepared is not None and not is_lost(connection):
+        # As a statement: after a rollback of its own the driver drops all prepared statements.
+        run_script(connection, "ROLLBACK")
+    return request.read(answer)
 
 
 def claim_one(connection: Connection, schema: str, job_id: str) -> Claimed:
@@ -236,8 +237,7 @@ def take_slot(connection: Connection, schema: str, request: ClaimRequest) -> boo
     room = request.script.room
     assert room is not None
     slot = statements_of_limits.take_slot(schema, request.queue, room.most)
-    results = run_script(connection, f"{local_timeouts(request.timeout_seconds)}{slot}")
-    return bool(next(result.rows for result in results if result.tag.startswith("SELECT"))[0][0])
+    return bool(run_script(connection, *local_timeouts(request.timeout_seconds), slot)[0][0])
 
 
 def return_suspect(connection: Connection, schema: str, job: Job) -> None:
@@ -251,12 +251,12 @@ def return_suspect(connection: Connection, schema: str, job: Job) -> None:
     )
 
 
-def begin_transaction(connection: Connection, settings: str = "") -> ClaimTransaction:
+def begin_transaction(connection: Connection, *settings: str) -> ClaimTransaction:
     """Begin the transaction of a leased job."""
     savepoint = f"oq_{secrets.token_hex(8)}"
-    results = run_script(connection, f"{settings}SELECT {ANCHOR}, {NOTE_ROLE}; {_savepoints(savepoint)}")
-    xid, pid, _ = next(result.rows[0] for result in results if result.tag.startswith("SELECT"))
-    return ClaimTransaction(savepoint, cast("str", xid), cast("int", pid))
+    begun = run_script(connection, *settings, f"SELECT {ANCHOR}, {NOTE_ROLE}", *_savepoints(savepoint))
+    ((xid, pid, _),) = begun
+    return ClaimTransaction(savepoint, xid, pid)
 
 
 def clear_marks(connection: Connection, schema: str, job_ids: Iterable[UUID]) -> None:
@@ -270,9 +270,10 @@ def forgive(connection: Connection, request: ClaimRequest) -> list[UUID]:
     No handler ran, and no relay died. Before this commits, another slot may find the marks: then the jobs run one by
     one, once.
     """
-    results = run_script(connection, UNTIMED + request.clearing())
-    found = [result.rows for result in results if result.tag.startswith("SELECT")][-1]
-    return [cast("UUID", row[0]) for row in found]
+    answer = Script([("settings", UNTIMED), *request.clearing()]).send(connection)
+    if answer.error is not None:
+        raise answer.error
+    return [job_id for (job_id,) in answer.rows["claim"]]
 
 
 def park_unknown(
@@ -291,12 +292,11 @@ def park_unknown(
     """
     states = ("ready", "scheduled")
     scripts = [park_head(schema, queue, state, known_kinds, limit, only_marks=only_marks) for state in states]
-    results = run_script(connection, UNTIMED + "; ".join(scripts))
-    return sum(cast("int", result.rows[0][0]) for result in results[1:])
+    return sum(parked for (parked,) in run_script(connection, UNTIMED, *scripts))
 
 
-def _savepoints(savepoint: str) -> str:
-    return f"SAVEPOINT {savepoint}; SAVEPOINT {_inner(savepoint)}"
+def _savepoints(savepoint: str) -> tuple[str, str]:
+    return f"SAVEPOINT {savepoint}", f"SAVEPOINT {_inner(savepoint)}"
 
 
 def _inner(savepoint: str) -> str:

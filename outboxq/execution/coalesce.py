@@ -20,7 +20,7 @@ import msgspec
 import psycopg
 from sqlalchemy import Connection
 
-from outboxq.database.driver import is_lost, run_script
+from outboxq.database.driver import Script, is_lost, run_script
 from outboxq.database.errors import describe_error
 from outboxq.events import JobsCoalesced
 from outboxq.execution.batch_state import BatchState
@@ -114,11 +114,11 @@ def coalesce(connection: Connection, batch: BatchState, schema: str) -> None:
     if not has_keys(batch.jobs):
         return
     runs = Runs(batch.jobs)
-    settings = local_timeouts(batch.timeout_seconds) or TIMED_AGAIN
+    settings = local_timeouts(batch.timeout_seconds) or (TIMED_AGAIN,)
     # The savepoints are set anew, above the deletes.
-    script = f"{UNTIMED}{take_along(schema, runs.keys)}{settings}{transaction.renew()}"
+    script = (UNTIMED, *take_along(schema, runs.keys), *settings, transaction.renew())
     try:
-        while runs.add(_selected(connection, script)[-1]) == TAKEN_AT_ONCE:
+        while runs.add(run_script(connection, *script)) == TAKEN_AT_ONCE:
             pass
     except psycopg.Error as error:
         if is_lost(connection):
@@ -154,28 +154,25 @@ def coalesce_leased(connection: Connection, leased: LeasedBatch, schema: str) ->
 
 def _take_along_leased(connection: Connection, runs: Runs, schema: str) -> int:
     dropped = runs.dropped
-    script = f"{UNTIMED}{READABLE_DATES}"
+    script = Script().add("settings", UNTIMED, READABLE_DATES)
     if dropped:
         # They were committed before their claim, and the run begins behind it: also if it is another relay's by now.
-        script += f"{finish_leased(schema, dropped, free=True)}; "
-    script += f"{take_along_leased(schema, runs.running_with_keys)}; COMMIT"
+        script.add("dropped", finish_leased(schema, dropped, free=True))
+    script.add("taken along", *take_along_leased(schema, runs.running_with_keys)).add("settings", "COMMIT")
     # Users' listeners set up what each transaction needs.
     with nullcontext() if connection.in_transaction() else connection.begin():
-        *left, rows = _selected(connection, script)
+        answer = script.send(connection)
+        if answer.error is not None:
+            raise answer.error
     runs.dropped = ()
     # Jobs whose rows another transaction holds.
-    runs.keep({cast("UUID", job_id) for found in left for (job_id,) in found})
-    return runs.add(rows)
+    runs.keep({job_id for (job_id,) in answer.rows.get("dropped", ())})
+    return runs.add(answer.rows["taken along"])
 
 
 def has_keys(jobs: Iterable[Job]) -> bool:
     """Whether one of these jobs has a key to be coalesced by."""
     return bool([job for job in jobs if job.unique_key is not None])
-
-
-def _selected(connection: Connection, script: str) -> list[Sequence[tuple[object, ...]]]:
-    """The rows of each query of a script."""
-    return [result.rows for result in run_script(connection, script) if result.tag.startswith("SELECT")]
 
 
 def _warn(error: psycopg.Error) -> None:

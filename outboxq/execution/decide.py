@@ -26,7 +26,7 @@ def expiries(connection: Connection, batch: BatchState, runtime: Runtime) -> dic
         # Under a lease no transaction is to be open while the handler works.
         rows = run_outside_transaction(connection, clock_seconds())
     else:
-        rows = run_script(connection, clock_seconds())[0].rows
+        rows = run_script(connection, clock_seconds())
     now = float(str(rows[0][0]))
     ahead = time.monotonic() - now
     unique = {job.id for job in batch.jobs if UNIQUE_HEADER in job.headers}

@@ -74,7 +74,7 @@ def _resolve_by_presence(connection: Connection, batch: BatchState) -> BatchRepo
     assert batch.transaction is not None
     with connection.begin():
         still_there = settle.is_unchanged(connection, batch.job)
-        is_ours = run_script(connection, may_be_committed(batch.transaction.xid))[0].rows[0][0]
+        is_ours = run_script(connection, may_be_committed(batch.transaction.xid))[0][0]
     if still_there:
         return None
     return batch.report() if batch.commit_was_sent and is_ours else BatchReport(len(batch.jobs), ())
@@ -87,14 +87,14 @@ def _server_epoch(connection: Connection) -> str:
 
 def was_committed(connection: Connection, xid: str) -> bool:
     with connection.begin():
-        status = run_script(connection, xact_status(xid))[0].rows[0][0]
-        prepared = run_script(connection, prepared_as(xid))[0].rows if status == "in progress" else ()
+        status = run_script(connection, xact_status(xid))[0][0]
+        prepared = run_script(connection, prepared_as(xid)) if status == "in progress" else ()
     for (gid,) in prepared:
         _undo_prepared(connection, str(gid))
         return was_committed(connection, xid)
     if status == "in progress":
         raise ConnectionLost("it is not known yet whether the last transaction was committed")
-    return status == "committed"
+    return bool(status == "committed")
 
 
 def _undo_prepared(connection: Connection, gid: str) -> None:

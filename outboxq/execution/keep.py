@@ -13,9 +13,11 @@ from typing import TypeAlias
 from uuid import UUID
 
 from outboxq.clock import clock
+from outboxq.database.driver import Rows
 from outboxq.database.errors import describe_error, sqlstate_of
 from outboxq.events import Event, JobCancelled, JobDied, JobDiscarded, JobDone, JobExpired
 from outboxq.execution.prepared import PreparedStatements, may_be_of_prepared
+from outboxq.execution.step import Step
 from outboxq.handlers.keeping import Keeping
 from outboxq.handlers.resolved import Registry
 from outboxq.statements.done import GIVING_WAY, DoneRows, KeptJobs, rows_of_done
@@ -41,55 +43,70 @@ _UNIQUE_VIOLATION = "23505"
 _PAUSE_SECONDS = 60.0
 
 
+# The rows wait for the lock of an operator's forgotten session for a moment, not for as long as a handler may: slots,
+# and the rows that handlers have locked, wait with them.
+_BRIEFLY = (
+    "SELECT pg_catalog.set_config('outboxq.lock_timeout', pg_catalog.current_setting('lock_timeout'), true), "
+    "pg_catalog.set_config('lock_timeout', '1s', true)"
+)
+# Before COMMIT too: one that sends notifications waits for the lock of others that do.
+_AS_LONG_AS_BEFORE = (
+    "SELECT pg_catalog.set_config('lock_timeout', pg_catalog.current_setting('outboxq.lock_timeout'), true)"
+)
+
+
 @dataclass(frozen=True, slots=True)
-class Kept:
-    """What goes into the transaction that removes jobs, for those who ask for them later; perhaps nothing.
+class FinishedRows(Step):
+    """The step that writes the rows of finished jobs.
 
     Attributes:
-        rows: The rows of finished jobs.
-        telling: The statement that tells those who wait for results.
         prepared: Where the INSERT of the rows is prepared; None to send it as text.
         gives_way: Whether earlier rows of the same ids give way; not if it is prepared.
     """
 
-    rows: DoneRows | None = None
-    telling: str = ""
+    keeper: "Keeper"
+    rows: DoneRows
     prepared: PreparedStatements | None = None
     gives_way: bool = False
+    name = "finished rows"
+    is_optional = True
 
-    def keeping(self) -> list[str]:
-        """The statements that write the rows."""
-        if self.rows is None:
-            return []
+    def statements(self) -> Sequence[str]:
+        """The INSERT; executed by its name alone, it sees to its patience by itself. PREPARE takes a lock too."""
         if self.prepared is None:
-            return [self.rows.text() + (GIVING_WAY if self.gives_way else "")]
-        return [*self.prepared.preparing(self.rows.prepared()), self.rows.execution()]
+            return _BRIEFLY, self.rows.text() + (GIVING_WAY if self.gives_way else ""), _AS_LONG_AS_BEFORE
+        if self.prepared.has(self.rows.prepared()):
+            return (self.rows.execution(),)
+        return _BRIEFLY, *self.prepared.preparing(self.rows.prepared()), self.rows.execution(), _AS_LONG_AS_BEFORE
 
-    def is_prepared(self) -> bool:
-        """Whether the INSERT is prepared on the connection, as far as is known."""
-        return self.rows is not None and self.prepared is not None and self.prepared.has(self.rows.prepared())
-
-    def succeeded(self) -> None:
-        """Record that the statements were executed."""
-        if self.rows is not None and self.prepared is not None:
+    def committed(self, rows: Rows) -> tuple[Event, ...]:  # noqa: ARG002  # of no interest
+        """Take note that the INSERT is prepared now."""
+        if self.prepared is not None:
             self.prepared.succeeded(self.rows.prepared())
+        return ()
 
-    def failed_as_prepared(self, error: BaseException) -> bool:
-        """Whether an error may have come because the INSERT was prepared, or was not: its text would not meet it."""
-        return self.prepared is not None and may_be_of_prepared(error)
-
-    def after(self, error: BaseException, keeper: "Keeper") -> "Kept":
-        """What to send after an error of these statements: the rows once more in another way, or no rows."""
-        if self.rows is not None and self.prepared is not None and self.failed_as_prepared(error):
+    def refused(self, error: BaseException) -> "FinishedRows | None":
+        """The rows once more in another way; or none, and none for a while, if the table refuses them."""
+        if self.prepared is not None and may_be_of_prepared(error):
             self.prepared.failed(error, self.rows.prepared())
             return replace(self, prepared=None)
         if sqlstate_of(error) == _UNIQUE_VIOLATION and not self.gives_way:
             return replace(self, prepared=None, gives_way=True)
-        keeper.refused(error)
-        return replace(self, rows=None)
+        self.keeper.refused(error)
+        return None
 
 
-NOTHING_KEPT = Kept()
+@dataclass(frozen=True, slots=True)
+class TellWaiters(Step):
+    """The step that notifies those who wait for the results of jobs; late, as what it tries is held until COMMIT."""
+
+    schema: str
+    job_ids: Sequence[UUID]
+    name = "waiters"
+
+    def statements(self) -> Sequence[str]:
+        """One statement."""
+        return (tell_waiters(self.schema, self.job_ids),)
 
 
 @dataclass(slots=True)
@@ -128,27 +145,27 @@ class Keeper:
         over = [event for event in events if isinstance(event, Over) and event.job.kind in kinds]
         return self._columns(over, others) if over else None
 
-    def statements(
+    def steps(
         self,
         schema: str,
         events: Sequence[Event],
         others: Mapping[UUID, tuple[UUID, ...]] = _NO_OTHERS,
         prepared: PreparedStatements | None = None,
-    ) -> Kept:
-        """For the transaction that removes the jobs, and late: what is tried of waiters is held until COMMIT.
+    ) -> list[Step]:
+        """The steps of a transaction in which jobs end by these events.
 
         Args:
             prepared: Where the connection's INSERTs are prepared, if they may be.
         """
-        if not self.kinds:
-            return NOTHING_KEPT
         rows, ended = self.kept(events, others), self.ended(events, others)
-        telling = tell_waiters(schema, ended) if ended else ""
-        if rows is None:
-            return Kept(telling=telling)
-        if prepared is not None and prepared.is_plain():
-            prepared = None
-        return Kept(rows_of_done(schema, rows, self.relay), telling, prepared)
+        steps: list[Step] = []
+        if rows is not None:
+            if prepared is not None and prepared.is_plain():
+                prepared = None
+            steps.append(FinishedRows(self, rows_of_done(schema, rows, self.relay), prepared))
+        if ended:
+            steps.append(TellWaiters(schema, ended))
+        return steps
 
     def ended(self, events: Iterable[Event], others: Mapping[UUID, tuple[UUID, ...]] = _NO_OTHERS) -> list[UUID]:
         """The jobs that are over by these events, in whatever way, of kinds whose results can be waited for."""

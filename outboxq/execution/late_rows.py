@@ -29,7 +29,7 @@ def wait_while_young(connection: Connection, job: Job) -> None:
     Raises:
         RowsMayBeLate: it is young.
     """
-    age_seconds = float(str(run_script(connection, clock_seconds())[0].rows[0][0])) - job.created_at.timestamp()
+    age_seconds = float(str(run_script(connection, clock_seconds())[0][0])) - job.created_at.timestamp()
     left_seconds = _YOUNG_SECONDS - age_seconds
     # A job whose created_at lies far in the future, which SQL can write, does not wait: it would wait until then.
     if 0 < left_seconds < 2 * _YOUNG_SECONDS:

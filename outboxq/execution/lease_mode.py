@@ -11,7 +11,7 @@ enforcer of deadlines during one.
 
 import threading
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from uuid import UUID
@@ -21,13 +21,24 @@ from psycopg.pq import TransactionStatus
 from sqlalchemy import Connection
 
 from outboxq.clock import clock
-from outboxq.database.driver import ScriptResult, end_transaction, is_lost, pause, run_script, transaction_status
+from outboxq.database.driver import (
+    Answer,
+    Script,
+    end_transaction,
+    is_listened_to,
+    is_lost,
+    pause,
+    run_script,
+    transaction_status,
+)
 from outboxq.database.errors import LOCK_NOT_AVAILABLE, sqlstate_of
 from outboxq.events import Event, JobEvent, JobLeaseLost, JobsParked
-from outboxq.execution.batch_state import BatchReport
-from outboxq.execution.claim import Claimed, ClaimRequest
+from outboxq.execution.claim import ClaimRequest
+from outboxq.execution.commit import Committed
 from outboxq.execution.errors import ConnectionLost
+from outboxq.execution.job_batches import FinishBatches, batch_ids
 from outboxq.execution.keep import Keeper
+from outboxq.execution.step import Step
 from outboxq.fault_points import fault_point
 from outboxq.job import Job
 from outboxq.statements.done import GIVING_WAY, keep_jobs
@@ -42,7 +53,7 @@ _CHECK_SECONDS = 0.01
 # Tools that watch or cut a relay's sessions know by these words what ends a job.
 _MARK = "/* as RELEASE SAVEPOINT oq_... */ "
 # An operator's forgotten session may hold a row for ever. A reaper is done in a moment.
-_PATIENCE = "SET LOCAL lock_timeout = '5s'; "
+_PATIENCE = "SET LOCAL lock_timeout = '5s'"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,8 +86,8 @@ class Unsettled:
     def __bool__(self) -> bool:
         return bool(self.finished or self.waiting)
 
-    def script(self, schema: str, *, keep: bool = True, free: bool = False) -> str:
-        """The statements that settle the jobs, for a transaction that has just begun; the first returns the lost ones.
+    def add_to(self, script: Script, schema: str, *, keep: bool = True, free: bool = False) -> None:
+        """Append the statements that settle the jobs, for a transaction that has just begun; "finished" has those lost.
 
         Args:
             keep: With the rows of those of them whose kinds keep finished jobs.
@@ -86,26 +97,40 @@ class Unsettled:
         done = (event.job for event in self.finished)
         rows = self.keeper.kept(self.finished, self.stands_for) if keep else None
         kept = keep_jobs(schema, rows, self.keeper.relay, gone=True) + GIVING_WAY if rows is not None else ""
-        finishing = f"{finish_leased(schema, done, free=free, keeping=kept)}; " if self.finished else ""
         # What their table refuses is refused with them, and not by COMMIT.
-        checking = "SET CONSTRAINTS ALL IMMEDIATE; " if kept else ""
-        telling = f"{tell_waiters(schema, self.ended)}; " if self.ended else ""
-        giving_back = f"{release_leased(schema, self.waiting, free=free)}; " if self.waiting else ""
-        return f"{LOCAL_SETTINGS}{_PATIENCE}{BY_KEYS}{checking}{_MARK}{finishing}{giving_back}{telling}"
+        checking = ("SET CONSTRAINTS ALL IMMEDIATE",) if kept else ()
+        script.add("settings", *LOCAL_SETTINGS, _PATIENCE, BY_KEYS, *checking)
+        if self.finished:
+            script.add("finished", _MARK + finish_leased(schema, done, free=free, keeping=kept))
+        if self.waiting:
+            script.add("waiting", _MARK + release_leased(schema, self.waiting, free=free))
+        if self.ended:
+            script.add("ended", tell_waiters(schema, self.ended))
 
     @property
     def ended(self) -> list[UUID]:
         """The jobs that are over, of kinds whose results can be waited for."""
         return self.keeper.ended(self.finished, self.stands_for)
 
-    def question(self, schema: str) -> str:
-        """The query after COMMIT: which of the jobs are in the table, if they may have been settled before.
+    def lost(self, answer: Answer) -> set[UUID]:
+        """The jobs that were lost, by the answer to `add_to` and `add_question`."""
+        lost = {job_id for (job_id,) in answer.rows.get("finished", ())}
+        # A job whose row is gone is done: by the COMMIT whose answer was lost.
+        return lost & {job_id for (job_id,) in answer.rows["standing"]} if self.is_asked else lost
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether the jobs may have been settled before, so that it is asked which of them are in the table."""
+        return self.unsure and bool(self.finished)
+
+    def add_question(self, script: Script, schema: str) -> None:
+        """Append the query after COMMIT, if it is asked which of the jobs are in the table.
 
         After COMMIT, because only a new statement sees what was committed while the first one waited for a row; in the
         same string, because the answer to a query of its own could be lost, and with it what was committed.
         """
-        jobs = (event.job for event in self.finished)
-        return f"; {standing(schema, jobs)}" if self.unsure and self.finished else ""
+        if self.is_asked:
+            script.add("standing", standing(schema, (event.job for event in self.finished)))
 
 
 @dataclass(slots=True)
@@ -227,7 +252,7 @@ class LeasedBatch:
 
 def settle_leased(
     connection: Connection, leased: LeasedBatch, schema: str, next_claim: ClaimRequest | None = None
-) -> tuple[tuple[Event, ...], Claimed | None]:
+) -> Committed:
     """Settle the waiting jobs of a claim in the transaction of the next claim; returns their events and that claim.
 
     If the next claim fails, the jobs are settled without it. If another transaction holds the row of a job, the others
@@ -236,6 +261,9 @@ def settle_leased(
     Raises:
         ConnectionLost, psycopg.Error: all of the jobs wait on.
     """
+    ids = batch_ids(leased.jobs)
+    steps = (FinishBatches(schema, ids),) if ids else ()
+    left, sent = (steps, ()) if is_listened_to(connection) else ((), steps)
     sending = _Sending(next_claim)
     while True:
         fault_point("before-commit")
@@ -244,7 +272,7 @@ def settle_leased(
             sending = replace(sending, next_claim=None)
         try:
             with leased.settling(unsettled, connection):
-                results = _send(connection, unsettled, schema, sending)
+                answer = _send(connection, unsettled, schema, sending, sent)
             break
         except psycopg.Error as error:
             if is_lost(connection):
@@ -264,11 +292,13 @@ def settle_leased(
     if sending.refusal is not None:
         leased.keeper.refused(sending.refusal)
     fault_point("after-commit")
-    events = _events(unsettled, results)
+    lost = unsettled.lost(answer)
+    ended = tuple(JobLeaseLost(event.job) if event.job.id in lost else event for event in unsettled.finished)
+    events = (*ended, *(event for step in sent for event in step.committed(answer.rows.get(step.name, ()))))
     if sending.next_claim is None:
-        return events, None
+        return Committed(None, events, left)
     fault_point("before-claim")
-    return events, sending.next_claim.read(results)
+    return Committed(sending.next_claim.read(answer), events, left)
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,32 +330,34 @@ def _take(connection: Connection, leased: LeasedBatch) -> Unsettled:
     return unsettled
 
 
-def _send(connection: Connection, unsettled: Unsettled, schema: str, sending: _Sending) -> list[ScriptResult]:
+def _send(
+    connection: Connection, unsettled: Unsettled, schema: str, sending: _Sending, steps: Sequence[Step]
+) -> Answer:
     # One transaction: if the claim fails, the jobs wait on.
-    end = "COMMIT" if sending.next_claim is None else sending.next_claim.text()
-    settling = unsettled.script(schema, keep=sending.refusal is None, free=sending.free)
-    results = run_script(connection, settling + end + unsettled.question(schema))
-    if not any(result.tag == "COMMIT" for result in results):
-        raise AssertionError(f"COMMIT was not answered, but {results[-1].tag}")
-    return results
+    script = Script()
+    unsettled.add_to(script, schema, keep=sending.refusal is None, free=sending.free)
+    if sending.next_claim is None:
+        script.add("commit", "COMMIT")
+    else:
+        sending.next_claim.add_to(script)
+    unsettled.add_question(script, schema)
+    for step in steps:
+        script.add(step.name, *step.after_commit())
+    answer = script.send(connection)
+    if not answer.is_committed:
+        raise answer.error or AssertionError("COMMIT was answered with ROLLBACK")
+    if answer.error is None:
+        return answer
+    if not is_lost(connection):
+        run_script(connection, "ROLLBACK")
+    if unsettled.is_asked and "standing" not in answer.rows:
+        # Jobs that may be done wait for the next try.
+        raise answer.error
+    # What comes behind is of callbacks: they are left to the sweep.
+    return replace(answer, error=None)
 
 
-def _events(unsettled: Unsettled, results: list[ScriptResult]) -> tuple[Event, ...]:
-    """The events of the jobs that were over; takes the results of their statements out of `results`."""
-    if not unsettled.finished:
-        return ()
-    # In this order: what was lost, and what was told to waiters.
-    places = [place for place, result in enumerate(results) if result.tag.startswith("SELECT")]
-    if unsettled.ended:
-        del results[places[1]]
-    lost = {job_id for (job_id,) in results.pop(places[0]).rows}
-    if unsettled.unsure:
-        # A job whose row is gone is done: by the COMMIT whose answer was lost.
-        lost &= {job_id for (job_id,) in results[-1].rows}
-    return tuple(JobLeaseLost(event.job) if event.job.id in lost else event for event in unsettled.finished)
-
-
-def release_waiting(connection: Connection, leased: LeasedBatch, schema: str) -> BatchReport:
+def release_waiting(connection: Connection, leased: LeasedBatch, schema: str) -> Committed:
     """Settle the waiting jobs of a claim, in a transaction of their own.
 
     Raises:
@@ -333,4 +365,4 @@ def release_waiting(connection: Connection, leased: LeasedBatch, schema: str) ->
     """
     end_transaction(connection)
     with connection.begin():
-        return BatchReport(0, () if leased.is_worked_off else settle_leased(connection, leased, schema)[0])
+        return Committed() if leased.is_worked_off else settle_leased(connection, leased, schema)

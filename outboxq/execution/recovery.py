@@ -18,7 +18,7 @@ from outboxq.database.driver import end_transaction, is_lost, pause, run_script
 from outboxq.database.errors import LOCK_NOT_AVAILABLE, READ_ONLY, sqlstate_of
 from outboxq.error_record import ErrorRecord
 from outboxq.errors import LeaseLost
-from outboxq.events import Event, JobCrashed, JobEvent, JobInterrupted, JobLeaseLost, JobsParked
+from outboxq.events import Event, JobCrashed, JobInterrupted, JobLeaseLost, JobsParked
 from outboxq.execution import settle
 from outboxq.execution.aside import Rows, describe, is_of_a_row, say_of_job, take_one
 from outboxq.execution.batch_state import BatchReport, BatchState
@@ -36,6 +36,7 @@ from outboxq.execution.find_outcome import (
 )
 from outboxq.execution.runtime import CancelledResult, Result, Runtime, UnknownKindResult
 from outboxq.execution.settle import JobRowHeld, settle_result
+from outboxq.execution.steps import steps_of
 from outboxq.job import Job
 from outboxq.statements.lease import INTERRUPTED, note_interrupted, take_back, take_back_locked
 from outboxq.statements.transaction import end_backend
@@ -144,11 +145,11 @@ def _recover_escaped(
         return Recovered(None, run_alone=len(batch.jobs))
     # Rolled back: every job waits again, and the handler's job is charged.
     try:
-        event = _settle_anew(connection, batch, escaped.job, escaped.failed, runtime, batch.claimed_ids)
+        events = _settle_anew(connection, batch, escaped.job, escaped.failed, runtime, batch.claimed_ids)
     except LeaseLost:
         end_transaction(connection)
-        event = None
-    return Recovered(BatchReport(len(batch.jobs), () if event is None else (event,)))
+        events = ()
+    return Recovered(BatchReport(len(batch.jobs), events))
 
 
 def _find_outcome_soon(connection: Connection, batch: BatchState) -> BatchReport | None:
@@ -186,8 +187,7 @@ def record_result(
         cleared: The ids of jobs whose marks are cleared too, because their claim was rolled back on purpose.
     """
     try:
-        event = _settle_anew(connection, batch, job, result, runtime, cleared)
-        return BatchReport(1, () if event is None else (event,))
+        return BatchReport(1, _settle_anew(connection, batch, job, result, runtime, cleared))
     except LeaseLost:
         end_transaction(connection)
         return BatchReport(1, (JobLeaseLost(job),))
@@ -223,8 +223,7 @@ def settle_on_new_connection(
                 events: tuple[Event, ...] = (JobsParked(batch.queue, (job.kind,), 1),)
             else:
                 events = (settle_result(connection, job, result, runtime, batch.seconds),)
-            kept = runtime.keeper.statements(runtime.schema, events, batch.stands_for)
-            commit_checked(connection, inner, runtime.keeper, kept)
+            events += commit_checked(connection, inner, steps_of(connection, batch, events, runtime))
     except LeaseLost:
         events = (JobLeaseLost(job),)
     except (psycopg.Error, SQLAlchemyError) as error:
@@ -260,7 +259,7 @@ def return_to_suspects(
 
     def run(statement: str) -> Rows:
         with connection.begin():
-            return run_script(connection, statement)[0].rows
+            return run_script(connection, statement)
 
     def taking(most: int) -> str:
         return take_back(schema, job.id, token, most, message, in_group=job.group_key is not None)
@@ -279,7 +278,7 @@ def _take_back_held(connection: Connection, job: Job, runtime: Runtime) -> Batch
         runtime.schema, job.id, job.lease_token, job.crashes, in_group=job.group_key is not None
     )
     with connection.begin():
-        rows = run_script(connection, statement)[0].rows
+        rows = run_script(connection, statement)
     return BatchReport(1, tuple(crashed(row) for row in rows))
 
 
@@ -373,8 +372,8 @@ def end_other_transaction(connection: Connection, batch: BatchState, *, terminat
 
 def _settle_anew(
     connection: Connection, batch: BatchState, job: Job, result: Result, runtime: Runtime, cleared: tuple[UUID, ...]
-) -> JobEvent | None:
-    """Settle a job whose own transaction was rolled back; None if another relay has taken it meanwhile."""
+) -> tuple[Event, ...]:
+    """Settle a job whose own transaction was rolled back; no events if another relay has taken it meanwhile."""
     # What a leased run has taken along is gone for good; without a lease it waits again, as its claim was rolled back.
     taken_along = batch.stands_for if batch.is_leased else {}
     with connection.begin():
@@ -383,13 +382,12 @@ def _settle_anew(
             clear_marks(connection, runtime.schema, cleared)
             again = claim_one(connection, runtime.schema, str(job.id))
             if not again.jobs or again.transaction is None:
-                return None
+                return ()
             # It has not waited since: the claim that was rolled back is the one that counts.
             job = msgspec.structs.replace(again.jobs[0], claimed_at=job.claimed_at)
             inner = again.transaction.inner_savepoint
         else:
             inner = begin_transaction(connection).inner_savepoint
         event = settle_result(connection, job, result, runtime, batch.seconds)
-        kept = runtime.keeper.statements(runtime.schema, [event], taken_along)
-        commit_checked(connection, inner, runtime.keeper, kept)
-    return event
+        steps = steps_of(connection, batch, [event], runtime, taken_along)
+        return event, *commit_checked(connection, inner, steps)

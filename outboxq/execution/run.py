@@ -32,9 +32,9 @@ from outboxq.execution.settle import event_of_end, settle_result
 from outboxq.execution.shared_batch import run_shared
 from outboxq.handlers.handler import AnyHandler
 from outboxq.job import Job
-from outboxq.outbox.unique import collect_unique_adds
+from outboxq.outbox.unique import collected_unique_adds
 from outboxq.outcomes import Discard, Done
-from outboxq.statements.transaction import local_timeouts, local_timeouts_off, restored
+from outboxq.statements.transaction import TIMEOUTS_OFF, local_timeouts, restored
 
 # A deadlock or a serialization failure is repeated at once and for free this often; then it counts as an attempt.
 FREE_RETRIES = 5
@@ -58,19 +58,17 @@ def run(connection: Connection, batch: BatchState, runtime: Runtime, *, shared: 
         # Once for a claim: its jobs may run again in it, if COMMIT is refused.
         batch.expires = {} if batch.is_plain else expiries(connection, batch, runtime)
     begin = partial(_begin, connection, batch, shared=shared)
-    collect_unique_adds(connection, batch.unique_adds)
     try:
-        if batch.is_lone:
-            job = batch.jobs[0]
-            _settle_alone(
-                connection, batch, job, runtime, _run_alone(connection, batch, job, runtime, begin, shared=shared)
-            )
-        else:
-            _run_several(connection, batch, runtime, begin, shared=shared)
+        with collected_unique_adds(connection):
+            if batch.is_lone:
+                job = batch.jobs[0]
+                result = _run_alone(connection, batch, job, runtime, begin, shared=shared)
+                _settle_alone(connection, batch, job, runtime, result)
+            else:
+                _run_several(connection, batch, runtime, begin, shared=shared)
     finally:
         # Also after handlers that were interrupted.
         runtime.guard.take_back()
-        collect_unique_adds(connection, None)
 
 
 def _run_several(
@@ -211,9 +209,10 @@ def _run_alone(
 def _set_timeout(connection: Connection, batch: BatchState, seconds: float | None, *, shared: bool) -> None:
     """Set the deadline of one handler: the transaction has the longest of its queue, or the last job's."""
     if batch.transaction is not None:
-        settings, inner = local_timeouts(seconds) or local_timeouts_off(), batch.transaction.inner_savepoint
+        settings, inner = local_timeouts(seconds) or TIMEOUTS_OFF, batch.transaction.inner_savepoint
         # For a lone job, before the inner savepoint: going back to that savepoint must not undo the settings.
-        run_script(connection, settings if shared else f"RELEASE SAVEPOINT {inner}; {settings}SAVEPOINT {inner}")
+        around = () if shared else (f"RELEASE SAVEPOINT {inner}", f"SAVEPOINT {inner}")
+        run_script(connection, *around[:1], *settings, *around[1:])
     batch.timeout_seconds = seconds
 
 

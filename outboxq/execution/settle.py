@@ -210,18 +210,18 @@ def check_shared(connection: Connection, xid: str) -> None:
         psycopg.Error: the first violation of a deferred constraint.
         TransactionEndedByHandler: this is not the claim's transaction any more.
     """
-    results = run_script(
+    rows = run_script(
         connection,
         "SAVEPOINT oq_constraints; SET CONSTRAINTS ALL IMMEDIATE; ROLLBACK TO SAVEPOINT oq_constraints; "
         f"RELEASE SAVEPOINT oq_constraints; {transaction.current_xid()}",
     )
-    if results[-1].rows[0][0] != xid:
+    if rows[-1][0] != xid:
         raise TransactionEndedByHandler
 
 
 def current_xid(connection: Connection) -> object:
     """The id of the open transaction, or None if it has written nothing."""
-    return run_script(connection, transaction.current_xid())[0].rows[0][0]
+    return run_script(connection, transaction.current_xid())[0][0]
 
 
 class JobRowHeld(LeaseLost):

@@ -35,7 +35,7 @@ logger = logging.getLogger("outboxq.relay")
 
 _MOST_MICROSECONDS = MAX_DELAY.days * 86_400_000_000
 # Of a pruner that deletes old keys, or a reaper: both are done in a moment.
-_PATIENCE = "SET LOCAL lock_timeout = '5s'; "
+_PATIENCE = "SET LOCAL lock_timeout = '5s'"
 
 
 def keep_windows(connection: Connection, batch: BatchState, transaction: ClaimTransaction, schema: str) -> None:
@@ -43,11 +43,11 @@ def keep_windows(connection: Connection, batch: BatchState, transaction: ClaimTr
     throttled = _throttled(batch.jobs)
     if not throttled:
         return
-    settings = local_timeouts(batch.timeout_seconds) or TIMED_AGAIN
+    settings = local_timeouts(batch.timeout_seconds) or (TIMED_AGAIN,)
     try:
-        put_off = _put_off(connection, throttled, UNTIMED, schema)
+        put_off = _put_off(connection, throttled, (UNTIMED,), schema)
         # The savepoints are set anew, above what was put back.
-        run_script(connection, settings + transaction.renew())
+        run_script(connection, *settings, transaction.renew())
     except (psycopg.Error, DBAPIError) as error:
         if is_lost(connection):
             raise
@@ -65,7 +65,7 @@ def keep_windows_leased(connection: Connection, leased: LeasedBatch, schema: str
     try:
         # Users' listeners set up what each transaction needs.
         with nullcontext() if connection.in_transaction() else connection.begin():
-            put_off = _put_off(connection, throttled, f"{UNTIMED}{_PATIENCE}{READABLE_DATES}", schema)
+            put_off = _put_off(connection, throttled, (UNTIMED, _PATIENCE, READABLE_DATES), schema)
             run_script(connection, "COMMIT")
     except (psycopg.Error, DBAPIError) as error:
         if is_lost(connection):
@@ -78,13 +78,12 @@ def keep_windows_leased(connection: Connection, leased: LeasedBatch, schema: str
 
 
 def _put_off(
-    connection: Connection, throttled: dict[str, tuple[int, list[Job]]], settings: str, schema: str
+    connection: Connection, throttled: dict[str, tuple[int, list[Job]]], settings: tuple[str, ...], schema: str
 ) -> list[Job]:
     """Take the windows of these keys, and put back the jobs of those that have none; returns these jobs."""
     wanted = [WantedWindow(key, jobs[-1].id, every) for key, (every, jobs) in throttled.items()]
     claimed = [job.id for _, jobs in throttled.values() for job in jobs]
-    results = run_script(connection, settings + take_windows(schema, wanted, claimed))
-    left_out = next(result.rows for result in results if result.tag.startswith("SELECT"))
+    left_out = run_script(connection, *settings, take_windows(schema, wanted, claimed))
     put_off = [
         (job, until) for row in left_out for job, until in _with_newest(throttled[cast("str", row[0])][1], row[1:])
     ]

@@ -221,7 +221,7 @@ class Catalog:
     def has_deferrable(self, connection: Connection) -> bool:
         """Whether any constraint of the database may be checked at COMMIT only. Raises psycopg.Error."""
         if self._has_deferrable is None:
-            self._has_deferrable = bool(run_script(connection, DEFERRABLE)[0].rows[0][0])
+            self._has_deferrable = bool(run_script(connection, DEFERRABLE)[0][0])
         return self._has_deferrable
 
 
@@ -230,7 +230,7 @@ def _read(connection: Connection, table: Table, schema: str | None) -> TableFact
     name = preparer.quote(table.name)
     if schema is not None:
         name = f"{preparer.quote_schema(schema)}.{name}"
-    rows = run_script(connection, table_facts(name))[0].rows
+    rows = run_script(connection, table_facts(name))
     if not rows:
         return None
     oid, is_plain, is_inert, inserts, deletes, primary_key, bound_columns = rows[0]

@@ -15,10 +15,10 @@ _SETTINGS = f"{SET_OURS}SET LOCAL statement_timeout = '2s'"
 
 def write_gauges(connection: Connection, schema: str) -> int:
     """Write this minute's gauges, unless another relay has, or does; how many queues were written."""
-    if not run_script(connection, statements.is_gauge_due(schema))[0].rows[0][0]:
+    if not run_script(connection, statements.is_gauge_due(schema))[0][0]:
         return 0
     run_script(connection, _SETTINGS)
-    served = {str(name) for (name,) in run_script(connection, served_queues(schema, MOST_QUEUES))[0].rows}
+    served = {str(name) for (name,) in run_script(connection, served_queues(schema, MOST_QUEUES))}
     counted = {each.queue: each for each in collect_stats(connection).queues}
     names = sorted({*served, *counted})[:MOST_QUEUES]
     if names:

@@ -14,12 +14,11 @@ def roll_up_one_hour(connection: Connection, schema: str) -> bool:
 
     False also if another session does it at this moment.
     """
-    script = f"{statements.is_roll_up_due(schema)}; {statements.oldest_minute(schema, KEPT_MINUTES)}"
-    due, oldest = run_script(connection, statements.SETTINGS + script)[-2:]
-    if not due.rows[0][0] or not oldest.rows:
-        return False
-    run_script(connection, statements.roll_up(schema, str(oldest.rows[0][0])))
-    return True
+    ((is_due,),) = run_script(connection, statements.SETTINGS + statements.is_roll_up_due(schema))
+    oldest = run_script(connection, statements.oldest_minute(schema, KEPT_MINUTES)) if is_due else ()
+    for (minute,) in oldest:
+        run_script(connection, statements.roll_up(schema, str(minute)))
+    return bool(oldest)
 
 
 def prune(connection: Connection, schema: str) -> None:

@@ -14,7 +14,7 @@ from uuid import UUID
 from sqlalchemy import Connection
 from sqlalchemy.exc import DBAPIError
 
-from outboxq.database.driver import ScriptResult, run_script
+from outboxq.database.driver import Rows
 from outboxq.database.errors import INSUFFICIENT_PRIVILEGE, missing_tables_explained, sqlstate_of
 from outboxq.errors import EnqueueError
 from outboxq.new_job import UniqueJob
@@ -30,12 +30,11 @@ _COLLECTED = "outboxq_unique_adds"
 class UniqueAdds:
     """Unique jobs that were inserted in one transaction, and have no keys yet."""
 
-    __slots__ = ("_jobs", "refused")
+    __slots__ = ("_jobs", "is_collecting")
 
     def __init__(self) -> None:
         self._jobs: dict[str, UniqueJob] = {}
-        # Those that were not added, of the last keys that were taken.
-        self.refused: tuple[UniqueJob, ...] = ()
+        self.is_collecting = True
 
     def __bool__(self) -> bool:
         """Whether there are any."""
@@ -45,31 +44,33 @@ class UniqueAdds:
         """Record jobs by their ids in hex; the first of a key wins."""
         self._jobs.update(jobs)
 
-    def clear(self) -> None:
-        """Forget all of them: their rows were undone."""
-        self._jobs.clear()
-        self.refused = ()
-
     def statements(self, schema: str) -> list[str]:
         """What takes the keys, in the order of their bytes, and deletes the jobs of keys that are taken."""
         return [take_keys(schema, part) for part in parts(_sorted(self._jobs))] if self._jobs else []
 
-    def record(self, results: Sequence[ScriptResult]) -> None:
-        """Tell the handles what became of their jobs, by the results of `statements`."""
-        rows = [(str(row[0]), bool(row[1]), row[2]) for result in results for row in result.rows]
+    def record(self, found: Rows) -> tuple[UniqueJob, ...]:
+        """Tell the handles what became of their jobs, by the rows of `statements`; returns those not added."""
+        rows = [(str(row[0]), bool(row[1]), row[2]) for row in found]
         told = {job_id: self._jobs[job_id] for job_id, *_ in rows}
         _answer(told, rows)
-        self.refused = tuple(job for job in told.values() if not job.answer.added)
         self._jobs.clear()
-
-    def take(self, connection: Connection, schema: str) -> None:
-        """Take the keys now, in a transaction that goes on."""
-        self.record([run_script(connection, statement)[0] for statement in self.statements(schema)])
+        return tuple(job for job in told.values() if not job.answer.added)
 
 
-def collect_unique_adds(connection: Connection, adds: UniqueAdds | None) -> None:
-    """From now on collect the unique jobs that are inserted on this connection; with None, take their keys at once."""
-    connection.__dict__[_COLLECTED] = adds
+@contextmanager
+def collected_unique_adds(connection: Connection) -> Iterator[None]:
+    """Collect the unique jobs that are inserted on this connection within the block, for `unique_adds`, anew."""
+    adds = connection.__dict__[_COLLECTED] = UniqueAdds()
+    try:
+        yield
+    finally:
+        adds.is_collecting = False
+
+
+def unique_adds(connection: Connection) -> UniqueAdds | None:
+    """The unique jobs that were collected last on this connection, and have no keys yet."""
+    adds: UniqueAdds | None = connection.__dict__.get(_COLLECTED)
+    return adds
 
 
 def insert_unique(connection: Connection, jobs: Mapping[str, UniqueJob]) -> None:
@@ -84,8 +85,8 @@ def insert_unique(connection: Connection, jobs: Mapping[str, UniqueJob]) -> None
     """
     if not jobs:
         return
-    collected: UniqueAdds | None = vars(connection).get(_COLLECTED)
-    if collected is not None:
+    collected = unique_adds(connection)
+    if collected is not None and collected.is_collecting:
         for some in parts(jobs):
             connection.execute(*insert_without_keys(some))
         collected.add(jobs)

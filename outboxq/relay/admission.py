@@ -124,8 +124,7 @@ class Admission:
     def _send(self, connection: Connection, statement: str) -> Row:
         # The statement ends with COMMIT; leaving the block has nothing more to end.
         with connection.begin():
-            results = run_script(connection, statement)
-        rows = next((result.rows for result in results if result.tag.startswith("SELECT")), ())
+            rows = run_script(connection, statement)
         return cast("Row", rows[0]) if rows else (0, True, 0, None)
 
     def _room(self, queue: str) -> str | None:

@@ -10,20 +10,22 @@ from outboxq.database.closing import give_up
 from outboxq.database.driver import is_listened_to, is_lost, run_script
 from outboxq.database.errors import LOCK_NOT_AVAILABLE, describe_error, sqlstate_of
 from outboxq.errors import LeaseLost
-from outboxq.events import BatchRolledBack, Event, JobsSuspected
+from outboxq.events import BatchRolledBack, JobsSuspected
 from outboxq.execution import lease_mode, recovery
 from outboxq.execution.batch_state import BatchReport, BatchState
 from outboxq.execution.claim import AnyScript, Claimed, ClaimRequest, return_suspect, take_slot
 from outboxq.execution.coalesce import coalesce, coalesce_leased
+from outboxq.execution.commit import Committed, commit, send_left
 from outboxq.execution.errors import ConnectionSpoiled, TransactionEscaped, WritesRefused
 from outboxq.execution.lease_mode import LeasedBatch
 from outboxq.execution.run import run
 from outboxq.execution.runtime import Runtime
 from outboxq.execution.settle import JobRowHeld
+from outboxq.execution.step import Step
+from outboxq.execution.steps import steps_of
 from outboxq.fault_points import fault_point
 from outboxq.handlers.handler import Flavour
 from outboxq.job import Job
-from outboxq.relay.batch_looks import BatchLooks
 from outboxq.relay.claim_planner import ClaimPlanner
 from outboxq.relay.claim_tally import ClaimTally
 from outboxq.relay.failed_claims import FailedClaims
@@ -55,7 +57,8 @@ class BatchLoop:
         self._sleep = sleep
         self._failed_claims = FailedClaims(state.config.schema, planner)
         self._tally = ClaimTally(state.emit)
-        self._looks = BatchLooks(state.config.schema, state.emit)
+        # Of steps that could not go along with their COMMIT.
+        self._left: list[Step] = []
         self.is_full = False
 
     @property
@@ -95,9 +98,9 @@ class BatchLoop:
             self.release_waiting(connection)
             self.batch = None
             if report is not None:
-                # Before the looks, which may wait, or meet the end of the connection: the batch is over.
+                # First: what is left may wait, or meet the end of the connection, and the batch has ended.
                 self._after(connection, report, runtime)
-            self._looks.make(connection)
+            self._send_left(connection)
             if report is not None:
                 if not self.is_full:
                     self._state.admission.ended(name)
@@ -135,13 +138,14 @@ class BatchLoop:
                 while committed is None:
                     run(connection, batch, runtime, shared=not batch.is_lone)
                     next_claim = self._next_claim(connection, batch, runtime)
-                    committed = self._looks.commit(connection, batch, runtime, next_claim)
+                    committed = commit(connection, batch, runtime, next_claim)
+                self._left += committed.left
                 following = committed.claimed
                 if following is None or following.request.queue != batch.queue:
                     self._state.admission.ended(batch.queue)
                 if following is None or not (self._look_at(following).jobs or following.moved):
-                    return batch.report()
-                self._ended(batch.report())
+                    return batch.report(committed.events)
+                self._ended(batch.report(committed.events))
                 claimed = following
         # If this is not committed, a claim finds the suspects again by their marks.
         return BatchReport(0, (JobsSuspected(claimed.request.queue, claimed.moved),)) if claimed.moved else None
@@ -176,23 +180,21 @@ class BatchLoop:
                     committed = None
                     while committed is None:
                         run(connection, batch, runtime, shared=False)
-                        committed = self._looks.commit(
-                            connection, batch, runtime, self._next_claim(connection, batch, runtime)
-                        )
+                        committed = commit(connection, batch, runtime, self._next_claim(connection, batch, runtime))
                     claimed = committed.claimed and self._look_at(committed.claimed)
-                    self._leased_job_ended(leased, batch)
+                    self._leased_job_ended(leased, batch, committed)
                 self.batch = None
-                events = leased.parked()
+                settled = Committed()
                 if not leased.is_worked_off:
-                    settled, claimed = self._settle_leased(connection, leased, runtime)
-                    events += settled
-                report = BatchReport(len(leased.jobs), events)
+                    settled = self._settle_leased(connection, leased, runtime)
+                    claimed = settled.claimed
+                report = BatchReport(len(leased.jobs), leased.parked())
                 self.leased_batch = None
+                # Now: the connection may be lost already, and then this transaction ends with an error.
                 if claimed is not None and claimed.jobs:
-                    self._ended(report)
-                    self._looks.behind(connection, leased.jobs)
-                else:
-                    self._looks.add(leased.jobs)
+                    self._ended(replace(report, events=report.events + settled.events))
+                elif settled.events:
+                    self.publish(BatchReport(0, settled.events))
                 leased = self._hold(connection, claimed)
         return report
 
@@ -249,17 +251,16 @@ class BatchLoop:
         self._state.admission.found_full(request.queue)
         return False
 
-    def _settle_leased(
-        self, connection: Connection, leased: LeasedBatch, runtime: Runtime
-    ) -> tuple[tuple[Event, ...], Claimed | None]:
+    def _settle_leased(self, connection: Connection, leased: LeasedBatch, runtime: Runtime) -> Committed:
         # If users' code listens to it, each job has a transaction of its own: then claims do not grow.
         ends_here = runtime.guard.left or is_listened_to(connection)
         next_claim = None if ends_here else self._planner.next_leased_claim(leased)
         self._tally.begin()
-        events, claimed = lease_mode.settle_leased(connection, leased, self._state.config.schema, next_claim)
-        if claimed is not None:
-            self._tally.record(claimed)
-        return events, claimed
+        settled = lease_mode.settle_leased(connection, leased, self._state.config.schema, next_claim)
+        self._left += settled.left
+        if settled.claimed is not None:
+            self._tally.record(settled.claimed)
+        return settled
 
     def _may_begin(self, term: int) -> bool:
         """Whether the lease is held, as it was at the claim, and the relay is not stopping."""
@@ -286,14 +287,15 @@ class BatchLoop:
         is_last = leased is not None and leased.is_worked_off and not batch.unknown
         return self._planner.next_leased_claim(leased) if leased is not None and is_last else None
 
-    def _leased_job_ended(self, leased: LeasedBatch, batch: BatchState) -> None:
+    def _leased_job_ended(self, leased: LeasedBatch, batch: BatchState, committed: Committed) -> None:
+        self._left += committed.left
         if batch.transaction is None:
             leased.finish(batch.events[0])
         elif batch.unknown:
             # Published later, with the other jobs that are parked.
             leased.unknown.append(batch.job)
         else:
-            self._ended(BatchReport(0, (*batch.events, *batch.events_of_commit())))
+            self._ended(BatchReport(0, (*batch.events, *committed.events)))
 
     def _ended(self, report: BatchReport) -> None:
         """Publish a committed batch before the slot goes on, because the connection may be lost after this."""
@@ -388,7 +390,8 @@ class BatchLoop:
         """What became of the batch that ended in `error`; None if all of its jobs wait again as they were."""
         recovered = recovery.recover(connection, batch, error, runtime)
         self.batch = None
-        self._looks.add(batch.jobs)
+        # Whatever became of its jobs: some may have ended.
+        self._left += steps_of(connection, batch, (), runtime)
         if recovered.run_alone:
             self._planner.alone_for = recovered.run_alone
         return recovered.report
@@ -396,7 +399,14 @@ class BatchLoop:
     def release_waiting(self, connection: Connection) -> None:
         """Settle the jobs that the slot still holds from a claim that did not end in order."""
         if self.leased_batch is not None:
-            report = lease_mode.release_waiting(connection, self.leased_batch, self._state.config.schema)
-            self._looks.add(self.leased_batch.jobs)
+            settled = lease_mode.release_waiting(connection, self.leased_batch, self._state.config.schema)
+            self._left += settled.left
             self.leased_batch = None
-            self.publish(report)
+            self.publish(BatchReport(0, settled.events))
+
+    def _send_left(self, connection: Connection) -> None:
+        """Send what could not go along with a COMMIT; SQLAlchemy has no transaction open."""
+        if self._left and not is_lost(connection):
+            left, self._left = self._left, []
+            for event in send_left(connection, left):
+                self._state.emit(event)

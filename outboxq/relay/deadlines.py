@@ -294,7 +294,9 @@ class DeadlineEnforcer:
 
     def _release(self, runner: Runner, leased: LeasedBatch, others: tuple[Runner, ...] = ()) -> None:
         """Give back the jobs that wait behind a handler that takes long, or was cut off; wake slots to claim them."""
-        report = self._on_connection(lambda connection: release_waiting(connection, leased, self._schema))
+        report = self._on_connection(
+            lambda connection: BatchReport(0, release_waiting(connection, leased, self._schema).events)
+        )
         if report is not None:
             runner.slot.publish(report)
         for other in others:

@@ -226,10 +226,10 @@ class RelayRun:
             declare_schedules(connection, self.config.schema, self.registry)
         self._state.keeper = find_keeper(connection, self.config.schema, self.registry, self._state.lease.owner)
         asked_at = time.time()
-        ((database_seconds,),) = run_script(connection, clock_seconds())[0].rows
+        ((database_seconds,),) = run_script(connection, clock_seconds())
         self._state.clock.compare(float(str(database_seconds)), asked_at, time.time())
         flow = self._state.flow
-        flow.record(run_script(connection, look_around(self.config.schema, self._queues))[0].rows)
+        flow.record(run_script(connection, look_around(self.config.schema, self._queues)))
         for queue, limits in sorted(flow.limits.items()):
             logger.info("queue %r is limited: %s", queue, limits)
         flow.on_limits = self._state.admission.changed

@@ -311,7 +311,7 @@ class Slot:
         """Look whether suspects wait, and run one; False if a drain has nothing more to wait for."""
         with connection.begin():
             # In all queues of the relay: what is seen stands for all of its slots.
-            rows = run_script(connection, look_around(self.state.config.schema, self.state.lease.queues))[0].rows
+            rows = run_script(connection, look_around(self.state.config.schema, self.state.lease.queues))
         seen = self.state.flow.record(rows)
         quarantine = self.state.quarantine
         quarantine.queues |= seen.suspects

@@ -169,7 +169,7 @@ def find_keeper(connection: Connection, schema: str, registry: Registry, relay: 
     Then their jobs run all the same, and a warning is logged: what jobs do must not depend on what is kept of them.
     """
     keeper = Keeper.of(registry, relay)
-    if not keeper.kinds or run_script(connection, may_write(schema))[0].rows[0][0]:
+    if not keeper.kinds or run_script(connection, may_write(schema))[0][0]:
         return keeper
     logger.warning(
         "finished jobs are not kept: the table done_job is missing, or the role may not write it: run `outboxq "

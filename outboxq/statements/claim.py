@@ -136,13 +136,13 @@ class Room:
     Args:
         head: The CTE `room`, cut at the queue's name and at the limit.
         parts: Those of `ClaimScript`, which look at `room`; if it is empty, the number of moved jobs is -1.
-        lock: A statement to go in front of the claim, or nothing.
+        lock: Statements to go in front of the claim, or none.
         most: The limit.
     """
 
     head: tuple[str, str, str]
     parts: tuple[str, str, str, str, str]
-    lock: str
+    lock: tuple[str, ...]
     most: int
 
 
@@ -168,12 +168,17 @@ class ClaimScript:
 
     def text(self, limit: int, cursor: Cursor | None = None) -> str:
         """The claim of up to `limit` jobs, of those behind `cursor` only."""
+        return "; ".join(statement for _, statement in self.statements(limit, cursor))
+
+    def statements(self, limit: int, cursor: Cursor | None = None) -> list[tuple[str, str]]:
+        """The same as single statements, each with its owner; "claim" has the jobs."""
         start = _start(*cursor.key) if cursor else ""
         if (room := self.room) is None:
-            return _text(self.parts, self.queue, start, limit)
+            return [("claim", _text(self.parts, self.queue, start, limit))]
         before, between, behind = room.head
-        head = f"{room.lock}WITH {before}{self.queue}{between}{int(room.most)}{behind}, "
-        return head + _text(room.parts, self.queue, start, limit)
+        head = f"WITH {before}{self.queue}{between}{int(room.most)}{behind}, "
+        claim = head + _text(room.parts, self.queue, start, limit)
+        return [*(("lock", statement) for statement in room.lock), ("claim", claim)]
 
     def one(self, job_id: UUID) -> str:
         """The same claim for one job, which is not run; no row if the claim may not take it.
@@ -227,22 +232,26 @@ class PreparedClaim:
     queue: str
     room: Room | None = None
 
-    def execution(self, cursor: Cursor | None) -> str:
-        """The statements that execute the claim by its index, whatever the table's statistics are.
+    def statements(self, cursor: Cursor | None) -> list[tuple[str, str]]:
+        """The statements that execute the claim by its index, whatever the table's statistics are, with their owners.
 
         Until the transaction ends the planner has the settings of role and database, and no SET of the session's.
         """
-        lock, arguments = ("", self.queue) if self.room is None else (self.room.lock, f"{self.queue}, {self.room.most}")
+        lock, arguments = ((), self.queue) if self.room is None else (self.room.lock, f"{self.queue}, {self.room.most}")
         if cursor:
             arguments = "{}, {}, {}".format(arguments, *cursor.key)
-        return f"{lock}{_BY_INDEX}EXECUTE {self.name}({arguments}); {_AS_EVERYWHERE}"
+        claim = ("claim", f"EXECUTE {self.name}({arguments})")
+        return [*(("lock", statement) for statement in lock), *_BY_INDEX, claim, *_AS_EVERYWHERE]
 
 
 # A prepared claim is planned once, perhaps while the table is empty. With sorts and sequential scans off, the planner
 # can choose nothing but a walk of the claim's own index, and of the primary key's.
 _TOGGLES = ("enable_sort", "enable_seqscan")
-_BY_INDEX = "SET LOCAL plan_cache_mode = force_generic_plan; " + "".join(f"SET LOCAL {n} = off; " for n in _TOGGLES)
-_AS_EVERYWHERE = "SET LOCAL plan_cache_mode TO DEFAULT" + "".join(f"; SET LOCAL {name} TO DEFAULT" for name in _TOGGLES)
+_BY_INDEX = [
+    ("settings", "SET LOCAL plan_cache_mode = force_generic_plan"),
+    *(("settings", f"SET LOCAL {name} = off") for name in _TOGGLES),
+]
+_AS_EVERYWHERE = [("settings", f"SET LOCAL {name} TO DEFAULT") for name in ("plan_cache_mode", *_TOGGLES)]
 
 
 def _start(priority: object, seq: object) -> str:
@@ -278,7 +287,7 @@ class ClaimStatements:
             parts, room = _parts(schema, owner, *sort, crashed=crashed), None
             if most is not None:
                 head = count_parts(schema) if counts_leases else slot_parts(schema)
-                lock = f"{lock_claims(schema, queue)}; " if counts_leases else ""
+                lock = lock_claims(schema, queue) if counts_leases else ()
                 room = Room(head, _parts(schema, owner, *sort, crashed=crashed, limited=True), lock, most)
             return ClaimScript(parts, name, is_keyed, owner is not None, room)
 

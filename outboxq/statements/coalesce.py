@@ -25,8 +25,8 @@ CONTENT: tuple[LiteralString, ...] = (
 _TEXTS = frozenset({"args", "headers", "errors"})
 
 # By index, whatever the table's statistics are: it may have been empty a moment ago.
-_BY_INDEX = "SET LOCAL enable_sort = off; SET LOCAL enable_seqscan = off; "
-_AS_EVERYWHERE = "SET LOCAL enable_sort TO DEFAULT; SET LOCAL enable_seqscan TO DEFAULT; "
+_BY_INDEX = ("SET LOCAL enable_sort = off", "SET LOCAL enable_seqscan = off")
+_AS_EVERYWHERE = ("SET LOCAL enable_sort TO DEFAULT", "SET LOCAL enable_seqscan TO DEFAULT")
 
 # A job that has never run and is not due is left alone: its producer has set the time. One that ran waits for its next
 # attempt, with older arguments than this run's: if it stayed, it would run with them after this run. Whether a job ran
@@ -96,16 +96,16 @@ _TAKE_ALONG_LEASED: LiteralString = (
 )
 
 
-def take_along(schema: str, keys: Sequence[str]) -> str:
+def take_along(schema: str, keys: Sequence[str]) -> tuple[str, ...]:
     """Delete the jobs of these keys that wait, up to 1,000, in the transaction that has claimed one of each.
 
     Returns, a row a key: the key, the ids of the jobs, and the newest one's `seq` and `CONTENT`. Index: job_unique, and
     the primary key. Locks: the jobs, skipping those that other transactions hold, so it waits for none.
     """
-    return _render(schema, _TAKE_ALONG, keys) + f"; {_AS_EVERYWHERE}"
+    return *_render(schema, _TAKE_ALONG, keys), *_AS_EVERYWHERE
 
 
-def take_along_leased(schema: str, jobs: Iterable[Job]) -> str:
+def take_along_leased(schema: str, jobs: Iterable[Job]) -> tuple[str, ...]:
     """Delete the jobs of the keys of these leased jobs that wait, up to 1,000, and give the leased rows what is newer.
 
     So a relay that finds such a row after a crash runs it with the newest arguments. Rows, index and locks are those of
@@ -123,8 +123,8 @@ def take_along_leased(schema: str, jobs: Iterable[Job]) -> str:
     )
 
 
-def _render(schema: str, statement: LiteralString, keys: Sequence[str | None], **values: object) -> str:
-    return _BY_INDEX + render(
+def _render(schema: str, statement: LiteralString, keys: Sequence[str | None], **values: object) -> tuple[str, ...]:
+    rendered = render(
         schema,
         statement,
         keys=list(keys),
@@ -133,3 +133,4 @@ def _render(schema: str, statement: LiteralString, keys: Sequence[str | None], *
         returned=sql.SQL(_RETURNED),
         **values,
     )
+    return *_BY_INDEX, rendered

@@ -32,8 +32,9 @@ GROUPS_SEEN = 200
 
 # With sorts and sequential scans off, no statistics can lead the planner away from the indexes. Without them it reckons
 # with a penalty that would start the compiler.
-BY_INDEX = "SET LOCAL enable_sort = off; SET LOCAL enable_seqscan = off; SET LOCAL jit = off; "
-_AS_EVERYWHERE = "SET LOCAL enable_sort TO DEFAULT; SET LOCAL enable_seqscan TO DEFAULT; SET LOCAL jit TO DEFAULT"
+_TOGGLES = ("enable_sort", "enable_seqscan", "jit")
+BY_INDEX = [("settings", f"SET LOCAL {name} = off") for name in _TOGGLES]
+_AS_EVERYWHERE = [("settings", f"SET LOCAL {name} TO DEFAULT") for name in _TOGGLES]
 
 # The index job_group (queue, group_key COLLATE "C", seq), which has no jobs that are out of their group's order.
 _FIRST: LiteralString = """\
@@ -212,7 +213,7 @@ class GroupScript:
         if self.most is None:
             return None
         head = count_parts(self.schema) if self.counts_leases else slot_parts(self.schema)
-        lock = f"{lock_claims(self.schema, self.queue)}; " if self.counts_leases else ""
+        lock = lock_claims(self.schema, self.queue) if self.counts_leases else ()
         return claim.Room(head, ("", "", "", "", ""), lock, self.most)
 
     def text(self, limit: int, after: str = "") -> str:
@@ -222,14 +223,14 @@ class GroupScript:
         job_group_state, the leased jobs of the queue; the primary key. Locks: the groups, by advisory locks, and the
         jobs, skipping those that another transaction holds; nothing is waited for.
         """
-        return self._script(limit, after, _action(self.schema, self.owner, self.suspects))
+        return "; ".join(statement for _, statement in self.statements(limit, after))
 
     def clearing(self, limit: int, after: str = "") -> str:
         """Lock what the same claim would pick, so that a COMMIT overwrites the marks in these rows; returns the ids.
 
         Indexes, locks and bound are those of the claim.
         """
-        return self._script(limit, after, _CLEARING)
+        return "; ".join(statement for _, statement in self.statements(limit, after, clears=True))
 
     def one(self, job_id: UUID) -> str:
         """Take one job in the same way, whatever its group does: to see whether its row can be taken at all."""
@@ -239,11 +240,13 @@ class GroupScript:
         )
         return render(self.schema, picked, id=job_id) + _action(self.schema, self.owner, self.suspects)
 
-    def _script(self, limit: int, after: str, action: str) -> str:
-        room = self.room
+    def statements(self, limit: int, after: str = "", *, clears: bool = False) -> list[tuple[str, str]]:
+        """The statements of `text` with their owners, or of `clearing`: "groups" has the look, "claim" the jobs."""
+        room, action = self.room, _CLEARING if clears else _action(self.schema, self.owner, self.suspects)
         lock = _locking(self, after, int(limit), _room(self.queue, room))
         pick = _picking(self.schema, self.queue, self.owner, int(limit), self.per_group, suspects=self.suspects)
-        return f"{'' if room is None else room.lock}{BY_INDEX}{lock}; {pick}{action}; {_AS_EVERYWHERE}"
+        limited = [] if room is None else [("lock", statement) for statement in room.lock]
+        return [*limited, *BY_INDEX, ("groups", lock), ("claim", pick + action), *_AS_EVERYWHERE]
 
 
 def _room(queue: str, room: claim.Room | None) -> str:

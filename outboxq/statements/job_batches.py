@@ -5,7 +5,6 @@ row at each moment, and members that a handler adds appear with that handler's o
 and no row is written that two members share.
 """
 
-from collections.abc import Collection
 from functools import lru_cache
 from typing import Any, LiteralString
 from uuid import UUID
@@ -29,20 +28,23 @@ from sqlalchemy import (
 )
 from sqlalchemy.dialects.postgresql import JSONB
 
-from outboxq.database.settings import SET_OURS
+from outboxq.database.settings import OURS_SET
 from outboxq.job import BATCH_FAILED_HEADER, BATCH_HEADER
 from outboxq.statements.builtin import count
 from outboxq.statements.jobs import listed, state
 from outboxq.statements.render import compose, render
-from outboxq.statements.transaction import BEGIN
+from outboxq.statements.transaction import BEGIN, UNTIMED
 from outboxq.tables import batch, dead_job, job
 
 # The row of a batch is waited for while another relay adds its callback: a moment, unless an operator's session holds
 # it. Then the sweep comes to it later.
 # enable_*: a plan for small tables may read them whole, and both may have grown since they were analyzed.
 SETTINGS = (
-    f"{SET_OURS}SET LOCAL lock_timeout = '5s'; SET LOCAL statement_timeout = 0; SET LOCAL enable_seqscan = off; "
-    "SET LOCAL enable_sort = off; "
+    *OURS_SET,
+    "SET LOCAL lock_timeout = '5s'",
+    UNTIMED,
+    "SET LOCAL enable_seqscan = off",
+    "SET LOCAL enable_sort = off",
 )
 
 # Asked of the newest member first: the last one that is claimed is mostly the last one that ends, and dead entries of
@@ -80,7 +82,7 @@ over AS (
 # batch seems to be over; mostly none is, and the condition is a probe of one index. The statement asks again, with a
 # snapshot of its own.
 _LOOK: LiteralString = """\
-SET LOCAL outboxq.finished = '[]'; DO $outboxq$
+DO $outboxq$
 DECLARE
   oq_finished jsonb;
 BEGIN
@@ -94,12 +96,14 @@ SELECT pg_catalog.jsonb_agg(pg_catalog.jsonb_build_array(
     PERFORM pg_catalog.set_config('outboxq.finished', coalesce(oq_finished::text, '[]'), true);
   END IF;
 END
-$outboxq$; SHOW outboxq.finished"""
+$outboxq$"""
 _NONE_LEFT: LiteralString = "NOT EXISTS (SELECT FROM {job} WHERE batch_id = {id} ORDER BY seq DESC LIMIT 1)"
 
 
-def finish_batches(schema: str, ids: Collection[UUID]) -> str:
-    """Add the callbacks of those of these batches that are over, and forget the batches.
+# Making the text costs more than the look itself, and the members of a batch mostly come one after the other.
+@lru_cache(64)
+def finish_batches(schema: str, ids: frozenset[UUID]) -> tuple[str, ...]:
+    """Add the callbacks of those of these batches that have ended, and forget the batches; a transaction of its own.
 
     To be sent behind the COMMIT of members: before it, two members that end at the same time would each see the other.
     Returns one row, a JSON list: for each callback its id, which is the batch's, its queue, its kind, and the number of
@@ -111,14 +115,8 @@ def finish_batches(schema: str, ids: Collection[UUID]) -> str:
     in_order = sorted(ids)
     wanted = compose(schema, "batch.id = ANY ({ids}::uuid[])", ids=[str(each) for each in in_order])
     any_is_over = sql.SQL(" OR ").join(compose(schema, _NONE_LEFT, id=each) for each in in_order)
-    return _finish(schema, _LOOK + _OVER + _LOOK_END, wanted, may_be_over=any_is_over)
-
-
-# Making the text costs more than the look itself, and the members of a batch mostly come one after the other.
-@lru_cache(64)
-def finish_after_commit(schema: str, ids: frozenset[UUID]) -> str:
-    """The same in a transaction of its own, to follow a COMMIT in one string."""
-    return f"{BEGIN}; {SETTINGS}{finish_batches(schema, ids)}; COMMIT"
+    look = _finish(schema, _LOOK + _OVER + _LOOK_END, wanted, may_be_over=any_is_over)
+    return BEGIN, *SETTINGS, "SET LOCAL outboxq.finished = '[]'", look, "SHOW outboxq.finished", "COMMIT"
 
 
 def sweep_batches(schema: str, after: UUID, limit: int) -> str:

@@ -9,7 +9,7 @@ from outboxq.statements.render import quote_identifier
 
 # `job` also has the keys in a condition of its own: if it were only joined with the list, the whole table might be read
 # if statistics know of no such jobs, or if the list is such a large part of the table that a scan looks cheap.
-BY_KEYS = "SET LOCAL enable_seqscan = off; "
+BY_KEYS = "SET LOCAL enable_seqscan = off"
 _LEASED: LiteralString = """\
 WITH oq_held AS MATERIALIZED (
   SELECT id, token FROM unnest({ids}::uuid[], {tokens}::bigint[]) AS held (id, token)

@@ -35,7 +35,7 @@ _COUNT: LiteralString = """::integer, NULL::float8
   )
 )"""
 # Without an index's statistics the small set of leased jobs may look as cheap to find by a walk over the table.
-_BY_INDEX: LiteralString = "SET LOCAL enable_seqscan = off; SET LOCAL lock_timeout = '2s'; "
+_BY_INDEX = ("SET LOCAL enable_seqscan = off", "SET LOCAL lock_timeout = '2s'")
 
 
 def lock_class(schema: str) -> str:
@@ -73,13 +73,13 @@ def limit_count(schema: str, queue: str, most: str) -> str:
     return f"{before}{queue}{between}{most}{behind}"
 
 
-def lock_claims(schema: str, queue: str) -> str:
+def lock_claims(schema: str, queue: str) -> tuple[str, ...]:
     """Let one claim of a queue in lease mode at a time count and claim; a row. Held until the claim's COMMIT.
 
     Waits for such claims, each of which is one string up to its COMMIT. The claim is given up (55P03) if one hangs.
     """
     lock = "SELECT pg_catalog.pg_advisory_xact_lock(pg_catalog.hashtext({locks}), pg_catalog.hashtext({queue}))"
-    return _BY_INDEX + fill(lock, locks=lock_class(schema), queue=queue)
+    return *_BY_INDEX, fill(lock, locks=lock_class(schema), queue=queue)
 
 
 def take_slot(schema: str, queue: str, most: int) -> str:

@@ -127,7 +127,7 @@ def reserve_tokens(schema: str, queue: str, asked: TokenRequest, room: str | Non
     }
     front = "" if room is None else f"{room}, "
     waiting, taken = render(schema, _WAITING, **values), render(schema, _TAKEN, **values)
-    return f"{UNTIMED}{_SETTINGS}WITH {front}{waiting}, {taken}; COMMIT"
+    return f"{UNTIMED}; {_SETTINGS}WITH {front}{waiting}, {taken}; COMMIT"
 
 
 def _float8(seconds: float) -> sql.Composable:

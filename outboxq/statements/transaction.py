@@ -17,36 +17,40 @@ BEGIN = "BEGIN ISOLATION LEVEL READ COMMITTED"
 
 # LOCAL: behind a transaction pooler a session belongs to another client a moment later.
 # DateStyle: psycopg reads ISO alone, whatever the database's default.
-READABLE_DATES = "SET LOCAL datestyle = 'ISO'; "
+READABLE_DATES = "SET LOCAL datestyle = 'ISO'"
 # For statements of ours that find rows by a condition and come through the driver, which prepares them: a plan that was
 # made while the table was empty, an idle relay's normal state, would scan whatever arrives later.
-LOCAL_SETTINGS = f"SET LOCAL plan_cache_mode = force_custom_plan; {READABLE_DATES}"
+LOCAL_SETTINGS = ("SET LOCAL plan_cache_mode = force_custom_plan", READABLE_DATES)
 
 
 # No time-out of the role's may cut a long claim short: the claim would be repeated for ever, as long each time.
-UNTIMED = "SET LOCAL statement_timeout = 0; "
-TIMED_AGAIN = "SET LOCAL statement_timeout TO DEFAULT; "
+UNTIMED = "SET LOCAL statement_timeout = 0"
+TIMED_AGAIN = "SET LOCAL statement_timeout TO DEFAULT"
 
 
 @lru_cache(256)
-def local_timeouts(seconds: float | None) -> str:
+def local_timeouts(seconds: float | None) -> tuple[str, ...]:
     """The server's own deadlines for the rest of a transaction; with None those of the role and the database stand.
 
     The handler's savepoint contains a statement_timeout. The idle time-out frees a job whose relay hangs.
     """
     if seconds is None:
-        return ""
+        return ()
     seconds = max(seconds, LEAST_SECONDS)
     statement, lock, idle = (int(value * 1000) for value in (seconds, seconds * 0.9, seconds + IDLE_GRACE_SECONDS))
     return (
-        f"SET LOCAL statement_timeout = {statement}; SET LOCAL lock_timeout = {lock}; "
-        f"SET LOCAL idle_in_transaction_session_timeout = {idle}; "
+        f"SET LOCAL statement_timeout = {statement}",
+        f"SET LOCAL lock_timeout = {lock}",
+        f"SET LOCAL idle_in_transaction_session_timeout = {idle}",
     )
 
 
-def local_timeouts_off() -> str:
-    """The deadlines of the role and the database again, for the rest of a transaction."""
-    return f"{TIMED_AGAIN}SET LOCAL lock_timeout TO DEFAULT; SET LOCAL idle_in_transaction_session_timeout TO DEFAULT; "
+# The deadlines of the role and the database again, for the rest of a transaction.
+TIMEOUTS_OFF = (
+    TIMED_AGAIN,
+    "SET LOCAL lock_timeout TO DEFAULT",
+    "SET LOCAL idle_in_transaction_session_timeout TO DEFAULT",
+)
 
 
 # Noted when the transaction of a leased job begins, as a listener of the user's may have set it: see `restored`.
@@ -74,7 +78,7 @@ def restored(inner_savepoint: str, seconds: float | None, *, is_noted: bool) -> 
 def _statement_timeouts(seconds: float | None) -> str:
     """The deadlines again but for `lock_timeout`: by it a handler says how long its COMMIT may wait for a lock."""
     if seconds is None:
-        return f"{TIMED_AGAIN}SET LOCAL idle_in_transaction_session_timeout TO DEFAULT; "
+        return f"{TIMED_AGAIN}; SET LOCAL idle_in_transaction_session_timeout TO DEFAULT; "
     statement, idle = (int(value * 1000) for value in (max(seconds, LEAST_SECONDS), seconds + IDLE_GRACE_SECONDS))
     return f"SET LOCAL statement_timeout = {statement}; SET LOCAL idle_in_transaction_session_timeout = {idle}; "
 

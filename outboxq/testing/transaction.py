@@ -32,6 +32,7 @@ from outboxq.execution.invoke import AsyncInvoker, Invoker, SyncInvoker
 from outboxq.execution.keep import Keeper
 from outboxq.execution.run import run
 from outboxq.execution.runtime import Runtime, is_cancellation
+from outboxq.execution.steps import steps_of
 from outboxq.handlers.context import AsyncContext, Context
 from outboxq.handlers.registry import Jobs
 from outboxq.handlers.resolved import Registry
@@ -44,7 +45,7 @@ from outboxq.relay.lifespan import enter_lifespan, make_lifespan
 from outboxq.statements.builtin import pg
 from outboxq.statements.claim import ClaimStatements
 from outboxq.statements.done import may_write
-from outboxq.statements.transaction import local_timeouts_off
+from outboxq.statements.transaction import TIMEOUTS_OFF
 from outboxq.tables import job, mapped_schema
 
 _LEASE_SECONDS = 30.0
@@ -258,7 +259,7 @@ def _runtimes(
     runners: Sequence[_Runner],
 ) -> dict[str, Runtime]:
     schema = mapped_schema(connection)
-    keeps = run_script(connection, may_write(schema))[0].rows[0][0]
+    keeps = run_script(connection, may_write(schema))[0][0]
     return {
         invoker.flavour: Runtime(
             registry,
@@ -305,12 +306,12 @@ def _drain_queue(connection: Connection, name: str, runtime: Runtime) -> list[Ev
             return events
         batch = BatchState(name, claimed.jobs, claimed.transaction)
         run(connection, batch, runtime, shared=True)
-        # Told to nobody: the test's transaction is not committed.
-        if kept := runtime.keeper.statements(runtime.schema, batch.events).keeping():
-            run_script(connection, "; ".join(kept))
-        batch.unique_adds.take(connection, runtime.schema)
+        # Within the test's transaction, which is not committed: what steps notify is received by nobody.
+        for step in steps_of(connection, batch, batch.events, runtime):
+            if statements_of_step := step.statements():
+                step.committed(run_script(connection, *statements_of_step))
         # The handlers' deadlines are not the test's.
-        run_script(connection, f"{local_timeouts_off()}RELEASE SAVEPOINT {claimed.transaction.savepoint}")
+        run_script(connection, *TIMEOUTS_OFF, f"RELEASE SAVEPOINT {claimed.transaction.savepoint}")
         events += batch.report().events
     raise AssertionError(f"queue {name!r} is not empty after {_DRAIN_LIMIT:,} jobs: does a handler enqueue itself?")
 

@@ -70,7 +70,7 @@ def test_a_look_that_does_not_reach_the_end_says_so(engine: Engine, state: str) 
 
 def look(connection: Connection, job_id: UUID, most: int) -> tuple[object, ...]:
     script = sharing("outboxq", job_id, most=most)
-    return next(tuple(result.rows[0]) for result in run_script(connection, script) if result.rows)
+    return tuple(run_script(connection, script)[0])
 
 
 @pytest.mark.large
@@ -96,7 +96,7 @@ def test_among_many_jobs_a_look_reads_its_neighbours(engine: Engine) -> None:
 def explain(connection: Connection, script: str) -> dict[str, Any]:
     """The plan, as it was executed."""
     asked = script.replace("WITH its", "EXPLAIN (ANALYZE, BUFFERS, FORMAT JSON) WITH its")
-    plan: Any = next(result.rows[0][0] for result in run_script(connection, asked) if result.rows)
+    plan: Any = run_script(connection, asked)[0][0]
     (explained,) = json.loads(plan) if isinstance(plan, str) else plan
     return dict(explained)
 

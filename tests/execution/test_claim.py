@@ -52,7 +52,7 @@ def analyze(connection: Connection) -> None:
 def explain(connection: Connection, statement: str) -> list[dict[str, object]]:
     """The plan that ran, flattened; its effect is rolled back. The first node carries the buffers of all."""
     with connection.begin() as transaction:
-        result = run_script(connection, f"EXPLAIN (ANALYZE, BUFFERS, FORMAT JSON) {statement}")[0].rows[0][0]
+        result = run_script(connection, f"EXPLAIN (ANALYZE, BUFFERS, FORMAT JSON) {statement}")[0][0]
         transaction.rollback()
     return flattened(result)
 
@@ -146,7 +146,7 @@ def test_a_claim_with_stale_statistics_takes_at_most_its_limit(connection: Conne
     analyze(connection)
     fill(connection, 200)
     with connection.begin() as transaction:
-        naive = run_script(connection, NAIVE)[0].rows
+        naive = run_script(connection, NAIVE)
         transaction.rollback()
     assert len(naive) > 3
     with connection.begin() as transaction:

@@ -357,7 +357,7 @@ def test_a_job_with_the_id_of_another_dead_letter_leaves_it_as_it_is(
         if end == "crashes":
             lost = "UPDATE outboxq.job SET state = 'leased', lease_owner = gen_random_uuid(), crashes = 9"
             connection.execute(text(lost))
-            assert run_script(connection, reap("outboxq", 3, 10))[0].rows[0][-1] is True
+            assert run_script(connection, reap("outboxq", 3, 10))[0][-1] is True
     drain()
     with engine.connect() as connection:
         found = connection.execute(text("SELECT args ->> 'name', id = :id FROM outboxq.dead_job"), {"id": first.id})

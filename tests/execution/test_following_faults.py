@@ -3,20 +3,19 @@
 from collections import Counter
 from collections.abc import Callable
 
-import psycopg
 import pytest
 from sqlalchemy import Connection, Engine, create_engine, event, text
 from sqlalchemy.orm import sessionmaker
 
-import outboxq.execution.commit as commit_module
 from outboxq import AsyncContext, Backoff, Context, Jobs, OutboxSession, Relay, RelayConfig
-from outboxq.database.driver import ScriptResult
+from outboxq.database.driver import Script
 from outboxq.events import Event, JobDone
 from outboxq.postgres import Database
 from outboxq.testing.faults import on_passing, terminate_backends
 from tests.support import app
 from tests.support.app import Effect
 from tests.support.ledger import dead, ledger, waiting
+from tests.support.scripts import behind_commit, change_scripts
 
 QUICK = Backoff(max_attempts=3, first_seconds=0.0, jitter=0.0)
 
@@ -143,16 +142,15 @@ def test_a_cancellation_during_commit_costs_nothing(
 ) -> None:
     """PostgreSQL commits, and raises it at what follows, outside of any transaction."""
     enqueue(sessions, 4)
-    original, cancelled = commit_module.run_script, []
+    cancelled = []
 
-    def cancel_once(connection: Connection, script: str) -> list[ScriptResult]:
-        if "; COMMIT; " not in script or cancelled:
-            return original(connection, script)
-        cancelled.append(1)
-        original(connection, script[: script.index("; COMMIT") + len("; COMMIT")])
-        raise psycopg.errors.QueryCanceled("canceling statement due to user request")
+    def cancel_once(script: Script) -> None:
+        place = behind_commit(script)
+        if place is not None and not cancelled:
+            cancelled.append(1)
+            script.parts.insert(place, ("settings", "DO $$ BEGIN RAISE EXCEPTION USING ERRCODE = '57014'; END $$"))
 
-    monkeypatch.setattr(commit_module, "run_script", cancel_once)
+    change_scripts(monkeypatch, cancel_once)
     events = drain(outboxq_database.url, handled_by(record), batch_size)
     assert cancelled
     assert ledger(engine) == Counter(f"job {number}" for number in range(4))

@@ -44,7 +44,7 @@ def plans(connection: Connection, script: str) -> list[tuple[str, int]]:
             if statement.startswith("SET"):
                 run_script(connection, statement)
                 continue
-            rows = run_script(connection, f"EXPLAIN (ANALYZE, BUFFERS, FORMAT JSON) {statement}")[0].rows
+            rows = run_script(connection, f"EXPLAIN (ANALYZE, BUFFERS, FORMAT JSON) {statement}")
             plan = rows[0][0] if isinstance(rows[0][0], list) else json.loads(str(rows[0][0]))
             buffers = int(plan[0]["Plan"]["Shared Hit Blocks"]) + int(plan[0]["Plan"]["Shared Read Blocks"])
             found.append((json.dumps(plan), buffers))

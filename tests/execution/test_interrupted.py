@@ -7,18 +7,18 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 
-import psycopg
 import pytest
 from sqlalchemy import Connection, Engine, insert, select, text
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.orm import sessionmaker
 
-import outboxq.execution.commit as commit_module
 from outboxq import Backoff, Context, Jobs, OutboxSession, RelayConfig
+from outboxq.database.driver import Script
 from outboxq.database.guard import Guard
 from outboxq.errors import DeferError
-from outboxq.events import Event, JobDied, JobDone, JobRetried
-from outboxq.execution.claim import ClaimRequest, ClaimTransaction
+from outboxq.events import Event, JobDone, JobRetried
+from outboxq.execution import recovery
+from outboxq.execution.claim import ClaimRequest
 from outboxq.execution.errors import Abandoned
 from outboxq.execution.lease_mode import Unsettled
 from outboxq.fault_points import FaultPoint, fault_action
@@ -199,13 +199,13 @@ def test_an_error_between_taking_and_settling_what_is_held_stops_no_slot(
     engine: Engine, sessions: sessionmaker[OutboxSession], start_relay: StartRelay, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The relief meets it; what it had in hand comes back, and its slot does not wait for ever."""
-    script, struck, ran, jobs = Unsettled.script, [], [], Jobs()
+    add_to, struck, ran, jobs = Unsettled.add_to, [], [], Jobs()
 
-    def strike(rest: Unsettled, schema: str, **options: bool) -> str:
+    def strike(rest: Unsettled, script: Script, schema: str, **options: bool) -> None:
         if not struck:
             struck.append(1)
             raise MemoryError
-        return script(rest, schema, **options)
+        add_to(rest, script, schema, **options)
 
     @jobs.handler(queue="q", claim="lease")
     def work(_ctx: Context, name: str) -> None:
@@ -218,7 +218,7 @@ def test_an_error_between_taking_and_settling_what_is_held_stops_no_slot(
         session.add_jobs(work.job(name=name) for name in names)
     # Only where something was to be settled before: the slot settles the first claims by itself.
     monkeypatch.setattr(
-        Unsettled, "script", lambda *given, **options: (strike if "slow" in ran else script)(*given, **options)
+        Unsettled, "add_to", lambda *given, **options: (strike if "slow" in ran else add_to)(*given, **options)
     )
     with start_relay(jobs, RelayConfig(slots_per_queue=1, batch_size=8), engine=engine):
         wait_until(lambda: waiting(engine) == 0, "every job")
@@ -226,65 +226,30 @@ def test_an_error_between_taking_and_settling_what_is_held_stops_no_slot(
     assert struck
 
 
-def test_a_refused_commit_is_blamed_although_the_way_back_is_cancelled(
-    engine: Engine, sessions: sessionmaker[OutboxSession], drain: Drain, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The attempt that fails says which constraint it was, and not what came between."""
-    jobs, struck, reset = Jobs(), [], ClaimTransaction.reset
-    with engine.begin() as connection:
-        connection.execute(text("CREATE TABLE unique_late (n int UNIQUE DEFERRABLE INITIALLY DEFERRED)"))
-        connection.execute(text("INSERT INTO unique_late VALUES (1)"))
-
-    @jobs.handler(queue="q", retry=Backoff(max_attempts=1))
-    def write(ctx: Context) -> None:
-        ctx.session.execute(text("INSERT INTO unique_late VALUES (1)"))
-
-    def refused(transaction: ClaimTransaction) -> str:
-        struck.append(1)
-        # In a transaction that has failed the server refuses it with 25P02, as a cancellation would with 57014.
-        return "SELECT 1" if len(struck) == 1 else reset(transaction)
-
-    monkeypatch.setattr(ClaimTransaction, "reset", refused)
-    monkeypatch.setattr(ClaimRequest, "text_after_commit", lambda _request: "BEGIN")
-    with sessions.begin() as session:
-        session.add_job(write)
-    events = drain(jobs, slots_per_queue=1, batch_size=1)
-    assert struck
-    assert [event.error_type for event in events if isinstance(event, JobDied)] == ["psycopg.errors.UniqueViolation"]
-
-
-@pytest.mark.parametrize("question", ["as a whole", "back to the savepoint"])
 @pytest.mark.parametrize("batch_size", [1, 5])
-def test_a_question_that_fails_behind_commit_buries_no_job_that_is_done(
+def test_a_claim_that_fails_behind_commit_costs_no_job_that_is_done(
     engine: Engine,
     sessions: sessionmaker[OutboxSession],
     drain: Drain,
     monkeypatch: pytest.MonkeyPatch,
     batch_size: int,
-    question: str,
 ) -> None:
-    """The claim behind COMMIT failed, and whether COMMIT came first could not be asked either: it is asked again."""
-    jobs, struck, sent = Jobs(), [], ClaimRequest.text_after_commit
+    """The answer has COMMIT's own result in front of the failure, so that nothing is asked, and no job runs again."""
+    jobs, struck, sent = Jobs(), [], ClaimRequest.add_after_commit
 
     @jobs.handler(queue="q", retry=QUICK, batchable=True)
     def write(ctx: Context, name: str) -> None:
         ctx.session.add(Effect(name=name))
 
-    def refused(*_: object) -> str:
-        struck.append(1)
-        if question == "back to the savepoint":
-            # In a transaction that has failed the server refuses it with 25P02, as a cancellation would with 57014.
-            return "SELECT 1"
-        raise psycopg.errors.QueryCanceled
+    def failing(request: ClaimRequest, script: Script) -> None:
+        if struck:
+            sent(request, script)
+        else:
+            struck.append(1)
+            script.add("claim", "BEGIN", "SELECT 1 / 0")
 
-    def failing(request: ClaimRequest) -> str:
-        return sent(request) if struck else "BEGIN; SELECT 1 / 0"
-
-    monkeypatch.setattr(ClaimRequest, "text_after_commit", failing)
-    if question == "as a whole":
-        monkeypatch.setattr(commit_module, "_failed_after_commit", refused)
-    else:
-        monkeypatch.setattr(ClaimTransaction, "reset", refused)
+    monkeypatch.setattr(ClaimRequest, "add_after_commit", failing)
+    monkeypatch.setattr(recovery, "find_outcome", None)
     with sessions.begin() as session:
         session.add_jobs(write.job(name=f"job {number}") for number in range(10))
     events = drain(jobs, slots_per_queue=1, batch_size=batch_size)

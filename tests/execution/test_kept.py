@@ -14,20 +14,18 @@ import pytest
 from sqlalchemy import Engine, event, text
 from sqlalchemy.orm import sessionmaker
 
-import outboxq.execution.commit as commit_module
 import outboxq.execution.keep as keep_module
-import outboxq.execution.lease_mode as lease_module
 from outboxq import Backoff, BatchContext, BatchItem, Context, Discard, Jobs, OutboxSession, Retry, find_job
 from outboxq.admin.finished import list_finished, run_again, show_finished
 from outboxq.database.driver import run_script
 from outboxq.errors import ArgsNotKept, JobNotFound, RegistryError
 from outboxq.events import JobDied, JobDone, JobLeaseLost
-from outboxq.execution.commit import commit_script
-from outboxq.execution.keep import Kept
+from outboxq.execution.keep import FinishedRows, Keeper
 from outboxq.statements.done import KeptJobs, rows_of_done
 from outboxq.statements.prune import delete_finished
 from tests.support.app import QUICK, Effect
 from tests.support.ledger import ledger, rows
+from tests.support.scripts import note_scripts
 
 KEEP = timedelta(days=7)
 _ROW = (UUID(int=1), "q", "work", "done", 1, datetime.now(UTC), None, 0.5, None, None, None, None, 60.0)
@@ -259,8 +257,8 @@ def test_only_rows_whose_time_is_over_are_pruned(engine: Engine) -> None:
     )
     with engine.begin() as connection:
         connection.execute(text(fill))
-        assert run_script(connection, delete_finished("outboxq", 2))[0].rows == [(2,)]
-        assert run_script(connection, delete_finished("outboxq", 2))[0].rows == [(1,)]
+        assert run_script(connection, delete_finished("outboxq", 2)) == [(2,)]
+        assert run_script(connection, delete_finished("outboxq", 2)) == [(1,)]
     assert kept(engine) == [("stands", "done", 1, None)] * 3
 
 
@@ -339,19 +337,7 @@ def test_without_keep_nothing_else_is_sent_and_with_it_no_statement_of_its_own(
     engine: Engine, sessions: Sessions, drain: Drain, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The strings of today; the row goes along in the string of COMMIT."""
-    sent: list[str] = []
-
-    def noting(module: Any) -> None:
-        real = module.run_script
-
-        def run(connection: Any, script: str) -> Any:
-            sent.append(script)
-            return real(connection, script)
-
-        monkeypatch.setattr(module, "run_script", run)
-
-    noting(commit_module)
-    noting(lease_module)
+    sent = note_scripts(monkeypatch)
     shapes = []
     for options in ({}, {"keep": KEEP}):
         for claim in ("transaction", "lease"):
@@ -372,8 +358,10 @@ def test_without_keep_nothing_else_is_sent_and_with_it_no_statement_of_its_own(
     assert len(keeping_leased) == len(plain_leased)
     assert [has for has, _ in keeping].count(True) == 1
     assert [has for has, _ in keeping_leased].count(True) == 1
-    assert commit_script("oq_1") == "RELEASE SAVEPOINT oq_1; SET CONSTRAINTS ALL IMMEDIATE; COMMIT"
-    assert plain[0][1].startswith(commit_script(plain[0][1].split()[2].rstrip(";")))
+    commits = [script for _, script in plain if "COMMIT" in script]
+    assert re.fullmatch(
+        r"RELEASE SAVEPOINT oq_\w+_inner; SET CONSTRAINTS ALL IMMEDIATE; COMMIT(; .*)?", commits[0], re.DOTALL
+    )
 
 
 def test_arguments_that_were_not_kept_are_not_run_again(engine: Engine, sessions: Sessions, drain: Drain) -> None:
@@ -556,8 +544,7 @@ def test_the_insert_of_rows_is_prepared_once_and_sent_as_text_if_that_is_lost(
     engine: Engine, sessions: Sessions, drain: Drain, monkeypatch: pytest.MonkeyPatch, batch_size: int
 ) -> None:
     """The driver drops what is prepared when it sees a rollback: each handler runs once, and all rows stand."""
-    jobs, ran, sent = Jobs(), list[int](), list[str]()
-    monkeypatch.setattr(commit_module, "run_script", lambda *given: sent.append(given[1]) or run_script(*given))
+    jobs, ran, sent = Jobs(), list[int](), note_scripts(monkeypatch)
 
     @jobs.handler(keep=KEEP, keep_args=True, keep_result=True, retry=QUICK)
     def work(ctx: Context, number: int) -> str:
@@ -578,7 +565,7 @@ def test_the_insert_of_rows_is_prepared_once_and_sent_as_text_if_that_is_lost(
     )
     assert sorted(found) == sorted((str(n), f'"it\'s {n}"', True, True) for n in range(12))
     as_text = [each for each in sent if "INSERT" in each and "PREPARE" not in each]
-    by_name = [each for each in sent if "oq_kept" in each and "INSERT" not in each]
+    by_name = [each for each in sent if "oq_steps" in each and "INSERT" not in each]
     assert len(as_text) == 1
     assert len(by_name) >= 12 / batch_size - 3
 
@@ -610,13 +597,13 @@ def test_a_locked_table_holds_jobs_up_for_a_moment_only(
 @pytest.mark.parametrize("keys", [[], ["SELECT 2"]])
 def test_the_patience_of_a_handler_is_as_before_behind_its_row(engine: Engine, keys: list[str]) -> None:
     """What follows waits for as long as the transaction allows: the keys of unique jobs, and a COMMIT that notifies."""
-    kept = Kept(rows_of_done("outboxq", KeptJobs(*zip(_ROW, strict=False)), None))
+    rows_of = rows_of_done("outboxq", KeptJobs(*zip(_ROW, strict=False)), None)
+    kept = FinishedRows(Keeper(), rows_of).statements()
     with engine.begin() as connection:
-        run_script(connection, "SET LOCAL lock_timeout = '7s'; SAVEPOINT oq_1")
-        script = commit_script("oq_1", [*commit_module._kept_statements(kept), *keys])
-        shows = re.sub("INSERT[^;]+|SELECT 2|COMMIT", "SHOW lock_timeout", script)
-        results = run_script(connection, shows)
-    shown = [row[0] for result in results for row in result.rows if len(row) == 1]
+        run_script(connection, "SET LOCAL lock_timeout = '7s'")
+        shows = ["SHOW lock_timeout" if each.startswith("INSERT") or each in keys else each for each in kept]
+        found = run_script(connection, *shows, *(["SHOW lock_timeout"] * (1 + len(keys))))
+    shown = [row[0] for row in found if len(row) == 1]
     assert next(each for each in shown if each in ("1s", "7s")) == "1s"
     assert shown[-1 - len(keys) :] == ["7s"] * (1 + len(keys))
 
@@ -629,7 +616,7 @@ def test_the_insert_that_is_prepared_has_a_patience_of_its_own(engine: Engine) -
         run_script(connection, _SEEN_PATIENCE)
         run_script(connection, f"SET LOCAL lock_timeout = '7s'; {kept.prepared().definition}")
         shown = run_script(connection, f"{kept.execution()}; SHOW lock_timeout")
-    assert shown[-1].rows == [("7s",)]
+    assert shown[-1] == ("7s",)
     assert rows(engine, "SELECT queue FROM outboxq.done_job") == [("1s",), ("1s",)]
     for held in ("LOCK TABLE outboxq.done_job", "DELETE FROM outboxq.done_job"):
         with engine.begin() as operator, engine.connect() as connection:

@@ -8,16 +8,16 @@ import pytest
 from sqlalchemy import Connection, Engine, create_engine, event, text
 from sqlalchemy.orm import sessionmaker
 
-import outboxq.execution.commit as commit_module
 from outboxq import Context, Jobs, OutboxSession, Relay, RelayConfig, SlotGroup
-from outboxq.database.driver import ScriptResult, run_script
-from outboxq.execution.claim import ClaimRequest
+from outboxq.database.driver import Script, run_script
+from outboxq.execution.claim import ClaimRequest, claim
 from outboxq.execution.prepared import PREPARED_MOST, PreparedStatements
 from outboxq.postgres import Database
-from outboxq.statements.claim import ClaimScript, ClaimStatements, Cursor
+from outboxq.statements.claim import ClaimScript, ClaimStatements, Cursor, PreparedClaim
 from tests.support.app import Effect
 from tests.support.ledger import dead, ledger, waiting
 from tests.support.limits import FOLLOW_ON, with_limits
+from tests.support.scripts import behind_commit, change_scripts, text_of
 
 JOBS = 60
 FILL = """\
@@ -30,14 +30,13 @@ FROM generate_series(1, :count) AS n ORDER BY random()"""
 def executed(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Of each claim that came with a COMMIT, whether it was executed by its name."""
     found: list[bool] = []
-    original = commit_module.run_script
 
-    def noting(connection: Connection, script: str) -> list[ScriptResult]:
-        if "FOR UPDATE SKIP LOCKED" in script or "EXECUTE" in script:
-            found.append("EXECUTE" in script)
-        return original(connection, script)
+    def note(script: Script) -> None:
+        sent = text_of(script)
+        if behind_commit(script) is not None and ("FOR UPDATE SKIP LOCKED" in sent or "EXECUTE" in sent):
+            found.append("EXECUTE" in sent)
 
-    monkeypatch.setattr(commit_module, "run_script", noting)
+    change_scripts(monkeypatch, note)
     return found
 
 
@@ -83,9 +82,9 @@ def test_a_claim_that_was_prepared_for_a_small_table_walks_its_index_in_a_large_
     prepared = script.prepared(limit, behind=cursor is not None)
     with engine.connect() as connection:
         with connection.begin():
-            run_script(connection, f"{prepared.definition}; {prepared.execution(cursor)}")
+            run_script(connection, prepared.definition, *sent_by(prepared, cursor))
             connection.execute(text(FILL), {"count": 50_000})
-        nodes = explained(connection, prepared.execution(cursor))
+        nodes = explained(connection, *sent_by(prepared, cursor))
         with connection.begin():
             run_script(connection, "DEALLOCATE ALL")
     assert {node["Node Type"] for node in nodes}.isdisjoint({"Sort", "Seq Scan"})
@@ -94,10 +93,14 @@ def test_a_claim_that_was_prepared_for_a_small_table_walks_its_index_in_a_large_
     assert walks >= {"job_pkey", "job_ready" if sort == "ready" else "job_scheduled"}
 
 
-def explained(connection: Connection, execution: str) -> list[dict[str, object]]:
-    explain = execution.replace("EXECUTE", "EXPLAIN (ANALYZE, BUFFERS, FORMAT JSON) EXECUTE")
+def sent_by(prepared: PreparedClaim, cursor: Cursor | None) -> list[str]:
+    return [statement for _, statement in prepared.statements(cursor)]
+
+
+def explained(connection: Connection, *execution: str) -> list[dict[str, object]]:
+    explain = [each.replace("EXECUTE", "EXPLAIN (ANALYZE, BUFFERS, FORMAT JSON) EXECUTE") for each in execution]
     with connection.begin() as transaction:
-        rows = next(result.rows for result in run_script(connection, explain) if result.rows)
+        rows = run_script(connection, *explain)
         transaction.rollback()
     plan = rows[0][0]
     found: list[dict[str, object]] = []
@@ -238,13 +241,13 @@ def test_a_table_that_changes_below_a_prepared_claim_stops_nothing(
     with engine.connect() as connection:
         with connection.begin() as transaction:
             request = ClaimRequest(script, 1, prepared=prepared)
-            assert request.read(run_script(connection, request.text())).jobs
+            assert claim(connection, request).jobs
             transaction.rollback()
         with engine.begin() as other:
             other.execute(text("ALTER TABLE outboxq.job ALTER COLUMN max_attempts TYPE bigint"))
         request = ClaimRequest(script, 1, prepared=prepared)
         with pytest.raises(Exception, match="cached plan") as caught, connection.begin():
-            run_script(connection, request.text())
+            claim(connection, request)
         assert request.failed(caught.value)
     drain(outboxq_database.url, jobs, 1)
     assert ledger(engine) == Counter(names)
@@ -282,7 +285,7 @@ def test_a_backend_lets_go_of_the_claims_that_were_not_used_for_longest(engine: 
         for limit in [*range(1, 3 * most), oldest, another]:
             with connection.begin():
                 request = ClaimRequest(script, limit, prepared=prepared)
-                request.read(run_script(connection, request.text()))
+                claim(connection, request)
                 assert prepared_here(connection) <= most
         with connection.begin():
             assert prepared_here(connection) == most

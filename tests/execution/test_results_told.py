@@ -8,17 +8,17 @@ import pytest
 from sqlalchemy import Engine
 from sqlalchemy.orm import sessionmaker
 
-import outboxq.execution.commit as commit_module
-import outboxq.execution.lease_mode as lease_module
 from outboxq import Context, DeadLetter, Jobs, OutboxSession
+from outboxq.database.driver import Script
 from outboxq.events import JobDied, JobDone, JobRetried
-from outboxq.execution.keep import NOTHING_KEPT, Keeper, Kept
+from outboxq.execution.keep import FinishedRows, Keeper
 from outboxq.execution.lease_mode import Unsettled
 from outboxq.handlers.keeping import Keeping
 from outboxq.job import Job
 from outboxq.postgres import Database
 from outboxq.statements.done import rows_of_done
 from tests.support.results import KEEP, told
+from tests.support.scripts import note_scripts
 from tests.support.statements import _LEASED
 
 Drain = Callable[..., list[Any]]
@@ -33,14 +33,17 @@ def _events(job: Job) -> list[Any]:
 def test_a_kind_without_results_sends_what_it_sent_before() -> None:
     """Byte for byte, in both modes: nothing without `keep`, and with it the INSERT, checked there under a lease."""
     events = _events(_LEASED)
-    assert _PLAIN.statements("outboxq", events) == NOTHING_KEPT
-    assert _KEPT.statements("outboxq", events) == Kept(rows_of_done("outboxq", _KEPT.kept(events), None))
+    assert _PLAIN.steps("outboxq", events) == []
+    rows = _KEPT.kept(events)
+    assert rows is not None
+    assert _KEPT.steps("outboxq", events) == [FinishedRows(_KEPT, rows_of_done("outboxq", rows, None))]
+    plain = _leased(events[0], _PLAIN)
     for keeper in (_PLAIN, _KEPT):
-        leased = Unsettled((events[0],), (), unsure=False, keeper=keeper).script("outboxq")
-        assert not any(word in leased for word in ("notify", "advisory"))
-        checking = leased.count("SET CONSTRAINTS ALL IMMEDIATE; ")
+        leased = _leased(events[0], keeper)
+        assert not any(word in statement for statement in leased for word in ("notify", "advisory"))
+        checking = leased.count("SET CONSTRAINTS ALL IMMEDIATE")
         assert checking == (keeper is _KEPT)
-        assert leased.count(";") - checking == Unsettled((events[0],), (), unsure=False).script("outboxq").count(";")
+        assert len(leased) - checking == len(plain)
 
 
 def test_each_way_to_end_is_told_and_a_retry_is_not() -> None:
@@ -48,16 +51,22 @@ def test_each_way_to_end_is_told_and_a_retry_is_not() -> None:
     other = UUID(int=9)
     assert _RESULTS.ended(_events(_LEASED), {_LEASED.id: (other,)}) == [_LEASED.id, other, _LEASED.id, other]
     assert _RESULTS.ended([_events(_LEASED)[2]]) == []
-    dead = _RESULTS.statements("outboxq", [JobDied(_LEASED, "no")])
-    assert dead.rows is None
-    assert str(_LEASED.id) in dead.telling
+    (dead,) = _RESULTS.steps("outboxq", [JobDied(_LEASED, "no")])
+    assert str(_LEASED.id) in str(dead.statements())
 
 
 def test_a_batch_of_many_tries_one_flag() -> None:
     """A server has few locks for each of its sessions."""
     events = [JobDied(Job(UUID(int=n), *_rest()), "no") for n in range(65)]
-    assert str(UUID(int=7)) in _RESULTS.statements("outboxq", events[:64]).telling
-    assert str(UUID(int=7)) not in _RESULTS.statements("outboxq", events).telling
+    (some,), (many,) = (_RESULTS.steps("outboxq", given) for given in (events[:64], events))
+    assert str(UUID(int=7)) in str(some.statements())
+    assert str(UUID(int=7)) not in str(many.statements())
+
+
+def _leased(event: Any, keeper: Keeper) -> list[str]:
+    script = Script()
+    Unsettled((event,), (), unsure=False, keeper=keeper).add_to(script, "outboxq")
+    return [statement for _, statement in script.parts]
 
 
 def _rest() -> tuple[Any, ...]:
@@ -74,12 +83,7 @@ def test_results_cost_no_round_trip_and_without_a_wait_no_notification(
     claim: str,
 ) -> None:
     """As many strings are sent as without, and one of them holds it."""
-    sent: list[str] = []
-    for module in (commit_module, lease_module):
-        real = module.run_script
-        monkeypatch.setattr(
-            module, "run_script", lambda connection, script, real=real: sent.append(script) or real(connection, script)
-        )
+    sent = note_scripts(monkeypatch)
     counts = []
     with told(outboxq_database) as heard:
         for options in ({}, {"keep": KEEP}, {"keep": KEEP, "keep_result": True}):

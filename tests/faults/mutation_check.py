@@ -188,17 +188,18 @@ MUTANTS = (
     Mutant(
         "the rows of finished jobs in their own transaction",
         "outboxq/execution/commit.py",
-        "    kept = runtime.keeper.statements(runtime.schema, batch.events, batch.stands_for, runtime.prepared_rows)\n",
-        "    kept = runtime.keeper.statements(runtime.schema, batch.events, batch.stands_for, runtime.prepared_rows)\n"
+        "    riding = steps_of(connection, batch, batch.events, runtime)\n",
+        "    riding = steps_of(connection, batch, batch.events, runtime)\n"
         "    with connection.engine.connect() as other, other.begin():\n"
-        "        kept = NOTHING_KEPT if kept.rows and run_script(other, kept.rows.text()) else kept\n",
+        "        apart = [each for each in riding if each.is_optional and [run_script(other, *each.statements())]]\n"
+        "        riding = [step for step in riding if step not in apart]\n",
         ("tests/execution/test_kept.py::test_the_row_goes_back_with_a_refused_commit",),
     ),
     Mutant(
         "the way back to before rows of finished jobs that are refused",
         "outboxq/execution/commit.py",
-        "if not (kept.rows and may_be_theirs and _goes_back(connection, _KEPT_SAVEPOINT)):",
-        "if True:",
+        "refused = next((step for step in steps if step.is_optional and step.name == answer.failed_at), None)",
+        "refused = None",
         ("tests/execution/test_kept.py::test_jobs_whose_rows_are_refused_are_done_without",),
     ),
     Mutant(
@@ -218,9 +219,9 @@ MUTANTS = (
     Mutant(
         "the notification of a job that is waited for",
         "outboxq/execution/keep.py",
-        '        telling = tell_waiters(schema, ended) if ended else ""\n',
-        '        telling = ""\n',
-        (_WAITS + "between_two_steps_of_a_wait_is_not_missed",),
+        "        if ended:\n",
+        "        if ended is None:\n",
+        ("tests/outbox/test_results_races.py::test_a_job_that_ends_between_two_steps_of_a_wait_is_not_missed",),
     ),
     Mutant(
         "the look that waits for a refused flag",
@@ -487,8 +488,8 @@ MUTANTS = (
     Mutant(
         "the lock of claims that count leased jobs",
         "outboxq/statements/claim.py",
-        '                lock = f"{lock_claims(schema, queue)}; " if counts_leases else ""\n',
-        '                lock = ""\n',
+        "                lock = lock_claims(schema, queue) if counts_leases else ()\n",
+        "                lock = ()\n",
         ("tests/flow/test_limits.py::test_a_claim_under_a_lease_waits_for_the_count_of_the_one_before",),
     ),
     Mutant(
@@ -557,8 +558,8 @@ MUTANTS = (
     Mutant(
         "the checked commit: a plain COMMIT",
         "outboxq/execution/commit.py",
-        'return f"RELEASE SAVEPOINT {inner_savepoint}; SET CONSTRAINTS ALL IMMEDIATE; {before_commit}COMMIT"',
-        'return f"COMMIT; SELECT {len(inner_savepoint)}; COMMIT"',
+        'script = Script([("check", check), ("check", "SET CONSTRAINTS ALL IMMEDIATE")])',
+        'script = Script([("check", "COMMIT"), ("check", f"SELECT {len(check)}")])',
         ("tests/execution/test_containment.py",),
     ),
     Mutant(
@@ -646,25 +647,11 @@ MUTANTS = (
         ("tests/relay/test_following.py",),
     ),
     Mutant(
-        "the question whether COMMIT came before the error",
-        "outboxq/execution/commit.py",
-        "            raise error from None\n        return True\n    return False\n",
-        "            raise error from None\n        return False\n    return False\n",
-        ("tests/relay/test_following.py",),
-    ),
-    Mutant(
-        "the recovery, where it cannot be asked whether COMMIT came before the error",
-        "outboxq/execution/commit.py",
-        "            raise error from None\n",
-        "            return False\n",
-        ("tests/execution/test_interrupted.py",),
-    ),
-    Mutant(
-        "the look at batches apart from a COMMIT that says whether unique jobs were added",
-        "outboxq/relay/batch_looks.py",
-        "if batch.is_plain or not (batch.unique_adds or is_listened_to(connection)):",
-        "if batch.is_plain or not is_listened_to(connection):",
-        ("tests/outbox/test_job_batches.py",),
+        "the tag of a COMMIT that an error follows",
+        "outboxq/database/driver.py",
+        "        return Answer(rows, is_committed, failure, failed_at)\n",
+        "        return Answer(rows, is_committed and failure is None, failure, failed_at)\n",
+        ("tests/database/test_script.py::test_answers_before_a_failure_are_kept", "tests/relay/test_following.py"),
     ),
     Mutant(
         "what the jobs before it left, sent before anything of a handler's",
@@ -808,8 +795,8 @@ MUTANTS = (
     Mutant(
         "the patience with the rows of a claim's finished jobs",
         "outboxq/execution/lease_mode.py",
-        "{LOCAL_SETTINGS}{_PATIENCE}{BY_KEYS}",
-        "{LOCAL_SETTINGS}{BY_KEYS}",
+        "*LOCAL_SETTINGS, _PATIENCE, BY_KEYS",
+        "*LOCAL_SETTINGS, BY_KEYS",
         (
             "tests/execution/test_row_held.py::test_the_row_of_a_job_that_wrote_nothing_holds_its_slot_up_for_seconds_only",
         ),
@@ -1240,8 +1227,8 @@ MUTANTS = (
     Mutant(
         "the second try at rows of finished jobs, if their INSERT is not prepared any more",
         "outboxq/execution/keep.py",
-        "        return self.prepared is not None and may_be_of_prepared(error)\n",
-        "        return False\n",
+        "        if self.prepared is not None and may_be_of_prepared(error):\n",
+        "        if self.prepared is None and may_be_of_prepared(error):\n",
         ("tests/execution/test_kept.py::test_the_insert_of_rows_is_prepared_once_and_sent_as_text_if_that_is_lost",),
     ),
     Mutant(
@@ -1354,8 +1341,8 @@ MUTANTS = (
     Mutant(
         "the look whether a transaction is left, after a refusal with kept jobs",
         "outboxq/execution/commit.py",
-        "    if transaction_status(connection) != TransactionStatus.INERROR:\n",
-        "    if False:\n",
+        " or transaction_status(connection) != TransactionStatus.INERROR:\n            return answer, steps",
+        ":\n            return answer, steps",
         ("tests/faults/test_refused_commit.py",),
     ),
     Mutant(
@@ -1475,16 +1462,12 @@ MUTANTS = (
     Mutant(
         "a claim that no time-out of the role cuts short",
         "outboxq/execution/claim.py",
-        '        return f"{UNTIMED}{READABLE_DATES}{claim_text}; {settings}',
-        '        return f"{READABLE_DATES}{claim_text}; {settings}',
-        ("tests/execution/test_failing_claims.py::test_claims_are_not_under_the_time_out_of_the_role",),
-    ),
-    Mutant(
-        "a lease claim that no time-out of the role cuts short",
-        "outboxq/execution/claim.py",
-        '            return f"{UNTIMED}{READABLE_DATES}',
-        '            return f"{READABLE_DATES}',
-        ("tests/execution/test_failing_claims.py::test_claims_of_a_lease_are_not_under_the_time_out_of_the_role",),
+        'script.add("settings", UNTIMED, READABLE_DATES)',
+        'script.add("settings", READABLE_DATES)',
+        (
+            "tests/execution/test_failing_claims.py::test_claims_are_not_under_the_time_out_of_the_role",
+            "tests/execution/test_failing_claims.py::test_claims_of_a_lease_are_not_under_the_time_out_of_the_role",
+        ),
     ),
     Mutant(
         "the role and the deadlines as before, behind a handler that has set others",
@@ -1791,7 +1774,7 @@ MUTANTS = (
     Mutant(
         "a handler takes unique keys by its flush",
         "outboxq/outbox/unique.py",
-        "    if collected is not None:\n",
+        "    if collected is not None and collected.is_collecting:\n",
         "    if collected is None and jobs == {}:\n",
         ("tests/flow/test_unique.py::test_adds_of_a_key_do_not_wait_for_a_handler_that_adds_it",),
     ),
@@ -1838,8 +1821,9 @@ MUTANTS = (
     Mutant(
         "the second snapshot of a group's claim: both statements see the same",
         "outboxq/statements/group_claim.py",
-        "{BY_INDEX}{lock}; {pick}",
-        "SET TRANSACTION ISOLATION LEVEL REPEATABLE READ; {BY_INDEX}{lock}; {pick}",
+        'return [*limited, *BY_INDEX, ("groups", lock)',
+        'return [("settings", "SET TRANSACTION ISOLATION LEVEL REPEATABLE READ"), '
+        '*limited, *BY_INDEX, ("groups", lock)',
         ("tests/relay/test_groups.py::test_a_lease_that_is_committed_while_a_claim_begins_is_seen",),
     ),
     Mutant(
@@ -1996,9 +1980,9 @@ MUTANTS = (
     Mutant(
         "savepoints above what a run takes along",
         "outboxq/execution/claim.py",
-        '        return f"RELEASE SAVEPOINT {self.savepoint}; {_savepoints(self.savepoint)}"\n',
+        '        return "; ".join((f"RELEASE SAVEPOINT {self.savepoint}", *_savepoints(self.savepoint)))\n',
         '        return "SELECT"\n',
-        (f"{_COALESCE}::test_a_run_that_fails_is_put_back_as_the_newest_job",),
+        ("tests/flow/test_coalesce.py::test_a_run_that_fails_is_put_back_as_the_newest_job",),
     ),
     Mutant(
         "the window that a run has taken",
@@ -2044,19 +2028,18 @@ MUTANTS = (
     ),
     Mutant(
         "batches are looked at before COMMIT",
-        "outboxq/execution/commit.py",
-        "    text, next_claim = behind.text(), behind.next_claim\n",
-        "    if behind.look:\n"
-        '        run_script(connection, behind.look.partition("; ")[2].removesuffix("; COMMIT"))\n'
-        '        behind = _Behind("", behind.next_claim)\n'
-        "    text, next_claim = behind.text(), behind.next_claim\n",
+        "outboxq/execution/job_batches.py",
+        "    def after_commit(self) -> tuple[str, ...]:\n",
+        "    def statements(self) -> tuple[str, ...]:\n"
+        "        return finish_batches(self.schema, self.ids)[1:-1]\n\n"
+        "    def looked(self) -> tuple[str, ...]:\n",
         ("tests/flow/test_batch_scenes.py::test_a_batch_is_looked_at_behind_commit",),
     ),
     Mutant(
-        "no claim behind a COMMIT that tells what became of unique jobs",
-        "outboxq/execution/commit.py",
-        "    if batch.unique_adds:\n        # Whether",
-        "    if batch is None:\n        # Whether",
+        "the rows of the statements in front of one that fails",
+        "outboxq/database/driver.py",
+        "        return Answer(rows, is_committed, failure, failed_at)\n",
+        "        return Answer({} if failure else rows, is_committed, failure, failed_at)\n",
         ("tests/flow/test_unique.py::test_a_claim_that_fails_behind_commit_hides_no_answer",),
     ),
     Mutant(

@@ -8,13 +8,13 @@ from typing import Any, Literal
 
 import msgspec
 import pytest
-from sqlalchemy import Connection, Engine, text
+from sqlalchemy import Engine, text
 from sqlalchemy.orm import sessionmaker
 
 import outboxq.execution.coalesce as coalesce_module
 from outboxq import Backoff, BatchContext, BatchItem, Context, Jobs, OutboxSession, RelayConfig, Snooze
 from outboxq.admin.dead_letters import DeadFilter, retry_page
-from outboxq.database.driver import ScriptResult, run_script
+from outboxq.database.driver import run_script
 from outboxq.events import Event, JobDone, JobRetried, JobsCoalesced, JobsSuspected
 from outboxq.handlers.handler import Handler
 from outboxq.postgres import Database
@@ -129,12 +129,16 @@ def meanwhile(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], None]],
     def at_next(action: Callable[[], None]) -> None:
         pending = [action]
 
-        def first(connection: Connection, script: str) -> list[ScriptResult]:
-            if pending:
-                pending.pop()()
-            return run_script(connection, script)
+        def doing_first(original: Callable[..., object]) -> Callable[..., object]:
+            def made(*given: object) -> object:
+                if pending:
+                    pending.pop()()
+                return original(*given)
 
-        monkeypatch.setattr(coalesce_module, "run_script", first)
+            return made
+
+        for name in ("take_along", "take_along_leased"):
+            monkeypatch.setattr(coalesce_module, name, doing_first(getattr(coalesce_module, name)))
 
     return at_next
 
@@ -485,10 +489,11 @@ def test_jobs_are_taken_along_by_the_index_of_keys(engine: Engine, jobs: int) ->
             connection.exec_driver_sql("ANALYZE outboxq.job")
     held = [msgspec.structs.replace(unit_test_job(), unique_key=f"k{n}", lease_token=n) for n in range(1, 5)]
     for script in (take_along("outboxq", ["k1", "k2"]), take_along_leased("outboxq", held)):
-        settings, _, rest = script.partition("WITH ")
+        (place,) = (place for place, each in enumerate(script) if each.startswith("WITH"))
         with engine.begin() as connection:
-            connection.exec_driver_sql(settings)
-            plan = "\n".join(connection.exec_driver_sql(f"EXPLAIN WITH {rest.partition(';')[0]}").scalars())
+            for setting in script[:place]:
+                connection.exec_driver_sql(setting)
+            plan = "\n".join(connection.exec_driver_sql(f"EXPLAIN {script[place]}").scalars())
         assert "job_unique" in plan
         assert "Seq Scan on job" not in plan
         assert "Sort" not in plan

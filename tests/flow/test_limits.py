@@ -95,7 +95,7 @@ def relay_of(slots: int, **settings: object) -> RelayConfig:
 def slot_held(engine: Engine, most: int) -> Iterator[Connection]:
     """A transaction of another process that holds a slot of the limit."""
     with engine.connect() as connection, connection.begin():
-        assert run_script(connection, take_slot("outboxq", "mail", most))[-1].rows[0][0]
+        assert run_script(connection, take_slot("outboxq", "mail", most))[0][0]
         yield connection
 
 
@@ -283,7 +283,7 @@ def test_a_claim_under_a_lease_that_another_one_holds_up_gives_way(
     limit(engine, running=1)
     gate.let_go(1)
     with engine.connect() as hanging, hanging.begin() as transaction:
-        run_script(hanging, lock_claims("outboxq", "mail"))
+        run_script(hanging, *lock_claims("outboxq", "mail"))
         gate.add(sessions, 1)
         # The claim of the only slot waits for two seconds; each one behind it, too.
         config = relay_of(1, lease_seconds=30.0, groups=(SlotGroup(("mail", "post"), 1),))
@@ -342,7 +342,7 @@ def test_a_suspect_waits_for_a_slot_and_nothing_is_counted(
             # A claim that finds nothing has the slot too, for a moment: looked at once, it might be that.
             for _ in range(50):
                 with connection.begin():
-                    assert not run_script(connection, take_slot("outboxq", "mail", 1))[-1].rows[0][0]
+                    assert not run_script(connection, take_slot("outboxq", "mail", 1))[0][0]
         gate.let_go(1)
         wait_until(lambda: gate.done, "the suspect is done")
 
@@ -407,7 +407,7 @@ def test_a_suspect_whose_slot_is_taken_behind_its_claim_goes_back(
 
     def returned(connection: Connection, schema: str, job: object) -> None:
         real_return(connection, schema, job)  # type: ignore[arg-type]  # passed on
-        seen.append(tuple(run_script(connection, crashes)[0].rows[0]))  # type: ignore[arg-type]  # two numbers
+        seen.append(tuple(run_script(connection, crashes)[0]))  # type: ignore[arg-type]  # two numbers
 
     monkeypatch.setattr(batch_loop, "return_suspect", returned)
     # One slot: another one's claim, which finds nothing, would have the queue's place for a moment.

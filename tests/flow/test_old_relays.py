@@ -50,7 +50,7 @@ def look(connection: Connection) -> list[Any]:
 
 def returns_a_job(connection: Connection, statement: str) -> bool:
     """Whether a statement has found a job: it returns more than numbers that are zero."""
-    rows = run_script(connection, statement)[-1].rows
+    rows = run_script(connection, statement)
     return any(str(value) != "0" for row in rows for value in row if value is not None)
 
 

@@ -69,8 +69,7 @@ def reserve(engine: Engine) -> Reserve:
     def send(most: int = 1, chunk: int = 1, each: float = 10.0, burst: int = 5, keep: float = 0.0) -> object:
         asked = TokenRequest(most=most, chunk=chunk, each_seconds=each, burst=burst, keep_seconds=keep)
         with engine.connect() as connection, connection.begin():
-            results = run_script(connection, reserve_tokens("outboxq", "mail", asked))
-        return next(result.rows[0] for result in results if result.tag.startswith("SELECT"))
+            return run_script(connection, reserve_tokens("outboxq", "mail", asked))[0]
 
     return send  # type: ignore[return-value]  # the row of the statement
 
@@ -108,7 +107,7 @@ def test_a_look_at_many_jobs_reads_no_more_than_it_asks_for(engine: Engine) -> N
     before, _, behind = reserve_tokens("outboxq", "mail", asked).partition("WITH ")
     with engine.connect() as connection, connection.begin():
         run_script(connection, before.removesuffix("; "))
-        plan = run_script(connection, f"EXPLAIN WITH {behind.removesuffix('; COMMIT')}")[-1].rows
+        plan = run_script(connection, f"EXPLAIN WITH {behind.removesuffix('; COMMIT')}")
     lines = [str(line) for (line,) in plan]
     assert not [line for line in lines if "Sort" in line or "Seq Scan" in line or "JIT" in line]
     assert {"job_ready", "job_scheduled", "job_suspect", "job_group"} <= set(re.findall(r"job_[a-z]+", " ".join(lines)))

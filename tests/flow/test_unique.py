@@ -461,8 +461,10 @@ def test_adds_of_a_key_do_not_wait_for_a_handler_that_adds_it(
 def test_a_claim_that_fails_behind_commit_hides_no_answer(
     sessions: Sessions, start_relay: StartRelay, monkeypatch: pytest.MonkeyPatch, claim: str
 ) -> None:
-    """The answer to COMMIT says it, and would be lost with that of the claim."""
-    monkeypatch.setattr(ClaimRequest, "text_after_commit", lambda _: "BEGIN; SELECT 1 / 0")
+    """The answer to COMMIT says it, and the failure behind it takes nothing of that away."""
+    monkeypatch.setattr(
+        ClaimRequest, "add_after_commit", lambda _, script: script.add("claim", "BEGIN", "SELECT 1 / 0")
+    )
     adder = Adder(claim)
     adder.go.set()
     with sessions.begin() as session:

@@ -13,13 +13,12 @@ import pytest
 from sqlalchemy import Connection, Engine, text
 from sqlalchemy.orm import sessionmaker
 
-import outboxq.execution.commit as commit_module
 import outboxq.relay.cursors as cursors
 from outboxq import AsyncContext, Backoff, Context, Jobs, OutboxSession, Relay, RelayConfig, SlotGroup
-from outboxq.database.driver import ScriptResult, run_script
+from outboxq.database.driver import Script, run_script
 from outboxq.events import Event, JobDone, JobsSuspected
 from outboxq.execution.batch_state import BatchState
-from outboxq.execution.claim import ClaimRequest
+from outboxq.execution.claim import ClaimRequest, claim
 from outboxq.postgres import Database
 from outboxq.relay.claim_planner import ClaimPlanner
 from outboxq.relay.cursors import QueueCursor, SweepSchedule
@@ -28,7 +27,6 @@ from outboxq.relay.poller import Order
 from outboxq.relay.state import RelayState
 from outboxq.relay.suspects import QuarantineTurns
 from outboxq.statements.claim import ClaimScript, ClaimStatements, Cursor
-from outboxq.statements.transaction import BEGIN
 from outboxq.testing.transaction import unit_test_job as _unit_test_job
 from tests.conftest import StartRelay
 from tests.support import app
@@ -36,6 +34,7 @@ from tests.support.app import Child
 from tests.support.driver_waits import driver_waits
 from tests.support.ledger import dead, ledger, waiting
 from tests.support.limits import FOLLOW_NEVER, FOLLOW_ON, with_limits
+from tests.support.scripts import behind_commit, change_scripts, note_scripts
 from tests.support.slots import make_slot
 from tests.support.waiting import wait_until
 
@@ -57,15 +56,7 @@ def drain(url: str, batch_size: int = 5, jobs: Jobs = app.jobs, limits: RelayLim
 @pytest.fixture
 def scripts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The strings that commit."""
-    sent: list[str] = []
-    original = commit_module.run_script
-
-    def noting(connection: Connection, script: str) -> list[ScriptResult]:
-        sent.append(script)
-        return original(connection, script)
-
-    monkeypatch.setattr(commit_module, "run_script", noting)
-    return sent
+    return note_scripts(monkeypatch)
 
 
 def test_a_commit_brings_the_next_jobs(
@@ -159,15 +150,13 @@ def break_next_claim(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     """Put a statement in front of the first claim that goes with a COMMIT."""
 
     def arrange(statement: str) -> None:
-        original = commit_module.run_script
-        statements = iter([statement])
+        statements = [statement]
 
-        def breaking(connection: Connection, script: str) -> list[ScriptResult]:
-            if f"COMMIT; {BEGIN}; " in script:
-                script = script.replace(BEGIN, f"{BEGIN}; {next(statements, 'SET LOCAL work_mem TO DEFAULT')}")
-            return original(connection, script)
+        def breaking(script: Script) -> None:
+            if statements and (place := behind_commit(script)):
+                script.parts.insert(place + 1, ("settings", statements.pop()))
 
-        monkeypatch.setattr(commit_module, "run_script", breaking)
+        change_scripts(monkeypatch, breaking)
 
     return arrange
 
@@ -355,7 +344,7 @@ def test_a_claim_behind_a_cursor_does_not_walk_over_dead_entries(
     with engine.connect().execution_options(isolation_level="REPEATABLE READ") as pin, engine.connect() as connection:
         pin.execute(text("SELECT 1 FROM outboxq.job LIMIT 1"))
         with connection.begin():
-            done = ClaimRequest(script, 20_000).read(run_script(connection, ClaimRequest(script, 20_000).text()))
+            done = claim(connection, ClaimRequest(script, 20_000))
         last = done.jobs[-1]
         behind = buffers(connection, script, Cursor(last.priority, last.seq))
         assert buffers(connection, script, None) > behind + 300
@@ -370,7 +359,7 @@ SELECT gen_random_uuid(), 'many', 'k', '{}' FROM generate_series(1, :count)
 def buffers(connection: Connection, script: ClaimScript, cursor: Cursor | None) -> int:
     with connection.begin() as transaction:
         explained = f"EXPLAIN (ANALYZE, BUFFERS, FORMAT JSON) {script.text(10, cursor)}"
-        plan = run_script(connection, explained)[0].rows[0][0]
+        plan = run_script(connection, explained)[0][0]
         transaction.rollback()
     assert isinstance(plan, list)
     return int(plan[0]["Plan"]["Shared Hit Blocks"]) + int(plan[0]["Plan"]["Shared Read Blocks"])

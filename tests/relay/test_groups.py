@@ -16,7 +16,7 @@ from outboxq.events import Event, JobDied, JobDone
 from outboxq.execution import settle
 from outboxq.execution.claim import ClaimRequest, claim
 from outboxq.relay.connections import connection_options
-from outboxq.statements.group_claim import BY_INDEX, GroupScript
+from outboxq.statements.group_claim import GroupScript
 from tests.conftest import StartRelay
 from tests.support.waiting import PATIENCE, wait_until
 
@@ -113,12 +113,14 @@ GATE = 70_001
 @pytest.fixture
 def gated(monkeypatch: pytest.MonkeyPatch) -> None:
     """Has each claim of a group wait for an advisory lock before it looks."""
-    ungated, gate = GroupScript.text, f"DO 'BEGIN PERFORM pg_advisory_xact_lock({GATE}); END'; "
+    ungated, gate = GroupScript.statements, f"DO 'BEGIN PERFORM pg_advisory_xact_lock({GATE}); END'"
 
-    def text_behind_gate(script: GroupScript, limit: int, after: str = "") -> str:
-        return ungated(script, limit, after).replace(BY_INDEX, BY_INDEX + gate)
+    def after_gate(script: GroupScript, limit: int, after: str = "") -> list[tuple[str, str]]:
+        found = ungated(script, limit, after)
+        place = [owner for owner, _ in found].index("groups")
+        return [*found[:place], ("settings", gate), *found[place:]]
 
-    monkeypatch.setattr(GroupScript, "text", text_behind_gate)
+    monkeypatch.setattr(GroupScript, "statements", after_gate)
 
 
 @pytest.mark.usefixtures("gated")

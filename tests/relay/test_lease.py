@@ -295,7 +295,7 @@ def test_a_sweep_is_bounded(engine: Engine, sessions: sessionmaker[OutboxSession
     with engine.begin() as connection:
         connection.execute(text("UPDATE outboxq.job SET state = 'leased', lease_owner = gen_random_uuid()"))
     with engine.begin() as connection:
-        assert len(run_script(connection, reap("outboxq", 3, REAP_LIMIT))[0].rows) == REAP_LIMIT
+        assert len(run_script(connection, reap("outboxq", 3, REAP_LIMIT))) == REAP_LIMIT
     with start_relay(jobs, RelayConfig(lease_seconds=1, slots_per_queue=4, poll_seconds=0.1)) as running:
         wait_until(lambda: len(running.of(JobDone)) == 250, "every orphan")
     assert len(running.of(JobCrashed)) == 150

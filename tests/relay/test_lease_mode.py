@@ -14,7 +14,7 @@ from sqlalchemy.orm import Session, sessionmaker
 
 import outboxq.execution.lease_mode as lease_mode
 from outboxq import AsyncContext, Backoff, Context, DeadLetter, Discard, Jobs, OutboxSession, Relay, RelayConfig, Snooze
-from outboxq.database.driver import ScriptResult, run_script
+from outboxq.database.driver import Answer, Script, run_script
 from outboxq.events import (
     Event,
     JobCrashed,
@@ -39,6 +39,7 @@ from tests.support.driver_waits import driver_waits
 from tests.support.ledger import effects
 from tests.support.limits import FOLLOW_ON, GROWING, HELD, with_limits
 from tests.support.matrices import sampled
+from tests.support.scripts import change_scripts, text_of
 from tests.support.waiting import PATIENCE, wait_until
 
 # A slot's claims take 1, 2 and 4 jobs before they may take 8.
@@ -407,15 +408,14 @@ def test_a_next_claim_that_fails_undoes_no_removal_for_good(
     engine: Engine, work: Work, start_relay: StartRelay, monkeypatch: pytest.MonkeyPatch, error: str
 ) -> None:
     """They are one transaction, so the jobs are removed by themselves, and told once; no handler runs again."""
-    original = lease_mode.run_script
-    statements = iter([error])
+    statements = [error]
 
-    def breaking(connection: Connection, script: str) -> list[ScriptResult]:
-        if "WITH oq_held" in script and "WITH picked" in script:
-            script = script.replace("WITH picked", f"{next(statements, 'SELECT 1')}; WITH picked", 1)
-        return original(connection, script)
+    def breaking(script: Script) -> None:
+        owners = [owner for owner, _ in script.parts]
+        if statements and {"finished", "claim"} <= set(owners):
+            script.parts.insert(owners.index("claim"), ("settings", statements.pop()))
 
-    monkeypatch.setattr(lease_mode, "run_script", breaking)
+    change_scripts(monkeypatch, breaking)
     work.enqueue("first", "second")
     with start_relay(
         work.jobs, RelayConfig(slots_per_queue=1, batch_size=8, poll_seconds=0.1), engine=engine
@@ -431,22 +431,20 @@ def test_jobs_whose_removal_was_in_doubt_are_told_whenever_the_connection_is_los
     engine: Engine, work: Work, start_relay: StartRelay, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """COMMIT's answer was lost; what stands is asked with the next try, and not in a question that may be lost too."""
-    original = lease_mode.run_script
+    original = Script.send
     answered: list[str] = []
 
-    def losing(connection: Connection, script: str) -> list[ScriptResult]:
-        is_question = "DELETE" not in script and "oq_held" in script
-        if not is_question:
-            results = original(connection, script)
-        if "oq_held" in script and (is_question or not answered):
-            answered.append(script)
+    def losing(script: Script, connection: Connection) -> Answer:
+        answer = original(script, connection)
+        if not answered and "finished" in [owner for owner, _ in script.parts]:
+            answered.append("lost")
             with engine.connect() as other:
                 pid = connection.connection.driver_connection.info.backend_pid
                 assert other.scalar(text("SELECT pg_terminate_backend(:pid, 10000)"), {"pid": pid})
-            results = original(connection, script)
-        return results
+            answer = original(script, connection)
+        return answer
 
-    monkeypatch.setattr(lease_mode, "run_script", losing)
+    monkeypatch.setattr(Script, "send", losing)
     work.enqueue("first", "second", "third")
     config = RelayConfig(slots_per_queue=1, batch_size=8, poll_seconds=0.1, lease_seconds=2)
     with start_relay(work.jobs, config, engine=engine) as running:
@@ -567,7 +565,7 @@ def test_suspects_are_claimed_one_at_a_time(engine: Engine, work: Work, monkeypa
     work.enqueue(*(f"suspect {number}" for number in range(5)))
     with engine.begin() as connection:
         connection.execute(text("UPDATE outboxq.job SET state = 'suspect', crashes = 1 WHERE args::text ~ 'susp'"))
-        assert run_script(connection, "SELECT count(*) FROM outboxq.job WHERE state = 'suspect'")[0].rows == [(5,)]
+        assert run_script(connection, "SELECT count(*) FROM outboxq.job WHERE state = 'suspect'") == [(5,)]
     events = work.drain()
     assert sorted(size for size, crashes in sizes if crashes) == [1] * 5
     assert len(of(events, JobDone)) == 5
@@ -590,17 +588,18 @@ def test_leased_jobs_are_settled_by_their_keys_whatever_statistics_say(engine: E
         ids = connection.exec_driver_sql("SELECT id FROM outboxq.job LIMIT 2000").scalars().all()
     empty = dict.fromkeys((name for name in Job.__struct_fields__ if name not in ("id", "lease_token")), None)
     jobs = tuple(Job(id=job_id, lease_token=1, **empty) for job_id in ids)
-    script = Unsettled(tuple(JobDone(job, 0.0) for job in jobs[:1000]), jobs[1000:], False).script("outboxq")
-    settings, *statements = script.split("WITH oq_held")
+    script = Script()
+    Unsettled(tuple(JobDone(job, 0.0) for job in jobs[:1000]), jobs[1000:], False).add_to(script, "outboxq")
+    settings, *statements = text_of(script).split("WITH oq_held")
     counts = "SELECT seq_scan, n_tup_del, n_tup_upd FROM pg_stat_xact_user_tables WHERE relname = 'job'"
     with engine.connect() as connection, connection.begin():
         run_script(connection, settings)
         for statement in statements:
-            plan = [str(row[0]) for row in run_script(connection, f"EXPLAIN WITH oq_held{statement}")[0].rows]
+            plan = [str(row[0]) for row in run_script(connection, f"EXPLAIN WITH oq_held{statement}")]
             assert not [line for line in plan if "Seq Scan" in line]
             assert [line for line in plan if "Index Cond: (id = ANY" in line]
         before = connection.exec_driver_sql(counts).one()
-        run_script(connection, script)
+        assert script.send(connection).error is None
         after = connection.exec_driver_sql(counts).one()
     assert [new - old for old, new in zip(before, after, strict=True)] == [0, 1_000, 1_000]
 

@@ -8,14 +8,12 @@ from dataclasses import dataclass
 from datetime import timedelta
 
 import pytest
-from sqlalchemy import Connection, Engine, text
+from sqlalchemy import Engine, text
 from sqlalchemy.orm import sessionmaker
 
-import outboxq.execution.claim as claim_module
-import outboxq.execution.commit as commit_module
 import outboxq.relay.slot as slot_module
 from outboxq import Backoff, BatchContext, BatchItem, Context, Jobs, OutboxSession, Relay, RelayConfig, SlotGroup
-from outboxq.database.driver import ScriptResult, run_script
+from outboxq.database.driver import Script
 from outboxq.errors import ConfigError
 from outboxq.events import JobDone
 from outboxq.execution.claim import ClaimRequest
@@ -27,22 +25,18 @@ from tests.conftest import StartRelay
 from tests.relay.test_wake import wait_until_asleep
 from tests.support.app import Account, Child
 from tests.support.limits import FOLLOW_ON, with_limits
+from tests.support.scripts import behind_commit, change_scripts, text_of
 from tests.support.waiting import PATIENCE, wait_until
 
 MANY = 200
+_CLAIMED_QUEUE = re.compile(r"EXECUTE outboxq_\w+\('([^']+)'")
 
 
 @pytest.fixture
 def claims(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The queues of the claims that are sent, by themselves or behind a COMMIT."""
     sent: list[str] = []
-
-    def noting(connection: Connection, script: str) -> list[ScriptResult]:
-        sent.extend(re.findall(r"EXECUTE outboxq_\w+\('([^']+)'", script))
-        return run_script(connection, script)
-
-    for module in (commit_module, claim_module):
-        monkeypatch.setattr(module, "run_script", noting)
+    change_scripts(monkeypatch, lambda script: sent.extend(_CLAIMED_QUEUE.findall(text_of(script))))
     return sent
 
 
@@ -128,12 +122,11 @@ def test_the_claim_of_the_next_queue_comes_with_the_commit_of_the_jobs_before_it
     """A job in a queue of its own costs one round trip to be claimed and committed, as one of many in a queue does."""
     along: list[str] = []
 
-    def noting(connection: Connection, script: str) -> list[ScriptResult]:
-        if "COMMIT;" in script:
-            along.extend(re.findall(r"EXECUTE outboxq_\w+\('([^']+)'", script))
-        return run_script(connection, script)
+    def noting(script: Script) -> None:
+        if behind_commit(script):
+            along.extend(_CLAIMED_QUEUE.findall(text_of(script)))
 
-    monkeypatch.setattr(commit_module, "run_script", noting)
+    change_scripts(monkeypatch, noting)
     done: list[int] = []
     jobs = many_queues(20, lambda ctx, number: done.append(number))
     enqueue(sessions, jobs, range(20), 20)

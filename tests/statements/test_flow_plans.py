@@ -17,7 +17,6 @@ _NAMES = (
     "limit",
     "rate",
     "windows",
-    "job_batches.finish_after_commit",
     "job_batches.finish_batches",
     "unique.add_unique",
     "unique.insert_without_keys",

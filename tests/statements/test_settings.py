@@ -209,7 +209,7 @@ def noting_settings() -> Iterator[list[tuple[str, str, str]]]:
 
     def note(connection: Connection, _cursor: object, statement: str, *_: object) -> None:
         if "outboxq" in statement:
-            (jit,), (style,) = (run_script(connection, f"SHOW {name}")[0].rows[0] for name in ("jit", "datestyle"))
+            (jit,), (style,) = (run_script(connection, f"SHOW {name}")[0] for name in ("jit", "datestyle"))
             seen.append((statement, str(jit), str(style)))
 
     event.listen(Engine, "before_cursor_execute", note)

@@ -265,8 +265,10 @@ def _called(function: Callable[..., Any]) -> Iterator[tuple[Executable | str, Ma
             yield from ((text, {}) for text in _of_script(made))
         elif isinstance(made, DoneRows):
             yield from ((text, {}) for text in (made.text(), f"{made.prepared().definition}; {made.execution()}"))
+        elif isinstance(made, tuple) and any(isinstance(part, Mapping) for part in made):
+            yield made
         else:
-            yield made if isinstance(made, tuple) else (made, _PARAMETERS.get(function.__name__, {}))
+            yield "; ".join(made) if isinstance(made, tuple) else made, _PARAMETERS.get(function.__name__, {})
 
 
 def _sample(function: Callable[..., object], parameter: inspect.Parameter) -> tuple[object, object]:
@@ -300,4 +302,4 @@ def _of_script(script: ClaimScript) -> Iterator[str]:
     if script.queue:
         for place in dict.fromkeys((cursor, None)):
             prepared = script.prepared(5, behind=place is not None)
-            yield f"{prepared.definition}; {prepared.execution(place)}"
+            yield "; ".join((prepared.definition, *(statement for _, statement in prepared.statements(place))))

@@ -115,7 +115,7 @@ class Pruner(PeriodicTask):
         """Sweep the next batches behind `after`; how many were looked at, the last one, and how many were over."""
         statement = sweep_batches(self.schema, after, limit)
         try:
-            ((looked, last, finished),) = run_on_libpq(connection, f"{BEGIN}; {SETTINGS}{statement}; COMMIT")
+            ((looked, last, finished),) = run_on_libpq(connection, "; ".join((BEGIN, *SETTINGS, statement, "COMMIT")))
         except psycopg.Error as error:
             _roll_back(connection)
             if limit == 1 or not is_of_a_row(error):

@@ -1,0 +1,37 @@
+"""The steps that ride on a COMMIT, each with a file of its own: here alone they are named."""
+
+from collections.abc import Mapping, Sequence
+from uuid import UUID
+
+from sqlalchemy import Connection
+
+from outboxq.events import Event
+from outboxq.execution.batch_state import BatchState
+from outboxq.execution.job_batches import FinishBatches, batch_ids
+from outboxq.execution.runtime import Runtime
+from outboxq.execution.step import Step
+from outboxq.execution.unique_keys import TakeKeys
+from outboxq.outbox.unique import unique_adds
+
+
+def steps_of(
+    connection: Connection,
+    batch: BatchState,
+    events: Sequence[Event],
+    runtime: Runtime,
+    stands_for: Mapping[UUID, tuple[UUID, ...]] | None = None,
+) -> list[Step]:
+    """The steps of a transaction in which jobs of a batch end by these events; none for plain jobs.
+
+    Args:
+        stands_for: The jobs that runs stand for; by default those of the batch.
+    """
+    found: list[Step] = []
+    if runtime.keeper.kinds:
+        stands_for = batch.stands_for if stands_for is None else stands_for
+        found += runtime.keeper.steps(runtime.schema, events, stands_for, runtime.prepared_rows)
+    if adds := unique_adds(connection):
+        found.append(TakeKeys(runtime.schema, adds))
+    if not batch.is_plain and (ids := batch_ids(batch.jobs)):
+        found.append(FinishBatches(runtime.schema, ids))
+    return found

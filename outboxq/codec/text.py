@@ -11,6 +11,8 @@ MAX_MESSAGE_CHARACTERS = 2_000
 
 def printable(text: str) -> str:
     """`text` with an escape for each character that is not printable, such as a newline or what a terminal acts on."""
+    if text.isprintable():
+        return text
     return "".join(
         character if character.isprintable() else character.encode("unicode_escape").decode() for character in text
     )

@@ -2,10 +2,11 @@
 
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from itertools import chain
 from uuid import UUID
 
 import psycopg
@@ -16,7 +17,7 @@ from outboxq.events import Event, JobEvent, JobsCoalesced, JobsParked, JobsSuspe
 from outboxq.execution.claim import Claimed, ClaimTransaction, begin_transaction
 from outboxq.execution.errors import Abandoned, WritesRefused
 from outboxq.execution.failure import Failed
-from outboxq.execution.runtime import Result
+from outboxq.execution.runtime import Result, UnknownKindResult
 from outboxq.handlers.call import HandlerCall
 from outboxq.handlers.progress import ProgressNotes
 from outboxq.job import Job
@@ -78,18 +79,15 @@ class BatchState:
         runs_together: All jobs run together, to be checked by COMMIT.
         runs_apart: The jobs ran together and were undone: now each runs alone.
         refused: How often COMMIT was refused, and the jobs ran again.
-        expires: When each of the jobs that expire does (monotonic), by id, once the database's clock was asked.
+        expires: When each of the jobs that expire does (monotonic), by id.
         events: The events of the jobs before `position`, if the transaction commits.
-        unknown: Jobs of kinds that no handler here can run.
+        decided: Results that are known without a run, by the job's id; `decide` fills it.
         late_result: The result of a handler that never used the database, until its settlement has begun.
         commit_was_sent: COMMIT was sent, and is not known to be refused.
         blocked: The groups whose next jobs are given back: one of their jobs is put off, and holds them up.
         has_deadlocked: Jobs that ran together were undone by a deadlock or a serialization failure.
         dead_letters: The dead letters that a recovery of this batch has written.
-        taken_along: The jobs for which others of the batch run; `dropped`: how many jobs of its claim do not run.
-        coalesced: The events of that, if the transaction commits.
-        stands_for: Those jobs, by the id of the job that runs for them.
-        put_off: The jobs that wait for the next window of their keys, if the transaction commits.
+        stands_for: The jobs that were taken along, by the id of the job that runs for them.
     """
 
     queue: str
@@ -106,9 +104,9 @@ class BatchState:
     runs_together: bool = field(default=False, init=False)
     runs_apart: bool = field(default=False, init=False)
     refused: int = field(default=0, init=False)
-    expires: dict[UUID, float] | None = field(default=None, init=False)
+    expires: Mapping[UUID, float] = field(default_factory=dict, init=False)
     events: list[JobEvent] = field(default_factory=list, init=False)
-    unknown: list[Job] = field(default_factory=list, init=False)
+    decided: dict[UUID, Result] = field(default_factory=dict, init=False)
     late_result: Result | None = field(default=None, init=False)
     blocked: set[str] = field(default_factory=set, init=False)
     was_begun: bool = field(default=False, init=False)
@@ -116,11 +114,7 @@ class BatchState:
     commit_was_sent: bool = field(default=False, init=False)
     has_deadlocked: bool = field(default=False, init=False)
     dead_letters: DeadLetters | None = field(default=None, init=False)
-    taken_along: tuple[UUID, ...] = field(default=(), init=False)
-    dropped: int = field(default=0, init=False)
-    coalesced: tuple[JobsCoalesced, ...] = field(default=(), init=False)
     stands_for: Mapping[UUID, tuple[UUID, ...]] = field(default_factory=dict, init=False)
-    put_off: tuple[UUID, ...] = field(default=(), init=False)
     notes: ProgressNotes | None = field(default=None, init=False)
     _began_at: float = field(default=0.0, init=False)
     _ran_seconds: float | None = field(default=0.0, init=False)
@@ -160,7 +154,19 @@ class BatchState:
     @property
     def claimed_ids(self) -> tuple[UUID, ...]:
         """The ids of all jobs whose rows the claim has taken."""
-        return (*(job.id for job in self.jobs), *self.taken_along, *self.put_off)
+        return (*(job.id for job in self.jobs), *chain.from_iterable(self.stands_for.values()))
+
+    @property
+    def parked(self) -> Sequence[Job]:
+        """The jobs of kinds that no handler here can run."""
+        decided = self.decided
+        return [job for job in self.jobs if isinstance(decided.get(job.id), UnknownKindResult)] if decided else ()
+
+    @property
+    def coalesced(self) -> list[JobsCoalesced]:
+        """The events of jobs that are taken along if the transaction commits; under a lease they have gone before."""
+        others = {} if self.is_leased else self.stands_for
+        return [JobsCoalesced(job, len(others[job.id])) for job in self.jobs if job.id in others] if others else []
 
     @property
     def is_lone(self) -> bool:
@@ -229,17 +235,6 @@ class BatchState:
         if self.call is not None and not self.call.is_over:
             self.call.end()
 
-    def coalesce(self, jobs: tuple[Job, ...], taken_along: tuple[UUID, ...], events: tuple[JobsCoalesced, ...]) -> None:
-        """Have `jobs` run, for themselves and for those that were taken along."""
-        self.dropped += len(self.jobs) - len(jobs)
-        self.jobs, self.taken_along, self.coalesced = jobs, taken_along, events
-
-    def put_off_jobs(self, job_ids: set[UUID]) -> None:
-        """Have all others run; these were put back."""
-        self.put_off = tuple(job_ids)
-        self.dropped += len(job_ids)
-        self.jobs = tuple(job for job in self.jobs if job.id not in job_ids)
-
     def begin_commit(self) -> None:
         """Enter COMMITTING: from here on the server alone decides the outcome."""
         self._leave_running(Phase.COMMITTING)
@@ -286,8 +281,8 @@ class BatchState:
     def report(self, of_commit: tuple[Event, ...] = ()) -> BatchReport:
         """The report of the batch, once its transaction is known to be committed; with what its COMMIT has told."""
         events: list[Event] = [*self.events, *self.coalesced]
-        if self.unknown:
-            events.append(JobsParked(self.queue, tuple(sorted({job.kind for job in self.unknown})), len(self.unknown)))
+        if parked := self.parked:
+            events.append(JobsParked(self.queue, tuple(sorted({job.kind for job in parked})), len(parked)))
         if self.moved:
             events.append(JobsSuspected(self.queue, self.moved))
         return BatchReport(len(self.jobs), (*events, *of_commit))

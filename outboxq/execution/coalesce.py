@@ -25,6 +25,7 @@ from outboxq.database.errors import describe_error
 from outboxq.events import JobsCoalesced
 from outboxq.execution.batch_state import BatchState
 from outboxq.execution.lease_mode import LeasedBatch
+from outboxq.execution.runtime import SettledByClaim
 from outboxq.execution.windows import keep_windows, keep_windows_leased
 from outboxq.job import Job, added_order
 from outboxq.statements.coalesce import CONTENT, TAKEN_AT_ONCE, take_along, take_along_leased
@@ -92,10 +93,6 @@ class Runs:
         alone = {job.id for job in self.jobs if job.unique_key is None} | self._kept
         return tuple(by_id.get(job.id, job) for job in self.jobs if job.id in by_id or job.id in alone)
 
-    def taken_along(self) -> tuple[UUID, ...]:
-        """The jobs for which others run."""
-        return tuple(job_id for ids in self._others.values() for job_id in ids)
-
     def stands_for(self) -> dict[UUID, tuple[UUID, ...]]:
         """The jobs for which others run, by the id of the job that runs."""
         return {self._runs[key].id: tuple(ids) for key, ids in self._others.items() if ids}
@@ -108,12 +105,12 @@ class Runs:
 def coalesce(connection: Connection, batch: BatchState, schema: str) -> None:
     """Take along what waits for the keys of a batch in transaction mode; sends nothing if no job has a key."""
     transaction = batch.transaction
-    if batch.is_plain or transaction is None or not has_keys(batch.jobs):
+    if transaction is None or not has_keys(batch.jobs):
         return
     keep_windows(connection, batch, transaction, schema)
-    if not has_keys(batch.jobs):
+    runs = Runs(tuple(job for job in batch.jobs if job.id not in batch.decided))
+    if not runs.keys:
         return
-    runs = Runs(batch.jobs)
     settings = local_timeouts(batch.timeout_seconds) or (TIMED_AGAIN,)
     # The savepoints are set anew, above the deletes.
     script = (UNTIMED, *take_along(schema, runs.keys), *settings, transaction.renew())
@@ -126,7 +123,9 @@ def coalesce(connection: Connection, batch: BatchState, schema: str) -> None:
         # A row that cannot be read or deleted, mostly: jobs that are left behind run by themselves.
         _warn(error)
         run_script(connection, transaction.reset())
-    batch.coalesce(runs.running(), runs.taken_along(), runs.events())
+    newest = {job.id: job for job in runs.running()}
+    batch.jobs = tuple(newest.get(job.id, job) for job in batch.jobs)
+    batch.decided.update({job.id: SettledByClaim() for job in runs.dropped})
     batch.stands_for = runs.stands_for()
 
 

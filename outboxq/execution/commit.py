@@ -68,8 +68,9 @@ def commit(
     sent = _send(connection, batch, batch.transaction, runtime, next_claim)
     if isinstance(sent, Committed):
         return sent
-    # If several jobs each passed a check of their own, the one to blame shows when each runs alone.
-    if not (batch.is_lone or batch.runs_together):
+    # If several jobs each passed a check of their own, the one to blame shows when each runs alone. Without an event
+    # there is no attempt to charge: a lone job was parked, or put back by its claim.
+    if not (batch.is_lone or batch.runs_together) or not batch.events:
         raise sent
     if sent.sqlstate == LOCK_NOT_AVAILABLE and transaction_status(connection) == TransactionStatus.IDLE:
         raise sent
@@ -214,7 +215,6 @@ def _back_to_claim(
         TransactionEscaped: a handler had ended the transaction.
     """
     failed = runtime.describe(error, batch.job)
-    batch.unknown.clear()
     try:
         run_script(connection, transaction.reset())
     except psycopg.Error as gone:

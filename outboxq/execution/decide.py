@@ -1,4 +1,7 @@
-"""Decide which jobs of a claimed batch are not to run: those that have expired, and those that were cancelled."""
+"""Decide: results of claimed jobs that are known without a run. They are settled like all others.
+
+A job is decided if it has expired, was cancelled, has no handler here, or is settled by its claim (`coalesce`).
+"""
 
 import math
 import time
@@ -9,12 +12,38 @@ from sqlalchemy import Connection
 
 from outboxq.database.driver import run_outside_transaction, run_script
 from outboxq.execution.batch_state import BatchState
-from outboxq.execution.runtime import CancelledResult, ExpiredResult, Runtime
+from outboxq.execution.plan import Handlers
+from outboxq.execution.runtime import CancelledResult, ExpiredResult, Runtime, UnknownKindResult
 from outboxq.job import UNIQUE_HEADER, Job
 from outboxq.statements.transaction import clock_seconds
 
 
-def expiries(connection: Connection, batch: BatchState, runtime: Runtime) -> dict[UUID, float]:
+def decide(connection: Connection, batch: BatchState, runtime: Runtime) -> Handlers:
+    """Fill `batch.decided`, once for a claim; returns the handlers of the others, by kind."""
+    if not batch.is_plain:
+        batch.expires = _expiries(connection, batch, runtime)
+    handlers, decided = runtime.handlers_of(batch.jobs), batch.decided
+    if batch.expires or runtime.orders.cancelled or None in handlers.values():
+        for job in batch.jobs:
+            if job.id not in decided:
+                result = ended_meanwhile(batch, job, runtime)
+                if result is not None:
+                    decided[job.id] = result
+                elif handlers[job.kind] is None:
+                    decided[job.id] = UnknownKindResult()
+    return handlers
+
+
+def ended_meanwhile(batch: BatchState, job: Job, runtime: Runtime) -> CancelledResult | ExpiredResult | None:
+    """The result of a job that has expired or was cancelled by now, also while it waited for others of its batch."""
+    if batch.expires and time.monotonic() >= batch.expires.get(job.id, math.inf):
+        return ExpiredResult()
+    # Also one that comes back after its relay died, or to be retried: the request stands until the job is gone.
+    cancelled = runtime.orders.cancelled
+    return CancelledResult() if cancelled and job.id in cancelled else None
+
+
+def _expiries(connection: Connection, batch: BatchState, runtime: Runtime) -> dict[UUID, float]:
     """The expiry of each job that has one, on this process's clock: the database is asked how late it is there.
 
     A unique job that has not expired by now has begun: those who add one of its key rely on it from its claim on.
@@ -35,12 +64,3 @@ def expiries(connection: Connection, batch: BatchState, runtime: Runtime) -> dic
         for job_id, at in expiring.items()
         if job_id not in unique or at.timestamp() <= now
     }
-
-
-def result_without_run(batch: BatchState, job: Job, runtime: Runtime) -> CancelledResult | ExpiredResult | None:
-    """The result of a job that is not to run any more; None for all others."""
-    if batch.expires and time.monotonic() >= batch.expires.get(job.id, math.inf):
-        return ExpiredResult()
-    # Also one that comes back after its relay died, or to be retried: the request stands until the job is gone.
-    cancelled = runtime.orders.cancelled
-    return CancelledResult() if cancelled and job.id in cancelled else None

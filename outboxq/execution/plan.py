@@ -6,8 +6,6 @@ from typing import Any, Literal, TypeAlias, TypeGuard
 
 from outboxq.execution.batch_state import BatchState
 from outboxq.execution.chain import check_follower
-from outboxq.execution.decide import result_without_run
-from outboxq.execution.runtime import Runtime
 from outboxq.handlers.handler import AnyHandler, BatchHandler
 from outboxq.job import Job
 
@@ -30,7 +28,7 @@ class Segment:
     arguments: Sequence[Mapping[str, object]] = ()
 
 
-def plan_segments(batch: BatchState, runtime: Runtime, handlers: Handlers) -> Sequence[Segment]:
+def plan_segments(batch: BatchState, handlers: Handlers) -> Sequence[Segment]:
     """Sort the jobs by how they run, those of batchable kinds first, then in the order in which they were claimed.
 
     A job whose arguments or follower cannot be read runs by itself, and costs the others nothing.
@@ -46,7 +44,7 @@ def plan_segments(batch: BatchState, runtime: Runtime, handlers: Handlers) -> Se
     alone: list[Job] = []
     for job in batch.jobs:
         handler = handlers[job.kind]
-        if not _runs_together(handler) or result_without_run(batch, job, runtime) is not None:
+        if not _runs_together(handler) or job.id in batch.decided:
             alone.append(job)
             continue
         arguments = _arguments(handler, job)

@@ -34,7 +34,7 @@ from outboxq.execution.find_outcome import (
     was_committed,
     write_dead_letters,
 )
-from outboxq.execution.runtime import CancelledResult, Result, Runtime, UnknownKindResult
+from outboxq.execution.runtime import CancelledResult, Result, Runtime, SettledByClaim, UnknownKindResult
 from outboxq.execution.settle import JobRowHeld, settle_result
 from outboxq.execution.steps import steps_of
 from outboxq.job import Job
@@ -115,6 +115,9 @@ def _recover_rolled_back(
     if not batch.is_lone:
         # Which job was at fault cannot be known, because the jobs shared a transaction.
         return Recovered(None, run_alone=len(batch.jobs))
+    if isinstance(batch.decided.get(batch.job.id), SettledByClaim):
+        # It has not run, and waits as before; the slot pauses.
+        raise error
     if runtime.handler_of(batch.job) is None or sqlstate_of(error) == LOCK_NOT_AVAILABLE:
         # A job of an unknown kind, which could not even be parked; or one whose COMMIT got no lock, as long as another
         # hangs that notifies, too.

@@ -22,12 +22,12 @@ from outboxq.execution.attempt import Attempt, AttemptResult
 from outboxq.execution.batch_call import call_batch_handler
 from outboxq.execution.batch_state import BatchState
 from outboxq.execution.chain import has_follower
-from outboxq.execution.decide import expiries, result_without_run
+from outboxq.execution.decide import ended_meanwhile
 from outboxq.execution.errors import ESCAPED, ConnectionLost, TransactionEscaped
 from outboxq.execution.failure import Failed
 from outboxq.execution.plan import Handlers, Segment, plan_segments
 from outboxq.execution.preload import Locks, entity_keys, lock_ahead
-from outboxq.execution.runtime import Result, Runtime, UnknownKindResult
+from outboxq.execution.runtime import Result, Runtime, SettledByClaim, UnknownKindResult
 from outboxq.execution.settle import event_of_end, settle_result
 from outboxq.execution.shared_batch import run_shared
 from outboxq.handlers.handler import AnyHandler
@@ -40,11 +40,12 @@ from outboxq.statements.transaction import TIMEOUTS_OFF, local_timeouts, restore
 FREE_RETRIES = 5
 
 
-def run(connection: Connection, batch: BatchState, runtime: Runtime, *, shared: bool) -> None:
-    """Run each job of a claimed batch, and write its outcome.
+def run(connection: Connection, batch: BatchState, runtime: Runtime, handlers: Handlers, *, shared: bool) -> None:
+    """Run each job of a claimed batch that is not decided, and write the outcomes of all.
 
     Args:
-        shared: Whether jobs share the transaction: then each is checked by itself.
+        handlers: Those of the batch's kinds, by `decide`.
+        shared: Jobs share the transaction, so that each is checked by itself.
 
     Raises:
         ConnectionLost: the transaction is gone with its connection.
@@ -54,29 +55,27 @@ def run(connection: Connection, batch: BatchState, runtime: Runtime, *, shared: 
     # The transaction is new, or undone to before the first handler.
     runtime.guard.is_altered = False
     batch.notes = runtime.notes
-    if batch.expires is None:
-        # Once for a claim: its jobs may run again in it, if COMMIT is refused.
-        batch.expires = {} if batch.is_plain else expiries(connection, batch, runtime)
     begin = partial(_begin, connection, batch, shared=shared)
     try:
         with collected_unique_adds(connection):
             if batch.is_lone:
                 job = batch.jobs[0]
-                result = _run_alone(connection, batch, job, runtime, begin, shared=shared)
+                result = batch.decided.get(job.id)
+                if result is None:
+                    result = _run_alone(connection, batch, job, runtime, handlers, begin, shared=shared)
                 _settle_alone(connection, batch, job, runtime, result)
             else:
-                _run_several(connection, batch, runtime, begin, shared=shared)
+                _run_several(connection, batch, runtime, handlers, begin)
     finally:
         # Also after handlers that were interrupted.
         runtime.guard.take_back()
 
 
 def _run_several(
-    connection: Connection, batch: BatchState, runtime: Runtime, begin: Callable[[], str | None], *, shared: bool
+    connection: Connection, batch: BatchState, runtime: Runtime, handlers: Handlers, begin: Callable[[], str | None]
 ) -> None:
     """Run the jobs of a batch in the order of its plan."""
-    handlers, locks = runtime.handlers_of(batch.jobs), Locks()
-    segments = plan_segments(batch, runtime, handlers)
+    locks, segments = Locks(), plan_segments(batch, handlers)
     batch.runs_together = len(segments) == 1 and segments[0].kind != "alone"
     if not batch.runs_together:
         # Jobs that all run together lock rows when they load them.
@@ -88,12 +87,16 @@ def _run_several(
             continue
         for position in segment.places:
             job = batch.jobs[position]
-            if job.group_key in batch.blocked:
-                # `position` stays with a job that ran: it is what tells, later, whether the batch was committed.
+            result = batch.decided.get(job.id)
+            # `position` stays with a job that was settled here: it is what shows, later, if the batch was committed.
+            if isinstance(result, SettledByClaim):
+                continue
+            if result is None and job.group_key in batch.blocked:
                 settle.release(connection, job)
                 continue
             batch.position = position
-            result = _run_alone(connection, batch, job, runtime, begin, shared=shared)
+            if result is None:
+                result = _run_alone(connection, batch, job, runtime, handlers, begin, shared=True)
             _settle_alone(connection, batch, job, runtime, result)
 
 
@@ -142,7 +145,8 @@ def _lock_rows(connection: Connection, batch: BatchState, runtime: Runtime, hand
     }
     if not locking:
         return
-    keys = [key for job in batch.jobs if job.kind in locking for key in _locked_keys(locking[job.kind], job, runtime)]
+    running = [job for job in batch.jobs if job.kind in locking and job.id not in batch.decided]
+    keys = [key for job in running for key in _locked_keys(locking[job.kind], job, runtime)]
     try:
         lock_ahead(connection, keys, locks)
     except BaseException as error:
@@ -168,19 +172,19 @@ def _run_alone(
     batch: BatchState,
     job: Job,
     runtime: Runtime,
+    handlers: Handlers,
     begin: Callable[[], str | None],
     *,
     shared: bool,
 ) -> Result:
     """Run the handler of one job, again after a deadlock; returns the result of the last attempt."""
-    batch.begin_run()
     if batch.expires or runtime.orders.cancelled:
-        unrun = result_without_run(batch, job, runtime)
-        if unrun is not None:
-            return unrun
-    handler = runtime.handler_of(job)
-    if handler is None:
-        return UnknownKindResult()
+        ended = ended_meanwhile(batch, job, runtime)
+        if ended is not None:
+            return ended
+    batch.begin_run()
+    handler = handlers[job.kind]
+    assert handler is not None, "jobs of unknown kinds are decided"
     if handler.timeout_seconds != batch.timeout_seconds:
         _set_timeout(connection, batch, handler.timeout_seconds, shared=shared)
     seconds = batch.timeout_seconds
@@ -223,7 +227,9 @@ def _begin(connection: Connection, batch: BatchState, *, shared: bool) -> str | 
 
 
 def _settle_alone(connection: Connection, batch: BatchState, job: Job, runtime: Runtime, result: Result) -> None:
-    """Write the outcome of the job that ran."""
+    """Write the outcome of a job that ran, or was decided."""
+    if isinstance(result, SettledByClaim):
+        return
     seconds = batch.end_run()
     is_idle = runtime.guard.transaction_status == TransactionStatus.IDLE
     if job.lease_token is not None and is_idle and not batch.was_begun:
@@ -240,13 +246,12 @@ def _settle_alone(connection: Connection, batch: BatchState, job: Job, runtime: 
     batch.late_result = None
     _restore(connection, batch, runtime)
     if isinstance(result, UnknownKindResult):
-        batch.unknown.append(job)
         settle.park(connection, job)
         settle.block(batch.blocked, job, runtime)
-    else:
-        batch.events.append(settle_result(connection, job, result, runtime, seconds))
-        if job.group_key is not None and isinstance(batch.events[-1], JobRetried | JobSnoozed):
-            settle.block(batch.blocked, job, runtime)
+        return
+    batch.events.append(settle_result(connection, job, result, runtime, seconds))
+    if job.group_key is not None and isinstance(batch.events[-1], JobRetried | JobSnoozed):
+        settle.block(batch.blocked, job, runtime)
 
 
 def _restore(connection: Connection, batch: BatchState, runtime: Runtime) -> None:

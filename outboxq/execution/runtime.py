@@ -57,7 +57,12 @@ class ExpiredResult:
     """The job's time was over before its handler was called."""
 
 
-Result: TypeAlias = Outcome | Failed | UnknownKindResult | CancelledResult | ExpiredResult
+@dataclass(frozen=True, slots=True)
+class SettledByClaim:
+    """The job's claim has settled it: another job runs for it, or it was put back until its key's next window."""
+
+
+Result: TypeAlias = Outcome | Failed | UnknownKindResult | CancelledResult | ExpiredResult | SettledByClaim
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,14 @@ from outboxq.events import (
 )
 from outboxq.execution.chain import add_follower, has_follower
 from outboxq.execution.failure import Failed, kept_errors
-from outboxq.execution.runtime import CancelledResult, ExpiredResult, Result, Runtime, UnknownKindResult
+from outboxq.execution.runtime import (
+    CancelledResult,
+    ExpiredResult,
+    Result,
+    Runtime,
+    SettledByClaim,
+    UnknownKindResult,
+)
 from outboxq.handlers.returned import DoneWithResult
 from outboxq.job import Job
 from outboxq.outcomes import DeadLetter, Discard, Done, Retry, Snooze
@@ -69,8 +76,8 @@ def settle_result(connection: Connection, job: Job, result: Result, runtime: Run
             return JobDied(job, described, seconds=seconds)
         case CancelledResult() | ExpiredResult():
             return _drop(connection, job, result, runtime, seconds)
-        case UnknownKindResult():
-            raise AssertionError("unknown kinds are parked, not settled")
+        case UnknownKindResult() | SettledByClaim():
+            raise AssertionError("it has no event: see `run`")
     assert_never(result)
 
 

@@ -25,6 +25,7 @@ from outboxq.database.errors import describe_error
 from outboxq.execution.batch_state import BatchState
 from outboxq.execution.claim import ClaimTransaction
 from outboxq.execution.lease_mode import LeasedBatch
+from outboxq.execution.runtime import SettledByClaim
 from outboxq.job import EVERY_HEADER, Job, number_in
 from outboxq.outcomes import MAX_DELAY
 from outboxq.statements.settle import put_back_until
@@ -54,7 +55,7 @@ def keep_windows(connection: Connection, batch: BatchState, transaction: ClaimTr
         _warn(error)
         run_script(connection, transaction.reset())
     else:
-        batch.put_off_jobs({job.id for job in put_off})
+        batch.decided.update({job.id: SettledByClaim() for job in put_off})
 
 
 def keep_windows_leased(connection: Connection, leased: LeasedBatch, schema: str) -> None:

@@ -16,6 +16,7 @@ from outboxq.execution.batch_state import BatchReport, BatchState
 from outboxq.execution.claim import AnyScript, Claimed, ClaimRequest, return_suspect, take_slot
 from outboxq.execution.coalesce import coalesce, coalesce_leased
 from outboxq.execution.commit import Committed, commit, send_left
+from outboxq.execution.decide import decide
 from outboxq.execution.errors import ConnectionSpoiled, TransactionEscaped, WritesRefused
 from outboxq.execution.lease_mode import LeasedBatch
 from outboxq.execution.run import run
@@ -128,15 +129,15 @@ class BatchLoop:
             claimed = self._look_at(self._tally.claim(connection, request))
             while claimed.jobs:
                 batch = self.batch = BatchState.of(claimed, runtime.epoch)
-                coalesce(connection, batch, self._state.config.schema)
+                if not batch.is_plain:
+                    coalesce(connection, batch, self._state.config.schema)
+                handlers = decide(connection, batch, runtime)
                 self._has_claimed(batch.queue, claimed.jobs, batch.moved)
                 fault_point("after-claim")
-                if not batch.jobs:
-                    return self._commit_put_off(connection, batch)
                 committed = None
                 # None: COMMIT was refused, and all is undone.
                 while committed is None:
-                    run(connection, batch, runtime, shared=not batch.is_lone)
+                    run(connection, batch, runtime, handlers, shared=not batch.is_lone)
                     next_claim = self._next_claim(connection, batch, runtime)
                     committed = commit(connection, batch, runtime, next_claim)
                 self._left += committed.left
@@ -149,13 +150,6 @@ class BatchLoop:
                 claimed = following
         # If this is not committed, a claim finds the suspects again by their marks.
         return BatchReport(0, (JobsSuspected(claimed.request.queue, claimed.moved),)) if claimed.moved else None
-
-    def _commit_put_off(self, connection: Connection, batch: BatchState) -> BatchReport:
-        """Commit a claim whose jobs all wait for their next windows; if its answer is lost, they wait in any case."""
-        self.batch = None
-        run_script(connection, "COMMIT")
-        self._state.admission.ended(batch.queue)
-        return batch.report()
 
     def _run_leased(self, connection: Connection, request: ClaimRequest, runtime: Runtime) -> BatchReport | None:
         """Run claims in lease mode: publish all but the last, and return its report; None if nothing waited.
@@ -177,9 +171,9 @@ class BatchLoop:
                 while (job := leased.begin(allowed=not runtime.guard.left and self._may_begin(term))) is not None:
                     batch = self.batch = BatchState(leased.queue, (job,), None, epoch=runtime.epoch)
                     batch.stands_for = leased.stands_for
-                    committed = None
+                    handlers, committed = decide(connection, batch, runtime), None
                     while committed is None:
-                        run(connection, batch, runtime, shared=False)
+                        run(connection, batch, runtime, handlers, shared=False)
                         committed = commit(connection, batch, runtime, self._next_claim(connection, batch, runtime))
                     claimed = committed.claimed and self._look_at(committed.claimed)
                     self._leased_job_ended(leased, batch, committed)
@@ -284,14 +278,14 @@ class BatchLoop:
         if not batch.is_leased:
             return self._planner.next_claim(batch)
         leased = self.leased_batch
-        is_last = leased is not None and leased.is_worked_off and not batch.unknown
+        is_last = leased is not None and leased.is_worked_off and not batch.parked
         return self._planner.next_leased_claim(leased) if leased is not None and is_last else None
 
     def _leased_job_ended(self, leased: LeasedBatch, batch: BatchState, committed: Committed) -> None:
         self._left += committed.left
         if batch.transaction is None:
             leased.finish(batch.events[0])
-        elif batch.unknown:
+        elif batch.parked:
             # Published later, with the other jobs that are parked.
             leased.unknown.append(batch.job)
         else:

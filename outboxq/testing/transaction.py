@@ -28,6 +28,7 @@ from outboxq.errors import ConfigError
 from outboxq.events import Event, JobDied, JobDone, JobRetried
 from outboxq.execution.batch_state import BatchState
 from outboxq.execution.claim import ClaimRequest, claim
+from outboxq.execution.decide import decide
 from outboxq.execution.invoke import AsyncInvoker, Invoker, SyncInvoker
 from outboxq.execution.keep import Keeper
 from outboxq.execution.run import run
@@ -305,7 +306,7 @@ def _drain_queue(connection: Connection, name: str, runtime: Runtime) -> list[Ev
         if claimed.transaction is None:
             return events
         batch = BatchState(name, claimed.jobs, claimed.transaction)
-        run(connection, batch, runtime, shared=True)
+        run(connection, batch, runtime, decide(connection, batch, runtime), shared=True)
         # Within the test's transaction, which is not committed: what steps notify is received by nobody.
         for step in steps_of(connection, batch, batch.events, runtime):
             if statements_of_step := step.statements():

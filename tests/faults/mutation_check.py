@@ -1916,31 +1916,32 @@ MUTANTS = (
     Mutant(
         "jobs of a key taken along behind the handlers, and not before them",
         "outboxq/relay/batch_loop.py",
-        "                coalesce(connection, batch, self._state.config.schema)\n"
+        "                if not batch.is_plain:\n"
+        "                    coalesce(connection, batch, self._state.config.schema)\n"
+        "                handlers = decide(connection, batch, runtime)\n"
         "                self._has_claimed(batch.queue, claimed.jobs, batch.moved)\n"
         '                fault_point("after-claim")\n'
-        "                if not batch.jobs:\n"
-        "                    return self._commit_put_off(connection, batch)\n"
         "                committed = None\n"
         "                # None: COMMIT was refused, and all is undone.\n"
         "                while committed is None:\n"
-        "                    run(connection, batch, runtime, shared=not batch.is_lone)\n",
+        "                    run(connection, batch, runtime, handlers, shared=not batch.is_lone)\n",
+        "                handlers = decide(connection, batch, runtime)\n"
         "                self._has_claimed(batch.queue, claimed.jobs, batch.moved)\n"
         '                fault_point("after-claim")\n'
         "                committed = None\n"
         "                while committed is None:\n"
-        "                    run(connection, batch, runtime, shared=not batch.is_lone)\n"
+        "                    run(connection, batch, runtime, handlers, shared=not batch.is_lone)\n"
         "                    coalesce(connection, batch, self._state.config.schema)\n",
-        (f"{_COALESCE}::test_a_job_that_is_added_while_another_of_its_key_runs_is_followed_by_a_run",),
+        ("tests/flow/test_coalesce.py::test_a_job_that_is_added_while_another_of_its_key_runs_is_followed_by_a_run",),
     ),
     Mutant(
         "jobs of a key taken along under a lease behind the handler too",
         "outboxq/relay/batch_loop.py",
-        "                        run(connection, batch, runtime, shared=False)\n",
-        "                        run(connection, batch, runtime, shared=False)\n"
+        "                        run(connection, batch, runtime, handlers, shared=False)\n",
+        "                        run(connection, batch, runtime, handlers, shared=False)\n"
         "                        one = LeasedBatch(leased.queue, (job,))\n"
         "                        coalesce_leased(connection, one, self._state.config.schema)\n",
-        (f"{_COALESCE}::test_a_job_that_is_added_while_another_of_its_key_runs_is_followed_by_a_run",),
+        ("tests/flow/test_coalesce.py::test_a_job_that_is_added_while_another_of_its_key_runs_is_followed_by_a_run",),
     ),
     Mutant(
         "jobs of a key taken along as the claim's snapshot has them",
@@ -2022,9 +2023,9 @@ MUTANTS = (
     Mutant(
         "the marks of jobs that were taken along, cleared with a batch that is rolled back",
         "outboxq/execution/batch_state.py",
-        "        return (*(job.id for job in self.jobs), *self.taken_along, *self.put_off)\n",
+        "        return (*(job.id for job in self.jobs), *chain.from_iterable(self.stands_for.values()))\n",
         "        return tuple(job.id for job in self.jobs)\n",
-        (f"{_COALESCE}::test_what_was_taken_along_comes_back_with_a_batch_that_is_rolled_back",),
+        ("tests/flow/test_coalesce.py::test_what_was_taken_along_comes_back_with_a_batch_that_is_rolled_back",),
     ),
     Mutant(
         "batches are looked at before COMMIT",

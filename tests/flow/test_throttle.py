@@ -12,11 +12,14 @@ from sqlalchemy.orm import sessionmaker
 from outboxq import Backoff, Context, Jobs, OutboxSession, Relay, RelayConfig, Snooze
 from outboxq.admin.roles import roles_sql
 from outboxq.events import ClaimsFailed, Event, JobDone, JobRetried, JobsClaimed
+from outboxq.postgres import Database
 from outboxq.relay.maintenance.pruner import _delete_keys
 from outboxq.statements.windows import WantedWindow, take_windows
 from outboxq.testing.transaction import unit_test_job
 from tests.conftest import StartRelay
 from tests.support.ledger import leave_marks, of, rows, waiting
+from tests.support.limits import FOLLOW_ON, with_limits
+from tests.support.scripts import note_scripts
 from tests.support.waiting import wait_until
 
 Mode = Literal["transaction", "lease"]
@@ -429,3 +432,27 @@ def test_a_refused_commit_of_put_off_jobs_is_no_failed_claim(
     assert rebuild.put_back() == [(2, 0)]
     assert rows(engine, "SELECT last_value FROM refusals") == [(2,)]
     assert [event for event in told if isinstance(event, ClaimsFailed)] == []
+
+
+def test_the_commit_of_a_claim_whose_jobs_all_wait_brings_the_next_jobs(
+    engine: Engine, sessions: sessionmaker[OutboxSession], outboxq_database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As that of jobs that ran: it is one round trip."""
+    rebuild = Rebuild(sessions, engine, "transaction")
+    rebuild.add(1)
+    drain_following(outboxq_database.url, rebuild.jobs)
+    rebuild.add(2, 3)
+    with sessions.begin() as session:
+        session.add_jobs(rebuild.handler.options(coalesce=f"other {n}").job(version=10 + n) for n in range(2))
+    rebuild.let_due()
+    scripts = note_scripts(monkeypatch)
+    drain_following(outboxq_database.url, rebuild.jobs)
+    assert rebuild.put_back() == [(2, 0), (3, 0)]
+    assert sorted(rebuild.runs) == [1, 10, 11]
+    # Of the jobs that were put back, and of those that it brought.
+    assert [script.count("; COMMIT; BEGIN") for script in scripts if "; COMMIT" in script] == [1, 1]
+
+
+def drain_following(url: str, jobs: Jobs) -> None:
+    config = RelayConfig(slots_per_queue=1, batch_size=2)
+    with_limits(Relay(url, jobs, config), FOLLOW_ON).drain()

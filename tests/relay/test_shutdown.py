@@ -456,7 +456,7 @@ def test_the_state_follows_the_events() -> None:
         ('{"state": "serving", "at": "2026-01-01T00:00:00"}', "no health file"),
         ({"state": "stopping", "age": 0}, "stopping"),
         ({"state": "odd", "age": 0}, "odd"),
-        ({"state": "serving", "age": 40}, "40 s ago"),
+        ({"state": "serving", "age": 40}, " s ago, over the limit of 30 s"),
         ({"state": "serving", "age": -86_400}, "last written -86"),
     ],
 )

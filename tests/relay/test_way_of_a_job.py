@@ -1,16 +1,65 @@
-"""The way of one job: from the serve loop to its handler it passes few functions of ours."""
+"""The way of one job: its depth, its breadth, and the size of the core around it.
+
+A change that lowers a figure lowers its bound. `pytest -rP` or `python -m tests.tools.house` prints the figures.
+"""
 
 import traceback
-from pathlib import Path
 
 import pytest
 from sqlalchemy.orm import sessionmaker
 
-import outboxq
 from outboxq import Context, Jobs, OutboxSession, Relay, RelayConfig
 from outboxq.postgres import Database
+from tests.support.way_of_a_job import PACKAGE, WAYS, Way, measure_way
+from tests.tools.house import core_figures
 
-_HOUSE = str(Path(outboxq.__file__).parent)
+# With Python 3.11, which calls comprehensions as functions.
+WAY_BOUNDS = {
+    "producer": Way(81, 61, 14),
+    "plain job, transaction mode": Way(201, 171, 45),
+    "plain job, lease mode": Way(251, 190, 48),
+    "retry": Way(590, 279, 54),
+    "dead letter": Way(587, 276, 53),
+    "grouped job": Way(264, 182, 48),
+}
+CORE_BOUNDS = {
+    "fields of BatchState": 35,
+    "assignments to them in other modules": 31,
+    "other modules that assign them": 9,
+    "assignments to them outside execution/": 1,
+    "public methods of the planner": 20,
+    "attributes of the planner that other modules assign": 4,
+    "lines of the core that mention groups": 75,
+    "lines of the core that mention suspects": 51,
+    "lines of the core that mention kept rows": 1,
+    "lines of the core that mention coalescing and windows": 8,
+    "lines of the core that mention cancellation": 25,
+    "lines of the core that mention prepared claims": 28,
+    "lines of the core that mention limits": 25,
+    "lines of the core that mention rates": 21,
+    "lines of the core that mention callback batches": 1,
+    "lines of the core that mention unique jobs": 4,
+    "lines of execution/": 6_723,
+    "lines of relay/ without maintenance/": 6_699,
+    "lines of statements/ of claims and outcomes": 1_797,
+}
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_a_job_passes_few_functions_and_files(name: str, outboxq_database: Database) -> None:
+    """The code that a reader follows from one handler to the next does not grow unseen."""
+    way = measure_way(outboxq_database.url, name)
+    print(f"{name}: {way}")
+    assert all(figure <= bound for figure, bound in zip(way, WAY_BOUNDS[name], strict=True)), WAY_BOUNDS[name]
+
+
+def test_the_core_names_few_families_and_owns_its_fields() -> None:
+    """Mentions of families, assignments by other modules, and lines do not grow unseen."""
+    figures = core_figures()
+    for name, figure in figures.items():
+        print(f"{name}: {figure:,}")
+    assert figures.keys() == CORE_BOUNDS.keys()
+    assert {name: figure for name, figure in figures.items() if figure > CORE_BOUNDS[name]} == {}
 
 
 @pytest.mark.parametrize("claim", ["transaction", "lease"])
@@ -22,7 +71,7 @@ def test_eleven_functions_at_most_lead_from_the_serve_loop_to_a_handler(
 
     @jobs.handler(queue="q", claim=claim)  # type: ignore[arg-type]  # one of the two modes
     def look(ctx: Context) -> None:
-        ours = [frame for frame in traceback.extract_stack() if frame.filename.startswith(_HOUSE)]
+        ours = [frame for frame in traceback.extract_stack() if frame.filename.startswith(str(PACKAGE))]
         names = [frame.name for frame in ours]
         ways.append(names[names.index("_serve") :])
 

@@ -1,148 +1,101 @@
-"""Print the measures of a package: the sizes of its modules and functions, what is complex, and its layers."""
+"""Print the measures of the package: sizes, layers, what its core mentions, and the breadth of a job's way."""
 
 import argparse
 import ast
+import re
 import sys
 import tomllib
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from statistics import median
 
+from outboxq import config
+from outboxq.postgres import find_server
+from tests.support import app
+from tests.support.way_of_a_job import PACKAGE, WAYS, measure_way
+
 REPOSITORY = Path(__file__).parents[2]
-MAX_MODULE_LINES, MIN_MODULE_LINES = 400, 15
-MAX_FUNCTION_LINES, MAX_COMPLEXITY = 40, 10
 
 _HELP = """\
-Modules should have 15 to 400 lines, functions at most 40 and a complexity of at most 10. Front doors (__init__,
-__main__) may be shorter. The complexity is McCabe's: the number of ways through a function, as ruff counts it (C901).
-Layers are those of [tool.importlinter] in pyproject.toml, the top first, with the lines of each package.
+Layers are those of [tool.importlinter] in pyproject.toml, the top first, with the lines of each package. The figures of
+the core and of the ways are bounded in tests/relay/test_way_of_a_job.py. The ways are measured on the server that
+OUTBOXQ_TEST_DATABASE_URL names, or on one that is started for this.
 
 examples:
-  python -m tests.tools.house
-  python -m tests.tools.house --check          also end with 1 if a module or a function is out of bounds
-  python -m tests.tools.house tests            of another folder"""
+  python -m tests.tools.house"""
 
-
-@dataclass(frozen=True)
-class Function:
-    """A function and its measures."""
-
-    place: str
-    name: str
-    lines: int
-    complexity: int
-
-
-@dataclass(frozen=True)
-class House:
-    """The lines of each module, by its path, and the functions of all of them."""
-
-    modules: dict[str, int]
-    functions: list[Function]
-
-    @property
-    def long_modules(self) -> list[str]:
-        return [path for path, lines in self.modules.items() if lines > MAX_MODULE_LINES]
-
-    @property
-    def tiny_modules(self) -> list[str]:
-        front_doors = ("__init__.py", "__main__.py")
-        return [
-            path for path, lines in self.modules.items() if lines < MIN_MODULE_LINES and not path.endswith(front_doors)
-        ]
-
-    @property
-    def long_functions(self) -> list[Function]:
-        return sorted((each for each in self.functions if each.lines > MAX_FUNCTION_LINES), key=lambda f: -f.lines)
-
-    @property
-    def complex_functions(self) -> list[Function]:
-        found = (each for each in self.functions if each.complexity > MAX_COMPLEXITY)
-        return sorted(found, key=lambda f: -f.complexity)
-
-    @property
-    def is_in_bounds(self) -> bool:
-        return not (self.long_modules or self.tiny_modules or self.long_functions or self.complex_functions)
+# The files that every job passes, of whatever family it is. `relay/slot_groups.py` reads the configuration.
+_CORE = (
+    "relay/slot.py",
+    "relay/slot_[!g]*.py",
+    "relay/*planner*.py",
+    *(f"execution/{name}.py" for name in ("claim", "run", "commit", "recovery", "batch_state")),
+)
+# The lines that mention a family. Left out are other things of the same word: a `SlotGroup`, the texts of
+# `runtime.kept`, an event loop's `CancelledError`, what two-phase commits left prepared, the size of a claim (`limit`),
+# a relay's times (`state.limits`), a lease's token.
+_FAMILIES = {
+    "groups": r'(?<!slot)group(?!: slot|, "|\.(queues|in_turns))',
+    "suspects": "suspect",
+    "kept rows": r"keeper|keeping|(?<!runtime\.)kept|execution\.keep\b|keep finished|(?<!un)finished.(job|row)",
+    "coalescing and windows": "coalesc|window",
+    "cancellation": r"(?<!keep_)(?<!is_)(?<!un)cancel(?!lederror|ling)",
+    "prepared claims": "(?<!left)(?<!leave_)prepare",
+    "limits": r"(?<!state\.)limits(?!\.\w+_seconds| = self)|other_limit|queuelimit|\b(its|'s|the|another) limit\b",
+    "rates": r"\brates?\b|tokens",
+    "callback batches": r"callback.batch|job_batch|jobs\.batch|batch_id|batchfinished",
+    "unique jobs": "unique",
+}
+# The files that say all that can happen to a job.
+_READ = {
+    "execution/": ("execution/*.py",),
+    "relay/ without maintenance/": ("relay/*.py",),
+    "statements/ of claims and outcomes": tuple(
+        f"statements/{name}*.py"
+        for name in ("claim", "group_claim", "lease", "settle", "transaction", "limit", "windows", "coalesce")
+    ),
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the measures; 1 if they are to be checked and one is out of bounds."""
-    parser = argparse.ArgumentParser(
+    """Print the measures."""
+    argparse.ArgumentParser(
         prog="python -m tests.tools.house",
         description=__doc__,
         epilog=_HELP,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("folder", nargs="?", default="outboxq", help="what to measure (default: outboxq)")
-    parser.add_argument("--check", action="store_true", help="end with 1 if something is out of bounds")
-    options = parser.parse_args(arguments)
-    house = measure(REPOSITORY / options.folder)
-    for line in (*report(house), *(layers(house) if options.folder == "outboxq" else ())):
+    ).parse_args(arguments)
+    for line in (*sizes(), *layers()):
         print(line)
-    return 1 if options.check and not house.is_in_bounds else 0
+    for name, figure in core_figures().items():
+        print(f"{name}: {figure:,}")
+    with find_server(configured_url=config.test_database_url(), binaries=config.local_binaries()) as server:
+        for name in WAYS:
+            with server.create_database() as database:
+                app.prepare(database.url)
+                print(f"{name}: {measure_way(database.url, name)}", flush=True)
+    return 0
 
 
-def measure(folder: Path) -> House:
-    """Read every module below a folder."""
-    texts = {str(path.relative_to(folder.parent)): path.read_text() for path in sorted(folder.rglob("*.py"))}
-    return House(
-        {path: len(text.splitlines()) for path, text in texts.items()},
-        [function for path, text in texts.items() for function in functions_of(path, text)],
-    )
+def sizes() -> Iterator[str]:
+    """The sizes of the modules and of the functions."""
+    texts = [path.read_text() for path in PACKAGE.rglob("*.py")]
+    lines = [len(text.splitlines()) for text in texts]
+    functions = [
+        (node.end_lineno or node.lineno) - node.lineno + 1
+        for text in texts
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    ]
+    yield f"modules: {len(lines):,}, {sum(lines):,} lines, {_spread(lines)}"
+    yield f"functions: {len(functions):,}, lines {_spread(functions)}"
 
 
-def functions_of(path: str, text: str) -> Iterator[Function]:
-    """The functions and methods of a module, nested ones included."""
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            lines = (node.end_lineno or node.lineno) - node.lineno + 1
-            yield Function(f"{path}:{node.lineno}", node.name, lines, 1 + sum(map(_ways, node.body)))
+def _spread(numbers: Sequence[int]) -> str:
+    return f"median {median(numbers):g}, p90 {sorted(numbers)[int(len(numbers) * 0.9)]}, max {max(numbers)}"
 
 
-def _ways(node: ast.AST) -> int:
-    """How many ways through a function a statement adds, with all that stands in it."""
-    inner = sum(_ways(child) for child in ast.iter_child_nodes(node) if isinstance(child, _WITH_STATEMENTS))
-    match node:
-        case ast.If() | ast.ExceptHandler() | ast.FunctionDef() | ast.AsyncFunctionDef():
-            return inner + 1
-        case ast.For() | ast.AsyncFor() | ast.While() | ast.Try() | ast.TryStar():
-            loops = not isinstance(node, ast.Try | ast.TryStar)
-            return inner + loops + bool(node.orelse)
-        case ast.Match(cases=cases):
-            last = cases[-1]
-            is_rest = isinstance(last.pattern, ast.MatchAs) and last.pattern.pattern is None and last.guard is None
-            return inner + len(cases) - is_rest
-        case _:
-            return inner
-
-
-_WITH_STATEMENTS = (ast.stmt, ast.ExceptHandler, ast.match_case)
-
-
-def report(house: House) -> Iterator[str]:
-    """The measures, a line each, and what is out of bounds."""
-    sizes = [each.lines for each in house.functions]
-    lines = list(house.modules.values())
-    yield f"modules    {len(lines):,}, {sum(lines):,} lines, median {median(lines):g}, {_upper(lines)}"
-    yield f"functions  {len(sizes):,}, median {median(sizes):g} lines, {_upper(sizes)}"
-    for title, modules in (
-        (f"modules over {MAX_MODULE_LINES} lines", house.long_modules),
-        (f"modules under {MIN_MODULE_LINES} lines", house.tiny_modules),
-    ):
-        yield f"{title}: {len(modules)}"
-        yield from (f"  {house.modules[path]:4} {path}" for path in modules)
-    yield f"functions over {MAX_FUNCTION_LINES} lines: {len(house.long_functions)}"
-    yield from (f"  {each.lines:4} {each.name} {each.place}" for each in house.long_functions)
-    yield f"functions with a complexity over {MAX_COMPLEXITY}: {len(house.complex_functions)}"
-    yield from (f"  {each.complexity:4} {each.name} {each.place}" for each in house.complex_functions)
-
-
-def _upper(numbers: Sequence[int]) -> str:
-    return f"p90 {sorted(numbers)[int(len(numbers) * 0.9)]}, max {max(numbers)}"
-
-
-def layers(house: House) -> Iterator[str]:
+def layers() -> Iterator[str]:
     """The layers of the package, the top first, and the lines of what is in each."""
     settings = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())
     contracts = settings["tool"]["importlinter"]["contracts"]
@@ -150,12 +103,101 @@ def layers(house: House) -> Iterator[str]:
     yield f"layers: {len(found['layers'])}"
     for number, layer in enumerate(found["layers"], 1):
         packages = layer.replace("|", " ").replace(":", " ").split()
-        yield f"  {number:2} " + ", ".join(f"{package} {_lines_of(house, package):,}" for package in packages)
+        yield f"  {number:2} " + ", ".join(
+            f"{name} {_lines_of(f'{name}.py', f'{name}/**/*.py'):,}" for name in packages
+        )
 
 
-def _lines_of(house: House, package: str) -> int:
-    own = (f"outboxq/{package}.py", f"outboxq/{package}/")
-    return sum(lines for path, lines in house.modules.items() if path.startswith(own))
+def core_figures() -> dict[str, int]:
+    """Mentions of families in the core, assignments to its objects, and the lines of its folders, each by its name."""
+    patterns = (*_CORE, *(pattern for read in _READ.values() for pattern in read))
+    if gone := [pattern for pattern in patterns if not any(PACKAGE.glob(pattern))]:
+        raise FileNotFoundError(f"no file of the package is named {', '.join(gone)}: name its successor in {__file__}")
+    texts = {path.relative_to(PACKAGE).as_posix(): path.read_text() for path in sorted(PACKAGE.rglob("*.py"))}
+    return {
+        **_batch_state_figures(texts),
+        **_planner_figures(texts),
+        **{f"lines of the core that mention {name}": _mentions(pattern) for name, pattern in _FAMILIES.items()},
+        **{f"lines of {name}": _lines_of(*patterns) for name, patterns in _READ.items()},
+    }
+
+
+def _batch_state_figures(texts: dict[str, str]) -> dict[str, int]:
+    home = "execution/batch_state.py"
+    state = _classes(texts[home])["BatchState"]
+    fields = {
+        node.target.id for node in state.body if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
+    }
+    # A producer's batch is of another class, and `outboxq/outbox/` cannot import this one.
+    assigned = {
+        path: [name for name in assignments(text, "BatchState", ("batch", "state")) if name in fields]
+        for path, text in texts.items()
+        if path != home and "outboxq.execution" in text
+    }
+    outside = [names for path, names in assigned.items() if not path.startswith("execution/")]
+    return {
+        "fields of BatchState": len(fields),
+        "assignments to them in other modules": sum(map(len, assigned.values())),
+        "other modules that assign them": sum(map(bool, assigned.values())),
+        "assignments to them outside execution/": sum(map(len, outside)),
+    }
+
+
+def _planner_figures(texts: dict[str, str]) -> dict[str, int]:
+    ((home, planner),) = (
+        (path, found)
+        for path, text in texts.items()
+        if path.startswith("relay/") and "planner" in path
+        for name, found in _classes(text).items()
+        if name.endswith("Planner")
+    )
+    methods = [
+        node.name for node in planner.body if isinstance(node, ast.FunctionDef) and not node.name.startswith("_")
+    ]
+    written = {
+        name for path, text in texts.items() if path != home for name in assignments(text, planner.name, ("planner",))
+    }
+    return {
+        "public methods of the planner": len(methods),
+        "attributes of the planner that other modules assign": len(written),
+    }
+
+
+def assignments(text: str, class_name: str, names: Collection[str]) -> list[str]:
+    """The attributes that a module assigns on objects of a class, which have one of these names or are annotated so."""
+    nodes = list(ast.walk(ast.parse(text)))
+    typed = {
+        node.arg if isinstance(node, ast.arg) else _last_name(node.target)
+        for node in nodes
+        if isinstance(node, ast.arg | ast.AnnAssign)
+        and node.annotation is not None
+        and class_name in ast.unparse(node.annotation)
+    }
+    return [
+        node.attr
+        for node in nodes
+        if isinstance(node, ast.Attribute)
+        and isinstance(node.ctx, ast.Store)
+        and (_last_name(node.value) in typed or _last_name(node.value).lstrip("_") in names)
+    ]
+
+
+def _last_name(node: ast.expr) -> str:
+    return ast.unparse(node).rpartition(".")[2]
+
+
+def _classes(text: str) -> dict[str, ast.ClassDef]:
+    return {node.name: node for node in ast.parse(text).body if isinstance(node, ast.ClassDef)}
+
+
+def _mentions(pattern: str) -> int:
+    lines = (line for core in _CORE for path in PACKAGE.glob(core) for line in path.read_text().splitlines())
+    return sum(bool(re.search(pattern, line, re.IGNORECASE)) for line in lines)
+
+
+def _lines_of(*patterns: str) -> int:
+    paths = {path for pattern in patterns for path in PACKAGE.glob(pattern)}
+    return sum(len(path.read_text().splitlines()) for path in paths)
 
 
 if __name__ == "__main__":

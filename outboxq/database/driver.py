@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from operator import itemgetter
 from threading import get_ident
 from typing import Any, TypeAlias
 
@@ -40,6 +41,7 @@ DriverConnection: TypeAlias = "psycopg.Connection[Any] | psycopg.AsyncConnection
 # Rows of a statement, in the order in which the server sent them.
 Rows: TypeAlias = Sequence[tuple[Any, ...]]
 
+_STATEMENT = itemgetter(1)
 # Numbers, which are compared faster than members.
 _COMMAND_OK, _TUPLES_OK = int(ExecStatus.COMMAND_OK), int(ExecStatus.TUPLES_OK)
 
@@ -52,7 +54,8 @@ class Script:
 
     def add(self, owner: str, *statements: str) -> "Script":
         """Append statements of one owner, each of them a single one."""
-        self.parts += [(owner, statement) for statement in statements]
+        for statement in statements:
+            self.parts.append((owner, statement))
         return self
 
     def send(self, connection: Connection) -> "Answer":
@@ -61,7 +64,7 @@ class Script:
         If the driver is to begin a transaction, BEGIN goes in front.
         """
         driver = driver_connection(connection)
-        text = "; ".join([statement for _, statement in self.parts])
+        text = "; ".join(map(_STATEMENT, self.parts))
         try:
             results = _send(driver, text, begins=True)
         except psycopg.Error as error:

@@ -89,7 +89,7 @@ def _call(
     fault_point("before-handler")
     seconds = handler.timeout_seconds
     batch.deadline = None if seconds is None else time.monotonic() + seconds
-    run = Run(jobs[0], runtime.state, nothing, [], batch.begin_call(jobs))
+    run = Run(jobs[0], runtime.state, nothing, [], batch.begin_call(jobs, runtime.notes))
     call: Callable[..., object] = runtime.invoker.call
     try:
         returned = call(handler.together, lambda: session, run, args)

@@ -96,6 +96,7 @@ class BatchState:
     moved: int = 0
     timeout_seconds: float | None = None
     epoch: str = ""
+    stands_for: Mapping[UUID, tuple[UUID, ...]] = field(default_factory=dict)
     position: int = field(default=0, init=False)
     together: int = field(default=1, init=False)
     is_plain: bool = field(init=False)
@@ -114,8 +115,6 @@ class BatchState:
     commit_was_sent: bool = field(default=False, init=False)
     has_deadlocked: bool = field(default=False, init=False)
     dead_letters: DeadLetters | None = field(default=None, init=False)
-    stands_for: Mapping[UUID, tuple[UUID, ...]] = field(default_factory=dict, init=False)
-    notes: ProgressNotes | None = field(default=None, init=False)
     _began_at: float = field(default=0.0, init=False)
     _ran_seconds: float | None = field(default=0.0, init=False)
     _phase: Phase = field(default=Phase.RUNNING, init=False)
@@ -160,13 +159,13 @@ class BatchState:
     def parked(self) -> Sequence[Job]:
         """The jobs of kinds that no handler here can run."""
         decided = self.decided
-        return [job for job in self.jobs if isinstance(decided.get(job.id), UnknownKindResult)] if decided else ()
+        return [job for job in self.jobs if isinstance(decided.get(job.id), UnknownKindResult)]
 
     @property
     def coalesced(self) -> list[JobsCoalesced]:
         """The events of jobs that are taken along if the transaction commits; under a lease they have gone before."""
         others = {} if self.is_leased else self.stands_for
-        return [JobsCoalesced(job, len(others[job.id])) for job in self.jobs if job.id in others] if others else []
+        return [JobsCoalesced(job, len(others[job.id])) for job in self.jobs if job.id in others]
 
     @property
     def is_lone(self) -> bool:
@@ -224,9 +223,9 @@ class BatchState:
         seconds = self._ran_seconds = time.perf_counter() - self._began_at
         return seconds
 
-    def begin_call(self, jobs: tuple[Job, ...]) -> HandlerCall:
+    def begin_call(self, jobs: tuple[Job, ...], notes: ProgressNotes | None) -> HandlerCall:
         """The call of a handler that is about to run these jobs."""
-        call = self.call = HandlerCall(jobs, self._call_lock, self.notes)
+        call = self.call = HandlerCall(jobs, self._call_lock, notes)
         return call
 
     def end_call(self) -> None:
@@ -280,8 +279,10 @@ class BatchState:
 
     def report(self, of_commit: tuple[Event, ...] = ()) -> BatchReport:
         """The report of the batch, once its transaction is known to be committed; with what its COMMIT has told."""
-        events: list[Event] = [*self.events, *self.coalesced]
-        if parked := self.parked:
+        events: list[Event] = [*self.events]
+        if self.stands_for:
+            events += self.coalesced
+        if self.decided and (parked := self.parked):
             events.append(JobsParked(self.queue, tuple(sorted({job.kind for job in parked})), len(parked)))
         if self.moved:
             events.append(JobsSuspected(self.queue, self.moved))

@@ -43,7 +43,7 @@ class ClaimTransaction:
     @property
     def inner_savepoint(self) -> str:
         """The savepoint behind `savepoint`."""
-        return _inner(self.savepoint)
+        return f"{self.savepoint}_inner"
 
     def reset(self) -> str:
         """Back to where the claim ended. Fails if the transaction is not the claim's any more."""
@@ -296,8 +296,4 @@ def park_unknown(
 
 
 def _savepoints(savepoint: str) -> tuple[str, str]:
-    return f"SAVEPOINT {savepoint}", f"SAVEPOINT {_inner(savepoint)}"
-
-
-def _inner(savepoint: str) -> str:
-    return f"{savepoint}_inner"
+    return f"SAVEPOINT {savepoint}", f"SAVEPOINT {savepoint}_inner"

@@ -54,7 +54,6 @@ def run(connection: Connection, batch: BatchState, runtime: Runtime, handlers: H
     """
     # The transaction is new, or undone to before the first handler.
     runtime.guard.is_altered = False
-    batch.notes = runtime.notes
     begin = partial(_begin, connection, batch, shared=shared)
     try:
         with collected_unique_adds(connection):
@@ -193,7 +192,7 @@ def _run_alone(
     free_retries, prepares = FREE_RETRIES, True
     try:
         while True:
-            call = batch.begin_call((job,))
+            call = batch.begin_call((job,), runtime.notes)
             attempt = Attempt(connection, handler, job, runtime, xid, begin, call)
             with nullcontext() if prepares else unprepared(connection):
                 result: AttemptResult = runtime.invoker.apart()(attempt.run)

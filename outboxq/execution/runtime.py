@@ -182,7 +182,11 @@ class Runtime:
 
     def handlers_of(self, jobs: Iterable[Job]) -> dict[str, AnyHandler | None]:
         """The handlers of jobs of one queue, by kind."""
-        return {kind: self.handler_of(job) for kind, job in {job.kind: job for job in jobs}.items()}
+        found: dict[str, AnyHandler | None] = {}
+        for job in jobs:
+            if job.kind not in found:
+                found[job.kind] = self.handler_of(job)
+        return found
 
     def handler_of(self, job: Job) -> AnyHandler | None:
         """The job's handler, if it is one for this slot, and its kind is not paused."""

@@ -121,7 +121,8 @@ class _SharedRun:
     def run(self) -> None:
         """Run all of them, up to the release of their savepoint."""
         self._batch.position = self._places.start
-        self._call = self._batch.begin_call(self._batch.jobs[self._places.start : self._places.stop])
+        jobs = self._batch.jobs[self._places.start : self._places.stop]
+        self._call = self._batch.begin_call(jobs, self._runtime.notes)
         self._runtime.catalog.refresh()
         self._runtime.guard.watcher = self
         if any(key.locked for key in entity_keys(self._loaded_ahead)):

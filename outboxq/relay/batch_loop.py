@@ -169,8 +169,9 @@ class BatchLoop:
                 claimed, term = None, self._planner.lease_term
                 # If a handler leaves something on the connection, no other job runs there: the rest goes back to wait.
                 while (job := leased.begin(allowed=not runtime.guard.left and self._may_begin(term))) is not None:
-                    batch = self.batch = BatchState(leased.queue, (job,), None, epoch=runtime.epoch)
-                    batch.stands_for = leased.stands_for
+                    batch = self.batch = BatchState(
+                        leased.queue, (job,), None, epoch=runtime.epoch, stands_for=leased.stands_for
+                    )
                     handlers, committed = decide(connection, batch, runtime), None
                     while committed is None:
                         run(connection, batch, runtime, handlers, shared=False)
@@ -278,14 +279,14 @@ class BatchLoop:
         if not batch.is_leased:
             return self._planner.next_claim(batch)
         leased = self.leased_batch
-        is_last = leased is not None and leased.is_worked_off and not batch.parked
+        is_last = leased is not None and leased.is_worked_off and not (batch.decided and batch.parked)
         return self._planner.next_leased_claim(leased) if leased is not None and is_last else None
 
     def _leased_job_ended(self, leased: LeasedBatch, batch: BatchState, committed: Committed) -> None:
         self._left += committed.left
         if batch.transaction is None:
             leased.finish(batch.events[0])
-        elif batch.parked:
+        elif batch.decided and batch.parked:
             # Published later, with the other jobs that are parked.
             leased.unknown.append(batch.job)
         else:

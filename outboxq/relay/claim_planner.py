@@ -278,7 +278,8 @@ class ClaimPlanner:
         assert request is not None
         half = max(1, len(batch.jobs) // 2)
         self._most = _power_of_two(half) if batch.has_deadlocked else min(self._most * 2, _NO_LIMIT)
-        if self.alone_for or batch.parked or self._state.stopping.is_set() or _now() > self._counts_due_at:
+        parks = batch.decided and batch.parked
+        if self.alone_for or parks or self._state.stopping.is_set() or _now() > self._counts_due_at:
             return None
         is_full = _may_be_more(request, len(batch.jobs))
         following = self.ask(batch.queue, request.script) if is_full and _now() <= self._follow_until else None

@@ -11,12 +11,24 @@ import pytest
 from sqlalchemy import Engine, text
 from sqlalchemy.orm import sessionmaker
 
-from outboxq import Backoff, BatchContext, BatchItem, Context, Jobs, OutboxSession, RelayConfig, Retry, find_job
-from outboxq.events import Event, JobDone
+from outboxq import (
+    Backoff,
+    BatchContext,
+    BatchItem,
+    Context,
+    Jobs,
+    OutboxSession,
+    RelayConfig,
+    Retry,
+    external,
+    find_job,
+)
+from outboxq.events import Event, JobDone, JobsParked
 from outboxq.postgres import Database
 from tests.conftest import StartRelay
 from tests.support.cli import call
 from tests.support.doctor import only
+from tests.support.ledger import of
 from tests.support.waiting import wait_until
 
 Drain = Callable[..., list[Event]]
@@ -288,3 +300,24 @@ def test_a_job_that_no_relay_knows_holds_up_its_group_and_is_named(
     assert call("jobs", "cancel", id_, "--yes", url=outboxq_database.url).exit_code == 0
     drain(jobs, slots_per_queue=1, batch_size=10)
     assert gate.begun == [("a", 2), ("a", 3)]
+
+
+def test_a_job_without_a_handler_is_parked_behind_a_failed_one_of_its_group(
+    sessions: sessionmaker[OutboxSession], engine: Engine, drain: Drain
+) -> None:
+    """It is decided before the run: parked once, uncounted, and not given back to be claimed again."""
+    jobs = Jobs()
+
+    @jobs.handler(queue="ledger", group=lambda key: key, retry=Backoff(max_attempts=5, first_seconds=3600.0))
+    def fails(ctx: Context, key: str, number: int) -> None:
+        raise ValueError("no luck")
+
+    unknown = external("unheard_of", queue="ledger")
+    with sessions.begin() as session:
+        session.add_job(fails, key="a", number=1)
+        session.add_job(unknown.options(group="a"), number=2)
+    events = drain(jobs, batch_size=10)
+    assert [(event.queue, event.kinds) for event in of(events, JobsParked)] == [("ledger", ("unheard_of",))]
+    with engine.connect() as connection:
+        rows = connection.execute(text("SELECT kind, attempt, parked FROM outboxq.job ORDER BY seq")).all()
+    assert rows == [("fails", 1, 0), ("unheard_of", 0, 1)]

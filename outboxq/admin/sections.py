@@ -25,13 +25,14 @@ from outboxq.database.errors import (
 )
 from outboxq.database.settings import SET_OURS
 from outboxq.errors import SchemaError
+from outboxq.statements import by_index
 
 Part = TypeVar("Part")
 
 _SETTINGS = f"{SET_OURS}SET LOCAL statement_timeout = '2s'; SET LOCAL lock_timeout = '200ms'"
-# Plans by index, whatever the statistics of the tables are. Without enable_sort a walk over the first 10,000 jobs of a
-# queue would read, and sort, all of them, as soon as the planner thinks that they are few.
-BY_INDEX = "SET LOCAL enable_seqscan = off; SET LOCAL enable_sort = off"
+# Otherwise a walk over the first 10,000 jobs of a queue would read, and sort, all of them, as soon as the planner
+# thinks that they are few.
+BY_INDEX = "; ".join(by_index.BY_INDEX)
 
 
 @dataclass(frozen=True, slots=True)

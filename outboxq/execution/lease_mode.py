@@ -41,8 +41,9 @@ from outboxq.execution.keep import Keeper
 from outboxq.execution.step import Step
 from outboxq.fault_points import fault_point
 from outboxq.job import Job
+from outboxq.statements.by_index import NO_SCANS
 from outboxq.statements.done import GIVING_WAY, keep_jobs
-from outboxq.statements.lease_mode import BY_KEYS, finish_leased, release_leased, standing
+from outboxq.statements.lease_mode import finish_leased, release_leased, standing
 from outboxq.statements.results import tell_waiters
 from outboxq.statements.transaction import LOCAL_SETTINGS
 
@@ -99,7 +100,7 @@ class Unsettled:
         kept = keep_jobs(schema, rows, self.keeper.relay, gone=True) + GIVING_WAY if rows is not None else ""
         # What their table refuses is refused with them, and not by COMMIT.
         checking = ("SET CONSTRAINTS ALL IMMEDIATE",) if kept else ()
-        script.add("settings", *LOCAL_SETTINGS, _PATIENCE, BY_KEYS, *checking)
+        script.add("settings", *LOCAL_SETTINGS, _PATIENCE, NO_SCANS, *checking)
         if self.finished:
             script.add("finished", _MARK + finish_leased(schema, done, free=free, keeping=kept))
         if self.waiting:

@@ -33,6 +33,7 @@ from sqlalchemy.dialects.postgresql import ARRAY, insert
 
 from outboxq.statements.added import headers_with_order
 from outboxq.statements.builtin import pg, unnest
+from outboxq.statements.by_index import AS_EVERYWHERE, BY_INDEX
 from outboxq.statements.jobs import listed, running_transactions, xmax
 from outboxq.statements.paging import page_outcome, pick_page
 from outboxq.statements.render import compose, render
@@ -221,9 +222,7 @@ SELECT pg_catalog.count(*) AS looked, pg_catalog.count(*) FILTER (WHERE near.xma
     WHERE {it} AND job.queue = its.queue AND {eligible} AND ({columns}) {beyond} ({start}) AND job.id <> its.id
     ORDER BY {order} LIMIT {most}
   ) AS near"""
-# Planned by index, whatever the table's statistics are.
 _SHARING: LiteralString = """\
-SET LOCAL enable_sort = off; SET LOCAL enable_seqscan = off; SET LOCAL jit = off;
 WITH its AS MATERIALIZED (
   SELECT its.xmax, its.* FROM {job} AS its WHERE its.id = {id} AND its.xmax IN (
     SELECT activity.backend_xid FROM pg_catalog.pg_stat_activity AS activity WHERE activity.backend_xid IS NOT NULL)
@@ -231,8 +230,7 @@ WITH its AS MATERIALIZED (
 SELECT coalesce(pg_catalog.sum(walk.found), 0)::bigint, coalesce(pg_catalog.bool_and(walk.looked < {most}), true)
 FROM its CROSS JOIN LATERAL (
   {walks}
-) AS walk;
-SET LOCAL enable_sort TO DEFAULT; SET LOCAL enable_seqscan TO DEFAULT; SET LOCAL jit TO DEFAULT"""
+) AS walk"""
 
 
 def sharing(schema: str, job_id: UUID, *, most: int = 10_000) -> str:
@@ -242,7 +240,8 @@ def sharing(schema: str, job_id: UUID, *, most: int = 10_000) -> str:
     primary key, then job_ready, job_scheduled or job_group, forwards and backwards. No locks.
     """
     walks = (_walk(schema, *order, most, backwards) for order in _ORDERS for backwards in (False, True))
-    return render(schema, _SHARING, id=job_id, most=most, walks=sql.SQL("\n  UNION ALL\n  ").join(walks))
+    looked = render(schema, _SHARING, id=job_id, most=most, walks=sql.SQL("\n  UNION ALL\n  ").join(walks))
+    return "; ".join((*BY_INDEX, "SET LOCAL jit = off", looked, *AS_EVERYWHERE, "SET LOCAL jit TO DEFAULT"))
 
 
 def _walk(

@@ -12,6 +12,7 @@ from psycopg import sql
 
 from outboxq.job import Job
 from outboxq.statements.added import added_order, headers_with_order
+from outboxq.statements.by_index import AS_EVERYWHERE, BY_INDEX
 from outboxq.statements.numbers import one_more_attempt
 from outboxq.statements.render import compose, render
 
@@ -23,10 +24,6 @@ CONTENT: tuple[LiteralString, ...] = (
     "args", "headers", "attempt", "max_attempts", "errors", "created_at", "expires_at",
 )  # fmt: skip
 _TEXTS = frozenset({"args", "headers", "errors"})
-
-# By index, whatever the table's statistics are: it may have been empty a moment ago.
-_BY_INDEX = ("SET LOCAL enable_sort = off", "SET LOCAL enable_seqscan = off")
-_AS_EVERYWHERE = ("SET LOCAL enable_sort TO DEFAULT", "SET LOCAL enable_seqscan TO DEFAULT")
 
 # A job that has never run and is not due is left alone: its producer has set the time. One that ran waits for its next
 # attempt, with older arguments than this run's: if it stayed, it would run with them after this run. Whether a job ran
@@ -102,7 +99,7 @@ def take_along(schema: str, keys: Sequence[str]) -> tuple[str, ...]:
     Returns, a row a key: the key, the ids of the jobs, and the newest one's `seq` and `CONTENT`. Index: job_unique, and
     the primary key. Locks: the jobs, skipping those that other transactions hold, so it waits for none.
     """
-    return *_render(schema, _TAKE_ALONG, keys), *_AS_EVERYWHERE
+    return *_render(schema, _TAKE_ALONG, keys), *AS_EVERYWHERE
 
 
 def take_along_leased(schema: str, jobs: Iterable[Job]) -> tuple[str, ...]:
@@ -133,4 +130,4 @@ def _render(schema: str, statement: LiteralString, keys: Sequence[str | None], *
         returned=sql.SQL(_RETURNED),
         **values,
     )
-    return *_BY_INDEX, rendered
+    return *BY_INDEX, rendered

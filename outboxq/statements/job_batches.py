@@ -31,6 +31,7 @@ from sqlalchemy.dialects.postgresql import JSONB
 from outboxq.database.settings import OURS_SET
 from outboxq.job import BATCH_FAILED_HEADER, BATCH_HEADER
 from outboxq.statements.builtin import count
+from outboxq.statements.by_index import BY_INDEX
 from outboxq.statements.jobs import listed, state
 from outboxq.statements.render import compose, render
 from outboxq.statements.transaction import BEGIN, UNTIMED
@@ -38,13 +39,11 @@ from outboxq.tables import batch, dead_job, job
 
 # The row of a batch is waited for while another relay adds its callback: a moment, unless an operator's session holds
 # it. Then the sweep comes to it later.
-# enable_*: a plan for small tables may read them whole, and both may have grown since they were analyzed.
 SETTINGS = (
     *OURS_SET,
     "SET LOCAL lock_timeout = '5s'",
     UNTIMED,
-    "SET LOCAL enable_seqscan = off",
-    "SET LOCAL enable_sort = off",
+    *BY_INDEX,
 )
 
 # Asked of the newest member first: the last one that is claimed is mostly the last one that ends, and dead entries of

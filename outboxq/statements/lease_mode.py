@@ -9,7 +9,6 @@ from outboxq.statements.render import quote_identifier
 
 # `job` also has the keys in a condition of its own: if it were only joined with the list, the whole table might be read
 # if statistics know of no such jobs, or if the list is such a large part of the table that a scan looks cheap.
-BY_KEYS = "SET LOCAL enable_seqscan = off"
 _LEASED: LiteralString = """\
 WITH oq_held AS MATERIALIZED (
   SELECT id, token FROM unnest({ids}::uuid[], {tokens}::bigint[]) AS held (id, token)
@@ -27,7 +26,7 @@ _MINE: LiteralString = "job.id = ANY ({ids}::uuid[]) AND job.id = held.id AND jo
 def finish_leased(schema: str, jobs: Iterable[Job], *, free: bool = False, keeping: str = "") -> str:
     """Delete jobs whose handlers are done; returns the ids of those that are not under their lease any more.
 
-    Index: the primary key (`BY_KEYS`). Waits for a reaper or an operator's command that has locked a row, and then
+    Index: the primary key (`NO_SCANS`). Waits for a reaper or an operator's command that has locked a row, and then
     finds what it left.
 
     Args:

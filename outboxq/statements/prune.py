@@ -8,15 +8,16 @@ from typing import LiteralString
 
 from psycopg import sql
 
+from outboxq.statements.by_index import NO_SCANS
 from outboxq.statements.cancel import COUNTS
 from outboxq.statements.render import fill, render
 
 # synchronous_commit: a deletion need not wait for the disk or a standby; if a crash undoes it, it is made again.
 # lock_timeout: rows are never waited for, but the table may be locked by a migration.
 # enable_*: rather than look a thousand keys up, the planner would read a table of 100,000 rows as a whole, every time.
-BEGIN = """\
+BEGIN = f"""\
 BEGIN ISOLATION LEVEL READ COMMITTED READ WRITE; SET LOCAL synchronous_commit = off; SET LOCAL lock_timeout = '1s'; \
-SET LOCAL enable_seqscan = off; SET LOCAL enable_hashjoin = off; SET LOCAL enable_mergejoin = off"""
+{NO_SCANS}; SET LOCAL enable_hashjoin = off; SET LOCAL enable_mergejoin = off"""
 
 # MATERIALIZED: a bare `IN (SELECT ... LIMIT ...)` may be planned as a join whose limited side is run again for each row
 # of the other, and then takes more than it asked for. Every test of what may go stands inside, and is made again on the

@@ -12,6 +12,7 @@ from typing import LiteralString
 
 from psycopg import sql
 
+from outboxq.statements.by_index import BY_INDEX
 from outboxq.statements.render import render
 from outboxq.statements.transaction import UNTIMED
 
@@ -78,9 +79,7 @@ SELECT asked.jobs, {has_room}, coalesce((SELECT tokens FROM taken), 0)::integer,
       {depth}) + asked.least_jobs * {each} - {depth}) / 1000000::float8
     FROM {rate} WHERE name = {queue})
 FROM asked"""
-# Without statistics all due jobs may look as cheap to sort as the first ones to walk to.
-_BY_INDEX: LiteralString = "SET LOCAL enable_seqscan = off; SET LOCAL enable_sort = off; "
-_SETTINGS: LiteralString = f"{_BY_INDEX}SET LOCAL lock_timeout = '2s'; "
+_SETTINGS: LiteralString = "; ".join((*BY_INDEX, "SET LOCAL lock_timeout = '2s'; "))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,6 +16,7 @@ from psycopg import sql
 
 from outboxq.job import EVERY_HEADER
 from outboxq.statements.added import added_order, headers_with_order
+from outboxq.statements.by_index import NO_SCANS, SCANS_AGAIN
 from outboxq.statements.render import render
 
 # A check of the table, less the character in front.
@@ -85,7 +86,7 @@ def take_windows(schema: str, wanted: Sequence[WantedWindow], claimed: Sequence[
         claimed: The jobs of these keys that the claim has: a window that one of them has is theirs.
     """
     return (
-        "SET LOCAL enable_seqscan = off; "
+        f"{NO_SCANS}; "
         + render(
             schema,
             _TAKE,
@@ -98,5 +99,5 @@ def take_windows(schema: str, wanted: Sequence[WantedWindow], claimed: Sequence[
             added=sql.SQL(added_order("job")),
             headers=sql.SQL(headers_with_order("job")),
         )
-        + "; SET LOCAL enable_seqscan TO DEFAULT"
+        + f"; {SCANS_AGAIN}"
     )

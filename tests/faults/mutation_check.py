@@ -544,8 +544,8 @@ MUTANTS = (
     Mutant(
         "the order of the look at jobs that wait for tokens, by the indexes",
         "outboxq/statements/rate.py",
-        "SET LOCAL enable_sort = off; ",
-        "",
+        "(*BY_INDEX, ",
+        "(*BY_INDEX[:1], ",
         ("tests/flow/test_rates.py::test_a_look_at_many_jobs_reads_no_more_than_it_asks_for",),
     ),
     Mutant(
@@ -795,8 +795,8 @@ MUTANTS = (
     Mutant(
         "the patience with the rows of a claim's finished jobs",
         "outboxq/execution/lease_mode.py",
-        "*LOCAL_SETTINGS, _PATIENCE, BY_KEYS",
-        "*LOCAL_SETTINGS, BY_KEYS",
+        "*LOCAL_SETTINGS, _PATIENCE, NO_SCANS",
+        "*LOCAL_SETTINGS, NO_SCANS",
         (
             "tests/execution/test_row_held.py::test_the_row_of_a_job_that_wrote_nothing_holds_its_slot_up_for_seconds_only",
         ),

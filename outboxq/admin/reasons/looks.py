@@ -13,13 +13,13 @@ from outboxq.codec.text import duration
 from outboxq.database.driver import is_lost, run_script
 from outboxq.database.errors import sqlstate_of
 from outboxq.database.settings import SET_OURS
+from outboxq.statements.by_index import BY_INDEX
 from outboxq.statements.doctor import sessions
 from outboxq.tables import mapped_schema
 
-# Planned by index, whatever the table's statistics are.
 _SETTINGS = (
     f"SET TRANSACTION READ ONLY; {SET_OURS}SET LOCAL statement_timeout = '2s'; SET LOCAL lock_timeout = '200ms'; "
-    "SET LOCAL enable_seqscan = off; SET LOCAL enable_sort = off"
+    f"{'; '.join(BY_INDEX)}"
 )
 _INSUFFICIENT_PRIVILEGE = "42501"
 _REFUSALS = {

@@ -11,7 +11,6 @@ starts its next job on another connection.
 import sys
 from asyncio import CancelledError
 from collections.abc import Callable, Iterator, Mapping
-from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from threading import get_ident
 from typing import Any, Protocol
@@ -24,7 +23,7 @@ from sqlalchemy.exc import InvalidRequestError
 from outboxq.database.defects import contain
 from outboxq.database.driver import driver_connection, transaction_status
 from outboxq.database.job_savepoint import ClaimSavepoint, Savepoint
-from outboxq.database.session_state import NOTHING, left_by
+from outboxq.database.session_state import left_by
 from outboxq.database.sql_words import refused_verb
 from outboxq.errors import HandlerRolledBack, TransactionVerbRefused
 
@@ -77,23 +76,17 @@ class Guard:
     `on_first_use` begins it, if a handler runs whose savepoint has not begun: also for what a handler sends through
     the connection instead of its session. `watcher` is told of every statement before it is sent, and when the
     driver's connection is taken. `thread` is the one that it belongs to.
-
-    Args:
-        harmless: Functions that are known to leave nothing on the connection. Others add to it.
     """
 
-    def __init__(self, connection: Connection, harmless: AbstractSet[str] = frozenset()) -> None:
+    def __init__(self, connection: Connection) -> None:
         self.savepoint: Savepoint | None = None
         self.on_first_use: Callable[[], None] | None = None
         self.watcher: Watcher | None = None
-        # What of a handler's may outlive its transaction on this connection, in words that hold no value; and the
-        # functions that may have left it, if nothing else did.
+        # What of a handler's may outlive its transaction on this connection, in words that hold no value.
         self.left: str | None = None
-        self.called: AbstractSet[str] = frozenset()
         # Whether something holds for the rest of the transaction that does not hold on this connection, such as the
         # meaning of a name, or a role: by a SET LOCAL search_path, or by what is not known.
         self.is_altered = False
-        self._harmless = harmless
         self._connection = connection
         # A handler can reach the relay's own connection by its transactions; a thread that it left behind is refused.
         self.thread = get_ident()
@@ -257,20 +250,13 @@ class Guard:
 
     def _note_left(self, statement: str, parameters: object) -> None:
         leavings = left_by(statement)
-        if leavings is NOTHING:
+        if leavings is None:
             return
-        unknown = leavings.functions - self._harmless
-        self.is_altered = self.is_altered or leavings.sets_locally or leavings.what is not None or bool(unknown)
-        if self.left is not None:
-            return
+        self.is_altered = True
         given = parameters if isinstance(parameters, Mapping) else {}
-        if leavings.what is not None:
-            self.left = leavings.what
-        elif any(given.get(name) is not True for name in leavings.only_local):
-            self.left = "set_config()"
-        elif unknown:
-            self.left = f"{min(unknown)}()"
-            self.called = unknown
+        if any(given.get(name) is not True for name in leavings.only_local):
+            self.left = self.left or "set_config"
+        self.left = self.left or leavings.what
 
     def _before_commit(self, _connection: object) -> None:
         if self.is_handlers_turn:

@@ -1,5 +1,6 @@
 """Changes of a session that may wait: changes of plain columns of plain rows, whose flush sends only UPDATEs."""
 
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -14,7 +15,7 @@ from sqlalchemy.orm import InstanceState, Mapper, Session
 from outboxq.database.guard import is_same
 from outboxq.database.sessions import binds_of
 from outboxq.execution.write_buffer import RowChange
-from outboxq.handlers.row_writes import RowWrite, TableFacts, row_write
+from outboxq.handlers.row_writes import COMPUTING_FUNCTIONS, RowWrite, TableFacts, row_write
 from outboxq.handlers.set_based import FactsOf, python_type
 
 # The listeners for several events, of a session's dispatch.
@@ -25,6 +26,7 @@ _AT_FLUSH: Listeners = attrgetter(
     "after_begin", "before_flush", "after_flush", "after_flush_postexec", "before_commit", "after_commit"
 )
 _MISSING = object()
+_CALLED = re.compile(r"""([\w".]++)\(""")
 _READS_OR_MARKS = frozenset(("SELECT", "SAVEPOINT", "RELEASE", "ROLLBACK"))
 _WRITES = frozenset(("INSERT", "UPDATE", "DELETE"))
 
@@ -84,15 +86,24 @@ def _is_ours(listener: object) -> bool:
 
 
 def row_writes(verb: str, context: ExecutionContext | None) -> tuple[RowWrite, ...] | None:
-    """What a statement that is about to be sent writes, besides what functions write; None if that is not known."""
+    """What a statement that is about to be sent writes; None if that is not known."""
     compiled: Any = getattr(context, "compiled", None)
     if context is None or compiled is None or isinstance(compiled.statement, TextClause) or _is_translated(context):
+        return None
+    if _calls_others(compiled.string):
         return None
     if verb in _READS_OR_MARKS:
         return ()
     # A CTE, which may write too, would come first.
     write = row_write(compiled.statement, compiled.column_keys or ()) if verb in _WRITES else None
     return None if write is None else (write,)
+
+
+@lru_cache(1024)
+def _calls_others(sql: str) -> bool:
+    """Check whether a compiled statement calls a function that may write."""
+    # SQLAlchemy puts no blank after a function's name, and one after all else that may precede a parenthesis.
+    return not COMPUTING_FUNCTIONS.issuperset(map(str.lower, _CALLED.findall(sql)))
 
 
 def _is_translated(context: ExecutionContext) -> bool:

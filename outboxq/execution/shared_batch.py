@@ -98,8 +98,8 @@ class _SharedRun:
         self._ended: list[tuple[float, str | None]] = []
         self._sent = 0
         self._is_over = False
-        # The next three are of the job that runs.
-        self._is_suspicious = self._is_sending = False
+        # The next two are of the job that runs.
+        self._is_suspicious = False
         self._written: set[RowWrite | None] = set()
         # A handler took the driver's own connection: statements on it are not seen, also those of later jobs.
         self._is_unseen = False
@@ -147,12 +147,11 @@ class _SharedRun:
             contain(error)
             self._failed, self._is_suspicious, writes = error, True, None
         self._written.update((None,) if writes is None else writes)
-        self._is_sending = True
         self._catch_up()
 
     def hands_out(self) -> None:
         """Record that a handler takes the driver's connection, which can be used unseen from now on."""
-        self._is_suspicious = self._is_unseen = self._is_sending = True
+        self._is_suspicious = self._is_unseen = True
         self._written.add(None)
         self._catch_up()
 
@@ -184,7 +183,7 @@ class _SharedRun:
         runtime = self._runtime
         self._batch.begin_run()
         handler = runtime.registry.find(job.kind)
-        self._is_suspicious, self._is_sending = self._is_unseen, False
+        self._is_suspicious = self._is_unseen
         self._written.clear()
         opened = AttemptSession(self._open_session)
         run = Run(job, runtime.state, partial(runtime.effect_access, handler, job), [], self._call)
@@ -318,12 +317,10 @@ class _SharedRun:
 
     def _may_fail_at_commit(self) -> bool:
         """Whether what the job wrote may break a constraint that is not checked yet, and a later job might mend it."""
-        if self._is_unsure:
-            # Writes of users' functions show in no statement; nor does another transaction in the place of this one.
-            return self._is_sending or bool(self._written)
         if all(map(self._is_contained, self._written)):
             return False
-        return self._runtime.catalog.has_deferrable(self._connection)
+        # What is known of constraints may not hold any more.
+        return self._is_unsure or self._runtime.catalog.has_deferrable(self._connection)
 
     def _is_contained(self, write: RowWrite | None) -> bool:
         facts = None if write is None else self._facts_of(write.table)

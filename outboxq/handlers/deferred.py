@@ -16,7 +16,7 @@ from sqlalchemy.orm import Session, SessionTransaction
 
 from outboxq.codec.entities import entity_state
 from outboxq.codec.values import PLAIN, is_expression
-from outboxq.database.session_state import NOTHING, left_by
+from outboxq.database.session_state import left_by
 from outboxq.database.sql_words import first_word, may_end_transaction
 from outboxq.errors import DeferError
 from outboxq.handlers.row_writes import Statement, is_sqlalchemy_type, only_writes
@@ -58,7 +58,7 @@ def is_fixed(statement: Statement) -> bool:
     if key is None or not all(map(_is_fixed_value, key.bindparams)):
         return _not_fixed("it holds a value that may change, or a type that computes one")
     if isinstance(statement, TextClause):
-        if left_by(statement.text) is NOTHING and not may_end_transaction(statement.text):
+        if left_by(statement.text) is None and not may_end_transaction(statement.text):
             return True
         return _not_fixed("its text may do more than write rows")
     return only_writes(statement) or _not_fixed("it does more than write plain values into one table")

@@ -17,7 +17,6 @@ from sqlalchemy.sql.functions import Function, FunctionElement
 from sqlalchemy.types import TypeEngine
 
 from outboxq.database.driver import run_script
-from outboxq.database.known_functions import HARMLESS
 from outboxq.statements.catalog import DEFERRABLE, table_facts
 
 Statement: TypeAlias = Insert | Update | Delete | TextClause
@@ -34,6 +33,14 @@ COMPUTING = (
     elements.Null,
     elements.TypeClause,
     elements.UnaryExpression,
+)
+# Functions, and types with a length, that compute a value: of any other one it is not known what it reads and writes.
+COMPUTING_FUNCTIONS = frozenset(
+    (
+        *("abs", "array_agg", "avg", "bool_and", "bool_or", "cast", "ceil", "clock_timestamp", "coalesce", "concat"),
+        *("count", "date_trunc", "extract", "floor", "gen_random_uuid", "greatest", "jsonb_set", "least", "length"),
+        *("lower", "max", "min", "now", "nullif", "numeric", "round", "row_number", "sum", "trim", "upper", "varchar"),
+    )
 )
 _WRITING = (Insert, Update, Delete)
 _CONFLICTS = (postgresql.dml.OnConflictDoNothing, postgresql.dml.OnConflictDoUpdate)
@@ -183,7 +190,8 @@ def is_sqlalchemy_type(sql_type: TypeEngine[Any]) -> bool:
 
 def _writes_or_computes(element: Any) -> bool:
     if isinstance(element, FunctionElement):
-        return isinstance(element, Function) and not element.packagenames and element.name.lower() in HARMLESS
+        is_named = isinstance(element, Function) and not element.packagenames
+        return is_named and element.name.lower() in COMPUTING_FUNCTIONS
     if isinstance(element, elements.BinaryExpression | elements.UnaryExpression):
         return not isinstance(element.operator, operators.custom_op)
     if isinstance(element, elements.BindParameter):

@@ -62,15 +62,13 @@ class SlotConnection:
     used_at: float = field(default_factory=time.monotonic)
 
 
-def make_slot_connection(
-    connection: Connection, invoker: Invoker, harmless: AbstractSet[str] = frozenset()
-) -> SlotConnection:
-    """Set up a new connection. `harmless`: functions that are known to leave nothing on a connection."""
+def make_slot_connection(connection: Connection, invoker: Invoker) -> SlotConnection:
+    """Set up a new connection."""
     cut_off_in_children(driver_connection(connection))
     with connection.begin():
         run = server_run(connection)
     prepares = driver_connection(connection).prepare_threshold is not None
-    guard = Guard(connection, harmless)
+    guard = Guard(connection)
     prepared = (PreparedStatements(), PreparedStatements(_ROWS_MOST)) if prepares else (None, None)
     return SlotConnection(connection, invoker, guard, *run, *prepared)
 
@@ -88,7 +86,6 @@ class SlotConnections:
     engine: Engine
     make_invoker: Callable[[Connection], Invoker]
     schema: str
-    harmless: AbstractSet[str]
     kept: int
     linger_seconds: float
 
@@ -124,7 +121,7 @@ class SlotConnections:
             connection = self.engine.connect()
         try:
             connection.execution_options(**self._options)
-            return make_slot_connection(connection, self.make_invoker(connection), self.harmless)
+            return make_slot_connection(connection, self.make_invoker(connection))
         except BaseException:
             connection.invalidate()
             raise
@@ -174,16 +171,13 @@ def make_slot_connections(
     config: RelayConfig,
     engines: Engines,
     flavours: AbstractSet[Flavour],
-    harmless: AbstractSet[str],
     limits: RelayLimits,
     *,
     keeps_warm: bool,
 ) -> dict[Flavour, SlotConnections]:
     """The connections of each flavour that has slots; a relay that waits for jobs keeps some open. Opens none yet."""
     kept = _WARM_CONNECTIONS // len(flavours) if keeps_warm else 0
-    make = partial(
-        SlotConnections, schema=config.schema, harmless=harmless, kept=kept, linger_seconds=limits.linger_seconds
-    )
+    make = partial(SlotConnections, schema=config.schema, kept=kept, linger_seconds=limits.linger_seconds)
     made: dict[Flavour, SlotConnections] = {}
     if engines.sync is not None and "sync" in flavours:
         made["sync"] = make(engines.sync, lambda _: SyncInvoker())

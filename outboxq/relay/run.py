@@ -106,7 +106,6 @@ class RelayRun:
             self.config,
             self.engines,
             {flavour for _, flavour in self.groups},
-            self._state.called_functions.harmless,
             self.limits,
             keeps_warm=not self.until_empty,
         )

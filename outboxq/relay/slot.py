@@ -134,7 +134,6 @@ class Slot:
         if self._goes_on or self._spoiled is not None or self._lost_since is not None:
             self._planner.begin_anew()
         self._goes_on = False
-        self.state.called_functions.answer(connected.connection)
         runtime = self.runtime_on(connected)
         if self._lost_since is not None:
             self.state.emit(DatabaseBack(_now() - self._lost_since))
@@ -182,7 +181,6 @@ class Slot:
         if left is None:
             return False
         self._goes_on = True
-        self.state.called_functions.ask_for(connected.guard.called)
         if left not in self._told:
             self._told.add(left)
             logger.info("a handler's %s may outlive its transaction: its slot takes a new connection", left)

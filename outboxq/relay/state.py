@@ -22,7 +22,6 @@ from outboxq.events import (
     JobsSuspected,
 )
 from outboxq.execution.batch_state import BatchReport
-from outboxq.execution.called_functions import CalledFunctions
 from outboxq.execution.keep import Keeper
 from outboxq.handlers.resolved import Registry
 from outboxq.observability.aggregate import Aggregate
@@ -122,7 +121,6 @@ class RelayState:
     # What the application's lifespan yielded.
     lifespan_state: object = None
     sweep_schedule: SweepSchedule = field(default_factory=SweepSchedule)
-    called_functions: CalledFunctions = field(default_factory=CalledFunctions)
     counters: RelayCounters = field(default_factory=RelayCounters)
     lock: threading.Lock = field(default_factory=threading.Lock)
     aggregate: Aggregate = field(default_factory=Aggregate)

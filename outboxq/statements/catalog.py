@@ -1,9 +1,7 @@
-"""Catalog queries: whether changes of a table's rows can be put off and joined, and which functions have side effects.
+"""Catalog queries: whether changes of a table's rows can be put off and joined.
 
 Every role can read the catalogs. No locks but those of any read of a catalog.
 """
-
-from collections.abc import Iterable
 
 from psycopg import sql
 
@@ -89,35 +87,3 @@ def table_facts(name: str) -> str:
         name: The table's name as SQL has it, quoted if need be.
     """
     return fill(_FACTS, name=name, code=_CODE, exact=_EXACT)
-
-
-_SIDE_EFFECTS = """
-WITH called AS (
-    SELECT p.oid, p.proname, p.provolatile, p.prokind FROM pg_catalog.pg_proc AS p
-    WHERE p.proname = ANY ({both}::text[])
-), parts AS (
-    SELECT called.proname, called.provolatile FROM called WHERE called.prokind <> 'a'
-    UNION ALL
-    SELECT called.proname, part.provolatile
-    FROM called
-    JOIN pg_catalog.pg_aggregate AS a ON a.aggfnoid::oid = called.oid
-    JOIN pg_catalog.pg_proc AS part ON part.oid IN (
-        a.aggtransfn::oid, a.aggfinalfn::oid, a.aggcombinefn::oid, a.aggmtransfn::oid, a.aggminvtransfn::oid,
-        a.aggmfinalfn::oid
-    )
-)
-SELECT proname::text FROM parts GROUP BY proname HAVING pg_catalog.bool_and(provolatile <> 'v')
-UNION ALL
-SELECT word FROM pg_catalog.unnest({words}::text[]) AS word WHERE NOT EXISTS (SELECT FROM called WHERE proname = word)
-"""
-
-
-def functions_without_side_effects(names: Iterable[str], words: Iterable[str]) -> str:
-    """A row for each name that has functions, none of which, nor any part of an aggregate, is VOLATILE.
-
-    A word that is the name of no function has a row, too.
-
-    Index: pg_proc_proname_args_nsp_index, and those of the oids. No locks.
-    """
-    some = frozenset(words)
-    return fill(_SIDE_EFFECTS, both=sorted(some.union(names)), words=sorted(some))

@@ -5,7 +5,6 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from itertools import groupby
 from typing import Any
 
 import pytest
@@ -22,7 +21,6 @@ from sqlalchemy import (
     event,
     func,
     insert,
-    literal_column,
     select,
     text,
     true,
@@ -47,11 +45,8 @@ from outboxq import (
     RelayConfig,
     external,
 )
-from outboxq.database.known_functions import HARMLESS as HARMLESS_FUNCTIONS
-from outboxq.database.session_state import CALLABLE_WORDS, left_by
 from outboxq.postgres import Database
 from outboxq.relay.limits import RelayLimits
-from outboxq.statements.catalog import functions_without_side_effects
 from tests.support.app import Account, Effect
 from tests.support.limits import GROWING, with_limits
 from tests.support.matrices import diagonal
@@ -61,11 +56,8 @@ BOTH_CLAIMS = pytest.mark.parametrize("claim", ["transaction", "lease"])
 BATCH_SIZES = pytest.mark.parametrize("batch_size", [1, 10])
 OTHER_ROLE = "outboxq_test_other_role"
 FUNCTIONS = [
-    "CREATE FUNCTION sets() RETURNS int LANGUAGE plpgsql AS $$ BEGIN SET vacuum_cost_limit = 4321; RETURN 1; END $$",
-    "CREATE PROCEDURE calls() LANGUAGE plpgsql AS $$ BEGIN SET vacuum_cost_limit = 4321; END $$",
-    "CREATE FUNCTION doubles(given int) RETURNS int LANGUAGE sql IMMUTABLE AS 'SELECT 2 * given'",
     "CREATE FUNCTION triples(given int) RETURNS int LANGUAGE sql VOLATILE AS 'SELECT 3 * given'",
-    "CREATE AGGREGATE adds(int) (SFUNC = int4pl, STYPE = int, INITCOND = '0')",
+    "CREATE PROCEDURE does(given int) LANGUAGE sql AS 'SELECT 3 * given'",
 ]
 # All that a session has beside its transaction. What names nothing here is read from the settings.
 STATE = """
@@ -101,14 +93,13 @@ STATEMENTS: dict[str, Any] = {
     "view of settings": text("UPDATE pg_settings SET setting = '77' WHERE name = 'vacuum_cost_limit'"),
     "reset": text("RESET test.own"),
     "session lock": select(func.pg_advisory_lock(4711)),
+    "session lock if it is free": text("SELECT pg_catalog.pg_try_advisory_lock_shared(4711)"),
     "temporary table": text("CREATE TEMPORARY TABLE left_behind (a int)"),
     "temporary table of rows": text("SELECT 1 AS a INTO TEMPORARY left_behind"),
     "listen": text("LISTEN left_behind"),
     "prepared statement": text("PREPARE left_behind AS SELECT 1"),
     "cursor": text("DECLARE left_behind CURSOR WITH HOLD FOR SELECT 1"),
     "block": text("DO $$ BEGIN SET vacuum_cost_limit = 4321; END $$"),
-    "function": select(func.sets()),
-    "procedure": text("CALL calls()"),
     "several at once": text("SELECT 1; SET vacuum_cost_limit = 4321"),
     "behind a comment": text("/* a /* b */ c */ SET vacuum_cost_limit = 4321"),
 }
@@ -316,9 +307,6 @@ def test_nothing_that_a_handler_leaves_on_its_connection_meets_a_later_batch(
     drain_with_listener: Callable[..., list[int]],
 ) -> None:
     """Whatever its kind and whatever became of its job: the next one finds what the first one of the slot found."""
-    with engine.begin() as connection:
-        for statement in FUNCTIONS:
-            connection.execute(text(statement))
     jobs, ledger = _handlers(flavour, style, batch_size)
     # As many as a claim takes: inside of one batch of transaction mode the connection is shared. Of a lease's claim the
     # very next job is not to meet it: behind one that leaves nothing the next claim takes two, however slow they are.
@@ -338,23 +326,6 @@ def test_nothing_that_a_handler_leaves_on_its_connection_meets_a_later_batch(
     with engine.connect() as connection:
         reasons = connection.execute(text("SELECT kind, args ->> 'name', reason FROM outboxq.dead_job")).all()
     assert [tuple(row[:2]) for row in reasons] == [("leave", "a handler that fails")], reasons
-
-
-def test_a_function_with_the_name_of_a_word_of_the_syntax_is_taken_for_one(engine: Engine) -> None:
-    """Whatever the server lets be a name of one: GROUPING SETS is syntax, and sets() is a function of the user's."""
-    with engine.connect() as connection:
-        can_be_functions = "SELECT word FROM pg_get_keywords() WHERE catcode IN ('U', 'T')"
-        words = set(connection.exec_driver_sql(can_be_functions).scalars())
-        known = set(connection.exec_driver_sql(functions_without_side_effects((), CALLABLE_WORDS)).scalars())
-        connection.exec_driver_sql("CREATE FUNCTION sets() RETURNS int LANGUAGE sql VOLATILE AS 'SELECT 1'")
-        left = set(connection.exec_driver_sql(functions_without_side_effects((), CALLABLE_WORDS)).scalars())
-    assert {word for word in words if left_by(f"SELECT {word}(1)").functions != {word}} <= HARMLESS_FUNCTIONS
-    assert known == CALLABLE_WORDS
-    assert known - left == {"sets"}
-
-
-def _pids(ledger: Ledger) -> list[int]:
-    return [backend for backend, _ in groupby(ledger.backends)]
 
 
 # What handlers send day by day, through the ORM, Core and text().
@@ -460,28 +431,37 @@ def test_what_handlers_send_day_by_day_costs_no_connection(
     assert changed == []
 
 
-@pytest.mark.parametrize(
-    ("called", "connections"), [("doubles(1)", 2), ("adds(1)", 2), ("triples(1)", 6), ("pg_advisory_lock(1)", 6)]
+@diagonal(
+    BOTH_CLAIMS,
+    pytest.mark.parametrize(
+        ("called", "connections"),
+        [("SELECT triples(1)", 1), ("CALL does(1)", 1), ("SELECT triples(1), pg_advisory_lock(1)", 10)],
+    ),
 )
-def test_a_function_of_the_users_own_costs_a_connection_unless_it_has_no_side_effects(
-    called: str, connections: int, engine: Engine, sessions: sessionmaker[OutboxSession], drain: Callable[..., object]
+def test_a_function_of_the_users_own_costs_no_connection(
+    claim: Any,
+    called: str,
+    connections: int,
+    engine: Engine,
+    sessions: sessionmaker[OutboxSession],
+    drain: Callable[..., object],
 ) -> None:
-    """The catalogue is asked once: what is IMMUTABLE or STABLE counts no more, what is VOLATILE each time."""
+    """A VOLATILE one neither: what it does to the session is its own business, and no catalog is read for it."""
     with engine.begin() as connection:
         for statement in FUNCTIONS:
             connection.execute(text(statement))
     jobs, ledger = Jobs(), Ledger()
 
-    @jobs.handler(queue="state")
+    @jobs.handler(queue="state", claim=claim)
     def call(ctx: Context) -> None:
         ledger.touch(ctx.session.connection())
-        ctx.session.execute(select(literal_column(called)))
+        ctx.session.execute(text(called))
 
     with sessions.begin() as session:
-        session.add_jobs(call.job() for _ in range(6))
+        session.add_jobs(call.job() for _ in range(10))
     drain(jobs, slots_per_queue=1)
-    assert len(ledger.backends) == 6
-    assert len(_pids(ledger)) == connections
+    assert len(ledger.backends) == 10
+    assert len(set(ledger.backends)) == connections
 
 
 def test_the_reason_for_a_new_connection_is_logged_once(

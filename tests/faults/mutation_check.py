@@ -656,8 +656,8 @@ MUTANTS = (
     Mutant(
         "what the jobs before it left, sent before anything of a handler's",
         "outboxq/execution/shared_batch.py",
-        "        self._is_sending = True\n        self._catch_up()\n",
-        "        self._is_sending = True\n",
+        "(None,) if writes is None else writes)\n        self._catch_up()\n",
+        "(None,) if writes is None else writes)\n",
         ("tests/execution/test_shared_batches.py::test_stale_rows_are_loaded_again_after_a_handlers_own_statement",),
     ),
     Mutant(
@@ -736,8 +736,8 @@ MUTANTS = (
     Mutant(
         "the settings of a transaction, by which names mean other tables",
         "outboxq/database/guard.py",
-        "self.is_altered = self.is_altered or",
-        "self.is_altered = False and",
+        "        self.is_altered = True\n",
+        "",
         (
             "tests/execution/test_shared_batches_surroundings.py::test_what_is_known_of_tables_is_not_of_another_search_path",
         ),
@@ -753,9 +753,9 @@ MUTANTS = (
     ),
     Mutant(
         "the check behind a function that may have written anything",
-        "outboxq/execution/shared_batch.py",
-        "return self._is_sending or bool(self._written)",
-        "return bool(self._written)",
+        "outboxq/execution/changes.py",
+        "    if _calls_others(compiled.string):\n",
+        "    if not compiled:\n",
         (
             "tests/execution/test_shared_batches_surroundings.py::test_a_function_that_breaks_a_deferred_constraint_costs_its_own_job",
         ),

@@ -64,7 +64,7 @@ def _read(statement: str) -> Leavings | None:
     if ";" in code.rstrip(f";{whitespace}"):
         return Leavings("several statements")
     if verb not in _LEAVE_NOTHING and local is None:
-        return Leavings(verb.upper() if first else verb)
+        return Leavings(verb.upper()[:63] if first else verb)
     if any(word == "into" and before not in ("insert", "merge") for before, word in pairwise(_WORD.findall(code))):
         return Leavings("SELECT INTO")
     sets, only_local = local is not None and local[1] != "constraints", []

@@ -2,15 +2,15 @@
 
 Error texts of drivers quote parameters and row values, those of Pydantic their input: these parts are left out. In the
 rest of a text every value of an argument is replaced by the argument's name, as it is stored and in Python's other
-spellings of it. Values of one character stay, because they identify nothing, and so does what a handler makes of a
-value: a slice of it, its hash.
+spellings of it. Not promised are values of one character, because they identify nothing, what a handler makes of a
+value, such as a slice or a hash of it, and the rest of a value that the text repeats over its own end.
 """
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from datetime import date, datetime
-from itertools import chain, groupby, islice
+from itertools import chain, islice
 from operator import itemgetter
 from typing import Any
 
@@ -39,16 +39,16 @@ _LONG_VALUE = 8
 _ESCAPED = re.compile(r"""["'\\]""")
 _DATE = re.compile(r"\d{4}-\d\d-\d\d")
 _DATETIME = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d{1,6})?(Z|[+-]\d\d:\d\d)?")
-# How many texts are looked for at most, and how many characters are looked through for all of them, as far as the texts
-# of one failure go: together a tenth of a second or two. Looking for one costs as much as so many characters.
-_MOST_VALUES, _MOST_WORK, _SEARCH = 50_000, 20_000_000, 100
+# How many values are searched for, counted in each of their spellings: a text of READ_CHARACTERS takes 4 µs for each.
+MOST_VALUES = 10_000
 _TOO_MANY = "(text withheld: there are too many values that it may quote)"
 
 
 class Redactor:
     """Takes the payload out of the texts of one failure: of an exception, and of those that led to it.
 
-    Its work is bounded: with very many values to look for, it keeps less of the texts, and nothing of the last ones.
+    Its work is bounded: it reads READ_CHARACTERS of a text and of a value, and withholds all texts if there are more
+    than MOST_VALUES.
 
     Args:
         args: The stored arguments, of all jobs of the call that failed.
@@ -58,27 +58,23 @@ class Redactor:
     def __init__(self, args: Sequence[str], errors: Iterable[BaseException] = ()) -> None:
         values = (named for each in args for named in _named_values(each))
         withheld = ((text, "(text withheld)") for text in _quoting_texts(errors))
-        found: dict[str, str] = {}
-        for text, label in islice(chain(withheld, values), _MOST_VALUES):
-            found[text] = min(label, found.get(text, label))
-        # The longest first, so that no text is missed because a part of it was replaced.
-        self._labels = sorted(found.items(), key=lambda pair: -len(pair[0]))
-        self._work_left = 0 if next(values, None) else _MOST_WORK
+        pairs = chain(withheld, values)
+        labels: dict[str, str] = {}
+        for value, label in islice(pairs, MOST_VALUES):
+            labels.setdefault(value[:READ_CHARACTERS], label)
+        # The longest first: a short value is a word of its own also beside a longer one.
+        self._labels = sorted(labels.items(), key=lambda pair: -len(pair[0]))
+        self._has_too_many = next(pairs, None) is not None
 
     def redact(self, text: str, kept_characters: int = READ_CHARACTERS) -> str:
         """The beginning of a text without quoted rows, and with the names of arguments in place of their values."""
-        # Half of the work that is left, so that there is some for the texts behind this one.
-        most = self._work_left // 2 // (len(self._labels) or 1) - _SEARCH
-        if most <= 0:
+        if self._has_too_many:
             return _TOO_MANY
-        kept_characters = min(kept_characters, most)
         quoted = _QUOTED_ROWS.search(text, 0, kept_characters)
         end = quoted.start() if quoted else kept_characters
         kept = _INPUT.sub("(withheld)", text[:end])
-        self._work_left -= (len(kept) + _SEARCH) * len(self._labels)
-        # With as much behind it as a value that the cut goes through may have.
-        longest = len(self._labels[0][0]) if self._labels else 0
-        return _covered(kept + text[end : end + longest], self._labels, len(kept)).rstrip()
+        # With as much after it as a value that the cut goes through may have.
+        return _replaced(kept + text[end : end + READ_CHARACTERS], self._labels, len(kept)).rstrip()
 
     def message(self, error: BaseException, kept_characters: int = READ_CHARACTERS) -> str:
         """The text of an exception without the payload."""
@@ -113,56 +109,31 @@ def _named_values(args: str) -> Iterator[tuple[str, str]]:
         yield from ((spelling, label) for spelling in set(_spellings(value)))
 
 
-def _covered(message: str, labels: Sequence[tuple[str, str]], kept_characters: int) -> str:
-    """The beginning of a message, with a label in the place of each text; if two texts overlap, the longer one's label.
+def _replaced(text: str, labels: Iterable[tuple[str, str]], kept_characters: int) -> str:
+    """The first `kept_characters` of a text, with a label in place of every value that begins there.
 
-    Args:
-        labels: Texts and their labels, the longest text first.
-        kept_characters: How much of the message is kept.
-
-    Texts are looked for in the original message, if they begin in the part that is kept. So none is missed because the
-    cut or another label went through it, and the work grows with the texts' length alone.
+    All values are found in the original text, so no value is missed because another one overlaps it, or in a label.
+    A value that is shorter than _LONG_VALUE counts as a word of its own only: "order" is not replaced in "ordered".
     """
-    cover: list[str | None] = [None] * min(kept_characters, len(message))
-    # From each place the way to the next one without a label.
-    free = list(range(len(cover) + 1))
-    for text, label in labels:
-        for start in _places(text, message, cover):
-            place, end = _next(free, start), min(start + len(text), len(cover))
-            while place < end:
-                cover[place], free[place] = label, place + 1
-                place = _next(free, place)
-    runs = groupby(zip(cover, message, strict=False), key=itemgetter(0))
-    return "".join(label or "".join(character for _, character in run) for label, run in runs)
-
-
-def _next(free: list[int], place: int) -> int:
-    while free[place] != place:
-        # Shortens the way for the next time.
-        free[place] = free[free[place]]
-        place = free[place]
-    return place
-
-
-def _places(text: str, message: str, cover: list[str | None]) -> Iterator[int]:
-    """Where a text begins in the part of the message that is kept.
-
-    A short text only as a word of its own: an argument "order" must not be replaced in "ordered".
-    """
-    last = len(cover) - 1 + len(text)
-    start = message.find(text, 0, last)
-    while start >= 0:
-        end = start + len(text)
-        found = len(text) >= _LONG_VALUE or not (_in_word(start - 1, message, cover) or _in_word(end, message, cover))
-        if found:
-            yield start
-        start = message.find(text, end if found else start + 1, last)
-
-
-def _in_word(place: int, message: str, cover: list[str | None]) -> bool:
-    if not 0 <= place < len(message) or (place < len(cover) and cover[place]):
-        return False
-    return message[place].isalnum() or message[place] == "_"
+    is_word = bytearray(character.isalnum() or character == "_" for character in text) + b"\0"
+    found: list[tuple[int, int, str]] = []
+    for value, label in labels:
+        last = kept_characters - 1 + len(value)
+        start = text.find(value, 0, last)
+        while start >= 0:
+            end = start + len(value)
+            is_replaced = len(value) >= _LONG_VALUE or not (is_word[start - 1] or is_word[end])
+            if is_replaced:
+                found.append((start, end, label))
+                is_word[start:end] = bytes(len(value))
+            start = text.find(value, end if is_replaced else start + 1, last)
+    parts, reached = list[str](), 0
+    # Of those that begin at one place, the longest is first, as it was found first.
+    for start, end, label in sorted(found, key=itemgetter(0)):
+        if end > reached:
+            parts += text[reached:start], label
+            reached = end
+    return "".join((*parts, text[reached:kept_characters]))
 
 
 def _quoting_texts(errors: Iterable[BaseException]) -> Iterator[str]:

@@ -2,10 +2,11 @@
 
 import json
 import re
+import sys
 import traceback
 from collections.abc import Callable
 from datetime import UTC, date, datetime
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import NoReturn
 from uuid import UUID
 
@@ -28,7 +29,7 @@ from outboxq.execution.failure import (
     kept_errors,
 )
 from outboxq.execution.frames import frames_of
-from outboxq.execution.redaction import READ_CHARACTERS, redact
+from outboxq.execution.redaction import MOST_VALUES, READ_CHARACTERS, Redactor, redact
 from outboxq.job import Job
 from tests.support.growth import LINEAR, growth
 
@@ -174,6 +175,11 @@ def test_a_longer_value_is_replaced_before_a_shorter_one_inside_it() -> None:
     assert redact("ann.example.org", json.dumps({"host": "example", "full": "ann.example.org"})) == "<full>"
 
 
+def test_a_short_value_beside_a_longer_one_is_replaced() -> None:
+    """A value that was replaced is no part of the word beside it."""
+    assert redact("MarianneNg", json.dumps({"last": "Ng", "first": "Marianne"})) == "<first><last>"
+
+
 words = st.text(st.characters(codec="utf-8", exclude_characters="\0"), min_size=8, max_size=30)
 
 
@@ -187,6 +193,8 @@ def test_no_long_value_survives(args: dict[str, str], data: st.DataObject | None
 
 
 @given(st.lists(st.text("ab", min_size=8, max_size=12), min_size=1, max_size=4), st.text("ab", max_size=60))
+@example(["aaaabbbb", "bbbbaaaa"], "aaaabbbbaaaa")
+@example(["aaaabbbb", "bbbbaaaab", "aaaabaaa"], "aaaabbbbaaaabaaa")
 def test_every_character_of_a_long_value_is_taken_out(values: list[str], message: str) -> None:
     """Also if two values overlap, and whatever is taken out first."""
     covered = {place for value in values for found in re.finditer(value, message) for place in range(*found.span())}
@@ -194,10 +202,11 @@ def test_every_character_of_a_long_value_is_taken_out(values: list[str], message
     assert redact(message, json.dumps({"x": values})).replace("<x>", "") == left
 
 
+@pytest.mark.parametrize("length", [200, 1_000])
 @pytest.mark.parametrize("place", [1, 7, 1_500])
-def test_a_value_that_the_cut_goes_through_is_taken_out(place: int) -> None:
-    """A message is read up to a bound; a value that begins before it is found by all of its characters."""
-    value = "secret-" + "0123456789" * 200
+def test_a_value_that_the_cut_goes_through_is_taken_out(place: int, length: int) -> None:
+    """A message is read up to a bound; a value that begins before it is found by as many characters as the bound."""
+    value = "secret-" + "0123456789" * length
     message = "x" * (READ_CHARACTERS - place) + value
     assert redact(message, json.dumps({"document": value})) == "x" * (READ_CHARACTERS - place) + "<document>"
 
@@ -488,20 +497,39 @@ def test_what_is_stored_of_a_traceback_is_small(error: BaseException) -> None:
     assert record.chain
 
 
-def test_many_values_are_looked_for_in_the_first_texts_only() -> None:
-    """The work is bounded: arguments of 250 kB do not make an error of a hundred causes cost seconds."""
-    chain: BaseException | None = None
-    for _ in range(50):
-        new = ValueError("text")
-        new.__cause__, chain = chain, new
-    assert chain is not None
-    record = describe_failure(
-        chain, job_with({"values": [f"\N{LATIN SMALL LETTER E WITH ACUTE}{number}" for number in range(20_000)]})
-    ).record
-    assert record.message == "text"
-    texts = [error.message for error in record.chain]
-    assert len(texts) == 10
-    assert ["too many values" in text for text in texts[4:]] == [True] * 6
+def test_every_text_is_withheld_if_there_are_too_many_values() -> None:
+    """The number of values is capped, in all of their spellings, and beyond it no text is shown unredacted."""
+    values = [f"value {number:07}" for number in range(MOST_VALUES)]
+    within, beyond = (
+        describe_failure(ValueError(" ".join(values)), job_with({"values": each})).record
+        for each in (values, [*values, "line\nbreak"])
+    )
+    assert within.message.startswith("<values> <values> ")
+    assert beyond.message == "(text withheld: there are too many values that it may quote)"
+    assert "value 0" not in beyond.as_json()
+
+
+def test_a_long_text_is_searched_for_many_values_in_its_beginning_only() -> None:
+    """A megabyte that quotes 10,000 arguments is searched once for each argument, and again behind each match in the
+    characters that are kept."""
+    args = {f"argument{number}": f"value {number:07}" for number in range(MOST_VALUES)}
+    text = " ".join(args.values()) * 8
+    assert len(text) > 1_000_000
+    searches = 0
+
+    def count(_frame: FrameType, event: str, called: object) -> None:
+        nonlocal searches
+        searches += event == "c_call" and getattr(called, "__name__", "") == "find"
+
+    redactor = Redactor([json.dumps(args)])
+    before = sys.getprofile()
+    sys.setprofile(count)
+    try:
+        redacted = redactor.redact(text)
+    finally:
+        sys.setprofile(before)
+    assert "value" not in redacted
+    assert MOST_VALUES <= searches <= MOST_VALUES + READ_CHARACTERS / len("value 0000000")
 
 
 def _stack_of(length: int) -> BaseException:

@@ -5,9 +5,9 @@ import threading
 from collections.abc import Hashable
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
 from typing import Any
 from uuid import UUID
+from weakref import WeakValueDictionary
 
 import msgspec
 from sqlalchemy import URL, Engine
@@ -37,23 +37,18 @@ class ResultListeners:
     def forget(self) -> None:
         """Know of no listener: in a forked process there is no thread of the old one."""
         self._lock = threading.Lock()
-        self._listeners: dict[Hashable, ResultListener] = {}
+        # A listener lives as long as its thread.
+        self._listeners = WeakValueDictionary[Hashable, ResultListener]()
 
     def add(self, place: Hashable, schema: str, wait: Wait) -> ResultListener:
         """Have the listener of this place wait for a job; it is started if there is none."""
         with self._lock:
             listener = self._listeners.get(place)
             if listener is None or not listener.add(wait):
-                listener = ResultListener(schema, self.limits, partial(self._drop, place))
-                listener.add(wait)
+                listener = ResultListener(schema, self.limits, wait)
                 listener.start()
                 self._listeners[place] = listener
             return listener
-
-    def _drop(self, place: Hashable, ended: ResultListener) -> None:
-        with self._lock:
-            if self._listeners.get(place) is ended:
-                del self._listeners[place]
 
 
 listeners = ResultListeners()

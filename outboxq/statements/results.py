@@ -70,11 +70,11 @@ LEFT JOIN LATERAL (
 ) AS ended ON true"""
 
 
-def look_at_jobs(schema: str, job_ids: Collection[UUID]) -> str:
+def look_at_jobs(schema: str, job_ids: Collection[str]) -> str:
     """What became of jobs: a row for each, with its id; whether it waits or runs; its outcome and its result as JSON
     text, if it is over and kept; and why it is dead.
 
     Of a kept row and a dead letter of one id, which a producer chose twice, the later counts. One statement, so that
     a job on its way from one table to the other is seen in one of them. Indexes: the primary keys; no locks.
     """
-    return render(schema, _LOOK, ids=[str(job_id) for job_id in job_ids])
+    return render(schema, _LOOK, ids=list(job_ids))

@@ -212,8 +212,8 @@ MUTANTS = (
     Mutant(
         "the flag of a wait in front of its look",
         "outboxq/outbox/result_listener.py",
-        "        looked = self._flagged(connection) if self._hears else set(self._due)\n",
-        "        looked = set(self._due)\n",
+        "        flagged = self._flagged(connection, looked) if self._hears else set[str]()\n",
+        "        flagged = looked\n",
         (_WAITS + "between_two_steps_of_a_wait_is_not_missed",),
     ),
     Mutant(
@@ -224,7 +224,7 @@ MUTANTS = (
         ("tests/outbox/test_results_races.py::test_a_job_that_ends_between_two_steps_of_a_wait_is_not_missed",),
     ),
     Mutant(
-        "the look that waits for a refused flag",
+        "the look behind a refused flag",
         "outboxq/outbox/result_listener.py",
         ' for name, is_held in rows if is_held == "t"}',
         " for name, is_held in rows}",
@@ -233,8 +233,8 @@ MUTANTS = (
     Mutant(
         "the look of a connection that is made anew",
         "outboxq/outbox/result_listener.py",
-        "        self._due = set(self._waits)\n        while",
-        "        while",
+        "        self._due = set(self._waits)\n",
+        "",
         ("tests/outbox/test_results_races.py::test_a_connection_that_is_lost_is_made_anew_and_looks",),
     ),
     Mutant(

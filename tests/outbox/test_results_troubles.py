@@ -9,13 +9,16 @@ from uuid import uuid4
 
 import psycopg
 import pytest
+from psycopg.pq.abc import PGconn
 from sqlalchemy import Engine, make_url, text
 from sqlalchemy.ext.asyncio import create_async_engine
 from sqlalchemy.orm import sessionmaker
 
 from outboxq import OutboxSession, wait_for_result
-from outboxq.database.driver import run_script
+from outboxq.database.driver import run_on_libpq, run_script
 from outboxq.errors import ConfigError, ResultNotFound, ResultTimeout
+from outboxq.outbox import result_listener
+from outboxq.outbox.result_listener import ResultListener
 from outboxq.outbox.results import listeners
 from outboxq.postgres import Database
 from outboxq.statements.results import result_channel, tell_waiters
@@ -107,6 +110,45 @@ def test_a_wait_whose_loop_stopped_ends_all_the_same(
             loop.close()
 
 
+def test_a_wait_whose_loop_was_closed_keeps_no_thread_while_the_server_is_away(threads: Callable[[], int]) -> None:
+    """Nothing gives such a wait up, and no look finds it abandoned."""
+    nowhere = create_async_engine("postgresql+asyncpg://nobody@127.0.0.1:1/nothing")
+    loop = asyncio.new_event_loop()
+
+    async def wait_a_while() -> "asyncio.Task[object]":
+        task = asyncio.create_task(wait_for_result(nowhere, uuid4(), timeout=PATIENCE * 10, schema="outboxq"))
+        await asyncio.to_thread(wait_until, lambda: threads() == 1, "the thread")
+        return task
+
+    task = loop.run_until_complete(wait_a_while())
+    loop.close()
+    wait_until(lambda: threads() == 0, "the thread to end")
+    assert not task.done()
+
+
+def test_a_wait_that_comes_while_the_thread_ends_is_served(
+    engine: Engine, handle: Any, drain: Drain, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Either the thread goes on, or the wait gets another one."""
+    drain(keeping_jobs()[0])
+    values: list[Any] = []
+    late = threading.Thread(target=lambda: values.append(handle.result(engine, timeout=MISSED_SECONDS)))
+    end_unless_requested = ResultListener.end_unless_requested
+
+    def end_late(listener: ResultListener) -> None:
+        if not late.ident:
+            late.start()
+            wait_until(lambda: listener._requests, "the request")
+        end_unless_requested(listener)
+
+    monkeypatch.setattr(ResultListener, "end_unless_requested", end_late)
+    with limited(linger_seconds=0.0):
+        handle.result(engine, timeout=PATIENCE)
+        wait_until(lambda: late.ident, "the end")
+        late.join(PATIENCE)
+    assert [value["name"] for value in values] == ["x"]
+
+
 def test_a_look_that_is_cancelled_is_taken_again(engine: Engine, handle: Any, drain: Drain) -> None:
     """By pg_cancel_backend() of a careless administrator: the wait goes on."""
     drain(keeping_jobs()[0])
@@ -177,7 +219,7 @@ def test_each_wait_has_an_error_of_its_own(
 def _added(url: str) -> bool:
     """Whether a wait is there that the thread of this listener has not taken yet."""
     listener = listeners._listeners.get((url, "outboxq"))
-    return listener is not None and bool(listener._new)
+    return listener is not None and bool(listener._requests)
 
 
 def test_flags_beyond_the_cap_are_not_raised_and_their_jobs_are_looked_at(
@@ -340,6 +382,24 @@ def test_a_job_whose_own_flag_is_refused_is_looked_at_too(engine: Engine, handle
     with limited(look_seconds=3600.0, linger_seconds=0.1), engine.begin() as ending:
         run_script(ending, tell_waiters("outboxq", [handle.id]))
         assert handle.result(engine, timeout=MISSED_SECONDS)["name"] == "x"
+
+
+def test_jobs_whose_flag_is_refused_are_looked_at_with_pauses(
+    engine: Engine, handle: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which grow to a tenth of a second."""
+    looks: list[str] = []
+
+    def count(connection: PGconn, script: str) -> list[tuple[str | None, ...]]:
+        looks.extend([script] if "waiting.found" in script else [])
+        return run_on_libpq(connection, script)
+
+    monkeypatch.setattr(result_listener, "run_on_libpq", count)
+    with limited(look_seconds=3600.0, poll_most_seconds=3600.0, linger_seconds=0.1), _telling_many(engine):
+        with pytest.raises(ResultTimeout):
+            handle.result(engine, timeout=1.0)
+        wait_until(lambda: not listening(engine), "the connection to be closed")
+    assert 1 < len(looks) < 20
 
 
 def test_a_wait_has_its_flag_once_the_flag_of_all_waits_is_free(engine: Engine, handle: Any, drain: Drain) -> None:

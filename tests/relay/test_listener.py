@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 
 import psycopg
 import pytest
+from psycopg.pq.abc import PGconn
 from sqlalchemy import make_url
 
 from outboxq.database import driver
@@ -142,6 +143,27 @@ def test_silence_of_a_dead_connection_is_no_missing_notification(
     assert not caplog.records
 
 
+def test_a_connection_that_is_lost_wakes_the_slots(outboxq_database: Database) -> None:
+    """Although there is no other one yet: nothing notifies of what is committed from then on."""
+    opened, woken = list[psycopg.Connection](), threading.Event()
+
+    def connect() -> psycopg.Connection:
+        if opened:
+            raise OSError("no route to host")
+        opened.append(psycopg.connect(libpq(outboxq_database), autocommit=True))
+        return opened[0]
+
+    listener = Listener(connect, SCHEMA, lambda _queue: None, probe_seconds=10.0)
+    listener.start()
+    try:
+        assert listener.fall_asleep(IdleSlot(frozenset(("mail",)), woken.set)).result(ANSWER_SECONDS)
+        with psycopg.connect(libpq(outboxq_database), autocommit=True) as other:
+            other.execute("SELECT pg_terminate_backend(%s, 60000)", [opened[0].info.backend_pid])
+        assert woken.wait(ANSWER_SECONDS)
+    finally:
+        listener.stop()
+
+
 def test_a_thread_that_could_not_be_waited_for_closes_its_sockets_when_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     """As one that connects to a host that does not answer; a slot that wakes it after that gets no error."""
     connects, released = threading.Event(), threading.Event()
@@ -161,6 +183,24 @@ def test_a_thread_that_could_not_be_waited_for_closes_its_sockets_when_it_ends(m
     released.set()
     wait_until(lambda: listener._wake_reader.fileno() == listener._wake_writer.fileno() == -1, "the sockets to close")
     listener.wake_up(IdleSlot(frozenset(("mail",)), lambda: None))
+
+
+def test_a_stop_that_is_read_with_a_request_is_not_missed(outboxq_database: Database) -> None:
+    """The thread ends at once, and not with the next probe."""
+    url = libpq(outboxq_database)
+
+    class Stopping(Listener):
+        def take_requests(self, connection: PGconn | None) -> None:
+            # As another thread has it that calls `stop` at this moment.
+            self._is_stopping = True
+            self._wake_writer.send(b"!")
+            super().take_requests(connection)
+
+    listener = Stopping(lambda: psycopg.connect(url, autocommit=True), SCHEMA, lambda _queue: None, probe_seconds=600.0)
+    listener.start()
+    listener.fall_asleep(IdleSlot(frozenset(("mail",)), lambda: None))
+    listener._thread.join(ANSWER_SECONDS)
+    assert not listener._thread.is_alive()
 
 
 def test_a_thread_that_does_not_start_leaves_no_sockets(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -59,7 +59,7 @@ def limited(**limits: Any) -> Iterator[None]:
 @contextmanager
 def only_woken() -> Iterator[None]:
     """Listeners that are made in the block look once, and again only when they are notified or connect anew."""
-    with limited(look_seconds=3600.0, linger_seconds=0.1):
+    with limited(look_seconds=3600.0, poll_most_seconds=3600.0, linger_seconds=0.1):
         yield
 
 

@@ -164,8 +164,10 @@ def send_commit(
         if next_claim is not None:
             next_claim.add_after_commit(script)
         answer = script.send(connection)
+        if answer.error is None or answer.is_committed or is_lost(connection):
+            return answer, steps
         refused = next((step for step in steps if step.is_optional and step.name == answer.failed_at), None)
-        if refused is None or answer.error is None or transaction_status(connection) != TransactionStatus.INERROR:
+        if refused is None:
             return answer, steps
         # A transaction whose rows stand is not undone, nor are its handlers run again, for what rides on it.
         instead = refused.refused(answer.error)

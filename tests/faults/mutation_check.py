@@ -1339,11 +1339,13 @@ MUTANTS = (
         ("tests/admin/test_cancel_locks.py",),
     ),
     Mutant(
-        "the look whether a transaction is left, after a refusal with kept jobs",
+        "the end of a backend, told from a refusal of rows of finished jobs",
         "outboxq/execution/commit.py",
-        " or transaction_status(connection) != TransactionStatus.INERROR:\n            return answer, steps",
+        " or is_lost(connection):\n            return answer, steps",
         ":\n            return answer, steps",
-        ("tests/faults/test_refused_commit.py",),
+        (
+            "tests/faults/test_refused_commit.py::test_a_backend_that_ends_at_the_rows_of_finished_jobs_stops_no_later_rows",
+        ),
     ),
     Mutant(
         "the look whether a transaction is left, when jobs of a lease are settled",

@@ -1,7 +1,7 @@
 """COMMIT itself is refused: nothing that the jobs did stands, and nothing is reported that does not."""
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -10,14 +10,16 @@ from sqlalchemy import Engine, text
 from sqlalchemy.orm import sessionmaker
 
 from outboxq import Backoff, Context, Jobs, OutboxSession, RelayConfig
-from outboxq.events import JobDone
+from outboxq.database.driver import Script
+from outboxq.events import Event, JobDone
 from outboxq.execution import recovery
 from outboxq.handlers.options import ClaimMode
 from outboxq.postgres import Server
 from tests.conftest import StartRelay
 from tests.support.app import Effect
-from tests.support.ledger import ledger
+from tests.support.ledger import ledger, of
 from tests.support.own_server import own_database, own_server
+from tests.support.scripts import change_scripts
 from tests.support.waiting import PATIENCE, wait_until
 
 _NUMBER = 6
@@ -157,6 +159,37 @@ def test_the_rows_of_finished_jobs_are_not_blamed_for_a_commit_that_gets_no_lock
         finally:
             _end_the_wait(engine)
             blocker.join(PATIENCE)
+
+
+def test_a_backend_that_ends_at_the_rows_of_finished_jobs_stops_no_later_rows(
+    engine: Engine,
+    sessions: sessionmaker[OutboxSession],
+    drain: Callable[..., list[Event]],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The end is no refusal of the table's: the next COMMIT writes rows again."""
+    jobs, ended = Jobs(), []
+
+    @jobs.handler(keep=timedelta(days=7))
+    def work(ctx: Context, number: int) -> None: ...
+
+    def end_once(script: Script) -> None:
+        owners = [owner for owner, _ in script.parts]
+        if not ended and "finished rows" in owners:
+            ended.append(owners)
+            script.parts[owners.index("finished rows")] = (
+                "finished rows",
+                "SELECT pg_terminate_backend(pg_backend_pid())",
+            )
+
+    change_scripts(monkeypatch, end_once)
+    with sessions.begin() as session:
+        session.add_jobs(work.job(number=number) for number in range(3))
+    events = drain(jobs)
+    assert ended
+    assert (len(of(events, JobDone)), _scalar(engine, "SELECT count(*) FROM outboxq.done_job")) == (3, 3)
+    assert "not kept" not in caplog.text
 
 
 def _notify_and_wait(engine: Engine) -> None:

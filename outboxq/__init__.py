@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from outboxq.inbox import Acceptance, AcceptedBatch, Inbox
     from outboxq.job import Job
     from outboxq.new_job import NewJob
+    from outboxq.outbox.callback_batch import FinishedBatch, JobBatch, batch, batch_of, finished_batch
     from outboxq.outbox.cancel import cancel
     from outboxq.outbox.find import FoundJob, find_job
     from outboxq.outbox.handle import JobHandle, wait_for_result
-    from outboxq.outbox.job_batch import FinishedBatch, JobBatch, batch, batch_of, finished_batch
     from outboxq.outbox.keys import Unique
     from outboxq.outbox.kinds import JobKind, external
     from outboxq.outbox.progress import Progress
@@ -49,7 +49,7 @@ _MODULES = {
     "outbox.cancel": "cancel",
     "outbox.find": "FoundJob find_job",
     "outbox.handle": "JobHandle wait_for_result",
-    "outbox.job_batch": "FinishedBatch JobBatch batch batch_of finished_batch",
+    "outbox.callback_batch": "FinishedBatch JobBatch batch batch_of finished_batch",
     "outbox.keys": "Unique",
     "outbox.kinds": "JobKind external",
     "outbox.progress": "Progress",

@@ -9,10 +9,10 @@ from benchmarks.figures import Comparison, Unsupported
 from benchmarks.peers_figures import Peers
 from benchmarks.scenarios import (
     beside_peers,
+    callback_batches,
     coalescing,
     cost,
     grouped,
-    job_batches,
     large,
     latency,
     limits,
@@ -60,6 +60,11 @@ SCENARIOS = (
     Scenario(17, "limits", "claims of queues with a limit", _alone(limits.limits)),
     Scenario(18, "groups", "jobs of groups, one of each at a time", _alone(grouped.groups)),
     Scenario(19, "unique", "add_job of unique jobs", _alone(producing.unique)),
-    Scenario(20, "job-batches", "jobs of a batch with a callback, and jobs of none", _alone(job_batches.job_batches)),
+    Scenario(
+        20,
+        "job-batches",
+        "jobs of a batch with a callback, and jobs of none",
+        _alone(callback_batches.callback_batches),
+    ),
     Scenario(21, "observing", "the history, metrics, and jobs that are kept", _alone(observing.observing)),
 )

@@ -38,9 +38,9 @@ def list_batches(connection: "Connection", *, limit: int) -> Sequence[object]:
     Example:
       outboxq batches list
     """
-    from outboxq.admin import job_batches
+    from outboxq.admin import callback_batches
 
-    return job_batches.list_batches(connection, limit=limit)
+    return callback_batches.list_batches(connection, limit=limit)
 
 
 @app.command("show")
@@ -52,6 +52,6 @@ def show_batch(connection: "Connection", batch_id: OneId) -> object:
     Example:
       outboxq batches show 01980f3e-71c4-7000-8000-000000000001
     """
-    from outboxq.admin import job_batches
+    from outboxq.admin import callback_batches
 
-    return job_batches.show_batch(connection, batch_id)
+    return callback_batches.show_batch(connection, batch_id)

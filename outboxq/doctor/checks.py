@@ -14,11 +14,11 @@ from outboxq.database.driver import is_lost, run_script, unprepared
 from outboxq.database.errors import sqlstate_of
 from outboxq.database.settings import SET_OURS
 from outboxq.doctor import (
+    callback_batches,
     cancellation,
     citus,
     dead_letters,
     effects,
-    job_batches,
     limits,
     pooler,
     queues,
@@ -91,7 +91,12 @@ CHECKS: tuple[Check, ...] = (
         _SCHEDULE | {"dead_job"},
         grant="SELECT on the tables schedule and dead_job",
     ),
-    Check("batches", job_batches.find_unfinished_batches, _JOB | {"batch"}, grant="SELECT on the tables job and batch"),
+    Check(
+        "batches",
+        callback_batches.find_unfinished_batches,
+        _JOB | {"batch"},
+        grant="SELECT on the tables job and batch",
+    ),
     Check("which sessions hold jobs", sessions.find_lock_holders, _JOB),
     Check("which session pins the oldest snapshot", sessions.find_pinned_snapshot),
     Check("the age of transactions", sessions.find_hidden_sessions),

@@ -33,10 +33,10 @@ from outboxq.database.driver import (
 )
 from outboxq.database.errors import LOCK_NOT_AVAILABLE, sqlstate_of
 from outboxq.events import Event, JobEvent, JobLeaseLost, JobsParked
+from outboxq.execution.callback_batches import FinishBatches, batch_ids
 from outboxq.execution.claim import ClaimRequest
 from outboxq.execution.commit import Committed
 from outboxq.execution.errors import ConnectionLost
-from outboxq.execution.job_batches import FinishBatches, batch_ids
 from outboxq.execution.keep import Keeper
 from outboxq.execution.step import Step
 from outboxq.fault_points import fault_point

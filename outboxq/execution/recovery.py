@@ -135,7 +135,7 @@ def _recover_escaped(
     Between that handler's COMMIT and ours the jobs behind it are in no table; the death of this process, or of the
     server, in that window loses them, and only a handler that commits on the driver's own connection opens it.
     """
-    failed = runtime.kept(escaped.job, escaped.failed)
+    failed = runtime.redacted(escaped.job, escaped.failed)
     try:
         if batch.transaction is not None and was_committed(connection, batch.transaction.xid):
             return Recovered(write_dead_letters(connection, batch, COMMITTED_BY_HANDLER, failed))

@@ -237,7 +237,7 @@ def _settle_alone(connection: Connection, batch: BatchState, job: Job, runtime: 
             batch.events.append(event_of_end(job, result, runtime, seconds))
             return
         if isinstance(result, Discard):
-            batch.events.append(event_of_end(job, runtime.kept(job, result), runtime, seconds))
+            batch.events.append(event_of_end(job, runtime.redacted(job, result), runtime, seconds))
             return
         # The handler worked outside the database: its result must outlive a connection that is gone by now.
         batch.late_result = result

@@ -136,7 +136,7 @@ class Runtime:
 
     def _describe_call(self, job: Job, error: BaseException) -> str:
         """An error of a call to the outside: its class, its text as the job's handler wants it kept, and its line."""
-        record = self.kept(job, self.describe(error, job)).record
+        record = self.redacted(job, self.describe(error, job)).record
         line = f" ({record.where[-1]})" if record.where else ""
         return storable(f"{record.type}{record.message and f': {record.message}'}{line}")
 
@@ -175,7 +175,7 @@ class Runtime:
         handler = self.registry.handlers.get(job.kind)
         return handler is not None and handler.messages == "whole"
 
-    def kept(self, job: Job, result: R) -> R:
+    def redacted(self, job: Job, result: R) -> R:
         """The result of an attempt of this job, as it may be stored and reported."""
         handler = self.registry.handlers.get(job.kind)
         return withheld(result) if handler is not None and handler.messages == "withheld" else result

@@ -52,7 +52,7 @@ def settle_result(connection: Connection, job: Job, result: Result, runtime: Run
         if has_follower(job):
             add_follower(connection, job)
         return event_of_end(job, result, runtime, seconds)
-    result = runtime.kept(job, result)
+    result = runtime.redacted(job, result)
     match result:
         case Discard():
             finish(connection, job)

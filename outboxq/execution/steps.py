@@ -7,7 +7,7 @@ from sqlalchemy import Connection
 
 from outboxq.events import Event
 from outboxq.execution.batch_state import BatchState
-from outboxq.execution.job_batches import FinishBatches, batch_ids
+from outboxq.execution.callback_batches import FinishBatches, batch_ids
 from outboxq.execution.runtime import Runtime
 from outboxq.execution.step import Step
 from outboxq.execution.unique_keys import TakeKeys

@@ -18,7 +18,7 @@ from outboxq.handlers.deferred import Write, checked_write, defer
 from outboxq.handlers.progress import checked_note
 from outboxq.handlers.row_writes import Statement
 from outboxq.job import OWN_HEADERS, Job
-from outboxq.outbox.job_batch import FinishedBatch, JobBatch, batch_of, finished_batch
+from outboxq.outbox.callback_batch import FinishedBatch, JobBatch, batch_of, finished_batch
 from outboxq.outbox.session import AsyncOutboxSession, OutboxSession
 
 S = TypeVar("S", default=Any)

@@ -27,7 +27,7 @@ from outboxq.handlers.resolved import Lifespan, Registry
 from outboxq.handlers.retention import Retained, check_windows, default_retention
 from outboxq.handlers.schedules import Scheduled, checked_schedules
 from outboxq.names import MAX_SCOPE_BYTES, check_key, check_keywords, named_options
-from outboxq.outbox.job_batch import batch as open_batch
+from outboxq.outbox.callback_batch import batch as open_batch
 from outboxq.outbox.kinds import P
 from outboxq.outbox.options import FlowOptions, JobOptions
 from outboxq.outcomes import Backoff

@@ -12,8 +12,8 @@ from outboxq.database.errors import explain_missing_tables
 from outboxq.new_job import JobKeys, NewJob, UniqueJob, has_unique_key, with_answer
 from outboxq.outbox.stored_job import dump, fold_chain
 from outboxq.outbox.unique import insert_unique, parts
+from outboxq.statements.callback_batches import open_batch
 from outboxq.statements.enqueue import insert_jobs
-from outboxq.statements.job_batches import open_batch
 from outboxq.statements.wake import ALL_QUEUES, NOTIFY, NOTIFY_AS_BEFORE, SILENCE, channel_name
 from outboxq.tables import job, mapped_schema
 

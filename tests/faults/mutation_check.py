@@ -586,7 +586,7 @@ MUTANTS = (
     Mutant(
         "the withholding of messages when a job is settled",
         "outboxq/execution/settle.py",
-        "    result = runtime.kept(job, result)\n    match result:\n",
+        "    result = runtime.redacted(job, result)\n    match result:\n",
         "    match result:\n",
         ("tests/execution/test_withheld.py",),
     ),
@@ -2031,7 +2031,7 @@ MUTANTS = (
     ),
     Mutant(
         "batches are looked at before COMMIT",
-        "outboxq/execution/job_batches.py",
+        "outboxq/execution/callback_batches.py",
         "    def after_commit(self) -> tuple[str, ...]:\n",
         "    def statements(self) -> tuple[str, ...]:\n"
         "        return finish_batches(self.schema, self.ids)[1:-1]\n\n"
@@ -2047,7 +2047,7 @@ MUTANTS = (
     ),
     Mutant(
         "a look at a batch passes over one that another look holds",
-        "outboxq/statements/job_batches.py",
+        "outboxq/statements/callback_batches.py",
         "  WHERE {wanted}\n",
         "  WHERE id IN (SELECT batch.id FROM {batch} AS batch WHERE {wanted} FOR UPDATE SKIP LOCKED)\n",
         ("tests/flow/test_batch_scenes.py::test_a_look_waits_for_another_one_that_may_roll_back",),
@@ -2061,10 +2061,10 @@ MUTANTS = (
     ),
     Mutant(
         "a batch waits for the batches whose callbacks are its members",
-        "outboxq/statements/job_batches.py",
+        "outboxq/statements/callback_batches.py",
         "    AND NOT EXISTS (SELECT FROM {batch} AS nested WHERE nested.parent_id = batch.id)\n",
         "",
-        ("tests/outbox/test_job_batches.py::test_a_nested_batch_holds_its_parent_open",),
+        ("tests/outbox/test_callback_batches.py::test_a_nested_batch_holds_its_parent_open",),
     ),
     Mutant(
         "a job that wrote nothing under a lease is followed by the next of its chain",

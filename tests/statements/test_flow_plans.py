@@ -17,7 +17,7 @@ _NAMES = (
     "limit",
     "rate",
     "windows",
-    "job_batches.finish_batches",
+    "callback_batches.finish_batches",
     "unique.add_unique",
     "unique.insert_without_keys",
     "unique.key_owners",

@@ -31,13 +31,13 @@ _CORE = (
     "relay/*planner*.py",
     *(f"execution/{name}.py" for name in ("claim", "run", "commit", "recovery", "batch_state")),
 )
-# The lines that mention a family. Left out are other things of the same word: a `SlotGroup`, the texts of
-# `runtime.kept`, an event loop's `CancelledError`, what two-phase commits left prepared, the size of a claim (`limit`),
-# a relay's times (`state.limits`), a lease's token.
+# The lines that mention a family. Left out are other things of the same word: a `SlotGroup`, an event loop's
+# `CancelledError`, what two-phase commits left prepared, the size of a claim (`limit`), a relay's times
+# (`state.limits`), a lease's token.
 _FAMILIES = {
     "groups": r'(?<!slot)group(?!: slot|, "|\.(queues|in_turns))',
     "suspects": "suspect",
-    "kept rows": r"keeper|keeping|(?<!runtime\.)kept|execution\.keep\b|keep finished|(?<!un)finished.(job|row)",
+    "kept rows": r"keeper|keeping|kept|execution\.keep\b|keep finished|(?<!un)finished.(job|row)",
     "coalescing and windows": "coalesc|window",
     "cancellation": r"(?<!keep_)(?<!is_)(?<!un)cancel(?!lederror|ling)",
     "prepared claims": "(?<!left)(?<!leave_)prepare",

@@ -5,8 +5,8 @@ from datetime import datetime
 from itertools import islice
 from uuid import UUID
 
+from outboxq.admin.callback_batches import list_batches, show_batch
 from outboxq.admin.flow import list_blocked_groups, list_limits, list_paused_kinds
-from outboxq.admin.job_batches import list_batches, show_batch
 from outboxq.admin.queues import list_queues
 from outboxq.admin.schedules import Schedule, list_schedules, show_schedule
 from outboxq.cron import Cron

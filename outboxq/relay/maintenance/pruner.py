@@ -23,7 +23,7 @@ from outboxq.events import DeadLettersPruned, Pruned
 from outboxq.execution.aside import describe, is_of_a_row
 from outboxq.relay.maintenance.task import PeriodicTask, refusal_of
 from outboxq.statements import prune as statements
-from outboxq.statements.job_batches import SETTINGS, batch_page, sweep_batches
+from outboxq.statements.callback_batches import SETTINGS, batch_page, sweep_batches
 from outboxq.statements.transaction import BEGIN
 from outboxq.statements.unique import delete_idle_keys, lock_idle_keys
 

@@ -13,7 +13,7 @@ from outboxq.database.driver import Rows
 from outboxq.events import BatchFinished
 from outboxq.execution.step import Step
 from outboxq.job import Job
-from outboxq.statements.job_batches import finish_batches
+from outboxq.statements.callback_batches import finish_batches
 
 _FOUND = list[tuple[UUID, str, str, int]]
 

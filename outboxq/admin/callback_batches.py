@@ -8,7 +8,7 @@ from uuid import UUID
 from sqlalchemy import Connection
 
 from outboxq.errors import BatchNotFound
-from outboxq.statements import job_batches as statements
+from outboxq.statements import callback_batches as statements
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ def noop(ctx: Context) -> None:
     """Do nothing."""
 
 
-def job_batches(bench: Bench) -> list[Comparison | Unsupported]:
+def callback_batches(bench: Bench) -> list[Comparison | Unsupported]:
     """All jobs are members of one batch, and no job is, by turns."""
     found: list[Comparison | Unsupported] = []
     with bench.database() as workbench:

@@ -13,7 +13,7 @@ import outboxq
 from outboxq import AsyncOutboxSession, Backoff, Context, Jobs, OutboxSession, Unique
 from outboxq.errors import ArgumentError, EnqueueError
 from outboxq.events import BatchFinished, Event, JobDone
-from outboxq.execution.job_batches import FinishBatches
+from outboxq.execution.callback_batches import FinishBatches
 from outboxq.postgres import Database
 from tests.support.app import Account, Effect
 from tests.support.ledger import of

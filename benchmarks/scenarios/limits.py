@@ -46,14 +46,14 @@ def limits(bench: Bench) -> list[Comparison | Unsupported]:
 
 
 def _microseconds(connection: psycopg.Connection, script: ClaimScript) -> float:
-    prepared = script.prepared(1, behind=False)
+    execution = "; ".join(statement for _, statement in script.execution(1)).encode()
     run = connection.pgconn.exec_
-    run(f"DEALLOCATE ALL; {prepared.definition}".encode())
+    run(f"DEALLOCATE ALL; {script.definition}".encode())
     took: list[float] = []
     for _ in range(_CLAIMS):
         run(b"BEGIN")
         begun = time.perf_counter()
-        run(prepared.execution(None).encode())
+        run(execution)
         took.append(time.perf_counter() - begun)
         run(b"ROLLBACK")
     return statistics.median(took) * 1e6

@@ -18,7 +18,7 @@ from outboxq.database.driver import Answer, Script, is_lost, run_script
 from outboxq.execution.prepared import PreparedStatements
 from outboxq.job import Job
 from outboxq.statements import limit as statements_of_limits
-from outboxq.statements.claim import ANCHOR, RETURNED, ClaimScript, Cursor, PreparedClaim, claim_by_id
+from outboxq.statements.claim import ANCHOR, RETURNED, ClaimScript, Cursor, claim_by_id
 from outboxq.statements.group_claim import GroupScript
 from outboxq.statements.park import clear_marks as marks_cleared
 from outboxq.statements.park import park_head
@@ -138,12 +138,8 @@ class ClaimRequest:
             return self.script.statements(self.limit, self.after)
         if self.prepared is None or self.prepared.is_plain():
             return self.script.statements(self.limit, self.cursor)
-        claim = self._prepared_claim(self.script)
-        preparing = [("settings", statement) for statement in self.prepared.preparing(claim)]
-        return [*preparing, *claim.statements(self.cursor)]
-
-    def _prepared_claim(self, script: ClaimScript) -> PreparedClaim:
-        return script.prepared(self.limit, behind=self.cursor is not None)
+        preparing = [("settings", statement) for statement in self.prepared.preparing(self.script)]
+        return [*preparing, *self.script.execution(self.limit, self.cursor)]
 
     def clearing(self) -> list[tuple[str, str]]:
         """Lock what the claim would pick, and return the ids."""
@@ -155,7 +151,7 @@ class ClaimRequest:
         """Whether the claim failed for how it was sent, and is worth another try in a new transaction."""
         if self.prepared is None or isinstance(self.script, GroupScript):
             return False
-        return self.prepared.failed(error, self._prepared_claim(self.script))
+        return self.prepared.failed(error, self.script)
 
     def read(self, answer: Answer) -> Claimed:
         """What the claim took, from the answer to a script with its statements.
@@ -169,7 +165,7 @@ class ClaimRequest:
         if isinstance(self.script, GroupScript):
             has_room = self._read_look(answer.rows["groups"][0])
         elif self.prepared is not None:
-            self.prepared.succeeded(self._prepared_claim(self.script))
+            self.prepared.succeeded(self.script)
         rows = answer.rows["claim"]
         moved = cast("int", rows[0][0]) if rows else 0
         if moved < 0 or not has_room:
@@ -234,9 +230,9 @@ def take_slot(connection: Connection, schema: str, request: ClaimRequest) -> boo
 
     The server's deadlines are those of a job that is about to run in it.
     """
-    room = request.script.room
-    assert room is not None
-    slot = statements_of_limits.take_slot(schema, request.queue, room.most)
+    most = request.script.most
+    assert most is not None
+    slot = statements_of_limits.take_slot(schema, request.queue, most)
     return bool(run_script(connection, *local_timeouts(request.timeout_seconds), slot)[0][0])
 
 

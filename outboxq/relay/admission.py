@@ -20,9 +20,8 @@ from outboxq.relay.flow_settings import FlowSettings
 from outboxq.relay.limits import RelayLimits
 from outboxq.relay.poller import SharedPoller
 from outboxq.relay.rates import TokenHands
-from outboxq.statements.limit import limit_count, limit_slot
+from outboxq.statements.limit import room
 from outboxq.statements.rate import begin_rate, reserve_tokens
-from outboxq.statements.render import quote_literal
 
 logger = logging.getLogger("outboxq.relay")
 
@@ -103,7 +102,10 @@ class Admission:
 
     def _reserve(self, connection: Connection, queue: str, rate: Rate, batch_size: int) -> bool:
         asked = self.hands.request(queue, rate, batch_size)
-        statement = reserve_tokens(self.schema, queue, asked, self._room(queue))
+        # Tokens that cannot be used must not be reserved.
+        most, counts_leases = self.flow.limits_of(queue).running, self.claims.get(queue) == "lease"
+        limited = None if most is None else room(self.schema, queue, most, counts_leases=counts_leases)
+        statement = reserve_tokens(self.schema, queue, asked, limited)
         waiting, has_room, tokens, due_seconds = self._send(connection, statement)
         if waiting and has_room and due_seconds is None:
             self._send(connection, f"{begin_rate(self.schema, queue)}; COMMIT")
@@ -126,14 +128,6 @@ class Admission:
         with connection.begin():
             rows = run_script(connection, statement)
         return cast("Row", rows[0]) if rows else (0, True, 0, None)
-
-    def _room(self, queue: str) -> str | None:
-        """The part that asks whether the queue's limit has room: tokens that cannot be used must not be reserved."""
-        most = self.flow.limits_of(queue).running
-        if most is None:
-            return None
-        room = limit_count if self.claims.get(queue) == "lease" else limit_slot
-        return room(self.schema, quote_literal(queue), str(most))
 
 
 def _keep_one_seconds(rate: Rate) -> float:

@@ -222,8 +222,7 @@ class BatchLoop:
 
     def _gave_way(self, connection: Connection, request: ClaimRequest, error: BaseException) -> bool:
         """Whether a claim gave up because another claim of the queue hangs: then slots claim elsewhere for a moment."""
-        room = request.script.room
-        if self.batch is not None or room is None or not room.lock or sqlstate_of(error) != LOCK_NOT_AVAILABLE:
+        if self.batch is not None or not request.script.lock or sqlstate_of(error) != LOCK_NOT_AVAILABLE:
             return False
         if is_lost(connection):
             return False
@@ -238,8 +237,10 @@ class BatchLoop:
         Its claim had a slot, which went with the claim's COMMIT. Here the transaction of the job itself begins, and
         holds the slot to its end.
         """
-        request, room = claimed.request, claimed.request.script.room
-        if room is None or room.lock or not claimed.jobs or take_slot(connection, self._state.config.schema, request):
+        request, script = claimed.request, claimed.request.script
+        if script.most is None or script.lock or not claimed.jobs:
+            return True
+        if take_slot(connection, self._state.config.schema, request):
             return True
         return_suspect(connection, self._state.config.schema, claimed.jobs[0])
         self.is_full = True

@@ -263,7 +263,7 @@ class ClaimPlanner:
         """Halve the number of jobs of the next claim: the last one was cancelled because it took too long."""
         request = self.request
         assert request is not None
-        half = _power_of_two(max(1, request.limit // 2))
+        half = max(1, request.limit // 2)
         if request.script.leased:
             self._most_leased[request.queue] = half
         else:
@@ -276,8 +276,7 @@ class ClaimPlanner:
         """
         request = self._claimed
         assert request is not None
-        half = max(1, len(batch.jobs) // 2)
-        self._most = _power_of_two(half) if batch.has_deadlocked else min(self._most * 2, _NO_LIMIT)
+        self._most = max(1, len(batch.jobs) // 2) if batch.has_deadlocked else min(self._most * 2, _NO_LIMIT)
         parks = batch.decided and batch.parked
         if self.alone_for or parks or self._state.stopping.is_set() or _now() > self._counts_due_at:
             return None
@@ -300,8 +299,7 @@ class ClaimPlanner:
         """The claim that goes with the COMMIT of the last of these jobs: the faster they ran, the more it takes."""
         request = self._claimed
         assert request is not None
-        most = max(1, min(2 * request.limit, leased.fitting()))
-        self._most_leased[leased.queue] = _power_of_two(most)
+        self._most_leased[leased.queue] = max(1, min(2 * request.limit, leased.fitting()))
         is_suspect = self._takes_suspects(leased.queue, request.script)
         is_full = _may_be_more(request, len(leased.jobs) + leased.dropped) and not (
             self.alone_for or is_suspect or leased.unknown
@@ -325,11 +323,6 @@ def _group_scripts(state: RelayState, name: str) -> tuple[GroupScript, GroupScri
 def _may_be_more(request: ClaimRequest, claimed: int) -> bool:
     """Whether more jobs may wait behind those of a claim: behind the first jobs of groups always."""
     return claimed > 0 if isinstance(request.script, GroupScript) else claimed >= request.limit
-
-
-def _power_of_two(limit: int) -> int:
-    """The power of two at or below `limit`: a backend keeps every prepared claim, and there is one for each limit."""
-    return 1 << (limit.bit_length() - 1)
 
 
 def _now() -> float:

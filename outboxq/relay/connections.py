@@ -38,8 +38,6 @@ logger = logging.getLogger("outboxq.relay")
 
 # How many connections stay open while all slots sleep. With the listener's and the lease's an idle relay has four.
 _WARM_CONNECTIONS = 2
-# There is one for each set of columns in which the jobs of a batch differ.
-_ROWS_MOST = 8
 
 
 @dataclass(slots=True, eq=False)
@@ -69,7 +67,7 @@ def make_slot_connection(connection: Connection, invoker: Invoker) -> SlotConnec
         run = server_run(connection)
     prepares = driver_connection(connection).prepare_threshold is not None
     guard = Guard(connection)
-    prepared = (PreparedStatements(), PreparedStatements(_ROWS_MOST)) if prepares else (None, None)
+    prepared = (PreparedStatements(), PreparedStatements()) if prepares else (None, None)
     return SlotConnection(connection, invoker, guard, *run, *prepared)
 
 

@@ -1,17 +1,18 @@
 """The claim: take waiting jobs out of the table, in the transaction that will hold their effects.
 
-Sent as text, so that claim and savepoint are one string and one round trip. Parsing and planning a claim takes as long
-as executing it, so a slot prepares its claims on its connection and executes them by name.
+There is one statement for each sort of jobs, mode and kind of limit. Parsing and planning it takes as long as executing
+it, so a slot prepares it on its connection and executes it by name; else it is sent as text.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import LiteralString, TypeAlias
+from typing import LiteralString, NamedTuple, TypeAlias
 from uuid import UUID
 
 from psycopg import sql
 
-from outboxq.statements.limit import count_parts, lock_claims, slot_parts
+from outboxq.statements.limit import lock_claims, room
 from outboxq.statements.numbers import next_token, one_more, one_more_attempt
 from outboxq.statements.render import compose, named, quote_literal, render
 
@@ -62,58 +63,48 @@ HELD = _of_last_transaction(
 # Locks: the picked jobs, skipping those that another transaction holds. READ COMMITTED rechecks `picked` against the
 # newest version of a row, so a job that was finished a moment ago is passed over. The parts behind find the jobs by an
 # array of their keys: a join, planned while the table was empty, may walk the whole table.
-_PICKED = """\
-WITH picked AS MATERIALIZED (
+_PICKED: LiteralString = """\
+WITH {room}picked AS MATERIALIZED (
   SELECT id{also} FROM {job} AS job
-  WHERE queue = """
-_ELIGIBLE = """ AND {eligible}"""
-_NOT_PAUSED = """
-    AND NOT EXISTS (SELECT FROM {queue_table} WHERE name = """
-_ORDERED = """ AND paused_at IS NOT NULL)
+  WHERE queue = {queue} AND {eligible}
+    AND NOT EXISTS (SELECT FROM {queue_table} WHERE name = {queue} AND paused_at IS NOT NULL)
   ORDER BY {order}
-  LIMIT """
+  LIMIT {limit}
+  FOR UPDATE SKIP LOCKED
+)"""
 
 BY_PRIORITY: LiteralString = "(-priority), seq"
 
-# The left side has one row, so that the count is returned even if nothing was claimed.
-_TRANSACTION = """
-  FOR UPDATE SKIP LOCKED
-), moved AS (
+# In both actions the left side has one row, so that the count is returned even if nothing was claimed.
+_DELETING: LiteralString = """, moved AS (
   UPDATE {job} AS job SET state = 'suspect' WHERE id = ANY (ARRAY(SELECT id FROM picked WHERE died)) RETURNING id
 ), claimed AS (
   DELETE FROM {job} AS claimed WHERE id = ANY (ARRAY(SELECT id FROM picked WHERE NOT died))
   RETURNING {columns}, NULL::bigint AS lease_token, {anchor}
 )
-SELECT count.moved, claimed.*
+SELECT {moved}, claimed.*
 FROM (SELECT pg_catalog.count(*) AS moved FROM moved) AS count LEFT JOIN claimed ON true"""
 
-_CLEARING = """
-  FOR UPDATE SKIP LOCKED
-)
-SELECT id FROM picked"""
-
 # The claim counts the attempt, and for a suspect a crash; it returns the number of crashes before the claim.
-_LEASE = """
-  FOR UPDATE SKIP LOCKED
-), claimed AS (
+_LEASING: LiteralString = """, claimed AS (
   UPDATE {job} AS claimed SET state = 'leased', lease_owner = {owner}, lease_token = {token}, attempt = {attempt},
     crashes = {crashes}
   WHERE id = ANY (ARRAY(SELECT id FROM picked))
   RETURNING {columns}, claimed.lease_token
 )
-SELECT 0, claimed.* FROM claimed"""
+SELECT {moved}, claimed.* FROM (SELECT 0 AS moved) AS count LEFT JOIN claimed ON true"""
+_CLEARING = "\nSELECT id FROM picked"
 
-
+_MOVED: LiteralString = "count.moved"
 # For a queue with a limit: the claim takes jobs if there is room for them, and counts -1 moved jobs if there is none.
 _IF_ROOM: LiteralString = " AND EXISTS (SELECT FROM room)"
-_LIMITED_TRANSACTION = _TRANSACTION.replace(
-    "SELECT count.moved,", "SELECT CASE WHEN EXISTS (SELECT FROM room) THEN count.moved ELSE -1 END,"
-)
-_LIMITED_LEASE = _LEASE.replace(
-    "SELECT 0, claimed.* FROM claimed",
-    "SELECT CASE WHEN EXISTS (SELECT FROM room) THEN 0 ELSE -1 END, claimed.* "
-    "FROM (SELECT true) AS one LEFT JOIN claimed ON true",
-)
+_MOVED_IF_ROOM: LiteralString = "CASE WHEN EXISTS (SELECT FROM room) THEN count.moved ELSE -1 END"
+
+# The parameters of a claim, in their order. In its text a control character, which no name has, stands for each.
+_TYPES = "text, int, int, bigint, int"
+_QUEUE, _LIMIT, _PRIORITY, _SEQ, _MOST, _ID = (sql.SQL(mark) for mark in ("\1", "\2", "\3", "\4", "\5", "\6"))
+# As a cursor: the place before every job.
+_START = (-32_769, -1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,21 +120,21 @@ class Cursor:
         return -int(self.priority), int(self.seq)
 
 
-@dataclass(frozen=True, slots=True)
-class Room:
-    """What the claim of a queue with a limit has in place of the parts that do not look at the limit.
+class ClaimTexts(NamedTuple):
+    """The texts of a claim, the same for all queues, with marks for its parameters.
 
-    Args:
-        head: The CTE `room`, cut at the queue's name and at the limit.
-        parts: Those of `ClaimScript`, which look at `room`; if it is empty, the number of moved jobs is -1.
-        lock: Statements to go in front of the claim, or none.
-        most: The limit.
+    Attributes:
+        claim: The claim.
+        clearing: A lock of what it would pick.
+        one: The claim of one job.
+        name: The name under which a connection prepares the claim, by `definition`.
     """
 
-    head: tuple[str, str, str]
-    parts: tuple[str, str, str, str, str]
-    lock: tuple[str, ...]
-    most: int
+    claim: str
+    clearing: str = ""
+    one: str = ""
+    name: str = ""
+    definition: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,97 +142,70 @@ class ClaimScript:
     """The claim of one sort of jobs of a queue.
 
     Args:
-        parts: The claim's text, cut at the queue's name (twice), the start and the limit. The same for all queues of
-            a relay, so that a connection prepares no more claims if there are more queues.
         queue: The queue's name, as a literal.
-        is_keyed: Whether the claim may start behind a cursor, so that it need not walk over rows that were claimed
+        is_keyed: Whether the claim may start after a cursor, so that it need not walk over rows that were claimed
             before and are not vacuumed yet.
         leased: Whether the claim gives jobs a lease instead of deleting their rows.
-        room: If the queue has a limit: then the claims that run jobs keep it.
+        most: The queue's limit, if it has one: then the claim takes jobs if there is room for them.
+        lock: Statements to go before the claim: those of a limit that is kept by counting leased jobs.
     """
 
-    parts: tuple[str, str, str, str, str]
-    queue: str
+    texts: ClaimTexts
+    queue: str = ""
     is_keyed: bool = False
     leased: bool = False
-    room: Room | None = None
+    most: int | None = None
+    lock: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """The name under which a connection prepares the claim."""
+        return self.texts.name
+
+    @property
+    def definition(self) -> str:
+        """The PREPARE statement."""
+        return self.texts.definition
 
     def text(self, limit: int, cursor: Cursor | None = None) -> str:
-        """The claim of up to `limit` jobs, of those behind `cursor` only."""
+        """The claim of up to `limit` jobs, of those after `cursor` only."""
         return "; ".join(statement for _, statement in self.statements(limit, cursor))
 
     def statements(self, limit: int, cursor: Cursor | None = None) -> list[tuple[str, str]]:
         """The same as single statements, each with its owner; "claim" has the jobs."""
-        start = _start(*cursor.key) if cursor else ""
-        if (room := self.room) is None:
-            return [("claim", _text(self.parts, self.queue, start, limit))]
-        before, between, behind = room.head
-        head = f"WITH {before}{self.queue}{between}{int(room.most)}{behind}, "
-        claim = head + _text(room.parts, self.queue, start, limit)
-        return [*(("lock", statement) for statement in room.lock), ("claim", claim)]
+        # With literals in it, the planner knows how few rows are wanted.
+        claim = _filled(self.texts.claim, self._arguments(limit, cursor))
+        return [*(("lock", statement) for statement in self.lock), ("claim", claim)]
+
+    def execution(self, limit: int, cursor: Cursor | None = None) -> list[tuple[str, str]]:
+        """The same by name, for a connection that has prepared the claim, by its index whatever the statistics are.
+
+        Until the transaction ends the planner has the settings of role and database, and no SET of the session's.
+        """
+        claim = f"EXECUTE {self.texts.name}({', '.join(self._arguments(limit, cursor))})"
+        return [*(("lock", statement) for statement in self.lock), *_BY_INDEX, ("claim", claim), *_AS_EVERYWHERE]
 
     def one(self, job_id: UUID) -> str:
-        """The same claim for one job, which is not run; no row if the claim may not take it.
+        """The same claim for one job, which is not run, whatever the queue's limit.
 
         Index: the primary key, or the claim's.
         """
-        return _text(self.parts, self.queue, f" AND id = '{job_id}'", 1)
+        return _filled(self.texts.one, [*self._arguments(1), f"'{job_id}'"])
 
     def clearing(self, limit: int, cursor: Cursor | None = None) -> str:
         """Lock what the same claim would pick, so that a COMMIT overwrites the marks in these rows; returns the ids.
 
-        Index, locks and bound are those of the claim.
+        Index, locks and bound are those of the claim, whatever the queue's limit.
         """
-        return _text((*self.parts[:-1], _CLEARING), self.queue, _start(*cursor.key) if cursor else "", limit)
+        return _filled(self.texts.clearing, self._arguments(limit, cursor))
 
-    def prepared(self, limit: int, *, behind: bool) -> "PreparedClaim":
-        """The same claim as a prepared statement; with `behind`, each execution is given a cursor."""
-        if (room := self.room) is None:
-            return PreparedClaim(*_prepared(self.parts, limit, behind), self.queue)
-        return PreparedClaim(*_prepared_with_room(room.head, room.parts, limit, behind), self.queue, room)
+    def _arguments(self, limit: int, cursor: Cursor | None = None) -> list[str]:
+        priority, seq = cursor.key if cursor else _START
+        return [self.queue, str(int(limit)), str(priority), str(seq), str(int(self.most or 0))]
 
 
-def _text(parts: tuple[str, ...], queue: str, start: str, limit: int) -> str:
-    picked, eligible, not_paused, limited, action = parts
-    # The limit is in the text, so that the planner knows how few rows are wanted.
-    return f"{picked}{queue}{eligible}{start}{not_paused}{queue}{limited}{int(limit)}{action}"
-
-
-# A few entries for each limit.
-@lru_cache(1024)
-def _prepared(parts: tuple[str, ...], limit: int, behind: bool) -> tuple[str, str]:
-    text = _text(parts, "$1", _start("$2", "$3") if behind else "", limit)
-    return named(text, f"text{', int, bigint' if behind else ''}")
-
-
-@lru_cache(1024)
-def _prepared_with_room(
-    head: tuple[str, str, str], parts: tuple[str, ...], limit: int, behind: bool
-) -> tuple[str, str]:
-    before, between, within = head
-    text = _text(parts, "$1", _start("$3", "$4") if behind else "", limit)
-    return named(f"WITH {before}$1{between}$2{within}, {text}", f"text, int{', int, bigint' if behind else ''}")
-
-
-@dataclass(frozen=True, slots=True)
-class PreparedClaim:
-    """A prepared claim: its name on a connection, its PREPARE statement, and the queue and limit to execute it for."""
-
-    name: str
-    definition: str
-    queue: str
-    room: Room | None = None
-
-    def statements(self, cursor: Cursor | None) -> list[tuple[str, str]]:
-        """The statements that execute the claim by its index, whatever the table's statistics are, with their owners.
-
-        Until the transaction ends the planner has the settings of role and database, and no SET of the session's.
-        """
-        lock, arguments = ((), self.queue) if self.room is None else (self.room.lock, f"{self.queue}, {self.room.most}")
-        if cursor:
-            arguments = "{}, {}, {}".format(arguments, *cursor.key)
-        claim = ("claim", f"EXECUTE {self.name}({arguments})")
-        return [*(("lock", statement) for statement in lock), *_BY_INDEX, claim, *_AS_EVERYWHERE]
+def _filled(text: str, arguments: Iterable[str]) -> str:
+    return text.translate(dict(enumerate(arguments, 1)))
 
 
 # A prepared claim is planned once, perhaps while the table is empty. With sorts and sequential scans off, the planner
@@ -252,11 +216,6 @@ _BY_INDEX = [
     *(("settings", f"SET LOCAL {name} = off") for name in _TOGGLES),
 ]
 _AS_EVERYWHERE = [("settings", f"SET LOCAL {name} TO DEFAULT") for name in ("plan_cache_mode", *_TOGGLES)]
-
-
-def _start(priority: object, seq: object) -> str:
-    # A row comparison in the index's own terms bounds the walk: (-priority), never priority DESC.
-    return f" AND ((-priority), seq) > ({priority}, {seq})"
 
 
 class ClaimStatements:
@@ -280,78 +239,78 @@ class ClaimStatements:
         most: int | None = None,
         counts_leases: bool = False,
     ) -> None:
-        name = quote_literal(queue)
         self.most = most
+        counts = None if most is None else counts_leases
+        lock = lock_claims(schema, queue) if counts else ()
 
-        def script(owner: UUID | None, sort: _Sort, *, is_keyed: bool = False, crashed: bool = False) -> ClaimScript:
-            parts, room = _parts(schema, owner, *sort, crashed=crashed), None
-            if most is not None:
-                head = count_parts(schema) if counts_leases else slot_parts(schema)
-                lock = lock_claims(schema, queue) if counts_leases else ()
-                room = Room(head, _parts(schema, owner, *sort, crashed=crashed, limited=True), lock, most)
-            return ClaimScript(parts, name, is_keyed, owner is not None, room)
+        def script(owner: UUID | None, sort: Sort) -> ClaimScript:
+            texts = _texts(schema, owner, sort, counts)
+            return ClaimScript(texts, quote_literal(queue), sort is _READY, owner is not None, most, lock)
 
-        self.ready = script(None, _READY, is_keyed=True)
+        self.ready = script(None, _READY)
         self.due = script(None, _DUE)
         if owner is not None:
-            self.lease_ready = script(owner, _READY, is_keyed=True)
+            self.lease_ready = script(owner, _READY)
             self.lease_due = script(owner, _DUE)
-            self.lease_suspect = script(owner, _SUSPECT, crashed=True)
+            self.lease_suspect = script(owner, _SUSPECT)
 
 
 # What is eligible, and in which order.
-_Sort: TypeAlias = tuple[LiteralString, LiteralString]
-# Index job_ready (queue, (-priority), seq) WHERE state = 'ready': walked in exactly this order.
-_READY: _Sort = ("state = 'ready'", BY_PRIORITY)
+Sort: TypeAlias = tuple[LiteralString, LiteralString]
+# Index job_ready (queue, (-priority), seq) WHERE state = 'ready': walked in exactly this order. A row comparison in the
+# index's own terms bounds the walk: (-priority), never priority DESC.
+_READY: Sort = ("state = 'ready' AND ((-priority), seq) > ({priority}, {seq})", BY_PRIORITY)
 # Index job_scheduled (queue, run_at) WHERE state = 'scheduled'. statement_timestamp(), unlike clock_timestamp(), is
 # stable and can bound the index.
-_DUE: _Sort = (
-    "state = 'scheduled' AND run_at <= pg_catalog.statement_timestamp()",
-    "run_at",
-)
+_DUE: Sort = ("state = 'scheduled' AND run_at <= pg_catalog.statement_timestamp()", "run_at")
 _ALIVE: LiteralString = (
     " AND EXISTS (SELECT FROM {relay} WHERE id = {owner} AND alive_until > pg_catalog.clock_timestamp())"
 )
 # Index job_suspect (queue, seq) WHERE state = 'suspect'.
-_SUSPECT: _Sort = ("state = 'suspect'", "seq")
+_SUSPECT: Sort = ("state = 'suspect'", "seq")
 
 
 @lru_cache(256)
-def _parts(
-    schema: str,
-    owner: UUID | None,
-    eligible: LiteralString,
-    order: LiteralString,
-    *,
-    crashed: bool = False,
-    limited: bool = False,
-) -> tuple[str, str, str, str, str]:
-    leased = owner is not None
+def _texts(schema: str, owner: UUID | None, sort: Sort, counts_leases: bool | None) -> ClaimTexts:
+    """The texts of the claim of one sort, for queues with a limit unless `counts_leases` is None."""
+    eligible, order = sort
     # A relay whose lease ran out, because it was stopped or cut off, claims nothing: others would reap it at once.
-    alive: LiteralString = _ALIVE if leased else ""
-    also: LiteralString = "" if leased else f", {DIED} AS died"
-    picked = render(schema, _PICKED.removeprefix("WITH ") if limited else _PICKED, also=sql.SQL(also))
-    room: LiteralString = _IF_ROOM if limited else ""
-    wanted = render(schema, _ELIGIBLE, eligible=compose(schema, eligible + alive + room, owner=owner))
-    ordered = render(schema, _ORDERED, order=sql.SQL(order))
-    leasing, deleting = (_LIMITED_LEASE, _LIMITED_TRANSACTION) if limited else (_LEASE, _TRANSACTION)
-    action = _deleting(schema, deleting) if owner is None else _leasing(schema, leasing, owner, crashed=crashed)
-    return picked, wanted, render(schema, _NOT_PAUSED), ordered, action
+    alive: LiteralString = _ALIVE if owner else ""
+
+    def picked(only: LiteralString = "", limited: sql.Composed | None = None) -> str:
+        wanted = compose(schema, eligible + alive + only, owner=owner, priority=_PRIORITY, seq=_SEQ, id=_ID)
+        return render(
+            schema,
+            _PICKED,
+            room=sql.SQL("") if limited is None else limited + sql.SQL(", "),
+            also=sql.SQL("" if owner else f", {DIED} AS died"),
+            queue=_QUEUE,
+            eligible=wanted,
+            order=sql.SQL(order),
+            limit=_LIMIT,
+        )
+
+    action = _action(schema, owner, _MOVED, crashed=sort == _SUSPECT)
+    claim = picked() + action
+    if counts_leases is not None:
+        limited = room(schema, _QUEUE, _MOST, counts_leases=counts_leases)
+        claim = picked(_IF_ROOM, limited) + _action(schema, owner, _MOVED_IF_ROOM, crashed=sort == _SUSPECT)
+    name, definition = named(_filled(claim, (f"${number}" for number in range(1, 6))), _TYPES)
+    return ClaimTexts(claim, picked() + _CLEARING, picked(" AND id = {id}") + action, name, definition)
 
 
-def _deleting(schema: str, deleting: LiteralString = _TRANSACTION) -> str:
-    return render(schema, deleting, columns=sql.SQL(COLUMNS), anchor=sql.SQL(ANCHOR))
-
-
-def _leasing(schema: str, leasing: LiteralString, owner: UUID, *, crashed: bool) -> str:
+def _action(schema: str, owner: UUID | None, moved: LiteralString, *, crashed: bool = False) -> str:
+    if owner is None:
+        return render(schema, _DELETING, columns=sql.SQL(COLUMNS), anchor=sql.SQL(ANCHOR), moved=sql.SQL(moved))
     return render(
         schema,
-        leasing,
+        _LEASING,
         owner=owner,
         token=sql.SQL(next_token("lease_token")),
         attempt=sql.SQL(one_more_attempt("attempt")),
         crashes=sql.SQL(one_more("crashes") if crashed else "crashes"),
         columns=sql.SQL(counted_columns(crashed=crashed)),
+        moved=sql.SQL(moved),
     )
 
 
@@ -365,6 +324,6 @@ def claim_by_id(schema: str, job_id: str) -> ClaimScript:
     """Claim one job by its id; no row if it is gone, or another transaction or a lease holds it."""
     picked: LiteralString = (
         "WITH picked AS MATERIALIZED (SELECT id, false AS died FROM {job} WHERE id = {id} "
-        "AND state NOT IN ('leased', 'group_leased') LIMIT "
+        "AND state NOT IN ('leased', 'group_leased') LIMIT 1 FOR UPDATE SKIP LOCKED)"
     )
-    return ClaimScript((render(schema, picked, id=job_id), "", "", "", _deleting(schema)), "")
+    return ClaimScript(ClaimTexts(render(schema, picked, id=job_id) + _action(schema, None, _MOVED)))

@@ -15,16 +15,16 @@ be alone, and the one whose number is N minus the leased jobs, which no transact
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, LiteralString, cast
+from typing import LiteralString
 from uuid import UUID
 
 from psycopg import sql
 
 from outboxq.statements import claim
 from outboxq.statements.added import headers_with_order
-from outboxq.statements.limit import count_parts, lock_claims, slot_parts
+from outboxq.statements.limit import lock_claims, room
 from outboxq.statements.numbers import next_token, one_more, one_more_attempt
-from outboxq.statements.render import compose, quote_literal, render
+from outboxq.statements.render import compose, render
 from outboxq.statements.wake import channel_name
 
 # How many groups one claim looks at, at most: those whose first job may not run yet cost a look each.
@@ -208,13 +208,10 @@ class GroupScript:
         return self.most, self.per_group
 
     @property
-    def room(self) -> claim.Room | None:
-        """What keeps the queue's limit, if it has one."""
-        if self.most is None:
-            return None
-        head = count_parts(self.schema) if self.counts_leases else slot_parts(self.schema)
-        lock = lock_claims(self.schema, self.queue) if self.counts_leases else ()
-        return claim.Room(head, ("", "", "", "", ""), lock, self.most)
+    def lock(self) -> tuple[str, ...]:
+        """Statements to go before the claim: those of a limit that is kept by counting leased jobs."""
+        is_counted = self.counts_leases and self.most is not None
+        return lock_claims(self.schema, self.queue) if is_counted else ()
 
     def text(self, limit: int, after: str = "") -> str:
         """The claim of up to `limit` jobs, of the groups behind `after`, and then of those up to it.
@@ -242,29 +239,23 @@ class GroupScript:
 
     def statements(self, limit: int, after: str = "", *, clears: bool = False) -> list[tuple[str, str]]:
         """The statements of `text` with their owners, or of `clearing`: "groups" has the look, "claim" the jobs."""
-        room, action = self.room, _CLEARING if clears else _action(self.schema, self.owner, self.suspects)
-        lock = _locking(self, after, int(limit), _room(self.queue, room))
+        action = _CLEARING if clears else _action(self.schema, self.owner, self.suspects)
+        lock = _locking(self, after, int(limit))
         pick = _picking(self.schema, self.queue, self.owner, int(limit), self.per_group, suspects=self.suspects)
-        limited = [] if room is None else [("lock", statement) for statement in room.lock]
+        limited = [("lock", statement) for statement in self.lock]
         return [*limited, *BY_INDEX, ("groups", lock), ("claim", pick + action), *_AS_EVERYWHERE]
 
 
-def _room(queue: str, room: claim.Room | None) -> str:
-    if room is None:
-        return ""
-    before, between, behind = room.head
-    return f"{before}{quote_literal(queue)}{between}{room.most}{behind}, "
-
-
-def _locking(script: GroupScript, after: str, limit: int, room: str) -> str:
-    schema, queue, suspects = script.schema, sql.Literal(script.queue), script.suspects
-    has_room: LiteralString = "EXISTS (SELECT FROM room)" if room else "true"
+def _locking(script: GroupScript, after: str, limit: int) -> str:
+    schema, queue, suspects, most = script.schema, sql.Literal(script.queue), script.suspects, script.most
+    has_room: LiteralString = "true" if most is None else "EXISTS (SELECT FROM room)"
+    limited = None if most is None else room(schema, queue, most, counts_leases=script.counts_leases)
     heads = _suspect_heads(schema, queue, has_room) if suspects else _heads(schema, queue, after, has_room)
     return render(
         schema,
         _LOCK,
         queue=queue,
-        room=_trusted(room),
+        room=sql.SQL("") if limited is None else limited + sql.SQL(", "),
         has_room=sql.SQL(has_room),
         per_group=script.per_group,
         heads=heads,
@@ -274,12 +265,6 @@ def _locking(script: GroupScript, after: str, limit: int, room: str) -> str:
         is_suspect=suspects,
         first_slot=sql.SQL("(SELECT most FROM setting)") if script.leased else 1,
     )
-
-
-def _trusted(rendered: str) -> sql.Composable:
-    """A text that was rendered already."""
-    escaped = cast("Any", rendered.replace("{", "{{").replace("}", "}}"))
-    return sql.SQL(escaped).format()
 
 
 def lock_class(schema: str) -> str:

@@ -1,4 +1,4 @@
-"""The limit of jobs of a queue that run at a time: parts of the claims that keep it.
+"""The limit of jobs of a queue that run at a time: a part of the claims that keep it.
 
 In transaction mode the limit has slots, advisory locks that a claim's transaction holds to its end: they need no row,
 and go with the backend. In lease mode no transaction is open while a job runs, so the jobs under leases are counted, by
@@ -11,14 +11,13 @@ from uuid import UUID
 from psycopg import sql
 
 from outboxq.statements.numbers import next_token, one_attempt_less
-from outboxq.statements.render import fill, quote_literal, render
+from outboxq.statements.render import compose, fill, render
 
-# Each part is cut at the queue's name and at the limit, which are literals or parameters. `room` has a row if the claim
-# may take jobs. The slots are tried from one at random on: claims seldom try a slot that is taken.
+# The slots are tried from one at random on: claims seldom try a slot that is taken.
 # Two names of slots may have the same hash: the queue then runs a job less at a time, never one more.
-_WANTED_QUEUE: LiteralString = "wanted (queue, most, first) AS MATERIALIZED (\n  SELECT "
-_WANTED_MOST: LiteralString = "::text, "
-_SLOT: LiteralString = """::integer, pg_catalog.random()
+_SLOT: LiteralString = """\
+wanted (queue, most, first) AS MATERIALIZED (
+  SELECT {queue}::text, {most}::integer, pg_catalog.random()
 ), room AS MATERIALIZED (
   SELECT FROM wanted CROSS JOIN LATERAL pg_catalog.generate_series(0, most - 1) AS place
   WHERE pg_catalog.pg_try_advisory_xact_lock(pg_catalog.hashtext({locks}), pg_catalog.hashtext(
@@ -26,7 +25,9 @@ _SLOT: LiteralString = """::integer, pg_catalog.random()
   LIMIT 1
 )"""
 # Index: job_leased and job_group_state, as many rows as run under leases.
-_COUNT: LiteralString = """::integer, NULL::float8
+_COUNT: LiteralString = """\
+wanted (queue, most) AS MATERIALIZED (
+  SELECT {queue}::text, {most}::integer
 ), room AS MATERIALIZED (
   SELECT FROM wanted WHERE most > (
     SELECT pg_catalog.count(*) FROM {job} AS job WHERE job.state = 'leased' AND job.queue = wanted.queue
@@ -43,34 +44,18 @@ def lock_class(schema: str) -> str:
     return f"outboxq_{schema} limit"
 
 
-def slot_parts(schema: str) -> tuple[str, str, str]:
-    """The CTEs `wanted` and `room`, cut at the queue and at the limit: a row in `room` if a slot was free.
+def room(schema: str, queue: object, most: object, *, counts_leases: bool) -> sql.Composed:
+    """The CTEs `wanted` and `room`: a row in `room` if fewer jobs of the queue run than its limit allows.
 
-    The slot is ours until the transaction ends. No rows are locked, nothing is waited for; at most as many locks are
-    tried as the limit has slots.
+    A slot that was free is ours until the transaction ends; no rows are locked, nothing is waited for, and at most as
+    many locks are tried as the limit has slots. A count by itself may be one that another claim is about to change: it
+    goes after `lock_claims`, in a statement of its own, whose snapshot sees what the claim before has committed.
+
+    Args:
+        queue: A name, or SQL such as `$1`; `most`, the limit, likewise.
+        counts_leases: Count the jobs under leases, for a claim of one job in lease mode, instead of taking a slot.
     """
-    return _WANTED_QUEUE, _WANTED_MOST, render(schema, _SLOT, locks=lock_class(schema))
-
-
-def count_parts(schema: str) -> tuple[str, str, str]:
-    """The same for lease mode: a row in `room` if fewer jobs are under leases. For a claim of one job.
-
-    By itself it may read a count that another claim is about to change: it goes behind `lock_claims`, in a statement
-    of its own, whose snapshot sees what the claim before has committed.
-    """
-    return _WANTED_QUEUE, _WANTED_MOST, render(schema, _COUNT)
-
-
-def limit_slot(schema: str, queue: str, most: str) -> str:
-    """The CTEs of `slot_parts` for a queue and a limit, each a literal or a parameter such as `$1`."""
-    before, between, behind = slot_parts(schema)
-    return f"{before}{queue}{between}{most}{behind}"
-
-
-def limit_count(schema: str, queue: str, most: str) -> str:
-    """The CTEs of `count_parts` for a queue and a limit, each a literal or a parameter such as `$1`."""
-    before, between, behind = count_parts(schema)
-    return f"{before}{queue}{between}{most}{behind}"
+    return compose(schema, _COUNT if counts_leases else _SLOT, queue=queue, most=most, locks=lock_class(schema))
 
 
 def lock_claims(schema: str, queue: str) -> tuple[str, ...]:
@@ -84,7 +69,8 @@ def lock_claims(schema: str, queue: str) -> tuple[str, ...]:
 
 def take_slot(schema: str, queue: str, most: int) -> str:
     """Take a slot of a limit for the rest of the transaction; one row: whether one was free."""
-    return f"WITH {limit_slot(schema, quote_literal(queue), str(int(most)))}\nSELECT EXISTS (SELECT FROM room)"
+    slot = room(schema, queue, most, counts_leases=False)
+    return render(schema, "WITH {slot}\nSELECT EXISTS (SELECT FROM room)", slot=slot)
 
 
 def return_suspect(schema: str, job_id: UUID, token: int, crashes: int, *, in_group: bool = False) -> str:

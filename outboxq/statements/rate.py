@@ -101,7 +101,7 @@ class TokenRequest:
     keep_seconds: float
 
 
-def reserve_tokens(schema: str, queue: str, asked: TokenRequest, room: str | None = None) -> str:
+def reserve_tokens(schema: str, queue: str, asked: TokenRequest, room: sql.Composed | None = None) -> str:
     """Reserve tokens of a queue's rate, if jobs wait and there is room for them, and COMMIT.
 
     One row: how many jobs wait, up to `asked.most`; whether the queue's limit has room; the tokens that were reserved;
@@ -112,7 +112,7 @@ def reserve_tokens(schema: str, queue: str, asked: TokenRequest, room: str | Non
     hangs. If a slot is taken to see whether there is room, it is let go at once.
 
     Args:
-        room: The CTEs that say so, of `limit_slot` or `limit_count`.
+        room: The CTEs of `limit.room`, if the queue has a limit.
     """
     values = {
         "queue": queue,
@@ -124,7 +124,7 @@ def reserve_tokens(schema: str, queue: str, asked: TokenRequest, room: str | Non
         "keep": _float8(asked.keep_seconds),
         "has_room": sql.SQL("true" if room is None else "EXISTS (SELECT FROM room)"),
     }
-    front = "" if room is None else f"{room}, "
+    front = "" if room is None else f"{room.as_string(None)}, "
     waiting, taken = render(schema, _WAITING, **values), render(schema, _TAKEN, **values)
     return f"{UNTIMED}; {_SETTINGS}WITH {front}{waiting}, {taken}; COMMIT"
 

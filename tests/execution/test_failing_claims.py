@@ -1,6 +1,5 @@
 """Claims that fail or are cancelled: what they did not get is not lost, marked or blamed, and nothing else waits."""
 
-import re
 import threading
 from collections.abc import Callable
 from datetime import datetime, timedelta
@@ -150,8 +149,23 @@ SELECT pid, query, query_start FROM pg_stat_activity
 WHERE datname = current_database() AND wait_event = 'PgSleep'"""
 
 
-def cancel_claim(engine: Engine) -> int | None:
-    """Wait for a claim that hesitates and cancel it; for how many jobs it was, if it was not sent by its name alone."""
+@pytest.fixture
+def limits(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """For how many jobs each claim was that was cancelled by itself."""
+    found: list[int] = []
+    cancelled = ClaimPlanner.cancelled
+
+    def note(self: ClaimPlanner) -> None:
+        assert self.request is not None
+        found.append(self.request.limit)
+        cancelled(self)
+
+    monkeypatch.setattr(ClaimPlanner, "cancelled", note)
+    return found
+
+
+def cancel_claim(engine: Engine) -> None:
+    """Wait for a claim that hesitates and cancel it."""
 
     def find() -> tuple[int, str, datetime] | None:
         with engine.connect() as connection:
@@ -162,13 +176,15 @@ def cancel_claim(engine: Engine) -> int | None:
     run(engine, f"SELECT pg_cancel_backend({pid})")
     # For a moment it is still there, and would be taken for the next one.
     wait_until(lambda: find() != (pid, query, begun), "the claim to be cancelled")
-    limits = re.findall(r"LIMIT (\d+)", query)
-    return int(limits[-1]) if limits else None
 
 
 @pytest.mark.parametrize("behind_commit", [False, True])
 def test_a_cancelled_claim_is_no_death_and_no_outage(
-    engine: Engine, sessions: sessionmaker[OutboxSession], start_relay: StartRelay, behind_commit: bool
+    engine: Engine,
+    sessions: sessionmaker[OutboxSession],
+    start_relay: StartRelay,
+    limits: list[int],
+    behind_commit: bool,
 ) -> None:
     """Its jobs never ran: they are no suspects and run as they would have; the next claim asks for half as many."""
     if behind_commit:
@@ -176,14 +192,14 @@ def test_a_cancelled_claim_is_no_death_and_no_outage(
     enqueue(sessions, *(f"job {number}" for number in range(8)))
     run(engine, SLOW_CLAIMS, hesitating(60, "args->>'name' LIKE 'job%%'"))
     with start_relay(config=RelayConfig(slots_per_queue=1, batch_size=8)) as running:
-        limits = [cancel_claim(engine)]
+        cancel_claim(engine)
         if behind_commit:
             # It came with a COMMIT; by itself it is tried as it was.
             cancel_claim(engine)
-        limits.append(cancel_claim(engine))
+        cancel_claim(engine)
         run(engine, "DROP TRIGGER hesitate ON outboxq.job")
         wait_until(lambda: len(running.of(JobDone)) == (16 if behind_commit else 8), "all jobs")
-    assert limits[-1] == 4
+    assert limits == [8, 4]
     assert set(done(running.events)) == {(1, 0)}
     assert not running.of(JobsSuspected)
     assert not running.of(DatabaseLost)
@@ -213,18 +229,10 @@ def test_claims_that_fail_are_told_to_hooks_that_ask_for_them(
 
 
 def test_a_cancelled_claim_of_a_lease_asks_for_less(
-    engine: Engine, sessions: sessionmaker[OutboxSession], start_relay: StartRelay, monkeypatch: pytest.MonkeyPatch
+    engine: Engine, sessions: sessionmaker[OutboxSession], start_relay: StartRelay, limits: list[int]
 ) -> None:
     """The same under a lease: half as many each time, no attempt is counted, and nothing is an outage."""
-    jobs, limits = Jobs(), []
-    cancelled = ClaimPlanner.cancelled
-
-    def note(self: ClaimPlanner) -> None:
-        assert self.request is not None
-        limits.append(self.request.limit)
-        cancelled(self)
-
-    monkeypatch.setattr(ClaimPlanner, "cancelled", note)
+    jobs = Jobs()
 
     @jobs.handler(queue="lease", claim="lease", retry=Backoff(max_attempts=1))
     def work(ctx: Context, name: str) -> None:

@@ -3,6 +3,7 @@
 import json
 from collections import Counter
 from collections.abc import Callable
+from uuid import UUID
 
 import pytest
 from sqlalchemy import Connection, Engine, create_engine, event, text
@@ -11,19 +12,41 @@ from sqlalchemy.orm import sessionmaker
 from outboxq import Context, Jobs, OutboxSession, Relay, RelayConfig, SlotGroup
 from outboxq.database.driver import Script, run_script
 from outboxq.execution.claim import ClaimRequest, claim
-from outboxq.execution.prepared import PREPARED_MOST, PreparedStatements
+from outboxq.execution.prepared import PreparedStatements
 from outboxq.postgres import Database
-from outboxq.statements.claim import ClaimScript, ClaimStatements, Cursor, PreparedClaim
+from outboxq.statements.claim import ClaimScript, ClaimStatements, Cursor
 from tests.support.app import Effect
 from tests.support.ledger import dead, ledger, waiting
 from tests.support.limits import FOLLOW_ON, with_limits
 from tests.support.scripts import behind_commit, change_scripts, text_of
 
 JOBS = 60
+OWNER = UUID(int=7)
+# A half are ready, and one in a hundred is a suspect.
 FILL = """\
 INSERT INTO outboxq.job (id, queue, kind, args, state, run_at)
-SELECT gen_random_uuid(), 'mine', 'kind', '{}', CASE WHEN n % 2 = 0 THEN 'ready' ELSE 'scheduled' END, now()
-FROM generate_series(1, :count) AS n ORDER BY random()"""
+SELECT gen_random_uuid(), 'mine', 'kind', '{}',
+  CASE WHEN n % 2 = 0 THEN 'ready' WHEN n % 100 = 1 THEN 'suspect' ELSE 'scheduled' END, now()
+FROM generate_series(1, 100000) AS n ORDER BY random()"""
+INDEXES = {
+    "ready": "job_ready",
+    "due": "job_scheduled",
+    "lease_ready": "job_ready",
+    "lease_due": "job_scheduled",
+    "lease_suspect": "job_suspect",
+}
+UNLIMITED, SLOTS, COUNTED = (
+    ClaimStatements("outboxq", "mine", OWNER, most=most, counts_leases=counts)
+    for most, counts in ((None, False), (5, False), (5, True))
+)
+CURSOR = Cursor(0, 30_000)
+CASES = [
+    *((UNLIMITED, "ready", limit, cursor) for limit in (1, 50, 500) for cursor in (None, CURSOR)),
+    *((UNLIMITED, "due", limit, None) for limit in (1, 50, 500)),
+    *((UNLIMITED, sort, 50, None) for sort in ("lease_ready", "lease_due", "lease_suspect")),
+    *((SLOTS, sort, 50, None) for sort in ("ready", "due", "lease_suspect")),
+    *((COUNTED, sort, 1, None) for sort in ("lease_ready", "lease_due", "lease_suspect")),
+]
 
 
 @pytest.fixture
@@ -65,44 +88,41 @@ def drain(target: str | Engine, jobs: Jobs, batch_size: int) -> None:
     with_limits(Relay(target, jobs, config), FOLLOW_ON).drain()
 
 
-@pytest.mark.each_value
-@pytest.mark.parametrize(("before", "limit"), [(0, 10), (1_500, 500)], ids=["empty", "small"])
-@pytest.mark.parametrize(
-    ("sort", "cursor"), [("ready", None), ("ready", Cursor(0, 1)), ("due", None)], ids=["start", "behind", "due"]
-)
-def test_a_claim_that_was_prepared_for_a_small_table_walks_its_index_in_a_large_one(
-    sort: str, cursor: Cursor | None, before: int, limit: int, engine: Engine
-) -> None:
-    """With the planner as the server has it, this very plan would be one that reads, or sorts, everything."""
-    with engine.connect() as connection, connection.begin():
-        connection.execute(text("ALTER TABLE outboxq.job SET (autovacuum_enabled = off)"))
-        connection.execute(text(FILL), {"count": before})
-        connection.execute(text("ANALYZE outboxq.job"))
-    script: ClaimScript = getattr(ClaimStatements("outboxq", "mine"), sort)
-    prepared = script.prepared(limit, behind=cursor is not None)
+def test_a_claim_that_was_prepared_for_an_empty_table_walks_its_index_in_a_large_one(engine: Engine) -> None:
+    """For exactly the jobs that it takes. With the planner as the server has it, this plan would read everything."""
     with engine.connect() as connection:
         with connection.begin():
-            run_script(connection, prepared.definition, *sent_by(prepared, cursor))
-            connection.execute(text(FILL), {"count": 50_000})
-        nodes = explained(connection, *sent_by(prepared, cursor))
+            connection.execute(text("ALTER TABLE outboxq.job SET (autovacuum_enabled = off)"))
+            connection.execute(text("INSERT INTO outboxq.relay VALUES (:id, now() + interval '1 day')"), {"id": OWNER})
+            for claims, sort in dict.fromkeys((claims, sort) for claims, sort, _, _ in CASES):
+                script: ClaimScript = getattr(claims, sort)
+                run_script(connection, script.definition, *execution(script, 1))
         with connection.begin():
-            run_script(connection, "DEALLOCATE ALL")
-    assert {node["Node Type"] for node in nodes}.isdisjoint({"Sort", "Seq Scan"})
-    assert nodes[0]["Shared Hit Blocks"] + nodes[0]["Shared Read Blocks"] < 30 * limit
-    walks = {node.get("Index Name") for node in nodes if node["Actual Loops"]}
-    assert walks >= {"job_pkey", "job_ready" if sort == "ready" else "job_scheduled"}
+            connection.execute(text(FILL))
+        for analyze in ("SELECT", "ANALYZE outboxq.job"):
+            with connection.begin():
+                connection.execute(text(analyze))
+            for claims, sort, limit, cursor in CASES:
+                nodes = explained(connection, *execution(getattr(claims, sort), limit, cursor))
+                case = analyze, sort, limit, cursor, nodes
+                scanned = {node["Node Type"] for node in nodes if node.get("Relation Name", "job") == "job"}
+                assert scanned.isdisjoint({"Sort", "Incremental Sort", "Seq Scan"}), case
+                walks = [node for node in nodes if node.get("Index Name") in INDEXES.values() and node["Actual Loops"]]
+                # That of the leased jobs, which a limit counts, is another.
+                assert [node["Index Name"] for node in walks] == [INDEXES[sort]], case
+                assert (walks[0]["Actual Rows"], walks[0].get("Rows Removed by Filter", 0)) == (limit, 0), case
+                assert nodes[0]["Shared Hit Blocks"] + nodes[0]["Shared Read Blocks"] < 100 + 30 * limit, case
 
 
-def sent_by(prepared: PreparedClaim, cursor: Cursor | None) -> list[str]:
-    return [statement for _, statement in prepared.statements(cursor)]
+def execution(script: ClaimScript, limit: int, cursor: Cursor | None = None) -> list[str]:
+    return [statement for _, statement in script.execution(limit, cursor)]
 
 
 def explained(connection: Connection, *execution: str) -> list[dict[str, object]]:
     explain = [each.replace("EXECUTE", "EXPLAIN (ANALYZE, BUFFERS, FORMAT JSON) EXECUTE") for each in execution]
     with connection.begin() as transaction:
-        rows = run_script(connection, *explain)
+        plan = run_script(connection, *explain)[-1][0]
         transaction.rollback()
-    plan = rows[0][0]
     found: list[dict[str, object]] = []
     pending = [(json.loads(plan) if isinstance(plan, str) else plan)[0]["Plan"]]
     while pending:
@@ -148,19 +168,19 @@ def test_claims_are_executed_by_name(
 
 @pytest.mark.each_value
 @pytest.mark.parametrize("batch_size", [1, 5])
-@pytest.mark.parametrize("lost_after", ["each", "some"])
+@pytest.mark.parametrize("losses", [1, 2])
 def test_a_driver_that_lets_go_of_all_statements_costs_no_job(
-    lost_after: str,
+    losses: int,
     batch_size: int,
     sessions: sessionmaker[OutboxSession],
     outboxq_database: Database,
     engine: Engine,
     executed: list[bool],
 ) -> None:
-    """As it does after each rollback to a savepoint: prepared anew. Where it happens all the time, sent as text."""
+    """As it does after each rollback to a savepoint: prepared once more, and sent as text after a second loss."""
 
     def forget(ctx: Context, name: str) -> None:
-        if lost_after == "each" or name in ("job 20", "job 40"):
+        if name in ("job 20", "job 40")[:losses]:
             # So often that it prepares it: otherwise it has nothing to let go of.
             for statement in ["SELECT 1"] * 7 + ["SAVEPOINT own", "ROLLBACK TO SAVEPOINT own"]:
                 ctx.session.execute(text(statement))
@@ -173,8 +193,8 @@ def test_a_driver_that_lets_go_of_all_statements_costs_no_job(
     drain(outboxq_database.url, jobs, batch_size)
     assert ledger(engine) == Counter(names)
     assert (waiting(engine), dead(engine)) == (0, 0)
-    assert all(lost)
-    assert executed[-1] is (lost_after == "some")
+    assert lost == [True] * losses
+    assert executed[-1] is (losses == 1)
 
 
 @pytest.mark.parametrize("batch_size", [1, 5])
@@ -219,8 +239,7 @@ def test_a_name_that_is_taken_is_used(
 
     @event.listens_for(own, "connect")
     def prepare(connection: object, _record: object) -> None:
-        for behind in (False, True):
-            connection.cursor().execute(script.prepared(1, behind=behind).definition)  # type: ignore[attr-defined]  # the driver's cursor
+        connection.cursor().execute(script.definition)  # type: ignore[attr-defined]  # the driver's cursor
         connection.commit()  # type: ignore[attr-defined]
 
     jobs = recording(lambda _ctx, _name: None)
@@ -245,10 +264,15 @@ def test_a_table_that_changes_below_a_prepared_claim_stops_nothing(
             transaction.rollback()
         with engine.begin() as other:
             other.execute(text("ALTER TABLE outboxq.job ALTER COLUMN max_attempts TYPE bigint"))
-        request = ClaimRequest(script, 1, prepared=prepared)
-        with pytest.raises(Exception, match="cached plan") as caught, connection.begin():
-            claim(connection, request)
-        assert request.failed(caught.value)
+        # Once by the old plan; once more as the name is taken, and by the old plan again.
+        for match in ("cached plan", "already exists", "cached plan"):
+            request = ClaimRequest(script, 1, prepared=prepared)
+            with pytest.raises(Exception, match=match) as caught, connection.begin():
+                claim(connection, request)
+            assert request.failed(caught.value)
+        with connection.begin() as transaction:
+            assert claim(connection, ClaimRequest(script, 1, prepared=prepared)).jobs
+            transaction.rollback()
     drain(outboxq_database.url, jobs, 1)
     assert ledger(engine) == Counter(names)
 
@@ -261,7 +285,7 @@ def prepared_here(connection: Connection) -> int:
 def test_a_backend_keeps_as_many_claims_for_a_hundred_queues_as_for_one(
     sessions: sessionmaker[OutboxSession], outboxq_database: Database
 ) -> None:
-    """Each is some 200 kB in the server: they are for any queue, which comes with the execution."""
+    """Each is some 200 kB in the server: they are for any queue and limit, which come with the execution."""
     jobs, seen = Jobs(), []
 
     def count(ctx: Context) -> None:
@@ -275,22 +299,16 @@ def test_a_backend_keeps_as_many_claims_for_a_hundred_queues_as_for_one(
     assert max(seen) <= 4
 
 
-def test_a_backend_lets_go_of_the_claims_that_were_not_used_for_longest(engine: Engine) -> None:
-    """Each limit of a claim is a statement of its own, and there may be a thousand."""
-    prepared, script = PreparedStatements(), ClaimStatements("outboxq", "mine").ready
-    most = PREPARED_MOST
-    # The oldest of those that are left, used once more; then another one.
-    oldest, another = 2 * most, 1
+@pytest.mark.parametrize("mode", ["transaction", "lease"])
+def test_a_connection_prepares_six_claims_at_most(engine: Engine, mode: str) -> None:
+    """For each sort one with a limit of the queue and one without, whatever the queue, the limit, and the start."""
+    prepared, is_leasing = PreparedStatements(), mode == "lease"
+    sorts = ("lease_ready", "lease_due", "lease_suspect") if is_leasing else ("ready", "due", "lease_suspect")
     with engine.connect() as connection:
-        for limit in [*range(1, 3 * most), oldest, another]:
-            with connection.begin():
-                request = ClaimRequest(script, limit, prepared=prepared)
-                claim(connection, request)
-                assert prepared_here(connection) <= most
-        with connection.begin():
-            assert prepared_here(connection) == most
-            ours = text("SELECT name FROM pg_prepared_statements WHERE name LIKE 'outboxq%'")
-            names = set(connection.execute(ours).scalars())
-            run_script(connection, "DEALLOCATE ALL")
-    left = (oldest, *range(oldest + 2, 3 * most), another)
-    assert names == {script.prepared(limit, behind=False).name for limit in left}
+        for number, most in enumerate((None, 1, 2, None)):
+            claims = ClaimStatements("outboxq", f"queue {number}", OWNER, most=most, counts_leases=is_leasing)
+            for sort in sorts:
+                for limit, cursor in ((1, None), (7, None), (7, CURSOR)):
+                    with connection.begin():
+                        claim(connection, ClaimRequest(getattr(claims, sort), limit, cursor, prepared=prepared))
+        assert prepared_here(connection) == 6

@@ -466,16 +466,16 @@ MUTANTS = (
     Mutant(
         "the claim as a limited subquery instead of a MATERIALIZED list",
         "outboxq/statements/claim.py",
-        '    return f"{picked}{queue}{eligible}{start}{not_paused}{queue}{limited}{int(limit)}{action}"\n',
-        '    columns = action.split("RETURNING claimed.", 1)[1].split("\\n)", 1)[0]\n'
-        '    walk = f"{picked}{queue}{eligible}{start}{not_paused}{queue}{limited}".split("WHERE queue", 1)[1]\n'
-        "    return (\n"
-        '        f"WITH claimed AS (DELETE FROM outboxq.job AS claimed WHERE claimed.queue = {queue} "\n'
-        "        f\"AND claimed.state = 'ready' AND claimed.id IN (\"\n"
-        '        f"SELECT id FROM outboxq.job WHERE queue{walk}{int(limit)} FOR UPDATE SKIP LOCKED"\n'
-        '        f") RETURNING claimed.{columns}) "\n'
-        '        "SELECT 0, claimed.* FROM claimed"\n'
-        "    )\n",
+        "        claim = _filled(self.texts.claim, self._arguments(limit, cursor))\n",
+        "        claim = _filled(self.texts.claim, self._arguments(limit, cursor))\n"
+        '        columns = claim.split("RETURNING claimed.", 1)[1].split("\\n)", 1)[0]\n'
+        '        walk = claim.split("WHERE queue", 1)[1].split("\\n)", 1)[0]\n'
+        "        claim = (\n"
+        '            f"WITH claimed AS (DELETE FROM outboxq.job AS claimed WHERE claimed.queue = {self.queue} "\n'
+        "            f\"AND claimed.state = 'ready' AND claimed.id IN (\"\n"
+        '            f"SELECT id FROM outboxq.job WHERE queue{walk}) RETURNING claimed.{columns}) "\n'
+        '            "SELECT 0, claimed.* FROM claimed"\n'
+        "        )\n",
         ("tests/execution/test_claim.py::test_a_claim_with_stale_statistics_takes_at_most_its_limit",),
     ),
     Mutant(
@@ -488,8 +488,8 @@ MUTANTS = (
     Mutant(
         "the lock of claims that count leased jobs",
         "outboxq/statements/claim.py",
-        "                lock = lock_claims(schema, queue) if counts_leases else ()\n",
-        "                lock = ()\n",
+        "        lock = lock_claims(schema, queue) if counts else ()\n",
+        "        lock = ()\n",
         ("tests/flow/test_limits.py::test_a_claim_under_a_lease_waits_for_the_count_of_the_one_before",),
     ),
     Mutant(
@@ -502,8 +502,8 @@ MUTANTS = (
     Mutant(
         "the slot of a suspect that runs",
         "outboxq/relay/batch_loop.py",
-        "        if room is None or room.lock or not claimed.jobs or take_slot(",
-        "        if 0 == 0 or take_slot(",
+        "        if script.most is None or script.lock or not claimed.jobs:\n",
+        "        if 0 == 0:\n",
         ("tests/flow/test_limits.py::test_a_suspect_waits_for_a_slot_and_nothing_is_counted",),
     ),
     Mutant(
@@ -523,8 +523,8 @@ MUTANTS = (
     Mutant(
         "the look whether the limit has room for tokens",
         "outboxq/relay/admission.py",
-        "self._room(queue))\n",
-        "None)\n",
+        "asked, limited)\n",
+        "asked, None)\n",
         ("tests/flow/test_rates.py::test_a_full_limit_costs_no_tokens",),
     ),
     Mutant(
@@ -781,8 +781,8 @@ MUTANTS = (
     Mutant(
         "the claim that took the jobs, beside the one that was asked for since",
         "outboxq/relay/claim_planner.py",
-        "        request = self._claimed\n        assert request is not None\n        half",
-        "        request = self.request\n        assert request is not None\n        half",
+        "        request = self._claimed\n        assert request is not None\n        self._most = ",
+        "        request = self.request\n        assert request is not None\n        self._most = ",
         ("tests/relay/test_turns.py::test_a_claim_that_was_not_sent_says_nothing_about_the_jobs_that_run",),
     ),
     Mutant(
@@ -959,7 +959,9 @@ MUTANTS = (
         "outboxq/statements/claim.py",
         '_TOGGLES = ("enable_sort", "enable_seqscan")',
         '_TOGGLES = ("enable_mergejoin",)',
-        ("tests/execution/test_prepared_claims.py",),
+        (
+            "tests/execution/test_prepared_claims.py::test_a_claim_that_was_prepared_for_an_empty_table_walks_its_index_in_a_large_one",
+        ),
     ),
     Mutant(
         "the reindexer's look whether a pooler is in between",
@@ -1074,7 +1076,7 @@ MUTANTS = (
     Mutant(
         "a lease claim's check whether its own lease is alive",
         "outboxq/statements/claim.py",
-        '_ALIVE if leased else ""',
+        '_ALIVE if owner else ""',
         '""',
         ("tests/relay/test_lease_steps.py",),
     ),
@@ -1191,22 +1193,25 @@ MUTANTS = (
         ("tests/relay/test_turns.py::test_a_job_costs_two_claims_at_most_whatever_the_number_of_queues",),
     ),
     Mutant(
-        "the claims that a backend keeps prepared, and no more",
+        "the text of a claim, on a connection that has lost what it prepared twice",
         "outboxq/execution/prepared.py",
-        "if len(self._names) >= self._most else None",
-        "if len(self._names) < 0 else None",
-        (
-            "tests/execution/test_prepared_claims.py::test_a_backend_lets_go_of_the_claims_that_were_not_used_for_longest",
-        ),
+        "return self._losses > _MOST_LOSSES",
+        "return self._losses < 0",
+        ("tests/execution/test_prepared_claims.py::test_a_driver_that_lets_go_of_all_statements_costs_no_job",),
     ),
     Mutant(
-        "the claim that was not used for longest",
+        "a claim that is prepared again after a loss",
         "outboxq/execution/prepared.py",
-        "            del self._names[name]\n        elif",
-        "            pass\n        elif",
-        (
-            "tests/execution/test_prepared_claims.py::test_a_backend_lets_go_of_the_claims_that_were_not_used_for_longest",
-        ),
+        "_MOST_LOSSES = 1",
+        "_MOST_LOSSES = 0",
+        ("tests/execution/test_prepared_claims.py::test_a_driver_that_lets_go_of_all_statements_costs_no_job",),
+    ),
+    Mutant(
+        "a prepared claim that is there already",
+        "outboxq/execution/prepared.py",
+        "if sqlstate_of(error) == _THERE_ALREADY:",
+        "if False:",
+        ("tests/execution/test_prepared_claims.py::test_a_name_that_is_taken_is_used",),
     ),
     Mutant(
         "the end of connections that were not used for long",
@@ -1495,7 +1500,7 @@ MUTANTS = (
     Mutant(
         "the smaller claim behind one that was cancelled",
         "outboxq/relay/claim_planner.py",
-        "half = _power_of_two(max(1, request.limit // 2))",
+        "half = max(1, request.limit // 2)",
         "half = request.limit",
         ("tests/execution/test_failing_claims.py::test_a_cancelled_claim_is_no_death_and_no_outage",),
     ),

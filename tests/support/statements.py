@@ -31,7 +31,7 @@ from outboxq.statements.group_claim import GroupScript
 from outboxq.statements.inbox import MessageFilter, accept_parameters
 from outboxq.statements.job_changes import JobChange
 from outboxq.statements.jobs import JobFilter
-from outboxq.statements.limit import limit_count, limit_slot
+from outboxq.statements.limit import room
 from outboxq.statements.progress import ProgressNote
 from outboxq.statements.rate import TokenRequest
 from outboxq.statements.unique import add_unique
@@ -122,7 +122,7 @@ _SAMPLES: Mapping[str, tuple[object, object]] = {
         [WantedWindow(f"send\x1f{n}", _ID, 5_000_000) for n in range(2)],
     ),
     "claimed: Sequence[UUID]": ([_ID], [_ID, _ID]),
-    "room": (limit_slot("outboxq", "'mail'", "5"), limit_count("outboxq", "'mail'", "5")),
+    "room": tuple(room("outboxq", "mail", 5, counts_leases=counts) for counts in (False, True)),
     "EffectLock": (_LOCK, _LOCK),
     "Status": ("done", "unknown"),
     "Job": (_JOB, _LEASED),
@@ -190,7 +190,6 @@ _NO_STATEMENTS = frozenset(
         "arrays_of",
         "channel_name",
         "count_kinds",
-        "count_parts",
         "counted_columns",
         "ending",
         "errors_with",
@@ -198,8 +197,6 @@ _NO_STATEMENTS = frozenset(
         "job_columns",
         "jobs_of",
         "key_is_free",
-        "limit_count",
-        "limit_slot",
         "lock_class",
         "matching",
         "page_outcome",
@@ -207,9 +204,9 @@ _NO_STATEMENTS = frozenset(
         "qualified",
         "read_page",
         "result_channel",
+        "room",
         "rows_of",
         "schema_name",
-        "slot_parts",
         "stored_key",
         "summary_columns",
         "take_for_dead",
@@ -290,16 +287,15 @@ def _claims() -> Iterator[str]:
         claims = ClaimStatements("outboxq", "mail", _ID, most=most, counts_leases=counts_leases)
         for script in (claims.ready, claims.due, claims.lease_ready, claims.lease_due, claims.lease_suspect):
             yield from _of_script(script)
-    for room in ((None, False), (3, False), (3, True)):
-        for groups in (GroupScript("outboxq", "mail", None, *room), GroupScript("outboxq", "mail", _ID, *room)):
+    for limit in ((None, False), (3, False), (3, True)):
+        for groups in (GroupScript("outboxq", "mail", None, *limit), GroupScript("outboxq", "mail", _ID, *limit)):
             yield from (groups.text(5, "a"), groups.clearing(5), groups.one(_ID))
-        yield GroupScript("outboxq", "mail", _ID, *room, suspects=True).text(1)
+        yield GroupScript("outboxq", "mail", _ID, *limit, suspects=True).text(1)
 
 
 def _of_script(script: ClaimScript) -> Iterator[str]:
     cursor = Cursor(0, 7) if script.is_keyed else None
     yield from (script.text(5), script.text(5, cursor), script.clearing(5))
-    if script.queue:
-        for place in dict.fromkeys((cursor, None)):
-            prepared = script.prepared(5, behind=place is not None)
-            yield "; ".join((prepared.definition, *(statement for _, statement in prepared.statements(place))))
+    if script.definition:
+        execution = [statement for _, statement in script.execution(5, cursor)]
+        yield "; ".join((script.definition, *execution))

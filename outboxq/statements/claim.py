@@ -183,7 +183,7 @@ class ClaimScript:
         Until the transaction ends the planner has the settings of role and database, and no SET of the session's.
         """
         claim = f"EXECUTE {self.texts.name}({', '.join(self._arguments(limit, cursor))})"
-        return [*(("lock", statement) for statement in self.lock), *_BY_INDEX, ("claim", claim), *_AS_EVERYWHERE]
+        return [*(("lock", statement) for statement in self.lock), *_PLANNED_ONCE, ("claim", claim), *_AS_BEFORE]
 
     def one(self, job_id: UUID) -> str:
         """The same claim for one job, which is not run, whatever the queue's limit.
@@ -208,14 +208,15 @@ def _filled(text: str, arguments: Iterable[str]) -> str:
     return text.translate(dict(enumerate(arguments, 1)))
 
 
-# A prepared claim is planned once, perhaps while the table is empty. With sorts and sequential scans off, the planner
-# can choose nothing but a walk of the claim's own index, and of the primary key's.
-_TOGGLES = ("enable_sort", "enable_seqscan")
-_BY_INDEX = [
-    ("settings", "SET LOCAL plan_cache_mode = force_generic_plan"),
-    *(("settings", f"SET LOCAL {name} = off") for name in _TOGGLES),
-]
-_AS_EVERYWHERE = [("settings", f"SET LOCAL {name} TO DEFAULT") for name in ("plan_cache_mode", *_TOGGLES)]
+# With sorts and sequential scans off, the planner can choose nothing but a walk of the claim's own index, and of the
+# primary key's. Its penalty for a plan with one of them, or its guess of a tenth of the table if it does not know the
+# limit, would start the compiler.
+_TOGGLES = ("enable_sort", "enable_seqscan", "jit")
+BY_INDEX = [("settings", f"SET LOCAL {name} = off") for name in _TOGGLES]
+AS_EVERYWHERE = [("settings", f"SET LOCAL {name} TO DEFAULT") for name in _TOGGLES]
+# A prepared claim is planned once, perhaps while the table is empty.
+_PLANNED_ONCE = [("settings", "SET LOCAL plan_cache_mode = force_generic_plan"), *BY_INDEX]
+_AS_BEFORE = [("settings", "SET LOCAL plan_cache_mode TO DEFAULT"), *AS_EVERYWHERE]
 
 
 class ClaimStatements:

@@ -30,12 +30,6 @@ from outboxq.statements.wake import channel_name
 # How many groups one claim looks at, at most: those whose first job may not run yet cost a look each.
 GROUPS_SEEN = 200
 
-# With sorts and sequential scans off, no statistics can lead the planner away from the indexes. Without them it reckons
-# with a penalty that would start the compiler.
-_TOGGLES = ("enable_sort", "enable_seqscan", "jit")
-BY_INDEX = [("settings", f"SET LOCAL {name} = off") for name in _TOGGLES]
-_AS_EVERYWHERE = [("settings", f"SET LOCAL {name} TO DEFAULT") for name in _TOGGLES]
-
 # The index job_group (queue, group_key COLLATE "C", seq), which has no jobs that are out of their group's order.
 _FIRST: LiteralString = """\
 (SELECT group_key, state, run_at, {lap} AS lap FROM {job}
@@ -243,7 +237,7 @@ class GroupScript:
         lock = _locking(self, after, int(limit))
         pick = _picking(self.schema, self.queue, self.owner, int(limit), self.per_group, suspects=self.suspects)
         limited = [("lock", statement) for statement in self.lock]
-        return [*limited, *BY_INDEX, ("groups", lock), ("claim", pick + action), *_AS_EVERYWHERE]
+        return [*limited, *claim.BY_INDEX, ("groups", lock), ("claim", pick + action), *claim.AS_EVERYWHERE]
 
 
 def _locking(script: GroupScript, after: str, limit: int) -> str:

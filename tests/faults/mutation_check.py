@@ -957,7 +957,7 @@ MUTANTS = (
     Mutant(
         "what leaves a prepared claim no plan but its index",
         "outboxq/statements/claim.py",
-        '_TOGGLES = ("enable_sort", "enable_seqscan")',
+        '_TOGGLES = ("enable_sort", "enable_seqscan", "jit")',
         '_TOGGLES = ("enable_mergejoin",)',
         (
             "tests/execution/test_prepared_claims.py::test_a_claim_that_was_prepared_for_an_empty_table_walks_its_index_in_a_large_one",
@@ -1828,9 +1828,9 @@ MUTANTS = (
     Mutant(
         "the second snapshot of a group's claim: both statements see the same",
         "outboxq/statements/group_claim.py",
-        'return [*limited, *BY_INDEX, ("groups", lock)',
+        'return [*limited, *claim.BY_INDEX, ("groups", lock)',
         'return [("settings", "SET TRANSACTION ISOLATION LEVEL REPEATABLE READ"), '
-        '*limited, *BY_INDEX, ("groups", lock)',
+        '*limited, *claim.BY_INDEX, ("groups", lock)',
         ("tests/relay/test_groups.py::test_a_lease_that_is_committed_while_a_claim_begins_is_seen",),
     ),
     Mutant(

@@ -10,7 +10,7 @@ from typing import Any
 
 
 class Awaited:
-    """The coroutines that were made since a phase of a test began; outside of one they are counted nowhere."""
+    """The coroutines made since a phase of a test began; outside of one they are not counted."""
 
     def __init__(self) -> None:
         self._made: dict[Coroutine[Any, Any, Any], str] | None = None

@@ -44,9 +44,9 @@ class DatabaseClock:
         self._ahead_seconds = 0.0
 
     def compare(self, database_seconds: float, asked_at: float, answered_at: float) -> None:
-        """Note that the database's clock showed `database_seconds` between these two times of `time.time()`."""
+        """Record that the database's clock showed `database_seconds` between these two times of `time.time()`."""
         self._ahead_seconds = database_seconds - (asked_at + answered_at) / 2
 
     def now(self) -> datetime:
-        """What the database's clock shows now, in UTC."""
+        """The time that the database's clock shows now, in UTC."""
         return datetime.fromtimestamp(time.time() + self._ahead_seconds, UTC)

@@ -150,17 +150,17 @@ def database_label() -> str | None:
 
 
 def test_database_url() -> str | None:
-    """The server that tests were told to use, if any."""
+    """The server that tests are to use, if one is set."""
     return os.environ.get(TEST_DATABASE_URL_VARIABLE) or None
 
 
 def local_binaries() -> str | None:
-    """The directory with `postgres` and `initdb` that tests were told to use, if any."""
+    """The directory with `postgres` and `initdb` that tests are to use, if one is set."""
     return os.environ.get(PG_BIN_VARIABLE) or None
 
 
 def actor_name() -> str:
-    """Who runs a command, for the audit: `OUTBOXQ_ACTOR`, else the user of the operating system."""
+    """The name of who runs a command, for the audit: `OUTBOXQ_ACTOR`, else the user of the operating system."""
     given = os.environ.get(ACTOR_VARIABLE)
     if given:
         return given
@@ -192,7 +192,7 @@ def heartbeat_pipe() -> int | None:
 
 
 def metrics_socket() -> int | None:
-    """The socket by which a supervised relay tells its metrics, if they are wanted. Only the first call returns it."""
+    """The socket by which a supervised relay sends its metrics, if they are wanted. Only the first call returns it."""
     return _inherited_pipe(METRICS_SOCKET_VARIABLE)
 
 
@@ -236,11 +236,11 @@ def check_schema(schema: str) -> str:
 class SlotGroup:
     """Slots that serve the same queues: each claims from the first queue that has a job.
 
-    `queues` is ordered by precedence; `*` stands for every queue of the registry that no group names.
+    `queues` is ordered by precedence; `*` means every queue of the registry that no group names.
 
     Args:
         in_turns: The queues of the group that take turns instead of having precedence over one another. The queues that
-            `*` stands for always take turns.
+            `*` means always take turns.
     """
 
     queues: tuple[str, ...]
@@ -294,7 +294,7 @@ _RANGES: Mapping[str, tuple[float, float]] = {
 @named_fields
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RelayConfig:
-    """How a relay works. Every time is in seconds.
+    """The settings of a relay. Every time is in seconds.
 
     Args:
         groups: Which slots serve which queues; empty means `slots_per_queue` slots for every queue of the registry.
@@ -307,20 +307,20 @@ class RelayConfig:
         drain_seconds: How long a stopping relay waits for its handlers before it rolls them back.
         lease_seconds: How long jobs in lease mode, and suspects, stay this relay's after its last sign of life, 1 to
             3600. Shorter means that others take over sooner, longer that a paused relay may still complete.
-        heartbeat_seconds: How often the lease is extended, and expired ones are looked for; by default a sixth of
+        heartbeat_seconds: How often the lease is extended, and expired ones are searched; by default a sixth of
             `lease_seconds`, and at most a third.
         effect_lease_seconds: How long a call made by `ctx.once` stays its caller's after its last sign of life, 0.5 to
             3600. After that another run may take over; a call that is under way keeps its own.
         max_crashes: How often a job may take its relay or its connection with it, while it runs alone, before it is
             moved to the dead letters.
-        prune_seconds: The longest pause between two looks for messages and effects whose retention is over, 1 to 86400;
-            0 is never. A drain looks once, at its end.
+        prune_seconds: The longest pause between two searches for messages and effects whose retention has ended, 1 to
+            86400; 0 is never. A drain searches once, at its end.
         stats_seconds: The longest pause between two additions to the history, 1 to 3600; what a killed relay has done
             since the last one is not counted there. 0 is never. The relay is listed all the same.
         reindex: Whether to rebuild bloated indexes of the table `job` (REINDEX CONCURRENTLY), every ten minutes at the
             most. Only a relay whose role owns the tables does; never through a pooler, and not in a drain.
-        listen: Whether to LISTEN for new jobs; without, the relay polls. Turn it off behind a transaction pooler, which
-            drops LISTEN without a word, or give `listen_url`.
+        listen: Whether to LISTEN for new jobs; without, the relay polls. With a transaction pooler, which drops LISTEN
+            silently, turn it off or give `listen_url`.
         listen_url: A direct URL for LISTEN, if the relay's own URL leads to a transaction pooler.
         schema: The PostgreSQL schema that the tables were migrated into.
         declare_schedules: Whether to store the schedules that the registry declares, when the relay starts, and to
@@ -328,7 +328,7 @@ class RelayConfig:
         allow_asynchronous_commit: Work although `synchronous_commit` is off on the relay's sessions: a crash of the
             server may then undo what was just reported as done, rows and all, and the job runs again.
         allow_one_phase: Work although tables that Citus distributes are committed before outboxq's: a crash in between
-            loses jobs whose rows stand, and runs others twice.
+            loses jobs whose rows exist, and runs others twice.
     """
 
     groups: tuple[SlotGroup, ...] = field(default=())

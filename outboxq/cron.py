@@ -38,7 +38,7 @@ _FORM = (
     f"a cron text has five fields ({', '.join(_FIELDS)}), such as '30 2 * * *', or is one of {', '.join(SHORTHANDS)}, "
     "or '@every 30s'"
 )
-# An interval as a text: it stands where a cron text does.
+# An interval as a text, in the place of a cron text.
 _EVERY = re.compile(r"@every\s+(?:(\d{1,9})d)?(?:(\d{1,9})h)?(?:(\d{1,9})m)?(?:(\d{1,9})s)?", re.IGNORECASE)
 _UNITS = (("d", 86_400), ("h", 3_600), ("m", 60), ("s", 1))
 MIN_EVERY, MAX_EVERY = timedelta(seconds=1), timedelta(days=365)
@@ -56,7 +56,7 @@ class Cron:
     If the hour and the minute are named (`30 2 * * *`), a time that the clocks skip is due when they have been changed,
     and one that comes twice is due the first time. If one of the two begins with a star (`0 * * * *`), the times are
     those that a clock on the wall shows: none in the hour that is skipped, and all of them in the one that comes twice.
-    An interval is due at its multiples since 1970 in UTC, whatever the clocks do, and whoever asks.
+    An interval is due at its multiples since 1970 in UTC, also if the clocks change.
 
     Raises:
         ArgumentError: the text has another form or is never due, or there is no such time zone.
@@ -124,7 +124,7 @@ class Cron:
         """The times after `last` whose hour and minute are named, each day once."""
         for found in CronSim(self._fields, last.astimezone(self._zone)):
             due = found.astimezone(UTC)
-            # In the hour that comes twice, the first of the two may be named, which is over.
+            # In the hour that comes twice, the first of the two may be named, which has passed.
             if due > last:
                 yield due
                 last = due
@@ -192,7 +192,7 @@ def every_of(text: str) -> timedelta | None:
 
 
 def _read_every(text: str) -> timedelta | None:
-    """The interval that stands for a cron text; None if it is one with fields."""
+    """The interval that a cron text is short for; None if it is one with fields."""
     if not isinstance(text, str) or not text.strip().lower().startswith("@every"):
         return None
     found = _EVERY.fullmatch(text.strip())
@@ -214,7 +214,7 @@ def _multiples(every: timedelta, last: datetime) -> Iterator[datetime]:
 
 
 def _explain(refusal: str, fields: str) -> str:
-    """Why cronsim refuses a text, whose message names a field as in "Bad day-of-month"."""
+    """The reason why cronsim refuses a text, whose message names a field as in "Bad day-of-month"."""
     name = refusal.removeprefix("Bad ").replace("-", " ")
     values = dict(zip(_FIELDS, fields.split(), strict=True))
     if name not in values:
@@ -248,7 +248,7 @@ def cron_of(cron: str | None, every: timedelta | None, time_zone: str) -> Cron:
 
 @contextmanager
 def of_schedule(name: str | None) -> Iterator[None]:
-    """Have errors about a cron text or its time zone begin with the name of the schedule, if it is known.
+    """Prefix errors about a cron text or its time zone with the name of the schedule, if it is known.
 
     Raises:
         ArgumentError: with the name.

@@ -1,4 +1,4 @@
-"""The emitter: it hands each event to hooks, and lets go of what the event holds when all of them were told."""
+"""The emitter: it hands each event to hooks, and drops the tracebacks that the event holds after all were called."""
 
 import logging
 import threading
@@ -23,25 +23,25 @@ HasUse: TypeAlias = Callable[[type[Event]], bool]
 
 
 class EventQueue(Protocol):
-    """Events that wait to be told in another thread."""
+    """Events that wait for hooks in another thread."""
 
     def wants(self, kind: type[Event]) -> bool:
-        """Whether any event of this class is taken."""
+        """Return True if events of this class are taken."""
         ...
 
     def put(self, event: Event) -> bool:
-        """Take an event, and call `forget` for it once it was told; False if the event is not taken."""
+        """Take an event, and call `forget` for it after its hooks; False if the event is not taken."""
         ...
 
 
 class Emitter:
     """Hands events to hooks; a hook that fails is reported to `on_failure` and never breaks a job.
 
-    A hook with an attribute `events`, a set of classes, is told those events; any other all but `CountedEvent`. One
-    with a method `has_use_for`, which is given a class, need not be told such an event if that says no at the moment.
+    A hook with an attribute `events`, a set of classes, receives those events; any other all but `CountedEvent`. If it
+    has a method `has_use_for`, which takes a class, events of a class for which that returns False may be left out.
 
     Args:
-        later: Is given each event after the hooks.
+        later: Receives each event after the hooks.
     """
 
     def __init__(
@@ -50,20 +50,20 @@ class Emitter:
         self._hooks = tuple(hooks)
         self._on_failure = on_failure
         self._later = later
-        # By class: the hooks that are told, and whether it is wanted later.
+        # By class: the hooks that receive it, and whether it is wanted later.
         self._told: dict[type[Event], tuple[tuple[Hook, ...], bool]] = {}
-        # By class: what tells whether a hook has a use for it now; None if that is known to be so.
+        # By class: the methods `has_use_for` of its hooks; None if a hook has a use for it in any case.
         self._uses: dict[type[Event], tuple[HasUse, ...] | None] = {}
 
     def __call__(self, event: Event) -> None:
-        """Hand `event` to every hook, in order; when all were told, drop the traceback of its exception."""
+        """Hand `event` to every hook, in order; then drop the traceback of its exception."""
         told = self._told.get(type(event))
         hooks, is_wanted_later = self._find(type(event)) if told is None else told
         for hook in hooks:
             try:
                 call_here(hook, event)
             except BaseException as error:
-                # User code: reported with its traceback, whatever it raises. Ctrl-C comes to the main thread alone.
+                # User code: any error is reported with its traceback. Ctrl-C comes to the main thread alone.
                 self._on_failure(hook, event)
                 if isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
                     raise
@@ -71,7 +71,7 @@ class Emitter:
             forget(event)
 
     def wants(self, kind: type[Event]) -> bool:
-        """Whether any hook has a use for events of this class now: they need not be told, or made, if none has."""
+        """Return True if any hook has a use for events of this class now: else they need not be made."""
         if kind not in self._uses:
             self._find(kind)
         uses = self._uses[kind]
@@ -96,17 +96,17 @@ def _is_told(hook: Hook, kind: type[Event]) -> bool:
 
 
 def tell(options: Mapping[str, object], event: Event) -> None:
-    """Tell an event to the hooks in an engine's or a connection's execution options, in this thread."""
+    """Hand an event to the hooks in an engine's or a connection's execution options, in this thread."""
     for hook in cast("Iterable[Hook]", options.get(HOOKS_OPTION, ())):
         try:
             hook(event)
         except Exception:
-            # User code, whatever it raises: the caller's work does not depend on it.
+            # User code: the caller's work does not depend on its errors.
             logger.exception("a hook failed: event=%s", type(event).__name__)
 
 
 def forget(event: Event) -> None:
-    """Drop the traceback of an event's exception, once all hooks were told the event."""
+    """Drop the traceback of an event's exception, after all hooks were called with the event."""
     if isinstance(event, _FAILURES) and event.exception is not None:
         drop_tracebacks(event.exception)
 
@@ -115,7 +115,7 @@ def drop_tracebacks(error: BaseException) -> None:
     """Drop the tracebacks of an exception and of all that led to it.
 
     Their frames hold what the handler had in its variables, and, by way of the frames that called them, the exception
-    itself: all of it would stay until the garbage collector comes to it.
+    itself: all of it would stay until the garbage collector runs.
     """
     pending, seen = [error], {id(error)}
     while pending and len(seen) < _LARGEST_FAILURE:

@@ -51,7 +51,7 @@ class ArgumentError(EnqueueError, TypeError):
 
 
 class JobTooLarge(EnqueueError):
-    """The arguments of a job are over the cap, or those of the jobs that follow it in its chain."""
+    """The arguments of a job exceed the cap, or those of the jobs that follow it in its chain."""
 
     def __init__(self, kind: str, size_bytes: int, max_bytes: int, what: str = "", else_do: str = "") -> None:
         super().__init__(
@@ -62,7 +62,7 @@ class JobTooLarge(EnqueueError):
 
 
 class AddedNotKnown(OutboxqError):
-    """`handle.added` was asked for before the job's unique key was looked at."""
+    """`handle.added` was read before the job's unique key was checked."""
 
     def __init__(self, kind: str) -> None:
         super().__init__(
@@ -90,7 +90,7 @@ class NothingDone(HandlerError, PermanentError):
 
 
 class ResultNotKept(HandlerError, PermanentError):
-    """What a handler with `keep_result=True` returned cannot be kept: every attempt would return the like.
+    """The value that a handler with `keep_result=True` returned cannot be kept: every attempt would return the like.
 
     Its rows are undone, and the job becomes a dead letter.
     """
@@ -201,11 +201,11 @@ class ResultUnavailable(OutboxqError):
 
 
 class WaitRefused(ResultUnavailable):
-    """Waiting for this result would be in vain: its job is not committed yet, was not added, or keeps no result."""
+    """Waiting for this result is refused: its job is not committed yet, was not added, or keeps no result."""
 
 
 class JobNotDone(ResultUnavailable):
-    """The job whose result was waited for is over, and not done: `outcome` says how, `reason` why it is dead."""
+    """The job whose result was waited for has ended without being done: `outcome` says how, `reason` why it is dead."""
 
     def __init__(self, job_id: UUID, outcome: str, reason: str | None = None) -> None:
         super().__init__(job_id, f"a dead letter: {reason}" if outcome == "dead" else f"it has no result: {outcome}")
@@ -213,15 +213,15 @@ class JobNotDone(ResultUnavailable):
 
 
 class ResultNotFound(ResultUnavailable):
-    """No result of this job is in the database: it was never committed, or is over and its result is not kept."""
+    """No result of this job is in the database: it was never committed, or has ended and its result is not kept."""
 
 
 class ResultTimeout(ResultUnavailable, TimeoutError):
-    """The job was not over when the time to wait for its result was. It goes on."""
+    """The job did not end within the time to wait for its result. It goes on."""
 
 
 class BatchNotFound(OutboxqError):
-    """No open batch has this id: it is over, and its callback was added as a job of the same id, or it never was."""
+    """No open batch has this id: it has ended, and its callback was added as a job of the same id, or it never was."""
 
     def __init__(self, batch_id: UUID) -> None:
         super().__init__(
@@ -326,7 +326,7 @@ class EffectFailed(EffectError, PermanentError):
 
 
 class EffectUnknown(EffectError):
-    """Whether the call was applied cannot be known: an operator decides."""
+    """It cannot be known if the call was applied: an operator decides."""
 
     def __init__(self, scope: str, key: str, reason: str) -> None:
         super().__init__(
@@ -406,7 +406,7 @@ class RunElsewhere(OutboxqError):
 
 
 class RunNotResumable(OutboxqError):
-    """A change that is over, was none of many rows, or came to more than were agreed to, cannot go on."""
+    """A change that has ended, was none of many rows, or came to more than were agreed to, cannot go on."""
 
     def __init__(self, entry: UUID, reason: str) -> None:
         super().__init__(f"{entry} cannot go on: {reason}")

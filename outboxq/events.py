@@ -1,4 +1,4 @@
-"""What happened, as frozen values for hooks: logs, metrics and tests read these, never the core's insides.
+"""Events: what happened, as frozen values for hooks; logs, metrics and tests read these, never the core's insides.
 
 Job events are sent after the commit that made them true. A job's payload is not in the `repr` of its event.
 """
@@ -26,7 +26,7 @@ class EventOfJob:
 
     @property
     def waited_seconds(self) -> float:
-        """How long it had waited when it was claimed, from when it was due, by the database's clock."""
+        """The time that it had waited when it was claimed, from when it was due, by the database's clock."""
         return self.job.waited_seconds
 
 
@@ -98,7 +98,7 @@ class JobCancelled(EventOfJob):
 
 @dataclass(frozen=True, slots=True)
 class JobExpired(EventOfJob):
-    """The job's `expires` was over before its handler was called: it was dropped."""
+    """The job's `expires` passed before its handler was called: it was dropped."""
 
     seconds: float = 0.0
 
@@ -133,7 +133,7 @@ class JobsClaimed:
 
 @dataclass(frozen=True, slots=True)
 class ClaimsEmpty:
-    """`count` claims of a queue took no job since this was last said."""
+    """`count` claims of a queue took no job since the last such event."""
 
     queue: str
     count: int
@@ -141,7 +141,7 @@ class ClaimsEmpty:
 
 @dataclass(frozen=True, slots=True)
 class ClaimsFailed:
-    """`count` claims of a queue were answered with an error, or not at all, since this was last said."""
+    """`count` claims of a queue were answered with an error, or not at all, since the last such event."""
 
     queue: str
     count: int
@@ -157,7 +157,7 @@ class EffectCalled:
 
 @dataclass(frozen=True, slots=True)
 class MessageSeen:
-    """An inbox was given a message; an accepted one is told after COMMIT."""
+    """An inbox was given a message; an accepted one is reported after COMMIT."""
 
     consumer: str
     outcome: Literal["accepted", "duplicate", "conflict"]
@@ -248,7 +248,7 @@ class RelayStopping:
 class RelayStopped:
     """The relay has ended. `abandoned` jobs were rolled back because they did not finish in time.
 
-    `hook_failures`: how often a hook raised. `hook_events_dropped`: events that the registry's hooks were not told,
+    `hook_failures`: how often a hook raised. `hook_events_dropped`: events that the registry's hooks did not receive,
     because they were too slow. Both are counted up to this event.
     """
 
@@ -299,7 +299,7 @@ class BatchFinished:
 
 @dataclass(frozen=True, slots=True)
 class Pruned:
-    """What has expired was deleted; each number is one of rows. `batches`: callbacks that no relay had come to add."""
+    """Expired rows were deleted; each number is one of rows. `batches`: callbacks that no relay had come to add."""
 
     messages: int
     effects: int
@@ -310,7 +310,7 @@ class Pruned:
 
 @dataclass(frozen=True, slots=True)
 class DeadLettersPruned:
-    """Dead letters of a queue that keeps them for a time were deleted, because it was over."""
+    """Dead letters of a queue that keeps them for a time were deleted, because it has passed."""
 
     queue: str
     jobs: int
@@ -387,9 +387,9 @@ RelayEvent: TypeAlias = (
     LeaseExtensionFailed | RelayStarted | RelayStopping | RelayStopped | DatabaseLost | DatabaseBack | BatchRolledBack
 )
 UpkeepEvent: TypeAlias = Pruned | DeadLettersPruned | IndexRebuilt | ScheduleFired
-# Told to hooks that name them, and to no other.
+# For hooks that name them, and for no other.
 CountedEvent: TypeAlias = JobsClaimed | ClaimsEmpty | ClaimsFailed | EffectCalled | MessageSeen | JobsEnqueued
-# Told to the hooks of engines with the option `outboxq_hooks`, and to those of no relay.
+# For the hooks of engines with the option `outboxq_hooks`, and for those of no relay.
 ProducerEvent: TypeAlias = MessageSeen | JobsEnqueued
 # Of the process that keeps the relays of `outboxq relay --processes N` running: it logs them, and calls no hook.
 SupervisorEvent: TypeAlias = ChildDied | ChildStuck | ChildUnresponsive | ChildStopTimedOut

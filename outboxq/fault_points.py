@@ -18,7 +18,7 @@ ResultFaultPoint: TypeAlias = Literal["before-look", "after-look"]
 FAULT_POINTS: tuple[JobFaultPoint, ...] = get_args(JobFaultPoint)
 # The steps of a call of `ctx.once`: its claim is committed before the first, its result between the last two.
 EFFECT_FAULT_POINTS: tuple[EffectFaultPoint, ...] = get_args(EffectFaultPoint)
-# Around each look of those who wait for results: their flags are up.
+# Around each poll of a wait for results: its flag is up.
 RESULT_FAULT_POINTS: tuple[ResultFaultPoint, ...] = get_args(ResultFaultPoint)
 
 FaultPoint: TypeAlias = JobFaultPoint | EffectFaultPoint | ResultFaultPoint

@@ -23,10 +23,10 @@ T = TypeVar("T")
 
 
 class Forgetting(Protocol):
-    """Something of the parent's of which a child keeps nothing."""
+    """An object of the parent's of which a child keeps nothing."""
 
     def forget(self) -> None:
-        """Be as at the start."""
+        """Return to the initial state."""
         ...
 
 
@@ -43,12 +43,12 @@ _loops = weakref.WeakValueDictionary[int, "asyncio.AbstractEventLoop"]()
 
 
 def forget_in_children(owner: Forgetting) -> None:
-    """Have each child call `owner.forget()` as it begins."""
+    """Register `owner` so that each child calls `owner.forget()` as it begins."""
     _forgetting.add(owner)
 
 
 def cut_off_in_children(owner: _HasFile) -> None:
-    """Have the descriptor of a connection, or of another socket, lead nowhere in each child.
+    """Point the descriptor of a connection, or of another socket, at nothing in each child.
 
     What the child sends on it fails, instead of coming between the statements of its parent. A child that outlives its
     parent keeps no transaction of it open, and no port.
@@ -62,7 +62,7 @@ def runs_here(loop: "asyncio.AbstractEventLoop") -> None:
 
 
 def call_here(function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
-    """Call users' code. A child that was forked in it ends when it comes back, in whatever way."""
+    """Call users' code. A child that was forked in it ends when it comes back, also by an error."""
     depth = _depth
     try:
         returned = function(*args, **kwargs)
@@ -76,7 +76,7 @@ def call_here(function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) ->
 
 
 async def await_here(awaitable: Awaitable[T]) -> T:
-    """Await users' code. A child that was forked in it ends when it comes back, in whatever way."""
+    """Await users' code. A child that was forked in it ends when it comes back, also by an error."""
     depth = _depth
     try:
         returned = await awaitable

@@ -19,7 +19,7 @@ ADDED_HEADER = "outboxq.added"
 # Longer headers, which no producer of ours writes, leave no room for it.
 MAX_STAMPED_BYTES = 1_000_000
 _NUMBER = re.compile("[0-9]{1,18}")
-# What a job has for itself alone: another job that were given it would be followed, called back or unique as this one.
+# What a job has for itself alone: a copy of it would make another job followed, called back or unique as this one.
 OWN_HEADERS = frozenset({THEN_HEADER, BATCH_HEADER, BATCH_FAILED_HEADER, UNIQUE_HEADER, EVERY_HEADER, ADDED_HEADER})
 
 

@@ -22,7 +22,7 @@ _CONTROL_CHARACTER = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 
 
 def with_article(noun: str) -> str:
-    """The noun behind "a" or "an", as English has it: "an actor", "a unique key", "an int"."""
+    """The noun after "a" or "an", as in English: "an actor", "a unique key", "an int"."""
     return f"{'an' if noun[:1] in 'aeioAEIO' else 'a'} {noun}"
 
 
@@ -51,7 +51,7 @@ def check_keywords(
     """Refuse a keyword argument that a function does not take, as Python does, and say which ones there are.
 
     Args:
-        elsewhere: Of options that are looked for here: what to do instead.
+        elsewhere: For options that users expect here: what to do instead.
 
     Raises:
         TypeError: one of `given` is not in `known`.
@@ -67,7 +67,7 @@ def check_keywords(
 
 
 def named_options(function: Callable[P, T]) -> Callable[P, T]:
-    """Have a function that writes its options out refuse an unknown one as `check_keywords` does."""
+    """Make a function that lists its options refuse an unknown one as `check_keywords` does."""
     positional_only = inspect.Parameter.POSITIONAL_ONLY
     parameters = inspect.signature(function).parameters.values()
     known = frozenset(each.name for each in parameters if each.kind is not positional_only) - {"self"}
@@ -82,7 +82,7 @@ def named_options(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def named_fields(cls: type[T]) -> type[T]:
-    """Have a class refuse an unknown field as `check_keywords` does; above the decorator of a dataclass."""
+    """Make a class refuse an unknown field as `check_keywords` does; above the decorator of a dataclass."""
     construct: Any = cls.__init__
     cls.__init__ = named_options(construct)  # type: ignore[method-assign]  # the dataclass made it
     return cls

@@ -12,7 +12,7 @@ from outboxq.errors import ArgumentError, EnqueueError, JobTooLarge
 
 
 class JobEnvelope(msgspec.Struct, frozen=True, eq=False, gc=False):
-    """What the jobs of a kind with its options have in common: one object for all of them.
+    """The fields that the jobs of a kind with its options share: one object for all of them.
 
     `keeps_result`: whether results of the kind are kept; None if its handler is elsewhere.
     """
@@ -30,7 +30,7 @@ class JobEnvelope(msgspec.Struct, frozen=True, eq=False, gc=False):
 
 
 class UniqueKey(msgspec.Struct, frozen=True, gc=False):
-    """The key of a job that is added only if no other one stands, and for how long it is kept, whatever becomes of it.
+    """The key of a job that is added only if no other job has it, and for how long it is kept in any case.
 
     `key` begins with the kind.
     """
@@ -42,7 +42,7 @@ class UniqueKey(msgspec.Struct, frozen=True, gc=False):
 class JobKeys(msgspec.Struct, frozen=True, gc=False):
     """The keys of a job: what it is coalesced by (with its kind), its group, its unique key; and its batch's id in hex.
 
-    None for those that it does not have. `opens_batch`: it is added when the batch that has its id is over.
+    None for those that it does not have. `opens_batch`: it is added when the batch that has its id has ended.
     """
 
     coalesce: str | None = None
@@ -135,14 +135,14 @@ class NewJob(msgspec.Struct, frozen=True, eq=False):
         return msgspec.structs.replace(self.keys_at_flush(), batch=keys.batch, opens_batch=keys.opens_batch)
 
     def then(self, follower: "NewJob", /) -> "NewJob":
-        """The same job, and behind it another one: it is added in the transaction in which this one is done.
+        """The same job, and after it another one: it is added in the transaction in which this one is done.
 
         `a.then(b).then(c)` and `a.then(b.then(c))` are the same chain. Only a job that is done is followed: not one
         that is discarded, cancelled or among the dead letters.
 
         Raises:
-            ArgumentError: no job, one of a batch, or one with an entity that has no primary key yet; or it would be
-                behind a coalesced job, or behind one that follows another and has a unique key.
+            ArgumentError: no job, one of a batch, or one with an entity that has no primary key yet; or it would
+                follow a coalesced job, or one that follows another and has a unique key.
             JobTooLarge: the jobs that follow have more than 256 KiB, headers included.
         """
         if not isinstance(follower, NewJob):
@@ -168,7 +168,7 @@ class NewJob(msgspec.Struct, frozen=True, eq=False):
 
 
 def _refuse_unique_between(followers: "tuple[NewJob, ...]") -> None:
-    """Refuse a chain that would end without a word where a follower is not added, because another job has its key."""
+    """Refuse a chain that would silently end at a follower that is not added because another job has its key."""
     for each in followers[:-1]:
         if has_unique_key(each):
             raise ArgumentError(
@@ -178,12 +178,12 @@ def _refuse_unique_between(followers: "tuple[NewJob, ...]") -> None:
 
 
 def refuse_coalesced(new: NewJob, what: str) -> None:
-    """Refuse a job for which a run of another one may stand, and with it what belongs to this one.
+    """Refuse a job that the run of another one may replace, and with it what belongs to this one.
 
     Raises:
         ArgumentError: it is coalesced; `what` says what it cannot be.
     """
-    # Keys that depend on the primary keys of pending entities are looked at when these are known.
+    # Keys that depend on the primary keys of pending entities are checked when these are known.
     if not callable(new.keys) and new.keys is not None and new.keys.coalesce is not None:
         raise ArgumentError(
             f"{new.kind!r} is coalesced, and cannot be {what}: the run of another job may stand for it. Leave one out"
@@ -192,7 +192,7 @@ def refuse_coalesced(new: NewJob, what: str) -> None:
 
 # How many kinds of a chain an error names.
 _NAMED = 5
-# What a job takes beside its arguments and its headers.
+# The bytes that a job takes in addition to its arguments and headers.
 _EACH_BYTES = 512
 
 
@@ -223,7 +223,7 @@ def _check_chain(kind: str, followers: tuple[NewJob, ...]) -> None:
 
 
 class UniqueAnswer:
-    """What became of a unique job, told by what takes its key: the flush, or in a handler the COMMIT."""
+    """The outcome of adding a unique job, given by what takes its key: the flush, or in a handler the COMMIT."""
 
     __slots__ = ("added", "existing_id")
 
@@ -259,7 +259,7 @@ class UniqueJob(NewJob, frozen=True, eq=False, kw_only=True):
 
 
 def has_unique_key(new: NewJob) -> bool:
-    """Whether a job has a unique key, or may turn out to: that depends on the keys of pending entities."""
+    """Return True if a job has a unique key, or may have one once the keys of pending entities are known."""
     return callable(new.keys) or (new.keys is not None and new.keys.unique is not None)
 
 

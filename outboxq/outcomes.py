@@ -1,4 +1,4 @@
-"""How a handler ends, and when a failed job runs again."""
+"""Outcomes of a handler, and the backoff by which a failed job runs again."""
 
 import math
 import random
@@ -9,7 +9,7 @@ from datetime import timedelta
 from outboxq.errors import ConfigError
 from outboxq.names import named_fields
 
-# A hundred years: what a timestamp of PostgreSQL can still add to now.
+# A hundred years: a timestamp of PostgreSQL can still add it to now.
 MAX_DELAY = timedelta(days=36_500)
 
 

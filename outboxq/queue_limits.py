@@ -1,4 +1,4 @@
-"""What is set for a queue: how many of its jobs run at a time, how many begin in a time, how long its dead are kept."""
+"""The limits of a queue: jobs that run at a time, jobs that begin in a time, and how long its dead letters are kept."""
 
 import json
 import re
@@ -69,7 +69,7 @@ class QueueLimits:
         return QueueLimits(**{n: getattr(other, n) if value is None else value for n, value in ours.items()})
 
     def __str__(self) -> str:
-        """What holds, in words for a log line."""
+        """The limits in words, for a log line."""
         said = [] if self.running is None else [f"{self.running} at a time"]
         if self.per_group is not None:
             said.append(f"{self.per_group} of a group at a time")
@@ -125,13 +125,13 @@ def read_limits(rows: Iterable[Any]) -> dict[str, QueueLimits]:
 def limits_in_force(
     by_operators: Mapping[str, QueueLimits], declared: Mapping[str, QueueLimits]
 ) -> dict[str, QueueLimits]:
-    """What holds for each queue: as operators have set it, limit by limit, and else as the application declares it."""
+    """The limits in force: as operators have set them, limit by limit, and else as the application declares them."""
     names = by_operators.keys() | declared.keys()
     return {name: by_operators.get(name, _NONE).or_else(declared.get(name, _NONE)) for name in names}
 
 
 def _parse_rate(text: str) -> tuple[int, int]:
-    """How many jobs in how many seconds."""
+    """The jobs and the seconds of a rate."""
     found = _RATE.fullmatch(text.strip()) if isinstance(text, str) else None
     if found is None:
         raise ArgumentError(
@@ -157,7 +157,7 @@ def _check(what: str, given: int | None, most: int) -> None:
 
 
 def parse_keep(text: str) -> float:
-    """How long dead letters are kept, in seconds: `30d`, `12h`, `90m`; 0 for `forever`.
+    """The time for which dead letters are kept, in seconds: `30d`, `12h`, `90m`; 0 for `forever`.
 
     Raises:
         ArgumentError: no such time, or one below a minute or over 3,653 days.
@@ -175,7 +175,7 @@ def parse_keep(text: str) -> float:
 
 
 def keep_text(seconds: float) -> str:
-    """How long dead letters are kept, as `parse_keep` reads it."""
+    """The time for which dead letters are kept, as `parse_keep` reads it."""
     for unit, size in _KEPT_SECONDS.items():
         if seconds and seconds % size == 0:
             return f"{seconds / size:.0f}{unit}"
@@ -183,7 +183,7 @@ def keep_text(seconds: float) -> str:
 
 
 def kept_in_words(seconds: float | None) -> str:
-    """What a queue does with its dead letters, behind its name; None as the application declares."""
+    """The words after the name of a queue that say how long it keeps dead letters; None as the application declares."""
     if seconds is None:
         return "keeps dead letters as the application declares"
     return f"keeps dead letters {f'for {keep_text(seconds)}' if seconds else 'for ever'}"

@@ -62,13 +62,13 @@ def put(
 ) -> Schedule | Coroutine[Any, Any, Schedule]:
     """Make a schedule, or change the one of this name.
 
-    A schedule that is paused stays paused. The time that it is due next changes only if `cron`, `every` or
+    A schedule that is paused stays paused. Its next due time changes only if `cron`, `every` or
     `time_zone` does, or if it is later than it can be: then the database's clock was ahead when it was computed.
 
     Args:
         name: 1 to 255 bytes.
-        job: What is added when it is due, made by `kind.job(...)`. An argument that is `FIRE_TIME` is given the time
-            that it is due instead, in the schedule's time zone.
+        job: What is added when it is due, made by `kind.job(...)`. An argument that is `FIRE_TIME` is replaced by the
+            time that it is due, in the schedule's time zone.
         cron: Five fields (minute, hour, day of month, month, day of week), or `@hourly`, `@daily`, `@weekly`,
             `@monthly`, `@yearly`.
         every: In place of `cron`, an interval of whole seconds, from a second to 365 days: due at its multiples since
@@ -127,7 +127,7 @@ def resume(connection: AsyncTarget, *names: str) -> Coroutine[Any, Any, tuple[st
 
 
 def resume(connection: SyncTarget | AsyncTarget, *names: str) -> tuple[str, ...] | Coroutine[Any, Any, tuple[str, ...]]:
-    """Have schedules add jobs again, from their next time on: times that passed meanwhile are skipped.
+    """Let schedules add jobs again, from their next time on: times that passed while they were paused are skipped.
 
     Returns the names of those that were paused.
     """

@@ -23,6 +23,6 @@ def shard_of(key: str, shards: Sequence[str]) -> str:
 
 
 def _drawn(name: str, key: str) -> bytes:
-    # The lengths keep name and key apart, whatever they hold.
+    # The lengths keep name and key apart, with any content.
     parts = name.encode(), key.encode()
     return hashlib.sha256(b"".join(len(part).to_bytes(8) + part for part in parts)).digest()

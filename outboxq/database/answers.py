@@ -23,7 +23,7 @@ SyncTarget: TypeAlias = SyncSession | Connection
 AsyncTarget: TypeAlias = AnAsyncSession | AsyncConnection
 
 
-# A handler that makes more of them than these has those forgotten that were begun.
+# If a handler makes more of them, those that were begun are forgotten.
 _MOST_NOTED = 1_000
 
 
@@ -67,7 +67,7 @@ _made: ContextVar[dict[Coroutine[Any, Any, Any], str] | None] = ContextVar("outb
 
 
 def count_coroutines() -> Mapping[Coroutine[Any, Any, Any], str]:
-    """The coroutines that are noted from now on, in this task and those that it starts, with their calls."""
+    """The coroutines that are made from now on, in this task and those that it starts, with their calls."""
     made: dict[Coroutine[Any, Any, Any], str] = {}
     _made.set(made)
     return made

@@ -1,7 +1,7 @@
 """Closing of connections: by the thread or task that uses them.
 
-Others end a connection's socket, or have the server end its session. If it were closed beneath a waiting statement,
-that would go on in freed memory: psycopg's C code keeps a bare pointer meanwhile. Both functions assert this.
+Other code ends a connection's socket, or asks the server to end its session. If it were closed beneath a waiting
+statement, that would go on in freed memory: psycopg's C code keeps a bare pointer. Both functions assert this.
 """
 
 import asyncio
@@ -22,19 +22,19 @@ from sqlalchemy.util import await_only
 from outboxq.database.answers import inner_coroutine
 from outboxq.database.driver import DriverConnection, driver_connection, libpq_users
 
-# How often one looks whether a statement has noticed that its socket has ended. Not by a time: a thread that waits for
-# the processor, and an event loop that is held up, would notice nothing in it.
+# Checks of whether a statement has noticed that its socket has ended. Not by a time: a thread that waits for the
+# processor, and an event loop that is held up, would notice nothing in it.
 _LOOKS = 1_000
 _LOOK_SECONDS = 0.01
-# Looks that see no statement: one whose thread has just taken the driver's lock has not begun yet, and in an event loop
-# those that wait for the lock take a turn each.
+# Checks that find no statement: one whose thread has just taken the driver's lock has not begun yet, and in an event
+# loop those that wait for the lock take a turn each.
 _IDLE_LOOKS, _IDLE_TURNS = 3, 20
 # The functions in which a thread, or a task, is while a statement of the driver's is under way.
 _WAITS = (psycopg.Connection.wait.__code__, psycopg.AsyncConnection.wait.__code__)
 
 
 def give_up(connection: Connection) -> None:
-    """Close a connection for good on which a thread or a task that a handler left behind may be at work.
+    """Close a connection for good that a thread or a task which a handler has left may be using.
 
     The socket ends first, and with it the statement: that would read from a socket that is the next connection's, by
     its number.

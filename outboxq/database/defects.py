@@ -1,6 +1,6 @@
 """Defects of outboxq itself: errors of the code that watches handlers, which no handler may take for its own.
 
-What watches assumes the worst then, and goes on; the defect is logged once for each place.
+That code then assumes the worst, and goes on; the defect is logged once for each place.
 """
 
 import logging
@@ -17,7 +17,7 @@ logger = logging.getLogger("outboxq.relay")
 
 _EXPECTED = (OutboxqError, SQLAlchemyError, psycopg.Error)
 _LIBRARIES = frozenset(("sqlalchemy", "psycopg", "psycopg_binary", "psycopg_c", "greenlet", *sys.stdlib_module_names))
-# What calls users' code.
+# Modules that call users' code.
 _CALLERS = frozenset(("outboxq.forks", "outboxq.execution.invoke", "outboxq.execution.surround"))
 # Parts of the package that are applications themselves.
 _APPLICATIONS = ("outboxq.demo", "outboxq.torture")

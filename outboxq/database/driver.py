@@ -1,6 +1,6 @@
 """The relay's own strings, sent through the psycopg connection below SQLAlchemy: several statements, one round trip.
 
-Written once for both worlds: on an async connection the caller stands inside `run_sync`, whose greenlet may await.
+Written once for both worlds: on an async connection the caller is inside `run_sync`, whose greenlet may await.
 """
 
 import asyncio
@@ -26,12 +26,12 @@ from psycopg.pq.abc import PGconn, PGresult
 from sqlalchemy import Connection
 from sqlalchemy.util import await_only
 
-# How long a connection that only asks and listens waits for an answer.
+# The time that a connection which only queries and listens waits for an answer.
 ANSWER_SECONDS = 15.0
 
 # epoll takes no more than 24 days, which a time that was computed from a clock that was set may exceed.
 _LONGEST_SECONDS = 86_400.0
-# Looked up, and not made: it is asked for each job.
+# Looked up, and not made: it is read for each job.
 _STATUSES = {int(status): status for status in TransactionStatus}
 
 _DRIVERS = (psycopg.Connection, psycopg.AsyncConnection)
@@ -81,7 +81,7 @@ class Script:
                 try:
                     found = _rows_of(driver, result)
                 except psycopg.Error as error:
-                    # A value that Python cannot hold: the statements behind it were executed all the same.
+                    # A value that Python cannot hold: the statements after it were executed all the same.
                     failure, failed_at = failure or error, failed_at or owner
                 else:
                     rows[owner] = [*rows[owner], *found] if owner in rows else found
@@ -111,8 +111,8 @@ class Answer:
 
 
 def dbapi_connection(connection: Connection) -> Any:
-    """What SQLAlchemy works with: the psycopg connection, or its adapter of an async one."""
-    # Not by the property `connection`: a relay's connection notes each time that the driver's is taken by that.
+    """The connection that SQLAlchemy works with: psycopg's, or its adapter of an async one."""
+    # Not by the property `connection`: a relay's connection records each time that the driver's is taken by that.
     proxied = connection._dbapi_connection  # noqa: SLF001  # what the property reads, which is slow
     return (Connection.connection.__get__(connection) if proxied is None else proxied).dbapi_connection
 
@@ -135,7 +135,7 @@ def driver_connection(connection: Connection) -> DriverConnection:
 
 @contextmanager
 def unprepared(connection: Connection) -> Iterator[None]:
-    """No statement is prepared on the server: behind a pooler the next transaction may have another backend."""
+    """Prepare no statement on the server: with a pooler the next transaction may have another backend."""
     driver = driver_connection(connection)
     before = driver.prepare_threshold
     driver.prepare_threshold = None
@@ -218,12 +218,12 @@ def _encoding(driver: DriverConnection) -> str:
 
 
 def _is_utf8(driver: DriverConnection) -> bool:
-    # By what the server told libpq: to ask the driver takes several times as long. Some poolers tell nothing.
+    # As the server reported to libpq: by the driver it takes several times as long. Some poolers report nothing.
     return driver.pgconn.parameter_status(b"client_encoding") in (b"UTF8", None)
 
 
 class _Reader(threading.local):
-    """Reads rows in UTF-8 as the driver does by default, whatever a connection's adapters are; times in UTC."""
+    """Reads rows in UTF-8 as the driver does by default, without a connection's own adapters; times in UTC."""
 
     def __init__(self) -> None:
         # Kept: it remembers how the columns that it has seen are read.
@@ -266,7 +266,7 @@ def run_on_libpq(connection: PGconn, script: str, answer_seconds: float | None =
             script or answer may take longer, as long as it moves.
 
     Raises:
-        psycopg.Error: one failed, and those behind it were not executed.
+        psycopg.Error: one failed, and those after it were not executed.
         psycopg.OperationalError: it was not answered in time.
     """
     libpq_users[connection] = get_ident()
@@ -275,7 +275,7 @@ def run_on_libpq(connection: PGconn, script: str, answer_seconds: float | None =
     _flush(connection, seconds)
     rows: list[tuple[str | None, ...]] = []
     failed: psycopg.Error | None = None
-    # libpq has to be asked until there is no more result.
+    # libpq has to be called until there is no more result.
     while (result := _next_result(connection, seconds)) is not None:
         if result.status == ExecStatus.TUPLES_OK:
             rows = _rows(result)
@@ -302,7 +302,7 @@ def _flush(connection: PGconn, seconds: float) -> None:
 
 def _next_result(connection: PGconn, seconds: float) -> PGresult | None:
     # Busy also between the last result and the end of the answer, which may come in pieces: libpq would wait for the
-    # rest inside its own call, without an end, and psycopg keeps the interpreter's lock meanwhile.
+    # rest inside its own call, without an end, and psycopg keeps the interpreter's lock while it does.
     while connection.is_busy():
         _wait(connection, selectors.EVENT_READ, seconds)
         connection.consume_input()
@@ -310,7 +310,7 @@ def _next_result(connection: PGconn, seconds: float) -> PGresult | None:
 
 
 def _wait(connection: PGconn, events: int, seconds: float) -> int:
-    """Which of these events the connection's socket is ready for.
+    """Wait until the connection's socket is ready for one of these events; returns those for which it is.
 
     Raises:
         psycopg.OperationalError: none within `seconds`.
@@ -343,7 +343,7 @@ def _select(files: "list[socket.socket | int]", events: int, seconds: float) -> 
 
 
 def pause(connection: Connection, seconds: float) -> None:
-    """Let time pass, for other tasks too if the connection is an async one."""
+    """Sleep; other tasks go on if the connection is an async one."""
     if isinstance(driver_connection(connection), psycopg.AsyncConnection):
         await_only(asyncio.sleep(seconds))
     else:
@@ -351,21 +351,21 @@ def pause(connection: Connection, seconds: float) -> None:
 
 
 def transaction_status(connection: Connection) -> TransactionStatus:
-    """What the driver last heard of the transaction; no I/O. UNKNOWN once the connection is lost."""
+    """The status of the transaction by the last answer to the driver; no I/O. UNKNOWN once the connection is lost."""
     if connection.invalidated:
         return TransactionStatus.UNKNOWN
     return _STATUSES[driver_connection(connection).pgconn.transaction_status]
 
 
 def end_transaction(connection: Connection) -> None:
-    """Roll back whatever was left open, for SQLAlchemy and for the driver below it."""
+    """Roll back all that was left open, for SQLAlchemy and for the driver below it."""
     connection.rollback()
     if transaction_status(connection) != TransactionStatus.IDLE:
         run_script(connection, "ROLLBACK")
 
 
 def is_listened_to(connection: Connection) -> bool:
-    """Whether users' listeners on the engine (SET LOCAL ROLE, a tenant) want to see each transaction begin or end.
+    """Return True if the engine has users' listeners for the begin or end of transactions (SET LOCAL ROLE, a tenant).
 
     They see what SQLAlchemy begins, not what a script of ours does.
     """
@@ -374,14 +374,14 @@ def is_listened_to(connection: Connection) -> bool:
 
 
 def is_lost(connection: Connection) -> bool:
-    """Whether the connection to the server is gone."""
+    """Return True if the connection to the server is gone."""
     return transaction_status(connection) == TransactionStatus.UNKNOWN
 
 
 def is_at_rest(connection: Connection) -> bool:
-    """Whether a statement can be sent: none is under way, and nothing else waits to send one; no I/O.
+    """Return True if a statement can be sent: none is under way, and nothing else waits to send one; no I/O.
 
-    It cannot behind an unfinished COPY or stream, whose driver's lock would be waited for without an end, nor in the
+    It cannot after an unfinished COPY or stream, whose driver's lock would be waited for without an end, nor in the
     driver's pipeline mode, which refuses statements of ours.
     """
     if connection.invalidated:

@@ -42,7 +42,7 @@ class Engines:
             self.sync.dispose()
 
 
-# A connection whose other end vanished without a word is given up after 10 + 3 * 5 seconds, on both sides: the relay
+# A connection whose other end vanished silently is given up after 10 + 3 * 5 seconds, on both sides: the relay
 # stops waiting for a server that is gone, and the server frees the jobs of a relay that is gone.
 _IDLE_SECONDS, _INTERVAL_SECONDS, _PROBES = 10, 5, 3
 _GIVE_UP_MILLISECONDS = (_IDLE_SECONDS + _PROBES * _INTERVAL_SECONDS) * 1000
@@ -120,7 +120,7 @@ def _engine_options(url: str | URL, application_name: str, pooled: bool) -> tupl
 
 
 def resolve_engines(given: AnyEngine, async_engine: AsyncEngine | None) -> Engines:
-    """Make sense of what a relay was given.
+    """Sort the engines that a relay was given into a sync and an async one.
 
     Raises:
         ConfigError: a driver other than psycopg, or two async engines.
@@ -201,7 +201,7 @@ def _connect(connect: Callable[..., T], parameters: Mapping[str, Any], url: URL,
     kept = {name: value for name, value in parameters.items() if name != "options"}
     options = _given_options(url)
     theirs = {"options": options} if options else {}
-    # A pooler, most likely: behind one, a statement that was prepared on one connection is executed on another.
+    # A pooler, most likely: with one, a statement that was prepared on one connection is executed on another.
     connection = connect(**{"prepare_threshold": None, **kept, **theirs})
     refused.set()
     return connection
@@ -231,7 +231,7 @@ def check_capacity(engine: Engine | AsyncEngine, connections: int) -> None:
 def listen_connector(
     engines: Engines, listen_url: str | None, loop: Callable[[], asyncio.AbstractEventLoop | None]
 ) -> Callable[[], DriverConnection]:
-    """How the listener opens its connection: by `listen_url`, else through whichever engine there is."""
+    """The function by which the listener opens its connection: by `listen_url`, else through the engine that exists."""
     if listen_url is not None:
         return _url_connector(psycopg_url(listen_url), LISTENER_NAME)
 
@@ -280,7 +280,7 @@ def _async_connector(
 
 
 def _result_in(loop: asyncio.AbstractEventLoop, opening: "Future[DriverConnection]") -> DriverConnection:
-    """What an event loop opens, within 30 seconds. A loop that is closed before it began never says so itself."""
+    """The connection that an event loop opens, within 30 seconds. A loop that is closed before that reports nothing."""
     deadline = time.monotonic() + _OPEN_SECONDS
     while not wait([opening], timeout=0.1).done:
         if loop.is_closed() or time.monotonic() >= deadline:
@@ -292,9 +292,9 @@ def _result_in(loop: asyncio.AbstractEventLoop, opening: "Future[DriverConnectio
 def beside_connector(
     given: AnyEngine, loop: Callable[[], asyncio.AbstractEventLoop | None]
 ) -> Callable[[], DriverConnection]:
-    """How a connection beside those of a producer is opened: as its engine opens them, or by a URL.
+    """The function that opens a connection beside those of a producer: as its engine opens them, or by a URL.
 
-    It takes no place in the engine's pool. An engine of another driver than psycopg is asked for its URL alone.
+    It takes no place in the engine's pool. Of an engine of another driver than psycopg only the URL is used.
 
     Raises:
         ConfigError: not a PostgreSQL URL.
@@ -310,7 +310,7 @@ def beside_connector(
 
 def _take_beside(engine: Engine) -> PoolProxiedConnection:
     """A connection from a pool for it alone, with the engine's settings, listeners and way to connect."""
-    # Those that wait for a result may hold all connections of the engine's pool meanwhile.
+    # Calls that wait for a result may hold all connections of the engine's pool.
     return engine.pool.recreate().connect()
 
 

@@ -1,4 +1,4 @@
-"""What an error of the database or of its driver says: an outage, a refusal, an SQLSTATE."""
+"""Errors of the database and of its driver, by what they mean: an outage, a refusal, an SQLSTATE."""
 
 import re
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ LOCK_NOT_AVAILABLE = "55P03"
 READ_ONLY = "25006"
 # A standby that is being promoted, a lock_timeout, and what the server ended for the sake of other transactions.
 _TRANSIENT = (READ_ONLY, LOCK_NOT_AVAILABLE, "40001", "40P01")
-# What a server, a pooler or libpq says when it lets no connection in, or when one is lost. Only these words are
+# The words of a server, a pooler or libpq when it lets no connection in, or when one is lost. Only these are
 # repeated: the rest of the text may hold a host, a user or a value.
 _OUTAGE_REASONS = (
     "too many connections",
@@ -50,7 +50,7 @@ _OUTAGE_REASONS = (
     "the connection is lost",
     "SSL connection has been closed",
 )
-# What a server that answers says to a name or a password that it does not know: no waiting mends it. The names between
+# The answers of a server to a name or a password that it does not know: waiting does not help. The names between
 # the words are left out.
 _REFUSALS = {
     "database does not exist": r'database "[^"\n]*" does not exist',
@@ -101,7 +101,7 @@ def explain_missing_tables(error: BaseException | None) -> SchemaError | None:
 
 @contextmanager
 def missing_tables_explained() -> Iterator[None]:
-    """For statements on our tables alone.
+    """Explain missing tables, around statements on our tables alone.
 
     Raises:
         SchemaError: instead of the database's error, if they are missing.
@@ -121,10 +121,10 @@ class NoConnection(Exception):
 
 @contextmanager
 def opening() -> Iterator[None]:
-    """Around the opening of a connection: errors of users' code in an engine count as outages, as the database's do.
+    """Count errors of users' code in an engine as outages, as the database's are, while a connection is opened.
 
     Raises:
-        NoConnection: it raised what no driver does.
+        NoConnection: it raised an error that is no driver's.
     """
     try:
         yield
@@ -135,7 +135,7 @@ def opening() -> Iterator[None]:
 
 
 def outage_reason(error: BaseException) -> str | None:
-    """Why there is no way in, in words that are safe to log; None if the error says nothing that is known.
+    """The reason why no connection is possible, in words that are safe to log; None if the error has no known one.
 
     A refused connection has no SQLSTATE in libpq. If several hosts were tried, the first known reason of any.
     """
@@ -143,7 +143,7 @@ def outage_reason(error: BaseException) -> str | None:
 
 
 def is_refused(error: BaseException) -> bool:
-    """Whether a server answered, and knows no such database, role or password; of several hosts, all of them."""
+    """Return True if a server answered, and knows no such database, role or password; of several hosts, all of them."""
     return _refusal(error) is not None and not any(reason in str(error) for reason in _OUTAGE_REASONS)
 
 
@@ -158,7 +158,7 @@ INSUFFICIENT_PRIVILEGE = "42501"
 
 
 def is_database_unavailable(error: BaseException) -> bool:
-    """Whether the server is gone, going, starting or full, and not merely at odds with a statement."""
+    """Return True if the server is gone, going, starting or full, and did not merely refuse a statement."""
     sqlstate = sqlstate_of(error)
     if sqlstate is None:
         return True
@@ -189,7 +189,7 @@ def describe_refusal(error: BaseException) -> str:
 
 
 def is_transient(error: Exception) -> bool:
-    """Whether the same transaction may succeed later, by any driver.
+    """Return True if the same transaction may succeed later, by any driver.
 
     The server is gone, going, starting or full, its pool is, or it ended the transaction for the sake of others.
     """

@@ -3,9 +3,9 @@
 While a handler runs, transaction verbs are refused before they are sent. What goes around SQLAlchemy, on the driver's
 own connection, is not seen; the script that commits finds what it did to the transaction.
 
-Each job works with a connection that is lent to it and closed behind it, so that a thread which it left behind cannot
-use the next job's. The guard also notes whether a handler may have left session state on the server: then the slot
-starts its next job on another connection.
+Each job works with a connection that is lent to it and closed after it, so that a thread which it has left cannot use
+the next job's. The guard also records if a handler may have left session state on the server: then the slot starts its
+next job on another connection.
 """
 
 import sys
@@ -47,11 +47,11 @@ class Watcher(Protocol):
     """
 
     def sees(self, statement: str, context: ExecutionContext | None) -> None:
-        """A statement is about to be sent. What is raised here keeps it from being sent."""
+        """Called before a statement is sent. An error that this raises keeps it from being sent."""
         ...
 
     def hands_out(self) -> None:
-        """The driver's own connection or cursor is about to be taken or used, and then goes unseen."""
+        """Called before the driver's own connection or cursor, whose statements are not seen, is taken or used."""
         ...
 
 
@@ -74,21 +74,21 @@ class Guard:
     """Watches one connection. `savepoint` is the running job's own, or None between jobs.
 
     `on_first_use` begins it, if a handler runs whose savepoint has not begun: also for what a handler sends through
-    the connection instead of its session. `watcher` is told of every statement before it is sent, and when the
-    driver's connection is taken. `thread` is the one that it belongs to.
+    the connection instead of its session. `watcher` is called before every statement, and when the driver's
+    connection is taken. `thread` is the one that it belongs to.
     """
 
     def __init__(self, connection: Connection) -> None:
         self.savepoint: Savepoint | None = None
         self.on_first_use: Callable[[], None] | None = None
         self.watcher: Watcher | None = None
-        # What of a handler's may outlive its transaction on this connection, in words that hold no value.
+        # State of a handler that may outlive its transaction on this connection, in words that hold no value.
         self.left: str | None = None
         # Whether something holds for the rest of the transaction that does not hold on this connection, such as the
         # meaning of a name, or a role: by a SET LOCAL search_path, or by what is not known.
         self.is_altered = False
         self._connection = connection
-        # A handler can reach the relay's own connection by its transactions; a thread that it left behind is refused.
+        # A handler can reach the relay's own connection by its transactions; a thread that it has left is refused.
         self.thread = get_ident()
         self._lent: list[Connection] = []
         # The statement that SQLAlchemy is about to give to the driver's cursor.
@@ -104,7 +104,7 @@ class Guard:
         self._factories = driver.cursor_factory, driver.server_cursor_factory
         driver.cursor_factory = _watched_cursor(driver.cursor_factory, self)
         driver.server_cursor_factory = _watched_cursor(driver.server_cursor_factory, self)
-        # What every statement of SQLAlchemy's goes through, and the jobs behind in a batch would read wrong rows by.
+        # Every statement of SQLAlchemy's uses these: changed by a job, they would give later jobs wrong rows.
         self._driver = driver
         self._libpq = driver.pgconn
         self._through = {name: getattr(driver, name) for name in _FACTORIES}
@@ -131,7 +131,7 @@ class Guard:
         """Begin the running job's own savepoint.
 
         Args:
-            claimed: The name of the claim's own, which is there already and stands for it: nothing is sent.
+            claimed: The name of the claim's own, which exists already and is used instead: nothing is sent.
         """
         # An earlier handler may have left a savepoint open: these would become a chain, for as long as claims follow.
         self._connection._nested_transaction = self._around  # noqa: SLF001  # nothing else drops them without a statement
@@ -146,7 +146,7 @@ class Guard:
         return lent
 
     def take_back(self) -> None:
-        """Close what was lent, against threads that its job left behind, and undo what the job set on it."""
+        """Close what was lent, against threads that its job has left, and undo what the job set on it."""
         while self._lent:
             self._lent.pop().__dict__ = {**self._connection.__dict__, **_CLOSED}
         self._connection._execution_options = self._options  # noqa: SLF001  # set in place, and only ever added to
@@ -174,11 +174,11 @@ class Guard:
 
     @property
     def has_own_options(self) -> bool:
-        """Whether the running job has set nothing on its connection, such as a `schema_translate_map`."""
+        """Return True if the running job has set nothing on its connection, such as a `schema_translate_map`."""
         return self._connection._execution_options is self._options  # noqa: SLF001  # the getter's object, without a call
 
     def hands_out(self) -> None:
-        """The driver's own connection is taken."""
+        """Called when the driver's own connection is taken."""
         if self.watcher is not None:
             self.watcher.hands_out()
         elif self.on_first_use is not None:
@@ -188,7 +188,7 @@ class Guard:
             self.left = "the driver's own connection"
 
     def sends(self, query: object) -> None:
-        """One of the driver's cursors sends this: for SQLAlchemy, or by itself."""
+        """Called with what one of the driver's cursors sends: for SQLAlchemy, or by itself."""
         announced, self._announced = self._announced, None
         if query is not None and query is announced:
             return
@@ -212,7 +212,7 @@ class Guard:
             raise InvalidRequestError("this connection is the relay's, and no job's: use ctx.session.connection()")
         if self.on_first_use is not None:
             self.on_first_use()
-        # `exec_driver_sql` takes bytes and SQL objects of the driver's too, of which nothing can be told.
+        # `exec_driver_sql` takes bytes and SQL objects of the driver's too, which are not read.
         text = statement if isinstance(statement, str) else ""
         if self.watcher is not None:
             self.watcher.sees(text, context)
@@ -237,14 +237,14 @@ class Guard:
             raise HandlerRolledBack("the handler went on after it rolled its session back: use session.begin_nested()")
 
     def _note(self, statement: str, parameters: object) -> None:
-        """Note what a handler's statement may leave on the connection."""
+        """Record what a handler's statement may leave on the connection."""
         try:
             self._note_left(statement, parameters)
         except Exception as error:  # noqa: BLE001  # raised again, unless it is a defect
             self._assume_worst(error)
 
     def _assume_worst(self, error: Exception) -> None:
-        """Report a defect of what reads statements, which the handler must not meet: anything may be left behind."""
+        """Report a defect of the code that reads statements, which the handler must not meet: anything may be left."""
         contain(error)
         self.left, self.is_altered = self.left or "a statement that could not be read", True
 
@@ -270,16 +270,16 @@ class Guard:
 
     @property
     def is_handlers_turn(self) -> bool:
-        """Whether a handler runs."""
+        """Return True if a handler runs."""
         return self.savepoint is not None or self.on_first_use is not None
 
     @property
     def is_untouched(self) -> bool:
-        """Whether nothing was sent for the running job, nor the driver's connection taken by it or one before it."""
+        """Return True if the running job has sent nothing, and no job so far has taken the driver's connection."""
         return (self.on_first_use is not None or not self._lent) and self.left is None
 
     def let_go(self) -> None:
-        """Note that no handler runs any more."""
+        """Record that no handler runs any more."""
         self.savepoint = self.on_first_use = self.watcher = None
 
 
@@ -290,14 +290,14 @@ def lend(connection: Connection) -> Connection:
 
 
 def is_same(connection: Connection, other: Connection | None) -> bool:
-    """Whether one of them is the other, or lent from it."""
+    """Return True if one of them is the other, or lent from it."""
     return other is not None and connection.__dict__ is other.__dict__
 
 
 def keep_cancelled(context: ExceptionContext, own: Connection) -> None:
-    """For "handle_error": keep a connection of ours on which a coroutine is cancelled, which SQLAlchemy would give up.
+    """Keep a connection of ours on which a coroutine is cancelled; SQLAlchemy would give it up. For "handle_error".
 
-    By a timeout of the handler's own, perhaps: psycopg has cancelled its query in the server, and the savepoint
+    The cause may be a timeout of the handler's own: psycopg has cancelled its query in the server, and the savepoint
     contains that as it does any error.
     """
     connection = context.connection

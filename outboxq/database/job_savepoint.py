@@ -6,7 +6,7 @@ from outboxq.database.driver import run_script
 
 
 class Savepoint(NestedTransaction):
-    """A running job's own savepoint. Once it `is_released`, what lies behind it can no longer be undone."""
+    """A running job's own savepoint. Once it `is_released`, what came after it can no longer be undone."""
 
     __slots__ = ("is_released",)
 
@@ -16,13 +16,13 @@ class Savepoint(NestedTransaction):
 
     @property
     def name(self) -> str:
-        """What the server calls it."""
+        """Its name in the server."""
         return self._savepoint
 
     def undo(self) -> None:
         """Roll back to the savepoint, even if SQLAlchemy says that it did.
 
-        SQLAlchemy says so also if it could send nothing, and rows may have come behind it by the driver's cursor.
+        SQLAlchemy says so also if it could send nothing, and rows may have come after it by the driver's cursor.
 
         Raises:
             psycopg.Error, SQLAlchemyError: the savepoint is gone.

@@ -58,7 +58,7 @@ class ListeningThread(ABC):
 
     @abstractmethod
     def failed(self, error: Exception) -> None:
-        """Receive what took the connection, or kept it from being opened; after a pause the next one is opened."""
+        """Receive the error that ended the connection or refused it; after a pause the next one is opened."""
 
     def is_needed(self) -> bool:
         """Tell whether to connect, before each connection."""
@@ -88,7 +88,7 @@ class ListeningThread(ABC):
         self._thread.join(_STOP_SECONDS)
 
     def send(self, request: Request) -> bool:
-        """Have the thread run a request; False if it stops. Returns at once."""
+        """Pass a request to the thread, which runs it; False if the thread stops. Returns at once."""
         # Not while the socket is closed: at that moment its number may become that of another connection.
         with self._lock:
             if self._is_stopping:

@@ -41,7 +41,7 @@ _SET_LOCALLY = re.compile(
 
 
 class Leavings(NamedTuple):
-    """What a statement sets or leaves.
+    """The state that a statement sets or leaves.
 
     `what` outlives the transaction, in words that hold no value; None if all ends with it, provided that the parameters
     named in `only_local` are true.
@@ -52,7 +52,7 @@ class Leavings(NamedTuple):
 
 
 def left_by(statement: str) -> Leavings | None:
-    """What a statement sets or leaves on its connection; None if it leaves nothing, and sets nothing either."""
+    """The state that a statement sets or leaves on its connection; None if it neither sets nor leaves any."""
     return _kept(statement) if len(statement) <= _KEPT_CHARACTERS else _read(statement)
 
 

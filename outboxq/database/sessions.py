@@ -35,15 +35,15 @@ def plain_session(session: AnySession, what: str) -> Session:
 
 
 def outbox_bind(session: Session) -> Engine | Connection | None:
-    """Where the session's own rows of the outbox and the inbox go; None if a ShardedSession has to choose. No I/O.
+    """The bind for the session's own rows of the outbox and the inbox; None if a ShardedSession has to choose. No I/O.
 
     Raises:
-        EnqueueError: nowhere, to another database than PostgreSQL, or to one that none of the session's own rows go to.
+        EnqueueError: there is none, it is no PostgreSQL database, or none of the session's own rows go to it.
     """
     if isinstance(session, ShardedSession):
         return None
     try:
-        # A handler's session begins its transaction when it is asked for its bind.
+        # `get_bind` of a handler's session begins its transaction.
         bind: Engine | Connection = getattr(session, "peek_bind", session.get_bind)(mapper=job_mapper())
     except UnboundExecutionError as error:
         raise EnqueueError(
@@ -61,7 +61,7 @@ def _check_dialect(bind: Engine | Connection) -> None:
 
 
 def binds_of(session: Session) -> Mapping[Any, object]:
-    """What a session sends elsewhere than to its `bind`, by class, mapper or table."""
+    """The binds of a session other than its `bind`, by class, mapper or table."""
     # Named differently in SQLAlchemy 2.0.
     binds: Mapping[Any, object] = getattr(session, "binds", None) or getattr(session, "_Session__binds", {})
     return binds
@@ -99,8 +99,8 @@ def transaction_connection(session: Session) -> Connection:
 def _shard_of_rows(session: ShardedSession) -> Hashable:
     """The shard of the rows that wait for the flush; without any, the one that the transaction uses already.
 
-    The session's `shard_chooser` is asked only if that leaves none or several: it would have to know a job's shard from
-    the job, and another one than the rows' would make two transactions.
+    The session's `shard_chooser` is called only if that leaves none or several: it would have to know a job's shard
+    from the job, and another one than the rows' would make two transactions.
 
     Raises:
         EnqueueError: the `shard_chooser` does not know either.
@@ -121,7 +121,7 @@ def _shard_of_rows(session: ShardedSession) -> Hashable:
 def _shard_of(session: ShardedSession, row: object) -> Hashable:
     state = instance_state(row)
     if state.key is None:
-        # get_bind asks the chooser once, and notes the answer, as the flush will.
+        # get_bind calls the chooser once, and records the answer, as the flush will.
         mapper: Any = job_mapper() if isinstance(row, JobRow) else object_mapper(row)
         session.get_bind(mapper, instance=row)
         return state.identity_token
@@ -154,7 +154,7 @@ def outbox_connection(session: Session | Connection, what: str) -> Connection:
 
 
 def is_autocommit_by_default(session: Session, engine: Engine) -> bool:
-    """Whether the engine or the session asks for AUTOCOMMIT, as far as their settings tell; the flush looks again."""
+    """Return True if the settings of the engine or the session ask for AUTOCOMMIT; the flush checks again."""
     session_options: dict[str, object] = getattr(session, "execution_options", None) or {}
     level = session_options.get("isolation_level") or engine.get_execution_options().get("isolation_level")
     return (level or getattr(engine.dialect, "_on_connect_isolation_level", None)) == "AUTOCOMMIT"
@@ -166,7 +166,7 @@ def refuse_autocommit(connection: Connection) -> None:
     Raises:
         EnqueueError: it does.
     """
-    # By the class's own property: a relay's connection notes each time that the driver's is taken from it.
+    # By the class's own property: a relay's connection records each time that the driver's is taken from it.
     below = Connection.connection.__get__(connection).dbapi_connection
     # Every PostgreSQL driver has it, or SQLAlchemy's adapter for it does.
     if getattr(below, "autocommit", False):

@@ -1,4 +1,4 @@
-"""The settings that our statements need, whatever a role or a database has set. The one list of them.
+"""The settings that our statements need, in place of those of the role and the database. The one list of them.
 
 Connections of ours have them from the start, and our transactions set them again: a pooler refuses startup options, and
 those of the user win over ours. On the connection of a caller they hold for a call and are then as they were; a relay's
@@ -32,7 +32,7 @@ _PG = func.pg_catalog
 
 @contextmanager
 def our_settings(connection: Connection) -> Iterator[None]:
-    """Our settings on a caller's connection, within the block; behind it those that were there.
+    """Our settings on a caller's connection, within the block; after it those that were there.
 
     After an error of the database there is nothing to do: what rolls back the error rolls back the settings.
     """

@@ -2,7 +2,7 @@
 
 They are found as PostgreSQL's lexer reads them.
 
-Every character is looked at a bounded number of times: a pattern with a choice of ways through the same white space
+Every character is read a bounded number of times: a pattern with a choice of ways through the same white space
 takes time that doubles with each blank.
 """
 
@@ -15,7 +15,7 @@ _BLANKS = re.compile(r"(?:[ \t\n\r\f\v]++|--[^\n\r]*+)*+")
 _COMMENT_EDGE = re.compile(r"/\*|\*/")
 _WORD = re.compile(r"[A-Za-z_\x80-\U0010ffff][A-Za-z0-9_$\x80-\U0010ffff]*+")
 
-# What begins a literal, a quoted name or a comment. A tag's dollar does not stand behind a name, and $1 is a parameter.
+# The beginning of a literal, a quoted name or a comment. A tag's dollar does not follow a name; $1 is a parameter.
 _OPENING = re.compile(
     r"""'|"|(?<![\w$])[eE]'|--[^\n\r]*+|/\*|(?<![\w$])\$(?:[A-Za-z_\x80-\U0010ffff][A-Za-z0-9_\x80-\U0010ffff]*+)?\$"""
 )
@@ -39,11 +39,11 @@ def leading_words(sql: str) -> Iterator[str]:
 
 
 def may_end_transaction(statement: str) -> bool:
-    """Whether there may be a transaction verb in a statement that was let through.
+    """Return True if there may be a transaction verb in a statement that was let through.
 
     The server takes several statements at once if they come without parameters. One by one nothing but a verb ends
     a transaction: procedures and DO blocks cannot inside of a transaction block (2D000). A statement that does not
-    begin with its verb may have one behind a comment that only the server can read.
+    begin with its verb may have one after a comment that only the server can read.
     """
     return ";" in statement or not statement.lstrip()[:1].isalpha()
 

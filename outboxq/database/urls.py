@@ -1,4 +1,4 @@
-"""Database URLs: what a team writes down, as SQLAlchemy with psycopg takes it."""
+"""Database URLs: as a team writes them down, made into those that SQLAlchemy takes with psycopg."""
 
 from urllib.parse import unquote
 
@@ -36,14 +36,14 @@ def host_names(url: URL) -> tuple[str, ...]:
 
 
 def _parse_hosts(url: str) -> URL:
-    """SQLAlchemy's parser refuses a comma between hosts: they move to where it accepts them."""
+    """Move several hosts into a parameter: SQLAlchemy's parser refuses a comma between them."""
     scheme, separator, rest = url.partition("://")
     authority_length = next((place for place, letter in enumerate(rest) if letter in "/?"), len(rest))
     user, at, hosts = rest[:authority_length].rpartition("@")
     if "," not in hosts:
         return make_url(url)
     parsed = make_url(f"{scheme}{separator}{user}{at}{rest[authority_length:]}")
-    # As in libpq, the parameter wins over what stands before the path.
+    # As in libpq, the parameter wins over the host before the path.
     return parsed if "host" in parsed.query else parsed.update_query_dict({"host": hosts.split(",")})
 
 

@@ -96,14 +96,14 @@ def pytest_runtest_teardown() -> Generator[None, object, object]:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: _WorkerNode) -> None:
-    """pytest-xdist: take over what a worker found."""
+    """Take over the source that a worker of pytest-xdist found."""
     source = getattr(node, "workeroutput", {}).get(_WORKER_SOURCE)
     if isinstance(source, str):
         node.config.stash[_SOURCE] = source
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """Say which PostgreSQL the tests ran on."""
+    """Report which PostgreSQL the tests ran on."""
     source = config.stash.get(_SOURCE, None)
     if source is not None:
         terminalreporter.write_line(f"outboxq: {source}")

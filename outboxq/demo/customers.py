@@ -21,7 +21,7 @@ PRODUCTS = tuple(
     for thing in ("cup", "kettle", "lamp", "pillow", "spoon", "teapot")
 )
 
-# What becomes of an order. Of ten, two are rolled back as a whole and one loses its gift wrap with a savepoint.
+# The fate of an order. Of ten, two are rolled back as a whole and one loses its gift wrap with a savepoint.
 Fate: TypeAlias = Literal["plain", "gift", "no paper left", "card declined"]
 _OF_TEN: dict[Fate, int] = {"plain": 5, "gift": 2, "no paper left": 1, "card declined": 2}
 _JOBS: dict[Fate, int] = {"plain": 2, "gift": 3, "no paper left": 2, "card declined": 0}
@@ -37,7 +37,7 @@ class PlannedOrder:
 
     @property
     def jobs(self) -> int:
-        """How many jobs its transaction commits."""
+        """The number of jobs that its transaction commits."""
         return _JOBS[self.fate]
 
 
@@ -74,14 +74,14 @@ class Customers:
         ]
 
     def have_finished(self) -> bool:
-        """Whether every order was placed. Raises what a thread raised."""
+        """Return True if every order was placed. Raises the error of a thread."""
         for end in self._ends:
             if end.done():
                 end.result()
         return all(end.done() for end in self._ends)
 
     def stop(self) -> None:
-        """Let each customer finish the order at hand, and end the threads."""
+        """End the threads, after each customer has finished the order at hand."""
         self._stopping.set()
         self._pool.shutdown()
 

@@ -1,4 +1,4 @@
-"""The demo's market: what the shop has beside its orders, so that an operator has something to do.
+"""The demo's market: work of the shop other than its orders, so that an operator has something to do.
 
 Cards are charged by a provider that does not always answer, suppliers have prices of products that the shop does not
 know, and a report takes half a minute.
@@ -22,11 +22,11 @@ _STEP_SECONDS = 0.2
 
 
 class ProviderSilent(Exception):
-    """The provider did not answer: whether the card was charged is not known."""
+    """The provider did not answer: it is not known if the card was charged."""
 
 
 class UnknownProduct(Exception):
-    """A supplier sells what the shop does not know."""
+    """A supplier sells a product that the shop does not know."""
 
 
 @jobs.handler(queue="payments", claim="lease", retry=_QUICKLY)

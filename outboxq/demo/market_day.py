@@ -22,7 +22,7 @@ KILL_SECONDS = 45.0
 _TARGET = "outboxq.demo.market:jobs"
 _SLOTS_PER_QUEUE = 2
 _SUPPLIERS = ("Ada & Sons", "Lovelace Ltd", "Hopper Imports")
-# What the shop does not know yet: a row in shop.product mends it.
+# Products that the shop does not know yet: a row in shop.product mends it.
 NEW_PRODUCTS = ("golden kettle", "golden teapot", "silver spoon")
 _MONTHS = ("2026-01", "2026-02", "2026-03")
 # An order every quarter of a second, a price list every second, a report every minute.
@@ -64,7 +64,7 @@ class Market:
         return relay
 
     def trade(self, order: PlannedOrder, number: int) -> None:
-        """Place an order and charge its card; now and then a price list comes, or a report is asked for."""
+        """Place an order and charge its card; now and then a price list comes, or a report is requested."""
         try:
             place_order(self._sessions, CUSTOMERS[number % len(CUSTOMERS)], order)
         except CardDeclined:
@@ -80,7 +80,7 @@ class Market:
 
 @contextmanager
 def open_market(say: Callable[[str], None]) -> Iterator[Market]:
-    """A market on a server of its own, whose two relays serve. Nothing is left of it behind the block.
+    """A market on a server of its own, whose two relays serve. Nothing is left of it after the block.
 
     Raises:
         DemoFailed: a relay did not start.

@@ -1,4 +1,4 @@
-"""The demo's proof: every figure is counted in the database, and says from what."""
+"""The demo's proof: every figure is counted in the database, with the statement that counts it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from outboxq.demo.shop import STOCK
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """One number: its name, the statement that counts it, what that means in words, and what it has to be."""
+    """One number: its name, the statement that counts it, its meaning in words, and its required value."""
 
     name: str
     sql: str
@@ -19,7 +19,7 @@ class Figure:
     must_be_zero: bool = False
 
 
-# A rollback does not give back the numbers that an identity drew: the gaps count what was inserted and undone.
+# A rollback does not give back the numbers that an identity drew: the gaps count rows that were inserted and undone.
 FIGURES = (
     Figure("orders committed", 'SELECT count(*) FROM shop."order"', "rows of shop.order"),
     Figure(
@@ -79,7 +79,7 @@ class Kill:
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """What became of the orders.
+    """The outcome of the orders.
 
     Attributes:
         values: The figures, by name.
@@ -95,11 +95,11 @@ class Proof:
 
     @property
     def holds(self) -> bool:
-        """Whether nothing was lost, doubled or left although a relay was killed at work."""
+        """Return True if nothing was lost, doubled or left although a relay was killed at work."""
         return not self.differences()
 
     def differences(self) -> list[str]:
-        """What is not as promised, in words."""
+        """The differences from what is promised, in words."""
         found = [
             f"{figure.name}: expected 0, counted {self.values[figure.name]} ({figure.counted_from})"
             for figure in FIGURES

@@ -1,7 +1,7 @@
 """The demo's shop: its tables and its handlers.
 
 `EnqueuedJob` and `Effect` are there for the proof. A row of the first is written with each job, in the same
-transaction; a row of the second is what a handler does. No constraint keeps a second effect of a job out, so doubled
+transaction; a row of the second is a handler's effect. No constraint keeps a second effect of a job out, so doubled
 ones would show.
 """
 
@@ -28,7 +28,7 @@ class Base(DeclarativeBase):
 
 
 class Product(Base):
-    """What is sold, and how much of it is left."""
+    """A product, and how much of it is left."""
 
     __tablename__ = "product"
 
@@ -37,7 +37,7 @@ class Product(Base):
 
 
 class Order(Base):
-    """What a customer ordered."""
+    """An order of a customer."""
 
     __tablename__ = "order"
 
@@ -66,7 +66,7 @@ class EnqueuedJob(Base):
 
 
 class Effect(Base):
-    """What a handler did. `relay` is the process, by the name of its connection."""
+    """An effect of a handler. `relay` is the process, by the name of its connection."""
 
     __tablename__ = "effect"
 

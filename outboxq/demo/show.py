@@ -1,4 +1,4 @@
-"""What the demo shows: lines and a progress bar while it runs, then the proof as a table, or as one JSON object."""
+"""The display of the demo: lines and a progress bar while it runs, then the proof as a table, or as one JSON object."""
 
 import json
 import sys
@@ -13,10 +13,10 @@ class Show:
     """The display of a run, a context manager around it: silent until the end, then one JSON object."""
 
     def say(self, line: str) -> None:
-        """Tell what happens."""
+        """Show a line about what happens."""
 
     def progress(self, done: int, total: int) -> None:
-        """Tell how many effects were applied."""
+        """Show how many effects were applied."""
 
     def finish(self, proof: Proof, facts: Mapping[str, object]) -> None:
         """Show the proof."""
@@ -99,7 +99,7 @@ class TerminalShow(Show):
 
 
 def as_object(proof: Proof, facts: Mapping[str, object]) -> dict[str, object]:
-    """The proof for JSON: a key per figure, and what is known besides."""
+    """The proof for JSON: a key per figure, and the other facts."""
     kill = proof.kill
     return {
         "ok": proof.holds,

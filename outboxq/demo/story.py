@@ -31,7 +31,7 @@ _SLOTS_PER_QUEUE = 2
 _SLOTS = 2 * _SLOTS_PER_QUEUE  # of the shop's two queues
 _START_SECONDS = 30.0
 
-# A claim is an open transaction that has deleted the job: its id stands in the row's xmax. The lock on the ledger tells
+# A claim is an open transaction that has deleted the job: its id is in the row's xmax. The lock on the ledger shows
 # that the handler has written its effect.
 _RUNNING = text(
     f"""\
@@ -49,8 +49,8 @@ _PROGRESS = text("SELECT count(*) AS done, EXISTS (SELECT FROM outboxq.job) AS h
 def run_demo(*, jobs: int, seed: int | None = None, json: bool = False) -> int:
     """Play the demo and print its proof.
 
-    It starts a server and three relay processes, and leaves nothing behind, also after Ctrl-C. No configured database
-    is touched.
+    It starts a server and three relay processes, and leaves nothing, also after Ctrl-C. No configured database is
+    touched.
 
     Args:
         jobs: How many jobs are committed, give or take two; at least 100.
@@ -69,7 +69,7 @@ def run_demo(*, jobs: int, seed: int | None = None, json: bool = False) -> int:
         raise ConfigError(f"the demo takes at least {FEWEST_JOBS} jobs, to have some left to kill, got {jobs}")
     seed = random.randrange(1_000_000) if seed is None else seed
     begun = time.monotonic()
-    # Asked between steps: a KeyboardInterrupt may land, and be lost, in a destructor of any library.
+    # Checked between steps: a KeyboardInterrupt may land, and be lost, in a destructor of any library.
     interrupted = threading.Event()
     with open_show(as_json=json) as show, stop_signals(interrupted.set):
         try:
@@ -106,7 +106,7 @@ def _play_on(server: Server, show: Show, orders: list[PlannedOrder], seed: int, 
 
 
 class _Story:
-    """The relays of one run, and what happens to them."""
+    """The relays of one run, and the steps of it."""
 
     def __init__(self, url: str, engine: Engine, show: Show, orders: list[PlannedOrder], stack: ExitStack) -> None:
         self._url, self._engine, self._show, self._stack = url, engine, show, stack
@@ -134,7 +134,7 @@ class _Story:
                 check_runs(relay)
             if kill is None and seen.done >= self._jobs // 2:
                 kill = self._kill_second_relay(seen.done)
-            # In this order: what is enqueued after the look is not missed.
+            # In this order: jobs that are enqueued after the query are not missed.
             if customers.have_finished() and not seen.has_jobs and not self._ask(_PROGRESS)[0].has_jobs:
                 return kill
             if interrupted.wait(_POLL_SECONDS):
@@ -143,14 +143,14 @@ class _Story:
         return kill
 
     def stop_relays(self) -> None:
-        """Let all finish, so that nothing moves while it is counted."""
+        """Stop all relays in order, so that nothing changes while it is counted."""
         for relay in self._relays:
             relay.ask_to_stop()
         for relay in self._relays:
             relay.wait(_STOP_SECONDS)
 
     def _start_relay(self) -> RelayProcess:
-        """Start a relay whose connections carry its name, so that the database can tell what it does."""
+        """Start a relay whose connections carry its name, so that the database shows what it does."""
         self._started += 1
         config = RelayConfig(slots_per_queue=_SLOTS_PER_QUEUE)
         relay = RelayProcess("outboxq.demo.shop:jobs", self._url, config, name=f"relay {self._started}")

@@ -1,4 +1,4 @@
-"""The aggregate: what became of a relay's jobs, counted per queue and kind in memory until it is added to the tables.
+"""The aggregate: outcomes of a relay's jobs, counted per queue and kind in memory until they are added to the tables.
 
 A slot adds a batch at a time, under one lock that is held for no I/O. Each number is handed out once, by `take`.
 """
@@ -29,7 +29,7 @@ from outboxq.statements.history import BOUNDS, BUCKETS
 
 Outcome: TypeAlias = Literal["done", "retried", "died", "snoozed", "discarded", "crashed", "lost"]
 OUTCOMES: tuple[Outcome, ...] = ("done", "retried", "died", "snoozed", "discarded", "crashed", "lost")
-# So many kinds, of all queues together, are told apart. An application whose kinds are made of its customers' names
+# So many kinds, of all queues together, are counted apart. An application whose kinds are made of its customers' names
 # would fill the tables.
 KINDS_MOST = 200
 OTHER = "_other"
@@ -45,13 +45,13 @@ Ended: TypeAlias = JobDone | JobRetried | JobDied | JobSnoozed | JobDiscarded
 # Looked up without a line of Python for each job.
 _SORT = attrgetter("__class__", "job.queue", "job.kind", "job.claimed_at")
 _RUN_AT, _SECONDS = attrgetter("job.run_at"), attrgetter("seconds")
-# What a handler was not called for, or whose run did not count.
+# Events of jobs whose handler was not called, or whose run did not count.
 NOT_RUN: dict[type[Event], Outcome] = {JobCancelled: "discarded", JobExpired: "discarded", JobLeaseLost: "lost"}
 
 
 @dataclass(slots=True)
 class KindCounts:
-    """One kind in one queue: how often each outcome, and how long its jobs waited and ran."""
+    """One kind in one queue: the counts of its outcomes, and the times that its jobs waited and ran."""
 
     outcomes: dict[Outcome, int] = field(default_factory=lambda: dict.fromkeys(OUTCOMES, 0))
     wait_seconds: float = 0.0
@@ -73,12 +73,12 @@ Counts: TypeAlias = dict[tuple[str, str], KindCounts]
 
 
 class Aggregate:
-    """What became of jobs since it was last taken, and since the relay began."""
+    """The outcomes of jobs since they were last taken, and since the relay began."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._counts: Counts = {}
-        # What was taken, added up.
+        # All that was taken, added up.
         self._taken: Counts = {}
 
     def add(self, events: Sequence[Event]) -> None:
@@ -99,7 +99,7 @@ class Aggregate:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing was counted since it was last taken."""
+        """Return True if nothing was counted since the last `take`."""
         return not self._counts
 
     def take(self) -> Counts:

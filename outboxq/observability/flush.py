@@ -4,7 +4,8 @@ A flush has a number. One statement writes it into the relay's own row, if it is
 then adds the counts of jobs. So a flush whose answer was lost is sent again as it was, and adds nothing if it had been
 committed. While the database is away the counts wait in memory, one entry for each kind.
 
-Lost is what a killed process had not flushed yet, and what the server itself forgets in a crash, a moment at most.
+Counts that a killed process had not flushed yet are lost, and those that the server itself forgets in a crash, of a
+moment at most.
 """
 
 import time
@@ -23,13 +24,13 @@ Transact: TypeAlias = Callable[[str], Sequence[Sequence[str | None]]]
 
 # The row of a relay that was not seen for a day is removed, and with it what its last flush was.
 _DOUBT_SECONDS = 43_200.0
-# At the end: one whose row was removed, the same with a new row, and what was counted since.
+# At the end: one whose row was removed, the same with a new row, and the counts since.
 _LAST_FLUSHES = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RelayIdentity:
-    """What a relay says of itself once. `limits`: what its application declares, as `declared_limits` reads it."""
+    """Facts about a relay that do not change. `limits`: those that its application declares, for `declared_limits`."""
 
     id: UUID
     host: str
@@ -44,7 +45,7 @@ class RelayIdentity:
 
 @dataclass(frozen=True, slots=True)
 class RelayActivity:
-    """What a relay is at: its state, how many of its slots work, and as JSON the jobs that have run for long.
+    """The activity of a relay: its state, how many of its slots work, and as JSON the jobs that have run for long.
 
     `free`: the queues that a slot which does not work serves.
     """
@@ -59,8 +60,8 @@ class Flusher:
     """Adds the numbers of an aggregate to the tables, together with a sign of the relay's life.
 
     Args:
-        activity: What the relay is at, asked with each flush.
-        database_clock: Is compared with the database's with each flush.
+        activity: Returns what the relay is doing; called with each flush.
+        database_clock: Compared with the database's at each flush.
     """
 
     def __init__(
@@ -78,22 +79,22 @@ class Flusher:
         self._clock = database_clock
         self._number = 0
         self._is_registered = False
-        # What the flush of this number adds, until it is known to be committed; and since when that is in doubt.
+        # The counts that the flush of this number adds, until its commit is known; and since when that is in doubt.
         self._pending: Counts | None = None
         self._in_doubt_since: float | None = None
 
     def has_something_to_say(self, *, counts: bool) -> bool:
-        """Whether there is anything to add, if `counts` is to be added, or the relay has a row, or may have."""
+        """Return True if there are counts to add, and `counts` is True, or if the relay has a row, or may have."""
         has_counts = counts and not self._aggregate.is_empty
         return self._is_registered or self._in_doubt_since is not None or has_counts
 
     def flush(self, transact: Transact, *, counts: bool = True) -> bool:
-        """Say that the relay lives, and send what was counted since the last flush; whether this minute has gauges.
+        """Report that the relay lives, and send the counts since the last flush; True if this minute has gauges.
 
-        What a lost connection left in doubt is sent again by the next flush.
+        Counts that a lost connection left in doubt are sent again by the next flush.
 
         Args:
-            counts: False leaves what was counted to a later flush.
+            counts: False leaves the counts to a later flush.
 
         Raises:
             psycopg.Error: nothing was added, or that is not known.
@@ -122,7 +123,7 @@ class Flusher:
         """Flush for the last time, and remove the relay's row.
 
         Args:
-            counts: False leaves out what was counted.
+            counts: False leaves out the counts.
 
         Raises:
             psycopg.Error: nothing was added, or that is not known.
@@ -135,7 +136,7 @@ class Flusher:
         self._is_registered = False
 
     def _forget(self) -> None:
-        """Have done with the pending numbers: they were added, or it is too late to find out."""
+        """Drop the pending numbers: they were added, or it is too late to find out."""
         self._pending = self._in_doubt_since = None
 
     def _script(self, counts: Counts) -> str:

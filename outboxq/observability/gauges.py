@@ -1,4 +1,4 @@
-"""Gauges: how the queues stand, once a minute, written by one of the relays."""
+"""Gauges: the state of the queues, once a minute, written by one of the relays."""
 
 from sqlalchemy import Connection
 
@@ -9,12 +9,12 @@ from outboxq.statements import history as statements
 from outboxq.statements.relays import served_queues
 
 MOST_QUEUES = 1_000
-# Behind a pinned snapshot the index of a busy queue begins with entries of rows that are dead.
+# While a snapshot is pinned, the index of a busy queue begins with entries of rows that are dead.
 _SETTINGS = f"{SET_OURS}SET LOCAL statement_timeout = '2s'"
 
 
 def write_gauges(connection: Connection, schema: str) -> int:
-    """Write this minute's gauges, unless another relay has, or does; how many queues were written."""
+    """Write this minute's gauges, unless another relay has, or does; returns the number of queues written."""
     if not run_script(connection, statements.is_gauge_due(schema))[0][0]:
         return 0
     run_script(connection, _SETTINGS)

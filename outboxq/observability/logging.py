@@ -1,4 +1,4 @@
-"""The default logging of events: a constant message each, fields in `extra` and behind the message, no payload.
+"""The default logging of events: a constant message each, fields in `extra` and after the message, no payload.
 
 Two formatters print it, and the application's own records: `LineFormatter` for people, `JsonFormatter` for programs.
 """
@@ -25,7 +25,7 @@ logger = logging.getLogger("outboxq.relay")
 _ExceptionInfo: TypeAlias = tuple[type[BaseException], BaseException, TracebackType | None] | tuple[None, None, None]
 
 _BARE = re.compile(r"[\w.:/@%+-]+")
-# Attributes that every record has; what a record has besides was given as `extra`.
+# Attributes that every record has; all others of a record were given as `extra`.
 _OF_EVERY_RECORD = frozenset({*vars(logging.makeLogRecord({})), "message", "asctime"})
 _EVENT, _TRACE = "outboxq_event", "trace_id"
 _EVENT_MESSAGE = "%s: %s"
@@ -94,7 +94,7 @@ class EventLog:
         log_event(event, tracebacks=self._tracebacks)
 
     def has_use_for(self, kind: type[Event]) -> bool:
-        """Whether the logger's level, as it is now, lets a record of such an event through."""
+        """Return True if the logger's level, as it is now, lets a record of such an event through."""
         return logger.isEnabledFor(_MESSAGES[kind][0])
 
 
@@ -118,7 +118,7 @@ def log_event(event: Event, *, tracebacks: bool = True) -> None:
         logger.name, level, __file__, 0, _EVENT_MESSAGE, (message, detail), None, "log_event", extra
     )
     if tracebacks and isinstance(event, events.JobRetried | events.JobDied) and event.record is not None:
-        # Formatters print this behind the message, as they would the exception's own traceback. Indented, no line of an
+        # Formatters print this after the message, as they would the exception's own traceback. Indented, no line of an
         # error's text can pass for a line of the log.
         lines = event.record.traceback().split("\n") if event.record.chain else ()
         record.exc_text = "\n".join(f"{_INDENT}{printable(line)}".rstrip() for line in lines) or None
@@ -132,13 +132,13 @@ def _trace_id_of(event: Event) -> str | None:
 
 
 def _in_utc(record: logging.LogRecord) -> str:
-    """When it was logged, as RFC 3339 writes it: 2026-01-31T08:00:00.123Z."""
+    """The time of the record, as RFC 3339 writes it: 2026-01-31T08:00:00.123Z."""
     moment = datetime.fromtimestamp(record.created, UTC)
     return moment.isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
 def keep_loggers_enabled() -> None:
-    """From now on nothing disables the loggers of outboxq that there are, and the first attempt is logged.
+    """Keep the existing loggers of outboxq from being disabled from now on; the first attempt is logged.
 
     For a process whose log is outboxq's own: `logging.config.fileConfig`, as Alembic's env.py calls it, disables all
     loggers that it does not name, wherever the application calls it.
@@ -181,7 +181,7 @@ class LineFormatter(logging.Formatter):
         return super().formatTime(record, datefmt) if datefmt else _in_utc(record)
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802  # the name that logging calls
-        """Make a message of ours printable, and have one of `ctx.log` name its job; others stay as they are."""
+        """Make a message of ours printable, and add its job to one of `ctx.log`; others stay as they are."""
         if record.name.partition(".")[0] != "outboxq":
             return super().formatMessage(record)
         kind, job_id = getattr(record, "job_kind", None), getattr(record, "job_id", None)
@@ -196,7 +196,7 @@ class LineFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """Formats every record, of whichever logger, as one JSON object in one line.
+    """Formats every record, of any logger, as one JSON object in one line.
 
     Its keys: `timestamp`, `level`, `logger`, `process`, `message`; `event`, the name of the class, if one of outboxq's
     events is logged; `fields`, with their types, if the record has an `extra`; `trace_id` and `traceback`, if it has
@@ -240,7 +240,7 @@ class JsonFormatter(logging.Formatter):
 
 def _message_of(record: logging.LogRecord) -> str:
     if hasattr(record, _EVENT) and record.msg == _EVENT_MESSAGE and isinstance(record.args, tuple):
-        # The detail behind it is in the fields.
+        # The detail after it is in the fields.
         return str(record.args[0])
     try:
         return record.getMessage()
@@ -259,7 +259,7 @@ def _as_json(value: object) -> msgspec.Raw:
 def _text_of(value: object) -> str:
     try:
         return str(value).encode(errors="backslashreplace").decode()
-    except Exception:  # noqa: BLE001  # a record is written whatever users' objects do
+    except Exception:  # noqa: BLE001  # a record is written even if users' objects raise
         return f"({type(value).__name__}, which has no text)"
 
 

@@ -49,7 +49,7 @@ class MetricsHook:
         detail: `queue` for no series of each kind.
     """
 
-    # Told everything, what is told on request included.
+    # It receives all events, also those that a hook receives only on request.
     events = frozenset(get_args(Event))
 
     def __init__(
@@ -63,7 +63,7 @@ class MetricsHook:
         self._has_kinds = detail == "kind"
         self._caps = LabelCaps()
         names = {name for count in ("counter", "histogram") for name, each in RELAY.items() if each.type == count}
-        # What only the relay itself, or its supervisor, can tell.
+        # Known only to the relay itself, or to its supervisor.
         names -= {"outboxq_relay_child_ends_total", "outboxq_hook_failures_total", "outboxq_stat_flush_failures_total"}
         self._counters: dict[str, Counter] = {}
         self._histograms: dict[str, Histogram] = {}
@@ -108,7 +108,7 @@ class MetricsHook:
 
 
 def _outcomes(event: Event) -> _Counts:
-    """What an event says of what became of a job, as the aggregate of the history counts it."""
+    """The outcome of a job by an event, as the aggregate of the history counts it."""
     found: Any = event
     outcome = RAN.get(type(event)) or NOT_RUN.get(type(event))
     if outcome is not None:

@@ -31,7 +31,7 @@ _UNUSED_SUFFIX = ".a"
 
 
 class PostgresUnavailable(OutboxqError):
-    """No PostgreSQL server could be found, started or reached, or it refuses what was asked of it."""
+    """No PostgreSQL server could be found, started or reached, or it refuses a request."""
 
     def __init__(self, message: str, failures: "Sequence[SourceFailed]" = ()) -> None:
         super().__init__(message)
@@ -131,7 +131,7 @@ def shared_temp_directory(user: ServerUser | None) -> Path:
 
 
 def can_enter(directory: Path, user: ServerUser | None) -> bool:
-    """Whether `user` may pass through to `directory`."""
+    """Return True if `user` may pass through to `directory`."""
     # By the shell, which initdb needs too; a program "test" is not everywhere.
     return user is None or _run_as(user, "sh", "-c", 'test -x "$1"', "sh", str(directory)).returncode == 0
 

@@ -28,8 +28,8 @@ SUPERUSER = "postgres"
 
 _LISTEN_SETTINGS: Mapping[str, str] = {"listen_addresses": "127.0.0.1", "unix_socket_directories": ""}
 
-# Below the ports that systems give to outgoing connections: a client that keeps asking a stopped server's port for a
-# connection could otherwise be given that very port, connect to itself, and keep the server from starting again.
+# Below the ports that systems give to outgoing connections: a client that keeps connecting to a stopped server's port
+# could otherwise be given that very port, connect to itself, and keep the server from starting again.
 _FIRST_PORT, _LAST_PORT = 20_000, 32_000
 _PORT_ATTEMPTS = 10
 
@@ -47,7 +47,7 @@ class Cluster:
         """Make the directory, `initdb` a cluster in it and start the server on a free port of 127.0.0.1.
 
         Raises:
-            SourceFailed: any of that did not work; the reason holds the end of the log. Nothing is left behind.
+            SourceFailed: any of that did not work; the reason holds the end of the log. Nothing is left.
         """
         self.port = 0
         self.durable = durable
@@ -129,7 +129,7 @@ class Cluster:
             reply = self._start()
             if self.pid is not None:
                 return
-            # Another process may have taken the port since we looked.
+            # Another process may have taken the port since we chose it.
             if b"could not bind" not in self._log.read_bytes()[seen_bytes:]:
                 raise self._failure(f"the server did not start ({_described(reply)})")
         raise self._failure(f"{_PORT_ATTEMPTS} ports in a row were taken before the server could listen on them")

@@ -82,7 +82,7 @@ class Server:
         """
         if name is None:
             name = f"outboxq_{secrets.token_hex(8)}"
-            # Noted before it exists, so that an interrupt in between leaves nothing behind.
+            # Recorded before it exists, so that an interrupt in between leaves nothing.
             self._database_names.add(name)
         self._make_database(name, template)
         self._database_names.add(name)
@@ -218,7 +218,7 @@ class Server:
             else:
                 return kept
         kept = self._kept[os.getpid()] = self._connect()
-        # Behind a transaction pooler no statement stays prepared.
+        # With a transaction pooler no statement stays prepared.
         kept.prepare_threshold = None
         return kept
 

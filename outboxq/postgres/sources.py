@@ -108,7 +108,7 @@ def _start_container(settings: Mapping[str, str], *, use_docker: bool) -> Server
     if importlib.util.find_spec("testcontainers") is None:
         raise SourceFailed(_CONTAINER_SOURCE, "the package testcontainers is not installed", "install it, and Docker")
     docker = importlib.import_module("docker")
-    # What docker and testcontainers raise for an engine that is gone, an image that is not to be had, and a container
+    # Errors of docker and testcontainers for an engine that is gone, an image that is not to be had, and a container
     # that ends or hangs.
     expected: tuple[type[Exception], ...] = (docker.errors.DockerException, OSError, RuntimeError)
     try:
@@ -134,7 +134,7 @@ def _start_container(settings: Mapping[str, str], *, use_docker: bool) -> Server
 
 def _ping_engine(docker: ModuleType) -> None:
     # If nothing listens on the engine's Unix socket, docker's client leaks its own, and Python warns of that. So
-    # look there first; a client that is given a version connects to nothing before it is asked to.
+    # check that first; a client that is given a version connects to nothing before its first call.
     with contextlib.closing(docker.from_env(version=docker.constants.MINIMUM_DOCKER_API_VERSION)) as client:
         adapter = client.api.get_adapter(client.api.base_url)
     socket_path: str | None = getattr(adapter, "socket_path", None)

@@ -3,8 +3,8 @@
 Run as a script, with the standard library alone: `python -I -S watchdog.py WORK_DIRECTORY`.
 It is the parent of the server, so none of its signals can reach another process under a reused pid. Commands come as
 lines of JSON on stdin, one reply each on stdout, the server's output goes to stderr. Only the owner holds the other
-end of stdin: its end of file means that the owner is gone, however it went. Then the server is stopped and the work
-directory removed, whatever the watchdog was doing.
+end of stdin: its end of file means that the owner is gone, for any reason. Then the server is stopped and the work
+directory removed, at any point of the watchdog's work.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ LOG_FD = 2
 
 
 class Command(TypedDict):
-    """What the owner sends: "initdb", "start" or "stop", and for the first two the command to run and its user."""
+    """A command of the owner: "initdb", "start" or "stop", and for the first two the command to run and its user."""
 
     verb: str
     arguments: list[str]
@@ -39,7 +39,7 @@ class Command(TypedDict):
 
 
 class Reply(TypedDict, total=False):
-    """What the owner gets: the server's pid, or the exit status of a process that ended, or what went wrong."""
+    """The reply to the owner: the server's pid, or the exit status of a process that ended, or what went wrong."""
 
     pid: int
     exit_status: int
@@ -92,8 +92,8 @@ class Watchdog:
         return {"exit_status": initdb.returncode}
 
     def _end_initdb(self, initdb: subprocess.Popen[bytes]) -> None:
-        # The signal goes to initdb alone: it waits for the single-user server of its current step, which would leave
-        # its shared memory behind if it were killed.
+        # The signal goes to initdb alone: it waits for the single-user server of its current step, whose shared
+        # memory would stay if it were killed.
         initdb.terminate()
         try:
             initdb.wait(STOP_SECONDS)
@@ -159,13 +159,13 @@ class Watchdog:
 
 
 def exit_at_signal(signal_number: int, _frame: FrameType | None) -> None:
-    """End in order: what stands in `finally` runs, and no second signal interrupts it."""
+    """End in order: `finally` blocks run, and no second signal interrupts them."""
     ignore_signals()
     sys.exit(128 + signal_number)
 
 
 def ignore_signals() -> None:
-    """Let nothing but SIGKILL interrupt the cleaning."""
+    """Ignore signals, so that nothing but SIGKILL interrupts the cleaning."""
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
 

@@ -8,11 +8,11 @@ from outboxq.tables.jobs import JOB_CHECKS, batch, cancel_request, dead_job, job
 from outboxq.tables.memories import effect, inbox
 from outboxq.tables.queues import paused_kind, queue, rate, schedule
 
-# The migration step that this code needs. It can do without what later steps add, which may come after a deployment.
+# The migration step that this code needs. It works without those of later steps, which may come after a deployment.
 NEEDED_VERSION = 9
-# The newest step, which messages name: who migrates goes there.
+# The newest step, which messages name as the one to migrate to.
 LATEST_VERSION = 15
-# The step that brings the history and the rows of relays, for what reads them.
+# The step that brings the history and the rows of relays, for code that reads them.
 HISTORY_VERSION = 11
 # The step that brings the owners of schedules; without it code puts them as the version before did.
 OWNERS_VERSION = 15

@@ -1,4 +1,4 @@
-"""What the tables share: their schema, and the types of their columns."""
+"""Parts that the tables share: their schema, and the types of their columns."""
 
 from datetime import UTC, datetime, timedelta
 from decimal import Decimal
@@ -43,7 +43,7 @@ _JSONB_AS_TEXT: TypeEngine[str] = JSONB()
 class StoredText(Text):
     """A text column whose values are sent as text.
 
-    SQLAlchemy would send them as varchar, for which PostgreSQL has no operators: it would look for the nearest one in
+    SQLAlchemy would send them as varchar, for which PostgreSQL has no operators: it would search for the nearest one in
     all schemas of the search path, and prefer a user's for text and varchar to its own for two texts.
     """
 
@@ -74,7 +74,7 @@ class JsonText(UserDefinedType[str]):
 
 
 _EPOCH, _MICROSECONDS = datetime(1970, 1, 1, tzinfo=UTC), 1_000_000
-# In seconds since 1970, what a datetime can hold in any time zone. Before step 13 a row may have another time.
+# In seconds since 1970, the times that a datetime can hold in any time zone. Before step 13 a row may have others.
 _FIRST = (datetime(1, 1, 3, tzinfo=UTC) - _EPOCH).total_seconds()
 _LAST = (datetime(9999, 12, 29, tzinfo=UTC) - _EPOCH).total_seconds()
 
@@ -90,7 +90,7 @@ class Instant(TypeDecorator[datetime]):
     cache_ok = True
 
     def coerce_compared_value(self, op: Any, value: object) -> TypeEngine[Any]:
-        """A timedelta beside it stays an interval."""
+        """Keep a timedelta beside it an interval."""
         return self.impl_instance.coerce_compared_value(op, value)
 
     def column_expression(self, column: ColumnElement[Any]) -> ColumnElement[Any]:
@@ -113,7 +113,7 @@ class Real(TypeDecorator[float]):
     cache_ok = True
 
     def coerce_compared_value(self, op: Any, value: object) -> TypeEngine[Any]:
-        """As beside a plain float8."""
+        """Treat a value beside it as beside a plain float8."""
         return self.impl_instance.coerce_compared_value(op, value)
 
     def column_expression(self, column: ColumnElement[Any]) -> ColumnElement[Any]:
@@ -126,13 +126,13 @@ class Real(TypeDecorator[float]):
 
 
 def set_storage(table: Table, parameters: str) -> None:
-    """Have CREATE TABLE set storage parameters, such as a fill factor."""
+    """Make CREATE TABLE set storage parameters, such as a fill factor."""
     # By ALTER TABLE, because SQLAlchemy 2.0 knows no WITH (...).
     statement = DDL(f"ALTER TABLE %(fullname)s SET ({parameters})")  # type: ignore[no-untyped-call]  # SQLAlchemy left it untyped
     event.listen(table, "after_create", statement)
 
 
-# What Python's datetime can hold, in any time zone: one row with another time could not be read, nor got past.
+# The times that Python's datetime can hold, in any time zone: a row with another one could not be read, nor passed.
 FIRST_TIME = "timestamptz '0001-01-03 00:00:00+00'"
 LAST_TIME = "timestamptz '9999-12-29 00:00:00+00'"
 # Sums of it cannot overflow; neither infinity nor NaN is below.

@@ -1,4 +1,4 @@
-"""What relays say of themselves, what became of jobs, and how far those are that run; what operators did.
+"""Rows of relays about themselves, outcomes of jobs and the progress of running ones, and the acts of operators.
 
 Among them are the finished jobs of kinds that keep them.
 """
@@ -21,8 +21,8 @@ from sqlalchemy import (
 
 from outboxq.tables.columns import MOST_NUMBER, Instant, JsonText, Real, StoredText, bounded, metadata, set_storage
 
-# What each relay says of itself, several times a minute. `running`: the jobs that have run for long. `limits`: those of
-# queues that its application declares.
+# The row of each relay about itself, written several times a minute. `running`: the jobs that have run for long.
+# `limits`: those of queues that its application declares.
 relay_status = Table(
     "relay_status",
     metadata,
@@ -67,7 +67,7 @@ def _bucket(column: str) -> str:
     )
 
 
-# What became of jobs, by minutes (grain 60) and by hours (3600). All relays add to the same rows.
+# The outcomes of jobs, by minutes (grain 60) and by hours (3600). All relays add to the same rows.
 stat = Table(
     "stat",
     metadata,
@@ -88,7 +88,7 @@ stat = Table(
 )
 set_storage(stat, "fillfactor = 50, autovacuum_vacuum_scale_factor = 0.05, autovacuum_vacuum_threshold = 1000")
 
-# How each queue stood, once a minute. `exact`: false if a number above 10,000 is an estimate.
+# The state of each queue, once a minute. `exact`: false if a number above 10,000 is an estimate.
 gauge = Table(
     "gauge",
     metadata,
@@ -101,7 +101,7 @@ gauge = Table(
     bounded("gauge_seconds", "oldest_seconds", first=f"-{MOST_NUMBER}", last=MOST_NUMBER),
 )
 
-# Jobs that are over, of kinds that keep them.
+# Finished jobs, of kinds that keep them.
 done_job = Table(
     "done_job",
     metadata,
@@ -130,7 +130,7 @@ set_storage(
     done_job, "autovacuum_vacuum_scale_factor = 0.02, autovacuum_vacuum_threshold = 5000, vacuum_index_cleanup = on"
 )
 
-# How far handlers are that run, by their own notes.
+# The progress of running handlers, as they report it.
 progress = Table(
     "progress",
     metadata,
@@ -145,7 +145,7 @@ progress = Table(
 )
 set_storage(progress, "fillfactor = 50, autovacuum_vacuum_scale_factor = 0, autovacuum_vacuum_threshold = 500")
 
-# What operators did.
+# The acts of operators.
 audit = Table(
     "audit",
     metadata,
@@ -158,7 +158,7 @@ audit = Table(
     Column("db_user", StoredText, nullable=False, server_default=text("session_user")),
     Column("action", StoredText, nullable=False),
     Column("target", StoredText),
-    # Which rows were meant, and what was to become of them: never arguments, results or other payloads.
+    # Which rows were meant, and what was to be done to them: never arguments, results or other payloads.
     Column("filter", JsonText),
     Column("change", JsonText),
     Column("reason", StoredText),
@@ -166,9 +166,9 @@ audit = Table(
     Column("expected", BigInteger),
     Column("changed", BigInteger, nullable=False, server_default=text("0")),
     Column("held", BigInteger, nullable=False, server_default=text("0")),
-    # The last row of a change of many rows that was looked at: it goes on behind that one.
+    # The last row that a change of many rows has processed: it goes on after that one.
     Column("position", Uuid),
-    # How often it was gone on with: a process that finds another number than its own ends.
+    # How often it was resumed: a process that finds another number than its own ends.
     Column("resumed", Integer, nullable=False, server_default=text("0")),
     Column("stopped_at", Instant()),
     Column("error", StoredText),

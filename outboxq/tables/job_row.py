@@ -1,4 +1,4 @@
-"""`JobRow`: what stands in a session for the jobs of a flush."""
+"""`JobRow`: the object that represents the jobs of a flush in a session."""
 
 import os
 import threading
@@ -13,18 +13,18 @@ from outboxq.tables.jobs import job
 
 
 class JobRow:
-    """Jobs that are not inserted yet: one object in the caller's unit of work stands for all jobs of a flush.
+    """Jobs that are not inserted yet: one object in the caller's unit of work represents all jobs of a flush.
 
     Mapped to no table, so that its flush writes nothing by itself: `enqueue` inserts the jobs when the flush comes to
-    it. Until then it is pending, so that SQLAlchemy itself minds savepoints, rollbacks and autoflush. Never returned to
-    callers.
+    it. Until then it is pending, so that SQLAlchemy itself handles savepoints, rollbacks and autoflush. Never returned
+    to callers.
 
     Args:
         number: Tells it apart from others in its session's identity map.
         write: Called with the connection and this object when a flush comes to it.
     """
 
-    # For hooks of users that ask every object of a session for its table.
+    # For hooks of users that read the table of every object of a session.
     __tablename__ = job.name
 
     def __init__(self, number: int, write: "Callable[[Connection, JobRow], None]") -> None:
@@ -49,7 +49,7 @@ os.register_at_fork(after_in_child=_forget_lock)
 
 
 def job_mapper() -> Mapper[JobRow]:
-    """The mapping of `JobRow`, made anew after `clear_mappers()`, which removes all mappings."""
+    """The mapping of `JobRow`, made again after `clear_mappers()`, which removes all mappings."""
     found: Mapper[JobRow] | None = inspect(JobRow, raiseerr=False)
     if found is None:
         with _mapping:

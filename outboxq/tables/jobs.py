@@ -30,10 +30,10 @@ _KIND_NAME = "pg_catalog.octet_length(kind) BETWEEN 1 AND 63"
 _PRIORITY = "priority > -32768"
 _ARGS = "pg_catalog.jsonb_typeof(args) = 'object'"
 _CREATED = f"created_at BETWEEN {FIRST_TIME} AND {LAST_TIME}"
-# What a row must meet to be a job, of what a dead letter keeps: before it becomes one again.
+# The checks that a dead letter must meet to become a job again.
 JOB_CHECKS = " AND ".join(f"({check})" for check in (_QUEUE_NAME, _KIND_NAME, _PRIORITY, _ARGS, _CREATED, _SIZES))
 
-# What the callback of a batch must meet to become a job: the casts are those with which it does.
+# The checks that the callback of a batch must meet to become a job, with the casts by which it does.
 _CALLBACK = (
     "(jsonb_typeof(callback -> 'kind') = 'string') IS TRUE "
     "AND (jsonb_typeof(callback -> 'queue') = 'string') IS TRUE "
@@ -83,7 +83,7 @@ job = Table(
         "'grouped', 'group_waiting', 'group_leased', 'group_suspect')",
         name="job_state",
     ),
-    # Jobs of a group have states of their own, which no claim of ungrouped jobs looks for.
+    # Jobs of a group have states of their own, which no claim of ungrouped jobs reads.
     CheckConstraint(
         "(group_key IS NOT NULL OR state IN ('ready', 'scheduled', 'leased', 'suspect')) "
         "AND (state <> 'group_leased' OR lease_owner IS NOT NULL)",
@@ -95,7 +95,7 @@ job = Table(
     ),
     CheckConstraint(_PRIORITY, name="job_priority"),
     CheckConstraint(_ARGS, name="job_args_object"),
-    # What Python's datetime can hold, in any time zone: a claim could neither read another time, nor get past its row.
+    # The times that Python's datetime can hold, in any time zone: a claim could neither read another one, nor pass it.
     CheckConstraint(f"run_at BETWEEN {FIRST_TIME} AND {LAST_TIME} AND {_CREATED}", name="job_times"),
     # Counters end one below their type, so that counting on cannot overflow.
     CheckConstraint(
@@ -122,7 +122,7 @@ Index("job_scheduled", job.c.queue, job.c.run_at, postgresql_where=text("state =
 Index("job_leased", job.c.lease_owner, postgresql_where=text("state = 'leased'"))
 Index("job_suspect", job.c.queue, job.c.seq, postgresql_where=text("state = 'suspect'"))
 Index("job_unique", job.c.unique_key, postgresql_where=text("unique_key IS NOT NULL"))
-# All states of a group's jobs, so that its head is found by one probe, whatever state it is in.
+# All states of a group's jobs, so that its head is found by one probe, in any state.
 Index(
     "job_group",
     job.c.queue,
@@ -178,7 +178,7 @@ unique_key = Table(
     bounded("unique_key_ranges", "kept_until"),
 )
 
-# Batches that are not over: one is over when no row of it is left in `job`.
+# Open batches: a batch has ended when no row of it is left in `job`.
 batch = Table(
     "batch",
     metadata,

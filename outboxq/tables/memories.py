@@ -1,4 +1,4 @@
-"""What is remembered: messages that were accepted, and calls to the outside."""
+"""The tables that remember: messages that were accepted, and calls to the outside."""
 
 from sqlalchemy import Boolean, CheckConstraint, Column, Index, Integer, LargeBinary, Table, Uuid, text
 
@@ -40,7 +40,7 @@ effect = Table(
     CheckConstraint("octet_length(scope) BETWEEN 1 AND 255", name="effect_scope_bytes"),
     CheckConstraint("octet_length(key) BETWEEN 1 AND 512", name="effect_key_bytes"),
     CheckConstraint("status IN ('started', 'done', 'failed', 'retryable', 'unknown')", name="effect_status"),
-    # Only what has an expiry is pruned: never a call that may be under way, or one whose outcome is unknown.
+    # Only rows with an expiry are pruned: never a call that may be under way, or one whose outcome is unknown.
     CheckConstraint(
         "expires_at IS NULL OR status IN ('done', 'failed') OR status = 'retryable' AND NOT in_doubt",
         name="effect_kept",

@@ -16,7 +16,7 @@ queue = Table(
     Column("rate_jobs", Integer),
     Column("rate_seconds", Real()),
     Column("rate_burst", Integer),
-    # How long dead letters are kept; 0 for ever, whatever an application declares, and NULL as it declares.
+    # How long dead letters are kept; 0 for ever, in any case, and NULL as the application declares.
     Column("keep_dead_seconds", Real()),
     CheckConstraint(
         "max_running BETWEEN 1 AND 10000 AND max_per_group BETWEEN 1 AND 1000",
@@ -60,7 +60,7 @@ schedule = Table(
     Column("kind", StoredText, nullable=False),
     Column("queue", StoredText, nullable=False),
     Column("args", JsonText, nullable=False, server_default=text("'{}'::jsonb")),
-    # Headers, priority, keys and so on: what `kind.options(...)` took.
+    # Headers, priority, keys and so on: the options of `kind.options(...)`.
     Column("options", JsonText, nullable=False, server_default=text("'{}'::jsonb")),
     Column("cron", StoredText, nullable=False),
     Column("time_zone", StoredText, nullable=False),

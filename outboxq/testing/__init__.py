@@ -1,4 +1,4 @@
-"""For users' tests: look at what was enqueued, run it inside the test's own transaction, crash it, find a PostgreSQL.
+"""Helpers for users' tests: check enqueued jobs, run them in the test's own transaction, crash them, find a PostgreSQL.
 
 The pytest fixtures `outboxq_server` and `outboxq_database` come with the package (`outboxq.pytest_plugin`).
 """

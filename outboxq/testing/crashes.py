@@ -1,4 +1,4 @@
-"""For users' tests: crash a handler at every step of its way, and count its effects."""
+"""A helper for users' tests: crash a handler at every step of its way, and count its effects."""
 
 import signal
 import time
@@ -62,8 +62,8 @@ def crash_at_every_step(
         settings: `RelayConfig`'s, for example `lease_seconds=1`.
 
     Raises:
-        AssertionError: an effect is missing or doubled, something is left behind, or the step was never reached; the
-            message names the step.
+        AssertionError: an effect is missing or doubled, a job, a session or a prepared transaction is left, or the
+            step was never reached; the message names the step.
         ConfigError: settings that do not fit, or jobs that wait already.
     """
     url = psycopg_url(database_url)
@@ -145,7 +145,7 @@ class _CrashTest:
         return RelayProcess(self.target, url, self.config, **fault)
 
     def _finish(self, relay: RelayProcess) -> None:
-        """Let the relay work until nothing waits, stop it, and check that the server keeps nothing of it."""
+        """Wait until the relay has left no job waiting, stop it, and check that the server keeps nothing of it."""
         deadline = time.monotonic() + self.timeout_seconds
         while waiting := self._describe_waiting():
             self._expect_running(relay)

@@ -1,4 +1,4 @@
-"""A TCP proxy before PostgreSQL that knows a COMMIT when it passes: for tests of what a lost connection leaves behind.
+"""A TCP proxy before PostgreSQL that recognises a COMMIT: for tests of what a lost connection leaves.
 
 It listens on loopback, without TLS. A client that commits through it can be cut off before COMMIT reaches the server or
 after it did, kept waiting for the answer, or left on a connection that is open and dead.
@@ -23,10 +23,10 @@ class Trap:
     """A fault that waits for a COMMIT.
 
     Attributes:
-        reached: Set when the fault has happened: the connection is cut, or stands still. If COMMIT was let through,
+        reached: Set when the fault has happened: the connection is cut, or frozen. If COMMIT was let through,
             the server has answered it by then.
         count: How many COMMITs it has caught.
-        cuts: Whether it cuts the connection, instead of having it stand still until `release()`.
+        cuts: Whether it cuts the connection, instead of freezing it until `release()`.
         lets_commit_through: Whether COMMIT reaches the server before that.
     """
 
@@ -41,18 +41,18 @@ class Trap:
         self._lock = threading.Lock()
 
     def release(self) -> None:
-        """Let the held COMMIT pass, and catch no more."""
+        """Pass the held COMMIT on, and catch no more."""
         with self._lock:
             self._times_left = 0
         self.released.set()
 
     @property
     def is_spent(self) -> bool:
-        """Whether it catches no more."""
+        """Return True if it catches no more."""
         return self._times_left == 0
 
     def catches(self, statements: list[str]) -> bool:
-        """Whether it catches the COMMIT of a transaction with these statements; counts it if so."""
+        """Return True if it catches the COMMIT of a transaction with these statements; counts it if so."""
         with self._lock:
             if self._times_left == 0 or not any(self._containing in statement.lower() for statement in statements):
                 return False
@@ -66,7 +66,7 @@ class CommitProxy:
 
     A COMMIT counts if its transaction has written rows: the others decide nothing. Each trap catches the next
     `times` such COMMITs of any connection, if one of the transaction's statements holds the text `containing`
-    (whatever its case). Literals sent as parameters are not looked at.
+    (in any case). Literals sent as parameters are not searched.
 
         with CommitProxy(database_url) as proxy, Session(create_engine(proxy.url)) as session:
             trap = proxy.cut_after_commit()
@@ -263,7 +263,7 @@ class _Link:
             self._server.sendall(frame)
 
     def _spring(self) -> bool:
-        """Let a trap catch the COMMIT before it is handed on; False if the connection is over."""
+        """Give a trap the COMMIT before it is handed on; False if the connection has ended."""
         trap = self._find_trap(self._watcher.statements)
         if trap is None:
             return True
@@ -291,7 +291,7 @@ class _Link:
                 answered, held = False, b""
 
     def _act(self, trap: Trap) -> bool:
-        """Cut the connection, or let it stand still until the trap is released; False if the connection is over."""
+        """Cut the connection, or freeze it until the trap is released; False if the connection has ended."""
         if trap.cuts:
             self.cut()
             trap.reached.set()

@@ -1,4 +1,4 @@
-"""What a test does inside its own transaction: assert which jobs it has enqueued, call a handler, run all jobs."""
+"""Helpers inside a test's own transaction: assert which jobs it has enqueued, call a handler, run all jobs."""
 
 import asyncio
 from collections.abc import Awaitable, Iterable, Sequence
@@ -55,7 +55,7 @@ _DRAIN_LIMIT = 10_000
 _LEAVE_SECONDS = 30.0
 # Calls handlers of one flavour, and their `ctx.once`.
 _Runner: TypeAlias = "tuple[Invoker, EffectRunner | AsyncEffectRunner]"
-# Stands for the state that the registry's lifespan gives.
+# Means the state that the registry's lifespan gives.
 _LIFESPAN: Final = object()
 
 
@@ -101,7 +101,7 @@ def _assert_enqueued(session: Session, kind: str, args: dict[str, object]) -> Jo
 def sync_context(session: OutboxSession, *, state: object = None) -> Context[object]:
     """A context for calling a sync handler in a unit test: `credit(sync_context(session), account, cents=5)`.
 
-    Its `once` records in savepoints of the test's own transaction: undone with it, and with what surrounds the call.
+    Its `once` records in savepoints of the test's own transaction: undone with it, or with a savepoint around the call.
     """
     return Context(unit_test_job(), state, session, EffectAccess(effect_runner(session), _retention))
 
@@ -133,7 +133,7 @@ def unit_test_job() -> Job:
 
 @dataclass(frozen=True, slots=True)
 class DrainReport:
-    """How many jobs `drain` has done, and an event for each that was not done."""
+    """The number of jobs that `drain` has done, and an event for each that was not done."""
 
     done: int
     others: tuple[Event, ...]
@@ -307,7 +307,7 @@ def _drain_queue(connection: Connection, name: str, runtime: Runtime) -> list[Ev
             return events
         batch = BatchState(name, claimed.jobs, claimed.transaction)
         run(connection, batch, runtime, decide(connection, batch, runtime), shared=True)
-        # Within the test's transaction, which is not committed: what steps notify is received by nobody.
+        # Within the test's transaction, which is not committed: no one receives its notifications.
         for step in steps_of(connection, batch, batch.events, runtime):
             if statements_of_step := step.statements():
                 step.committed(run_script(connection, *statements_of_step))

@@ -1,4 +1,4 @@
-"""PostgreSQL's wire protocol (version 3), as much of it as tells a COMMIT that decides something from the rest."""
+"""PostgreSQL's wire protocol (version 3), as much of it as is needed to find the COMMITs that decide something."""
 
 import re
 import socket
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from outboxq.database.sql_words import without_literals
 
 _RECEIVE_BYTES = 65_536
-# What the filter `containing` can look at; a transaction may send any amount.
+# So many statements the filter `containing` can search; a transaction may send any number.
 _REMEMBERED_STATEMENTS = 200
 
 _ENCRYPTION_REQUESTS = (80877103, 80877104)  # SSLRequest and GSSENCRequest
@@ -31,7 +31,7 @@ class TransactionWatcher:
         self._may_write = False
 
     def sees_commit(self, kind: bytes, frame: bytes) -> bool:
-        """Note what the client sends; True for the COMMIT of a transaction that has written rows."""
+        """Record a message of the client; True for the COMMIT of a transaction that has written rows."""
         sql = self._sql_of(kind, frame[5:])
         if sql is None:
             return False
@@ -59,7 +59,7 @@ class TransactionWatcher:
         return None
 
     def note_answer(self, kind: bytes, frame: bytes) -> None:
-        """Note what the server sends."""
+        """Record a message of the server."""
         if kind == b"C":
             tag = frame[5:-1].decode(errors="replace")
             self._has_written = self._has_written or bool(_WRITES.match(tag) or (self._may_write and _READS.match(tag)))
@@ -70,7 +70,7 @@ class TransactionWatcher:
 
 
 def answers_commit(kind: bytes, frame: bytes) -> bool:
-    """Whether this message of the server is the answer to a COMMIT, or an error instead of it."""
+    """Return True if this message of the server is the answer to a COMMIT, or an error instead of it."""
     return kind == b"E" or (kind == b"C" and frame[5:-1] in (b"COMMIT", b"ROLLBACK"))
 
 

@@ -17,7 +17,7 @@ JOBS_PER_FAULT = 10
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TortureOptions:
-    """What to do to how many jobs. The seed decides which faults there are, in which order, and their parameters."""
+    """The options of a run. The seed decides which faults there are, in which order, and their parameters."""
 
     jobs: int = 5_000
     faults: int = 50
@@ -54,7 +54,7 @@ class TortureReport:
         commits_unanswered: Jobs whose producer got no answer to COMMIT, so that it cannot know whether they exist.
         commits_unanswered_kept: Those of them that exist, by the other rows of their transaction.
         commits_unanswered_as_promised: Those of them that came to one end if they exist, and to none if they do not.
-        problems: What is not as promised, in words; empty is a pass.
+        problems: The broken promises, in words; empty is a pass.
     """
 
     seed: int

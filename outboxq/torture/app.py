@@ -1,6 +1,6 @@
 """The tortured application: handlers that write their effect into a ledger, and some that misbehave first.
 
-A misbehaviour happens once a job. It is noted on a connection of its own, so that the note outlives a rollback.
+A misbehaviour happens once a job. It is recorded on a connection of its own, so that the record outlives a rollback.
 """
 
 import os
@@ -32,7 +32,7 @@ _PAUSE = text("SELECT pg_sleep(0.02)")
 
 
 class Misbehaviour(Exception):
-    """What a handler was told to raise."""
+    """The error that a handler is to raise."""
 
 
 jobs, leased, mixed = Jobs(), Jobs(), Jobs()
@@ -43,12 +43,12 @@ flow = Jobs()
 def _record(
     ctx: Context, behaviour: str = "plain", number: int | None = None, unique: str | None = None
 ) -> DeadLetter | None:
-    """Misbehave once if told to, then write the effect."""
+    """Misbehave once if `behaviour` asks for it, then write the effect."""
     return _run(ctx.session, ctx.job, behaviour, number, unique)
 
 
 async def _record_async(ctx: AsyncContext, behaviour: str = "plain", number: int | None = None) -> DeadLetter | None:
-    """Misbehave once if told to, then write the effect; awaited."""
+    """Misbehave once if `behaviour` asks for it, then write the effect; awaited."""
     return await ctx.session.run_sync(_run, ctx.job, behaviour, number, None)
 
 
@@ -84,7 +84,7 @@ USES = {
 
 
 def _run(session: Session, job: Job, behaviour: str, number: int | None, unique_key: str | None) -> DeadLetter | None:
-    """The work of every handler, in whatever mode it was claimed."""
+    """The work of every handler, in each mode of claim."""
     connection = session.connection()
     watch(connection, job, unique_key)
     token = connection.execute(_TOKEN, {"job_id": job.id}).scalar()

@@ -1,4 +1,4 @@
-"""The plan of a run: everything that chance decides, drawn from the seed before anything starts.
+"""The plan of a run: everything random, drawn from the seed before anything starts.
 
 The same seed gives the same transactions, the same faults in the same order, and the same parameters. What they meet is
 not repeated: which job a relay runs at that moment is up to the machine.
@@ -68,7 +68,7 @@ class Fault:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The faults in their order, and what single jobs are told to do, by their number."""
+    """The faults in their order, and the behaviours of single jobs, by their number."""
 
     faults: tuple[Fault, ...]
     behaviours: dict[int, str]

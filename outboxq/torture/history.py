@@ -1,6 +1,6 @@
-"""The history checker: from what a database holds at the end, was every promise kept?
+"""The history checker: checks every promise by the rows that a database holds at the end.
 
-Works on tables without unique constraints, so that what should not be there can be. It reads nothing but rows:
+Works on tables without unique constraints, so that forbidden rows can exist. It reads nothing but rows:
 
 - `enqueue`: what each producer knows of each job: its COMMIT was answered (`ok`), it failed, or neither (`unknown`).
 - `request`: the business row, written in the transaction of the job: the truth about an unknown one. Of a coalesced
@@ -50,7 +50,7 @@ _SAMPLE = 5
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """One promise: a query for the jobs that break it, and what it means that they do."""
+    """One promise: a query for the jobs that break it, and its meaning if there are any."""
 
     name: str
     broken: str
@@ -210,7 +210,7 @@ SELECT (SELECT string_agg(outcome, ' and ') FROM {SCHEMA}.enqueue WHERE job_id =
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """How many jobs break which rule, figures besides, and everything that is wrong, in words.
+    """The number of jobs that break each rule, figures, and everything that is wrong, in words.
 
     The figures are those of `TortureReport`.
     """
@@ -246,7 +246,7 @@ def check_history(connection: Connection, *, max_attempts: int, max_crashes: int
 
 
 def _describe(connection: Connection, job_id: str) -> str:
-    """What is known of one job, to find out why."""
+    """The facts about one job, to find out why."""
     row = connection.execute(_KNOWN, {"job_id": job_id}).one()
     known = {
         "enqueue": row.outcomes,

@@ -88,7 +88,7 @@ class Relays:
             self._running[position] = self._start(position)
 
     def stop(self) -> None:
-        """Let all relays finish their jobs and end."""
+        """Stop all relays after they have finished their jobs."""
         for relay in self._running:
             code = relay.stop(30)
             if code != 0:
@@ -113,7 +113,7 @@ class Relays:
 
 @dataclass(frozen=True, slots=True)
 class FaultInjector:
-    """Everything that a fault can hit.
+    """Does the planned faults, to all that a fault can hit.
 
     Attributes:
         let_ahead: Called to let the producers go on a little, for a fault that waits for their work.

@@ -1,4 +1,4 @@
-"""Flow control under torture: jobs in groups, of a limited queue, coalesced, unique, in batches; what is promised.
+"""Flow control under torture: jobs in groups, of a limited queue, coalesced, unique, in batches; and their promises.
 
 Each producer thread has groups and keys of its own, so that its commits are their order: within a group jobs must come
 to their effects in the order in which they were added, and of a key the newest must have run. Unique keys are shared.
@@ -41,9 +41,9 @@ _VIOLATED = text(f"INSERT INTO {SCHEMA}.violation (job_id, what) VALUES (:job_id
 
 
 def watch(connection: Connection, job: Job, unique: str | None) -> None:
-    """Note if this job runs beside another one of its group or its key, or beside more than its queue may run.
+    """Record if this job runs beside another one of its group or its key, or beside more than its queue may run.
 
-    Of jobs that were claimed in a transaction, which holds what was taken until it ends. The transaction of a relay
+    Only for jobs that were claimed in a transaction, which holds its locks until it ends. The transaction of a relay
     that was stopped while it had a lease may be open though another relay runs the job by now.
     """
     if job.lease_token is not None:

@@ -1,7 +1,7 @@
-"""The producers: threads that commit jobs with their business rows, and note the answer to each COMMIT.
+"""The producers: threads that commit jobs with their business rows, and record the answer to each COMMIT.
 
 A transaction that certainly failed is repeated with new jobs; one whose COMMIT was not answered is not, and its
-business rows say later what became of it.
+business rows show its outcome later.
 """
 
 import threading
@@ -40,17 +40,17 @@ class Journal:
 
     @property
     def enqueued(self) -> int:
-        """How many jobs were committed, or may have been."""
+        """The number of jobs that were committed, or may have been."""
         return self.told["ok"] + self.told["unknown"]
 
     def note(self, job_ids: Sequence[UUID], outcome: Outcome) -> None:
-        """Remember one end of a transaction or savepoint."""
+        """Record one end of a transaction or savepoint."""
         with self._lock:
             self._pending.extend((job_id, outcome) for job_id in job_ids)
             self.told[outcome] += len(job_ids)
 
     def flush(self, connection: Connection) -> None:
-        """Write what is pending, and commit. May be repeated after an error: what is there already is replaced."""
+        """Write the pending answers, and commit. May be repeated after an error: existing ones are replaced."""
         with self._lock:
             pending = list(self._pending)
         if not pending:
@@ -83,13 +83,13 @@ class Producers:
         self._ends: list[Future[None]] = [self._pool.submit(self._produce) for _ in range(PRODUCERS)]
 
     def allow(self, limit: int) -> None:
-        """Up to `limit` jobs in all may be enqueued."""
+        """Allow up to `limit` jobs in all to be enqueued."""
         with self._allowed:
             self._limit = limit
             self._allowed.notify_all()
 
     def have_finished(self) -> bool:
-        """Whether every transaction was tried to its end. Raises what a thread raised."""
+        """Return True if every transaction was tried to its end. Raises the error of a thread."""
         for end in self._ends:
             if end.done():
                 end.result()
@@ -113,7 +113,7 @@ class Producers:
                 pass
 
     def _may_go_on(self) -> bool:
-        """Wait for permission; False if the run is over."""
+        """Wait for permission; False if the run has ended."""
         with self._allowed:
             self._allowed.wait_for(lambda: self._stopping.is_set() or self.journal.enqueued < self._limit)
         return not self._stopping.is_set()

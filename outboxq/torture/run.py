@@ -28,7 +28,7 @@ _AHEAD_OF_FAULT = 300
 _AHEAD_OF_LAST_FAULT = 0.05
 _POLL_SECONDS = 0.1
 _SAY_SECONDS = 5.0
-# Longer than any pause of a relay that waits for a server; a run in which nothing moves for so long is over.
+# Longer than any pause of a relay that waits for a server; a run in which nothing moves for so long is given up.
 _STALL_LIMIT_SECONDS = 90.0
 
 _SERVER_SETTINGS = {"deadlock_timeout": "100ms", "log_min_messages": "fatal"}
@@ -39,7 +39,7 @@ class TortureFailed(OutboxqError):
 
 
 def run_torture(options: TortureOptions, say: Callable[[str], None]) -> TortureReport:
-    """Start a server, relays and producers, do the faults, and check the history. Nothing is left behind.
+    """Start a server, relays and producers, do the faults, and check the history. Nothing is left.
 
     No configured database is touched: there is no way to name one.
 
@@ -48,7 +48,7 @@ def run_torture(options: TortureOptions, say: Callable[[str], None]) -> TortureR
 
     Raises:
         PostgresUnavailable: the embedded server does not run here.
-        TortureFailed: a relay could not be started, or someone pressed Ctrl-C.
+        TortureFailed: a relay could not be started, or Ctrl-C was pressed.
     """
     interrupted = threading.Event()
     with stop_signals(interrupted.set), start_embedded(settings=_SERVER_SETTINGS) as server:
@@ -100,7 +100,7 @@ class _Run:
         self._said_at = 0.0
 
     def play(self) -> TortureReport:
-        """Everything in its order; what was started is ended, whatever happens."""
+        """Run everything in its order; all that was started is ended, also after an error."""
         with ExitStack() as stack:
             relay_proxy = stack.enter_context(CommitProxy(self.url))
             producer_proxy = stack.enter_context(CommitProxy(self.url))
@@ -140,7 +140,7 @@ class _Run:
         return self._producers.journal.enqueued - self._backlog
 
     def _observe(self) -> None:
-        """Note the progress and the leases, take over the producers' journal, and let the producers go on."""
+        """Record the progress and the leases, take over the producers' journal, and let the producers go on."""
         row = self.watcher.progress()
         self.watcher.note_leases()
         self.watcher.ask(self._producers.journal.flush)

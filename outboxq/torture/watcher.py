@@ -1,4 +1,4 @@
-"""What a run sees of its database, over a connection that no fault is aimed at."""
+"""Queries of a run about its database, over a connection that no fault is aimed at."""
 
 import time
 from collections.abc import Callable
@@ -40,7 +40,7 @@ T = TypeVar("T")
 
 
 class Watcher:
-    """Asks the database, again and again while the server is away."""
+    """Queries the database, again and again while the server is away."""
 
     def __init__(self, url: str) -> None:
         self._engine = make_engine(url, application_name="outboxq torture", pooled=True)
@@ -65,7 +65,7 @@ class Watcher:
         return self.ask(lambda connection: connection.execute(_PROGRESS).one())
 
     def note_leases(self) -> None:
-        """Note the tokens and owners of the leases that stand at this moment."""
+        """Record the tokens and owners of the leases that exist at this moment."""
         self.ask(lambda connection: connection.execute(_NOTE_LEASES).rowcount)
 
     def wait_until_connected(self, names: Callable[[], set[str]]) -> None:

@@ -1,1 +1,1 @@
-"""Metrics: what relays count and what the tables hold, for Prometheus."""
+"""Metrics for Prometheus: counts of relays, and figures of the tables."""

@@ -36,7 +36,7 @@ def _plain(name: str) -> Callable[[Any], _Counts]:
     return lambda _event: [(name, (), 1)]
 
 
-# What each event adds.
+# The counts that each event adds.
 COUNTED: Mapping[type[Event], Callable[[Any], _Counts]] = {
     events.JobRetried: _failed,
     events.JobDied: _failed,
@@ -77,9 +77,9 @@ class _Claims:
 
 
 class EventCounter:
-    """A hook: counts what happens beside the outcomes of jobs."""
+    """A hook: counts all that happens other than the outcomes of jobs."""
 
-    # What the hook is told: none of it happens to every job, but for a claim of each.
+    # The events that the hook receives: of none there is one for every job, unless each is claimed alone.
     events = frozenset({*COUNTED, *_TOLD})
 
     def __init__(self) -> None:
@@ -101,7 +101,7 @@ class EventCounter:
                 self._is_lost = isinstance(event, events.DatabaseLost)
 
     def read(self) -> Reading:
-        """Everything that was counted so far; what is added to it has the same caps at each call."""
+        """All counts so far; what is added to them has the same caps at each call."""
         reading = Reading(caps=self._reading.caps)
         for name in _ZEROS:
             reading.add(name, (), 0)

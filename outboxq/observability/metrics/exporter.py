@@ -1,7 +1,7 @@
-"""The exporter: looks at the tables every 15 seconds, and keeps what it saw for those who scrape.
+"""The exporter: queries the tables every 15 seconds, and keeps the answers for scrapes.
 
-A thread for each database. So a scrape never waits for a database, and what looks cost does not depend on how many
-scrape. The doctor is asked once a minute.
+A thread for each database. So a scrape never waits for a database, and the cost of queries does not depend on the
+number of scrapes. The doctor is called once a minute.
 """
 
 import logging
@@ -26,16 +26,16 @@ from outboxq.tables import SCHEMA
 logger = logging.getLogger("outboxq.metrics")
 
 LOOK_SECONDS, DOCTOR_SECONDS = 15.0, 60.0
-# Without a look for so long the database is not taken to be seen.
+# Without a poll for so long the database counts as not reached.
 _STALE_SECONDS = 60.0
 _FIRST_SECONDS = 5.0
-# Looks that last longer are stuck.
+# Polls that last longer are stuck.
 _STUCK_SECONDS = 180.0
 _UP = "outboxq_exporter_up"
 
 
 class FindingLike(Protocol):
-    """What the doctor found, as far as it is counted."""
+    """A finding of the doctor, as far as it is counted."""
 
     @property
     def code(self) -> str:
@@ -44,7 +44,7 @@ class FindingLike(Protocol):
 
     @property
     def severity(self) -> str:
-        """How grave it is."""
+        """Its severity."""
         ...
 
     @property
@@ -55,15 +55,15 @@ class FindingLike(Protocol):
 
 @dataclass(eq=False)
 class DatabaseExporter:
-    """The looks at one database.
+    """The polls of one database.
 
     Args:
         connect: Opens a connection, which may take some seconds.
-        find: Asks the doctor, on connections of its own.
-        minutes: What became of jobs, if that is exported too.
+        find: Calls the doctor, on connections of its own.
+        minutes: The outcomes of jobs, if these are exported too.
 
     Attributes:
-        missing: Why parts of the last look were not answered, if it is that tables are missing.
+        missing: The reason why parts of the last poll were not answered, if tables are missing.
     """
 
     connect: Callable[[], AbstractContextManager[Connection]]
@@ -85,15 +85,15 @@ class DatabaseExporter:
     _over: threading.Event = field(default_factory=threading.Event, init=False)
 
     def start(self) -> None:
-        """Begin to look, in a thread."""
+        """Begin to poll, in a thread."""
         threading.Thread(target=self._run, name="outboxq-exporter", daemon=True).start()
 
     def stop(self) -> None:
-        """Look no more. Does not wait for a look that is under way."""
+        """Poll no more. Does not wait for a poll that is under way."""
         self._over.set()
 
     def read(self) -> Reading:
-        """What the last look saw; nothing but that it failed, if it did. Waits for the first look, 5 s at most."""
+        """The reading of the last poll; only that it failed, if it did. Waits for the first poll, 5 s at most."""
         self._first.wait(_FIRST_SECONDS)
         reading = Reading.without_caps()
         with self._lock:
@@ -105,16 +105,16 @@ class DatabaseExporter:
 
     @property
     def is_up(self) -> bool:
-        """Whether the last look came to its end, and not long ago."""
+        """Return True if the last poll succeeded, and not long ago."""
         return self._seen is not None and clock() - self._seen_at < _STALE_SECONDS
 
     @property
     def is_alive(self) -> bool:
-        """Whether looks come to their end, in whatever way."""
+        """Return True if polls end, also by an error."""
         return not self._first.is_set() or clock() - self._seen_at < _STUCK_SECONDS
 
     def look(self) -> None:
-        """Look once. Never raises."""
+        """Poll once. Never raises."""
         # Caps of its own for what there is now: queues come and go.
         reading, counted = Reading(), Reading()
         try:
@@ -134,7 +134,7 @@ class DatabaseExporter:
                     given.invalidate()
                     raise
             self._ask_doctor(reading)
-        except Exception as error:  # noqa: BLE001  # whatever it is, the next look may succeed
+        except Exception as error:  # noqa: BLE001  # after any error the next poll may succeed
             if not self._is_failing:
                 logger.warning("the database cannot be looked at: error_type=%s", type(error).__name__)
             self._is_failing = True

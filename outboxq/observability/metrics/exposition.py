@@ -30,7 +30,7 @@ class ReadingCollector(Collector):
         self._read = read
 
     def describe(self) -> list[Metric]:
-        """Nothing: a registry asks for this when the collector is registered, which must not read."""
+        """Return nothing: a registry calls this when the collector is registered, which must not read."""
         return []
 
     def collect(self) -> Iterator[Metric]:
@@ -71,6 +71,6 @@ def registry_of(read: Callable[[], Mapping[str, Reading]]) -> CollectorRegistry:
 
 
 def expose(registry: CollectorRegistry, accept: str = "") -> tuple[bytes, str]:
-    """What a scrape is answered with, in the format that its header `Accept` prefers, and the format's name."""
+    """The answer to a scrape, in the format that its header `Accept` prefers, and the format's name."""
     encode, content_type = exposition.choose_encoder(accept)
     return encode(registry), content_type

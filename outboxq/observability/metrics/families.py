@@ -26,7 +26,7 @@ _QUEUE, _KIND = ("queue",), ("queue", "kind")
 JOBS = "outboxq_jobs_total"
 WAIT, RUN = "outboxq_job_wait_seconds", "outboxq_job_run_seconds"
 
-# What relays count; a producer counts the last three of the calls.
+# Counted by relays; a producer counts the last three of the calls.
 RELAY = _by_name(
     (
         Family(JOBS, "counter", "Jobs and attempts by what became of them.", (*_KIND, "outcome")),
@@ -64,7 +64,7 @@ RELAY = _by_name(
     )
 )
 
-# What the exporter finds in the tables.
+# Found in the tables by the exporter.
 TABLES = _by_name(
     (
         Family("outboxq_queue_jobs", "gauge", "Jobs by their state.", ("queue", "state")),

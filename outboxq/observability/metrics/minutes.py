@@ -1,7 +1,7 @@
-"""What became of jobs since the exporter began, by the history that relays write.
+"""The outcomes of jobs since the exporter began, by the history that relays write.
 
-The rows of the history grow, become those of an hour, and are removed; what is exported only grows. So the minutes that
-nothing is added to any more are added up here, once, and those that may still grow are read anew by each look.
+The rows of the history grow, become those of an hour, and are removed; exported sums only grow. So the minutes that
+nothing is added to any more are added up here, once, and those that may still grow are read again by each poll.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ _OPEN_MINUTES = 5
 
 
 class MinuteSums:
-    """The sums of the minutes since the first look."""
+    """The sums of the minutes since the first poll."""
 
     def __init__(self) -> None:
         self._closed: Counts = {}
@@ -31,7 +31,7 @@ class MinuteSums:
         self._micros: dict[tuple[str, Labels], int] = {}
 
     def look(self, connection: Connection) -> None:
-        """Read what was added since the last look, in the caller's transaction."""
+        """Read what was added since the last poll, in the caller's transaction."""
         execute = connection.execute
         # At first the minute that has begun, as a whole.
         since: datetime = self._since or execute(statements.minute(0)).scalar_one()

@@ -14,11 +14,11 @@ from outboxq.observability.metrics.families import FAMILIES, JOBS, RUN, WAIT, Fa
 
 Labels: TypeAlias = tuple[str, ...]
 # The counts of each bucket, not added up, and the sum in microseconds. Whole numbers: the sums of the same fractions,
-# in another order, may be a little less, which Prometheus takes for a counter that begins anew.
+# in another order, may be a little less, which Prometheus takes for a counter that begins again.
 Buckets: TypeAlias = tuple[list[int], int]
 _Rows: TypeAlias = tuple[list[tuple[str, Labels, float]], list[tuple[str, Labels, list[int], int]]]
 
-# How many values of a label are told apart. Kinds are counted by queue and kind, as the history does.
+# How many values of a label have series of their own. Kinds are counted by queue and kind, as the history does.
 MOST: Mapping[str, int] = {
     "queue": 100, "kind": 200, "error_type": 50, "scope": 100, "consumer": 100, "schedule": 200, "code": 200,
 }  # fmt: skip
@@ -26,7 +26,7 @@ MOST: Mapping[str, int] = {
 
 @dataclass(slots=True)
 class LabelCaps:
-    """Which values of labels were seen first, and so have series of their own.
+    """The values of labels that were seen first, and so have series of their own.
 
     Args:
         most: How many values of each label; one that is not named has no cap.
@@ -81,7 +81,7 @@ class Reading:
         series[fitted] = max(series.get(fitted, value), value)
 
     def add_buckets(self, name: str, labels: Labels, counts: Sequence[int], seconds: float) -> None:
-        """Add to a histogram what took so long in all."""
+        """Add to a histogram, with the sum in seconds."""
         self.add_micros(name, labels, counts, round(seconds * 1e6))
 
     def add_micros(self, name: str, labels: Labels, counts: Sequence[int], micros: int) -> None:
@@ -113,7 +113,7 @@ class Reading:
 
     @classmethod
     def decoded(cls, data: bytes) -> "Reading":
-        """What `encoded` made.
+        """The reading that `encoded` wrote.
 
         Raises:
             msgspec.DecodeError: it is something else.
@@ -151,7 +151,7 @@ OUTCOMES: Mapping[Outcome, str] = {
 
 
 def add_kinds(reading: Reading, counts: Counts) -> None:
-    """Add what became of jobs."""
+    """Add the outcomes of jobs."""
     for (queue, kind), each in counts.items():
         for outcome, count in each.outcomes.items():
             reading.add(JOBS, (queue, kind, OUTCOMES[outcome]), count)

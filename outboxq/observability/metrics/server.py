@@ -27,7 +27,7 @@ _PLAIN_TEXT = "text/plain; charset=utf-8"
 
 
 def parse_address(text: str, host: str = "127.0.0.1") -> Address:
-    """The address that `[HOST:]PORT` names; an IPv6 host stands in brackets. Port 0: a free one.
+    """The address that `[HOST:]PORT` names; an IPv6 host is in brackets. Port 0: a free one.
 
     Raises:
         ConfigError: it is no address.
@@ -79,7 +79,7 @@ class _Server(ThreadingHTTPServer):
             self._room.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:  # noqa: ARG002  # the signature of the base
-        """A client that went away, or was cut off, is no error of ours."""
+        """Ignore it: a client that went away, or was cut off, is no error of ours."""
         logger.debug("a client of the metrics was not answered", exc_info=True)
 
 
@@ -118,7 +118,7 @@ class _Handler(BaseHTTPRequestHandler):
         try:
             body, content_type = self._ours.expose(self.headers.get("Accept", ""))
         except Exception:
-            # The process does something else that matters more.
+            # The main work of the process matters more.
             logger.exception("the metrics could not be read")
             return HTTPStatus.INTERNAL_SERVER_ERROR, b"the metrics could not be read\n", _PLAIN_TEXT
         return HTTPStatus.OK, body, content_type
@@ -131,7 +131,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: object) -> None:  # noqa: A002  # the signature of the base
-        """Requests are not logged."""
+        """Log nothing: requests are not logged."""
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""What `outboxq metrics --print` prints."""
+"""The files that `outboxq metrics --print` prints."""
 
 import json
 from importlib.resources import files

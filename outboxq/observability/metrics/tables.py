@@ -1,7 +1,7 @@
-"""A look at the tables: what the exporter finds there at one moment, part by part.
+"""A poll of the tables: what the exporter finds there at one moment, part by part.
 
 Each part is a READ ONLY transaction of its own, bounded by two seconds, that waits for no lock: one that is refused, or
-takes too long, is missing from the look, and takes no other with it.
+takes too long, is missing from the poll, and affects no other.
 """
 
 import logging
@@ -36,7 +36,7 @@ _SETTINGS = f"SET TRANSACTION READ ONLY; {SET_OURS}SET LOCAL statement_timeout =
 _RELAYS_MOST = 1_000
 _SCHEDULES_MOST = 200
 _COUNTED_MOST = 10_001
-# A relay says several times a minute that it lives.
+# A relay reports several times a minute that it lives.
 _DEAD_SECONDS = 60.0
 _RELAY_STATES: tuple[str, ...] = ("serving", "draining", "stopping", "dead")
 _HOLDERS: tuple[str, ...] = ("session", "prepared", "slot", "standby")
@@ -44,7 +44,7 @@ _HOLDERS: tuple[str, ...] = ("session", "prepared", "slot", "standby")
 
 @dataclass(slots=True)
 class TablesLook:
-    """One look, on one connection; what its parts know of one another."""
+    """One poll, on one connection; its parts read here what earlier ones have found."""
 
     connection: Connection
     schema: str
@@ -55,15 +55,15 @@ class TablesLook:
 
     @property
     def waiting(self) -> dict[str, int]:
-        """How many jobs of each queue might be claimed."""
+        """The number of jobs of each queue that might be claimed."""
         return {each.queue: each.ready + each.due for each in self.stats.queues}
 
 
 def look_at_tables(connection: Connection, schema: str, reading: Reading) -> SchemaError | None:
-    """Make every part of a look that can be made.
+    """Make every part of a poll that can be made.
 
     Returns:
-        Why some could not, if it is that tables are missing or older than they must be.
+        The reason why some could not, if tables are missing or older than they must be.
 
     Raises:
         DBAPIError, psycopg.Error: the connection was lost.
@@ -78,10 +78,10 @@ def look_at_tables(connection: Connection, schema: str, reading: Reading) -> Sch
 
 
 def timed(name: str, read: Callable[[], None], connection: Connection, reading: Reading) -> SchemaError | None:
-    """Make a part of a look in a transaction of its own, and say how long it took, and whether it was answered.
+    """Make a part of a poll in a transaction of its own, and record how long it took, and if it was answered.
 
     Returns:
-        Why not, if it is that tables are missing or older than they must be.
+        The reason why it was not, if tables are missing or older than they must be.
 
     Raises:
         DBAPIError, psycopg.Error: the connection was lost.
@@ -234,8 +234,7 @@ def _read_step(look: TablesLook) -> None:
 
 # Their numbers are those of sessions, locks and statistics, which a standby has of its own.
 _OF_A_PRIMARY = frozenset({"snapshots", "dead_rows", "limits"})
-# The standby first; relays before queues, and queues before limits: the later ones say more with what the earlier ones
-# found.
+# The standby first; relays before queues, and queues before limits: the later ones use what the earlier ones found.
 PARTS: Mapping[str, Callable[[TablesLook], None]] = {
     "standby": _read_standby,
     "step": _read_step,

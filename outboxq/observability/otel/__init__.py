@@ -4,7 +4,7 @@ Needs the extra `outboxq[otel]`; nothing else of outboxq imports it.
 """
 
 try:
-    import opentelemetry.trace  # noqa: F401  # to say what is missing
+    import opentelemetry.trace  # noqa: F401  # to report what is missing
 except ModuleNotFoundError as missing:
     raise ModuleNotFoundError(
         "outboxq.observability.otel needs the package opentelemetry-api: pip install 'outboxq[otel]'", name=missing.name

@@ -1,6 +1,6 @@
 """The names of spans, attributes and metrics, by the semantic conventions for messaging systems, version 1.37.
 
-The conventions are in development: what they change is changed here alone. Names of outboxq's own begin with
+The conventions are in development: their changes are followed here alone. Names of outboxq's own begin with
 `messaging.outboxq.`.
 Source: https://opentelemetry.io/docs/specs/semconv/messaging/messaging-spans/ and messaging-metrics.
 """
@@ -10,7 +10,7 @@ from typing import Final
 
 from outboxq.codec.text import name_of
 
-# What names the tracer and the meter.
+# The name and version of the tracer and the meter.
 SCOPE: Final = ("outboxq", version("outboxq"))
 
 SYSTEM: Final = "messaging.system"
@@ -31,7 +31,7 @@ OUTCOME: Final = "messaging.outboxq.outcome"
 PROCESS_DURATION: Final = "messaging.process.duration"
 CONSUMED_MESSAGES: Final = "messaging.client.consumed.messages"
 SENT_MESSAGES: Final = "messaging.client.sent.messages"
-# What the conventions ask of `messaging.process.duration`.
+# The buckets that the conventions require for `messaging.process.duration`.
 DURATION_BOUNDS: Final = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0)
 
 

@@ -30,7 +30,7 @@ def context_of(headers: str) -> trace.SpanContext | None:
 
 
 def has_context(new: NewJob) -> bool:
-    """Whether a new job has a `traceparent`, of its caller's or of an earlier span."""
+    """Return True if a new job has a `traceparent`, of its caller's or of an earlier span."""
     headers = new.envelope.headers
     return f'"{_NAME}"' in headers and _NAME in msgspec.json.decode(headers.encode(), type=_Headers)
 
@@ -38,8 +38,8 @@ def has_context(new: NewJob) -> bool:
 def with_context(jobs: Mapping[str, NewJob], span: trace.Span) -> dict[str, NewJob]:
     """The jobs with the context of a span in their headers, and in those of jobs that follow them in a chain.
 
-    Jobs of one envelope have one afterwards: options are sent once for all of them. What has a `traceparent` keeps it,
-    and headers that would be larger than headers may be stay as they are.
+    Jobs of one envelope have one afterwards: options are sent once for all of them. A job that has a `traceparent`
+    keeps it, and headers that would exceed the limit stay as they are.
     """
     carrier: _Headers = {}
     _PROPAGATOR.inject(carrier, trace.set_span_in_context(span))

@@ -1,4 +1,4 @@
-"""The metrics of the relay's side: how long handlers ran, and how many jobs they were given."""
+"""The metrics of the relay's side: how long handlers ran, and how many jobs they received."""
 
 from opentelemetry import metrics
 

@@ -1,4 +1,4 @@
-"""The relay's side: a span around each call of a handler, and what the calls came to as metrics."""
+"""The relay's side: a span around each call of a handler, and the outcomes of the calls as metrics."""
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -104,7 +104,7 @@ class ProcessTracer:
 def _trace_added(ctx: CallContext, sender: TracingSender) -> None:
     """Give the jobs that the handler has added, and not sent, their context while its span is current.
 
-    They are sent behind the call, together with those of other jobs perhaps.
+    They are sent after the call, perhaps together with those of other jobs.
     """
 
     def sent(jobs: Mapping[str, NewJob]) -> Mapping[str, NewJob]:
@@ -133,14 +133,14 @@ def _attributes(ctx: CallContext, jobs: Sequence[Job]) -> dict[str, str | int | 
 
 
 def _session_of(ctx: CallContext) -> Session | None:
-    """The plain session of a call, if it has one by now: none is opened for the tracing."""
+    """The plain session of a call, if it has one already: none is opened for the tracing."""
     found: Any = ctx
     session = vars(ctx).get("session") if _is_of_one_job(ctx) else found.session
     return None if session is None else plain_session(session, "tracing")
 
 
 def _is_of_one_job(ctx: CallContext) -> bool:
-    """Whether the call is not that of a batch handler."""
+    """Return True if the call is not that of a batch handler."""
     return hasattr(ctx, "job")
 
 
@@ -162,7 +162,7 @@ def instrument_jobs(
         relation: How the span belongs to the one in which its job was added: a "link" in a trace of its own, or that
             one is its "parent". Calls with several jobs have links in any case, 128 at the most.
         record_exceptions: Record the exceptions of handlers in spans, with their texts and tracebacks, which may hold
-            what jobs were given. Without it spans have their types alone.
+            arguments of jobs. Without it spans have their types alone.
         tracer_provider: The global one by default, also if it is set later.
         meter_provider: The global one by default, also if it is set later.
 

@@ -52,7 +52,7 @@ class TracingSender:
         try:
             with ExitStack() as stack:
                 if len(spans) == 1:
-                    # What is sent meanwhile, and instrumented by others, is part of it.
+                    # Calls in the block that others have instrumented are part of it.
                     (only,) = spans.values()
                     stack.enter_context(trace.use_span(only, record_exception=False, set_status_on_exception=False))
                 yield sent
@@ -127,7 +127,7 @@ def instrument(
     (`messaging.client.sent.messages`).
 
     Args:
-        sessions: What makes the sessions: a `sessionmaker` or `async_sessionmaker`, a scoped session, or a class of
+        sessions: The factory of the sessions: a `sessionmaker` or `async_sessionmaker`, a scoped session, or a class of
             sessions, with all that are derived from it.
         tracer_provider: The global one by default, also if it is set later.
         meter_provider: The global one by default, also if it is set later.

@@ -31,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _end_in_time(code: object) -> None:
-    """Bound the shutdown: Python waits for threads that handlers have left, in `to_thread` perhaps."""
+    """Bound the shutdown: Python waits for threads that handlers have left, such as those of `to_thread`."""
 
     def end() -> None:
         time.sleep(_END_SECONDS)

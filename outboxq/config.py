@@ -74,7 +74,7 @@ def database_urls(given: Sequence[str] | None = None) -> dict[str, URL]:
 
 
 def listen_url(given: str | None = None) -> str | None:
-    """The direct way to the server for LISTEN: `given`, else `OUTBOXQ_LISTEN_URL`, if any.
+    """The URL that leads directly to the server, for LISTEN: `given`, else `OUTBOXQ_LISTEN_URL`, if any.
 
     Raises:
         ConfigError: it is not a PostgreSQL URL.
@@ -107,7 +107,7 @@ def _psycopg_urls(texts: Sequence[str]) -> list[URL]:
 
 
 def listen_urls(given: Sequence[str] | None, databases: int) -> list[str | None]:
-    """The direct ways for LISTEN to several databases, in their order; None for each if there are none.
+    """The direct URLs for LISTEN to several databases, in their order; None for each if there are none.
 
     Raises:
         ConfigError: not one for each, or one that is not a PostgreSQL URL.

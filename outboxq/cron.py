@@ -45,7 +45,7 @@ MIN_EVERY, MAX_EVERY = timedelta(seconds=1), timedelta(days=365)
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 # No time zone has changed its clocks twice within a week since 1970.
 _PROBE = timedelta(days=1)
-# `newest` looks back over one stretch of time, then over longer ones. The first is wider than any change of the clocks.
+# `newest` goes back over one stretch of time, then over longer ones. The first is wider than any change of the clocks.
 _FIRST_STRETCH, _GROWTH = timedelta(hours=4), 8
 
 

@@ -10,7 +10,7 @@ from outboxq.forks import call_here
 
 logger = logging.getLogger("outboxq.hooks")
 
-# The execution option of an engine whose sessions, inboxes and effects tell hooks what they did.
+# The execution option of an engine whose sessions, inboxes and effects report to hooks.
 HOOKS_OPTION = "outboxq_hooks"
 
 _COUNTED = frozenset(get_args(CountedEvent))
@@ -77,7 +77,7 @@ class Emitter:
         uses = self._uses[kind]
         if uses is None:
             return True
-        for has_use in uses:  # noqa: SIM110  # any() takes three times as long, and this is asked for each batch
+        for has_use in uses:  # noqa: SIM110  # any() takes three times as long, and this is called for each batch
             if has_use(kind):
                 return True
         return False

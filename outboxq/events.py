@@ -157,7 +157,7 @@ class EffectCalled:
 
 @dataclass(frozen=True, slots=True)
 class MessageSeen:
-    """An inbox was given a message; an accepted one is reported after COMMIT."""
+    """An inbox received a message; an accepted one is reported after COMMIT."""
 
     consumer: str
     outcome: Literal["accepted", "duplicate", "conflict"]

@@ -34,7 +34,7 @@ def fault_point(name: FaultPoint) -> None:
 
 @contextmanager
 def fault_action(action: Callable[[FaultPoint], None]) -> Iterator[None]:
-    """Within the block, every slot of this process calls `action` with the name of each step that it passes."""
+    """Make every slot of this process call `action` within the block, with the name of each step that it passes."""
     global _action
     previous, _action = _action, action
     try:

@@ -1,9 +1,9 @@
 """Forks: the child that users' code forks from a process of ours runs their code, and nothing of ours.
 
 Such a child has copies of everything: connections, whose sockets are its parent's too; locks, whose owners are threads
-that it lacks; an event loop, with the tasks of others. So as it begins, what leads to others is cut off, and when it
-comes back from the call in which it was forked, it ends as by `os._exit`: what an interpreter does at its end would be
-done twice.
+that it lacks; an event loop, with the tasks of others. So as it begins, its connections are cut off, and when it
+returns from the call in which it was forked, it ends as by `os._exit`: the interpreter's work at its end would be done
+twice.
 """
 
 import os
@@ -62,7 +62,7 @@ def runs_here(loop: "asyncio.AbstractEventLoop") -> None:
 
 
 def call_here(function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
-    """Call users' code. A child that was forked in it ends when it comes back, also by an error."""
+    """Call users' code. A child that was forked in it ends when it returns, also by an error."""
     depth = _depth
     try:
         returned = function(*args, **kwargs)
@@ -76,7 +76,7 @@ def call_here(function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) ->
 
 
 async def await_here(awaitable: Awaitable[T]) -> T:
-    """Await users' code. A child that was forked in it ends when it comes back, also by an error."""
+    """Await users' code. A child that was forked in it ends when it returns, also by an error."""
     depth = _depth
     try:
         returned = await awaitable

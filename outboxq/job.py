@@ -12,14 +12,14 @@ THEN_HEADER = "outboxq.then"
 BATCH_HEADER = "outboxq.batch"
 BATCH_FAILED_HEADER = "outboxq.batch_failed"
 UNIQUE_HEADER = "outboxq.unique"
-# How long the windows are of which a coalesced job may run in each once, in microseconds.
+# The length of the windows in each of which a coalesced job may run once, in microseconds.
 EVERY_HEADER = "outboxq.every"
 # The `seq` with which a coalesced job was added, once its row has another one.
 ADDED_HEADER = "outboxq.added"
 # Longer headers, which no producer of ours writes, leave no room for it.
 MAX_STAMPED_BYTES = 1_000_000
 _NUMBER = re.compile("[0-9]{1,18}")
-# What a job has for itself alone: a copy of it would make another job followed, called back or unique as this one.
+# Headers that belong to one job alone: a copy would make another job followed, called back or unique as this one.
 OWN_HEADERS = frozenset({THEN_HEADER, BATCH_HEADER, BATCH_FAILED_HEADER, UNIQUE_HEADER, EVERY_HEADER, ADDED_HEADER})
 
 
@@ -58,7 +58,7 @@ class Job(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def waited_seconds(self) -> float:
-        """How long the job waited for a relay: from when it was due until it was claimed, by the database's clock."""
+        """The time for which the job waited: from when it was due until it was claimed, by the database's clock."""
         at, due = self.claimed_at, self.run_at
         return 0.0 if at is None or at < due else (at - due).total_seconds()
 

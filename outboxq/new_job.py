@@ -237,7 +237,7 @@ class UniqueAnswer:
 
 
 class UniqueJob(NewJob, frozen=True, eq=False, kw_only=True):
-    """A job that waits in a session, and perhaps has a unique key: that may depend on keys of pending entities."""
+    """A job that waits in a session, and may have a unique key: that may depend on keys of pending entities."""
 
     answer: UniqueAnswer
 
@@ -264,7 +264,7 @@ def has_unique_key(new: NewJob) -> bool:
 
 
 def with_answer(new: NewJob) -> UniqueJob:
-    """A job that has a unique key, with a place for what becomes of it: its own, as one `NewJob` may be added twice."""
+    """A job that has a unique key, with a place for its outcome: its own, as one `NewJob` may be added twice."""
     if isinstance(new, UniqueJob):
         return new
     return _unique(new, UniqueAnswer())

@@ -127,7 +127,7 @@ def resume(connection: AsyncTarget, *names: str) -> Coroutine[Any, Any, tuple[st
 
 
 def resume(connection: SyncTarget | AsyncTarget, *names: str) -> tuple[str, ...] | Coroutine[Any, Any, tuple[str, ...]]:
-    """Let schedules add jobs again, from their next time on: times that passed while they were paused are skipped.
+    """End the pause of schedules, from their next time on: times that passed while they were paused are skipped.
 
     Returns the names of those that were paused.
     """

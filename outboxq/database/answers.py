@@ -40,7 +40,7 @@ class Answer(Coroutine[Any, Any, T]):
         self._call = call
 
     def __await__(self) -> Generator[Any, None, T]:
-        # A local variable, by which what a task waits for is found.
+        # A local variable, by which the coroutine that a task waits for is found.
         inner = self.coroutine
         return (yield from inner.__await__())
 
@@ -53,11 +53,11 @@ class Answer(Coroutine[Any, Any, T]):
     def close(self) -> None:
         self.coroutine.close()
 
-    # Not in its type: a checker takes what follows for unreachable, and is silent about it.
+    # Not in its type: a checker would silently take the code after a test of it for unreachable.
     if not TYPE_CHECKING:
 
         def __bool__(self) -> bool:
-            # Python 3.12 asks it of a task's coroutine when it prints the task, as asyncio.run does.
+            # Python 3.12 calls it on a task's coroutine when it prints the task, as asyncio.run does.
             if sys._getframe(1).f_globals.get("__name__") == "asyncio.base_tasks":  # noqa: SLF001  # who asks
                 return True
             raise TypeError(f"nothing has happened yet: `await {self._call}`")

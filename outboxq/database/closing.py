@@ -60,7 +60,7 @@ def finish(connection: DriverConnection) -> None:
 
 
 def _lock(driver: "psycopg.Connection[Any]") -> bool:
-    """End what is under way, and take the driver's lock; False if an unfinished COPY or stream has it."""
+    """End the statement under way, and take the driver's lock; False if an unfinished COPY or stream has it."""
     if driver.lock.acquire(blocking=False):
         return True
     _end_socket(driver)
@@ -75,7 +75,7 @@ def _lock(driver: "psycopg.Connection[Any]") -> bool:
 
 
 async def _lock_async(driver: "psycopg.AsyncConnection[Any]") -> bool:
-    """End what is under way, and take the driver's lock, on an async connection: only a task can be at work there."""
+    """End the statement under way, and take the driver's lock, on an async connection, which only tasks use."""
     if not driver.lock.locked():
         return await driver.lock.acquire()
     _end_socket(driver)

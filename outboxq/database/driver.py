@@ -1,6 +1,6 @@
 """The relay's own strings, sent through the psycopg connection below SQLAlchemy: several statements, one round trip.
 
-Written once for both worlds: on an async connection the caller is inside `run_sync`, whose greenlet may await.
+Written once for sync and async: on an async connection the caller is inside `run_sync`, whose greenlet may await.
 """
 
 import asyncio
@@ -165,7 +165,7 @@ def run_alone(connection: Connection, statement: str) -> Rows:
         psycopg.Error: it failed.
     """
     if is_listened_to(connection):
-        # Such listeners set up what users' transactions need, a role perhaps.
+        # Such listeners set up users' transactions, with a role for example.
         with connection.begin():
             return run_script(connection, statement)
     return run_outside_transaction(connection, statement)

@@ -50,7 +50,7 @@ _CONNECT_SECONDS = 10
 _OPEN_SECONDS = 30.0
 RELAY_NAME, LISTENER_NAME, EFFECTS_NAME = "outboxq relay", "outboxq listener", "outboxq effects"
 RESULTS_NAME = "outboxq results"
-# Effects take a connection for a moment, and never while they wait for something else: as many as slots ask at once.
+# Effects take a connection for a moment, and never while they wait for something else: as many as slots need at once.
 _POOLED = {"pool_size": 5, "max_overflow": -1}
 # To read hstore itself, psycopg would look up its type with an operator that PostgreSQL does not have for exactly those
 # types: a user's, in a schema of the search path, would be called. SQLAlchemy reads hstore without psycopg.
@@ -72,7 +72,7 @@ _SERVER_SETTINGS: Mapping[str, int | str] = {
     "tcp_keepalives_interval": _INTERVAL_SECONDS,
     "tcp_keepalives_count": _PROBES,
     "tcp_user_timeout": _GIVE_UP_MILLISECONDS,
-    # A backend that executes does not look at its socket: one that waits for a lock would keep the job.
+    # A backend that executes does not check its socket: one that waits for a lock would keep the job.
     "client_connection_check_interval": _IDLE_SECONDS * 1000,
 }
 # A handler that works outside the database leaves its slot's connection idle for as long as it takes; so do sleepers.

@@ -68,7 +68,7 @@ def sqlstate_of(error: BaseException | None) -> str | None:
     try:
         original: object = error.orig if isinstance(error, DBAPIError) else error
         sqlstate = getattr(original, "sqlstate", None) or getattr(original, "pgcode", None)
-    except BaseException:  # noqa: BLE001  # a property of users': its own error must not hide the one that is looked at
+    except BaseException:  # noqa: BLE001  # a property of users': its own error must not hide the given one
         return None
     # Users' errors may call something else so.
     return sqlstate if isinstance(sqlstate, str) and _SQLSTATE.fullmatch(sqlstate) else None

@@ -1,7 +1,7 @@
 """The guard on a relay's connection. All that a handler does with the connection passes here.
 
-While a handler runs, transaction verbs are refused before they are sent. What goes around SQLAlchemy, on the driver's
-own connection, is not seen; the script that commits finds what it did to the transaction.
+While a handler runs, transaction verbs are refused before they are sent. Statements around SQLAlchemy,
+on the driver's own connection, are not seen; the script that commits finds what they did to the transaction.
 
 Each job works with a connection that is lent to it and closed after it, so that a thread which it has left cannot use
 the next job's. The guard also records if a handler may have left session state on the server: then the slot starts its
@@ -41,7 +41,7 @@ _FACTORIES = ("row_factory", "cursor_factory", "server_cursor_factory")
 
 
 class Watcher(Protocol):
-    """Callbacks for everything that is sent on the connection through SQLAlchemy, or may be sent beside it.
+    """Callbacks for everything that is sent on the connection through SQLAlchemy, or may be sent around it.
 
     The relay's own scripts (`run_script`) call none of these.
     """
@@ -56,7 +56,7 @@ class Watcher(Protocol):
 
 
 class WatchedConnection(Connection):
-    """A connection that says when the driver's own is taken from it, also by way of a result.
+    """A connection that reports when the driver's own is taken from it, also by way of a result.
 
     `outboxq_guard` is None once it was lent and taken back.
     """
@@ -158,7 +158,7 @@ class Guard:
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Within the block, send the relay's own statements: unwatched, and without options that the job has set."""
+        """Send the relay's own statements within the block: unwatched, and without options that the job has set."""
         connection, watcher, self.watcher = self._connection, self.watcher, None
         options, connection._execution_options = connection._execution_options, self._options  # noqa: SLF001  # its setter merges
         try:
@@ -311,7 +311,7 @@ def keep_cancelled(context: ExceptionContext, own: Connection) -> None:
 
 
 def _looked_at(statement: str, context: ExecutionContext | None) -> str:
-    """The text that says what a statement does: as it was compiled, if it is that, without all of its values."""
+    """The text of a statement to examine: as it was compiled, without all of its values, if it was compiled."""
     compiled = None if context is None else context.compiled
     if context is None or compiled is None or compiled.string is None:
         return statement
@@ -323,7 +323,7 @@ def _looked_at(statement: str, context: ExecutionContext | None) -> str:
 
 
 def _watched_cursor(factory: type[Any], guard: "Guard") -> type[Any]:
-    """The driver's cursors, which lead to its connection too, and can be used beside SQLAlchemy themselves."""
+    """The driver's cursors, which lead to its connection too, and can be used around SQLAlchemy themselves."""
 
     class Watched(factory):  # type: ignore[misc]  # the user's own, or the driver's
         @property
@@ -352,6 +352,6 @@ def _watched_cursor(factory: type[Any], guard: "Guard") -> type[Any]:
 
 
 def _is_asked_by_driver() -> bool:
-    # The driver too asks its cursors for their connection, for the types that it adapts.
+    # The driver too reads the connection of its cursors, for the types that it adapts.
     caller = sys._getframe(2).f_globals  # noqa: SLF001  # in the library reference, and cheap: each statement passes here
     return str(caller.get("__name__", "")).partition(".")[0] in ("psycopg", "psycopg_binary", "psycopg_c")

@@ -31,7 +31,7 @@ def first_word(sql: str) -> str:
 
 
 def leading_words(sql: str) -> Iterator[str]:
-    """The words at the beginning, in upper case, up to the first thing that is none."""
+    """The words at the beginning, in upper case, up to the first token that is no word."""
     at = 0
     while word := _WORD.match(sql, _skip_blanks(sql, at)):
         yield word.group().upper()
@@ -71,7 +71,7 @@ def without_literals(sql: str) -> str:
 
 
 def _end_of(opening: re.Match[str], sql: str) -> int:
-    """The end of what begins here; two quotes within a literal are the end of one and the beginning of another."""
+    """The end of the literal, name or comment here; two quotes within a literal end one and begin another."""
     mark = opening.group()
     if mark == "/*":
         return _comment_end(sql, opening.start())

@@ -102,7 +102,7 @@ def open_market(say: Callable[[str], None]) -> Iterator[Market]:
 
 @contextmanager
 def trading(market: Market, kill_seconds: float = KILL_SECONDS) -> Iterator[None]:
-    """Within the block customers order; after some time a relay is killed, and another one takes its place.
+    """Make customers order within the block; after some time a relay is killed, and another one takes its place.
 
     Raises:
         DemoFailed: a relay ended by itself.

@@ -22,7 +22,7 @@ _TERMINATE_SECONDS = 10.0
 
 @contextmanager
 def on_passing(point: FaultPoint, passing: int, act: Callable[[], None]) -> Iterator[None]:
-    """Within the block, call `act` when this process passes `point` for the `passing`-th time (from 1), and only then.
+    """Call `act` within the block when this process passes `point` for the `passing`-th time (from 1), and only then.
 
     All slots of the process count together; the one that arrives last calls it.
     """
@@ -43,7 +43,7 @@ def on_passing(point: FaultPoint, passing: int, act: Callable[[], None]) -> Iter
 
 
 def kill_process_at(point: FaultPoint, passing: int = 1) -> AbstractContextManager[None]:
-    """Within the block, SIGKILL this process when it passes `point` for the `passing`-th time (from 1).
+    """Send SIGKILL to this process within the block when it passes `point` for the `passing`-th time (from 1).
 
     Nothing is cleaned up and nothing is reported: run it in a process of its own.
     """

@@ -50,7 +50,7 @@ LAST_FAULT_AT = 0.9
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """Something that happens to a process, a connection or the server.
+    """A fault of a process, a connection or the server.
 
     Attributes:
         at: How many jobs are finished when it is due.

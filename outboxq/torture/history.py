@@ -7,7 +7,7 @@ Works on tables without unique constraints, so that forbidden rows can exist. It
   job its key and its place among the jobs of that key: one with a later place may have run for it.
 - `effect`: the ledger, a row for each time that a handler's rows were committed, with the attempt, the crashes and the
   lease token under which it ran.
-- `violation`: what a handler saw that may not be: another job of its group or key, or more than its queue may run.
+- `violation`: a breach that a handler saw: another job of its group or key, or more than its queue may run.
 - `sighting`: job rows with a lease, as an observer saw them: token and owner.
 - outboxq's own `job` and `dead_job`.
 """

@@ -48,7 +48,7 @@ _TERMINATE = text("SELECT pg_terminate_backend(:pid)")
 
 
 class Relays:
-    """As many relay processes as the run has, some of them stopped for a while."""
+    """The relay processes of the run, some of them stopped for a while."""
 
     def __init__(self, url: str, mode: Mode, number: int) -> None:
         self.started = 0

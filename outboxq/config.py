@@ -324,7 +324,7 @@ class RelayConfig:
         listen_url: A direct URL for LISTEN, if the relay's own URL leads to a transaction pooler.
         schema: The PostgreSQL schema that the tables were migrated into.
         declare_schedules: Whether to store the schedules that the registry declares, when the relay starts, and to
-            disable those that it does not declare any more. Without, what is stored is fired all the same.
+            disable those that it does not declare any more. Without, stored schedules fire all the same.
         allow_asynchronous_commit: Work although `synchronous_commit` is off on the relay's sessions: a crash of the
             server may then undo what was just reported as done, rows and all, and the job runs again.
         allow_one_phase: Work although tables that Citus distributes are committed before outboxq's: a crash in between

@@ -25,7 +25,7 @@ SHORTHANDS = {
     "@midnight": "0 0 * * *",
     "@hourly": "0 * * * *",
 }
-# What each field takes, in their order.
+# The values that each field takes, in their order.
 _TAKES = {
     "minute": "0 to 59",
     "hour": "0 to 23",

@@ -24,7 +24,7 @@ class StoredException(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     """An exception without its objects.
 
     Attributes:
-        notes: What `add_note` added, redacted like the message.
+        notes: The notes of `add_note`, redacted like the message.
         frames: Its traceback, the innermost frame last.
         members: If it is a group, its first exceptions, each with those that led to it.
         more_members: How many exceptions of the group were left out.

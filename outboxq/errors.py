@@ -1,6 +1,6 @@
 """Every error that outboxq raises, in one tree below `OutboxqError`.
 
-Each message says what was expected, what came, and what to do; what a program may want to read is an attribute.
+Each message says what was expected, what came, and what to do; values that a program may read are attributes.
 """
 
 import shlex
@@ -148,7 +148,7 @@ class LoginRefused(OutboxqError):
     """The database has refused the relay's login for too long: it must be started again, with one that works.
 
     Attributes:
-        reason: What the server said: "authentication failed", for example.
+        reason: The server's reason: "authentication failed", for example.
     """
 
     def __init__(self, reason: str, seconds: float) -> None:

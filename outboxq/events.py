@@ -57,8 +57,8 @@ class JobDied(EventOfJob):
 
     `error_type` and `message` are those of its last attempt, `message` as its handler's `messages` wants it kept; both
     are empty if the handler asked for this, or if no handler ran. `exception` is what the handler raised, with all of
-    its payload: for a service that collects errors. When the hooks were called its traceback is dropped, so that what
-    its frames hold does not outlive the job. `record` has what is stored of it.
+    its payload: for a service that collects errors. After the hooks were called its traceback is dropped, so that the
+    values in its frames do not outlive the job. `record` is the stored form of it.
     """
 
     reason: str
@@ -88,7 +88,7 @@ class JobDiscarded(EventOfJob):
 
 @dataclass(frozen=True, slots=True)
 class JobCancelled(EventOfJob):
-    """An operator cancelled the job: what its handler had written was rolled back, or it was not called.
+    """An operator cancelled the job: its handler's rows were rolled back, or it was not called.
 
     A job that is cancelled into the dead letters has the event `JobDied` instead, with the reason "cancelled".
     """
@@ -299,7 +299,7 @@ class BatchFinished:
 
 @dataclass(frozen=True, slots=True)
 class Pruned:
-    """Expired rows were deleted; each number is one of rows. `batches`: callbacks that no relay had come to add."""
+    """Expired rows were deleted; each number is one of rows. `batches`: callbacks that no relay had added."""
 
     messages: int
     effects: int

@@ -50,7 +50,7 @@ def forget_in_children(owner: Forgetting) -> None:
 def cut_off_in_children(owner: _HasFile) -> None:
     """Point the descriptor of a connection, or of another socket, at nothing in each child.
 
-    What the child sends on it fails, instead of coming between the statements of its parent. A child that outlives its
+    Statements of the child on it fail, instead of mixing with those of its parent. A child that outlives its
     parent keeps no transaction of it open, and no port.
     """
     _files.add(owner)

@@ -178,7 +178,7 @@ def _refuse_unique_between(followers: "tuple[NewJob, ...]") -> None:
 
 
 def refuse_coalesced(new: NewJob, what: str) -> None:
-    """Refuse a job that the run of another one may replace, and with it what belongs to this one.
+    """Refuse a job that the run of another one may replace, and with it the things that belong to this one.
 
     Raises:
         ArgumentError: it is coalesced; `what` says what it cannot be.
@@ -223,7 +223,7 @@ def _check_chain(kind: str, followers: tuple[NewJob, ...]) -> None:
 
 
 class UniqueAnswer:
-    """The outcome of adding a unique job, given by what takes its key: the flush, or in a handler the COMMIT."""
+    """The outcome of adding a unique job, given when its key is taken: by the flush, or in a handler by the COMMIT."""
 
     __slots__ = ("added", "existing_id")
 

@@ -1,8 +1,8 @@
 """Schedules of an application's own: made, changed and removed in its transactions, such as one for each tenant.
 
-Every function takes a session or a connection, sync or async, and works in its transaction: what is rolled back never
-was. With an async one, await the result. A relay sees a new schedule within its next heartbeat (`heartbeat_seconds`,
-five seconds by default).
+Every function takes a session or a connection, sync or async, and works in its transaction: a rollback undoes it. With
+an async one, await the result. A relay sees a new schedule within its next heartbeat (`heartbeat_seconds`, five seconds
+by default).
 
     schedules.put(session, "report-7", report.job(tenant=7), cron="30 2 * * *", time_zone="Europe/Berlin")
 """
@@ -62,19 +62,19 @@ def put(
 ) -> Schedule | Coroutine[Any, Any, Schedule]:
     """Make a schedule, or change the one of this name.
 
-    A schedule that is paused stays paused. Its next due time changes only if `cron`, `every` or
-    `time_zone` does, or if it is later than it can be: then the database's clock was ahead when it was computed.
+    A schedule that is paused stays paused. Its next due time changes only if `cron`, `every` or `time_zone` does, or
+    if it is later than it can be: then the database's clock was ahead when it was computed.
 
     Args:
         name: 1 to 255 bytes.
-        job: What is added when it is due, made by `kind.job(...)`. An argument that is `FIRE_TIME` is replaced by the
+        job: The job to add when it is due, made by `kind.job(...)`. An argument that is `FIRE_TIME` is replaced by the
             time that it is due, in the schedule's time zone.
         cron: Five fields (minute, hour, day of month, month, day of week), or `@hourly`, `@daily`, `@weekly`,
             `@monthly`, `@yearly`.
         every: In place of `cron`, an interval of whole seconds, from a second to 365 days: due at its multiples since
             1970 in UTC, so that a change of the clocks moves none.
         time_zone: The time zone of the cron text, such as "Europe/Berlin".
-        missed: What becomes of times at which no relay ran. "one": one job for all of them, with the newest as its
+        missed: How to treat times at which no relay ran. "one": one job for all of them, with the newest as its
             time. "all": a job for each. "skip": no job for a time that is more than a minute past.
         jitter: Each job runs later by a random time of up to this much, 24 hours at most, and less than `every`.
 

@@ -31,7 +31,7 @@ class Answer(Coroutine[Any, Any, T]):
     """A coroutine that is counted until it is awaited, and refuses to be taken for its result.
 
     Args:
-        call: What was called, for the error: "find_job(...)".
+        call: The call, for the error: "find_job(...)".
     """
 
     def __init__(self, coroutine: Coroutine[Any, Any, T], call: str) -> None:

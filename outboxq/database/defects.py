@@ -28,7 +28,7 @@ def is_defect(error: BaseException) -> bool:
     if not isinstance(error, Exception) or isinstance(error, _EXPECTED):
         return False
     modules = [module for module, _ in _places(error)]
-    # Users' code in C has no frame: what called it is the innermost one.
+    # Users' code in C has no frame: that of its caller is the innermost one.
     return all(map(_is_known, modules)) and (not modules or modules[-1] not in _CALLERS)
 
 

@@ -126,7 +126,7 @@ def driver_connection(connection: Connection) -> DriverConnection:
     below = dbapi_connection(connection)
     if isinstance(below, _DRIVERS):
         return below
-    # An async adapter names what it wraps; the pool's `driver_connection` is gone once a connection is detached.
+    # An async adapter names the one it wraps; the pool's `driver_connection` is gone once a connection is detached.
     driver = getattr(below, "driver_connection", below)
     if not isinstance(driver, _DRIVERS):
         raise TypeError(f"expected a psycopg connection, got {type(driver).__module__}")
@@ -293,7 +293,7 @@ def _rows(result: PGresult) -> list[tuple[str | None, ...]]:
 
 
 def _flush(connection: PGconn, seconds: float) -> None:
-    # The driver's sockets do not block: what they do not take at once stays in libpq's buffer.
+    # The driver's sockets do not block: bytes that they do not take at once stay in libpq's buffer.
     while connection.flush():
         if _wait(connection, selectors.EVENT_READ | selectors.EVENT_WRITE, seconds) & selectors.EVENT_READ:
             # A server that cannot get rid of its notifications does not read either.
@@ -302,7 +302,7 @@ def _flush(connection: PGconn, seconds: float) -> None:
 
 def _next_result(connection: PGconn, seconds: float) -> PGresult | None:
     # Busy also between the last result and the end of the answer, which may come in pieces: libpq would wait for the
-    # rest inside its own call, without an end, and psycopg keeps the interpreter's lock while it does.
+    # rest inside its own call, for ever, and psycopg keeps the interpreter's lock while it does.
     while connection.is_busy():
         _wait(connection, selectors.EVENT_READ, seconds)
         connection.consume_input()
@@ -381,7 +381,7 @@ def is_lost(connection: Connection) -> bool:
 def is_at_rest(connection: Connection) -> bool:
     """Return True if a statement can be sent: none is under way, and nothing else waits to send one; no I/O.
 
-    It cannot after an unfinished COPY or stream, whose driver's lock would be waited for without an end, nor in the
+    It cannot after an unfinished COPY or stream, whose driver's lock would be waited for for ever, nor in the
     driver's pipeline mode, which refuses statements of ours.
     """
     if connection.invalidated:

@@ -27,7 +27,7 @@ from outboxq.database.session_state import left_by
 from outboxq.database.sql_words import refused_verb
 from outboxq.errors import HandlerRolledBack, TransactionVerbRefused
 
-# What SQLAlchemy keeps in a connection that is closed for good, and in no transaction.
+# The fields of a connection that SQLAlchemy has closed for good, and that is in no transaction.
 _CLOSED = {
     "_dbapi_connection": None,
     "_Connection__can_reconnect": False,
@@ -73,9 +73,9 @@ class WatchedConnection(Connection):
 class Guard:
     """Watches one connection. `savepoint` is the running job's own, or None between jobs.
 
-    `on_first_use` begins it, if a handler runs whose savepoint has not begun: also for what a handler sends through
-    the connection instead of its session. `watcher` is called before every statement, and when the driver's
-    connection is taken. `thread` is the one that it belongs to.
+    `on_first_use` begins it, if a handler runs whose savepoint has not begun: also for statements that a handler
+    sends through the connection instead of its session. `watcher` is called before every statement, and when the
+    driver's connection is taken. `thread` is the one that it belongs to.
     """
 
     def __init__(self, connection: Connection) -> None:
@@ -85,7 +85,7 @@ class Guard:
         # State of a handler that may outlive its transaction on this connection, in words that hold no value.
         self.left: str | None = None
         # Whether something holds for the rest of the transaction that does not hold on this connection, such as the
-        # meaning of a name, or a role: by a SET LOCAL search_path, or by what is not known.
+        # meaning of a name, or a role: by a SET LOCAL search_path, or by an unknown statement.
         self.is_altered = False
         self._connection = connection
         # A handler can reach the relay's own connection by its transactions; a thread that it has left is refused.
@@ -182,7 +182,7 @@ class Guard:
         if self.watcher is not None:
             self.watcher.hands_out()
         elif self.on_first_use is not None:
-            # Else what goes over the driver's cursor would lie before the job's savepoint, and survive its failure.
+            # Else statements of the driver's cursor would come before the job's savepoint, and survive its failure.
             self.on_first_use()
         if self.is_handlers_turn:
             self.left = "the driver's own connection"
@@ -233,7 +233,7 @@ class Guard:
                 f"the handler sent {verb}, but its transaction is the relay's: return to commit, raise to roll back"
             )
         if not savepoint.is_active and not statement.startswith("ROLLBACK TO"):
-            # The job's savepoint is gone: what the handler wrote now would survive its own failure.
+            # The job's savepoint is gone: rows that the handler wrote now would survive its own failure.
             raise HandlerRolledBack("the handler went on after it rolled its session back: use session.begin_nested()")
 
     def _note(self, statement: str, parameters: object) -> None:

@@ -46,7 +46,7 @@ class ClaimSavepoint(Savepoint):
     __slots__ = ("_claim_name",)
 
     def __init__(self, connection: Connection, name: str) -> None:
-        # What SQLAlchemy's own __init__ does, but for the SAVEPOINT.
+        # As SQLAlchemy's own __init__, but without the SAVEPOINT.
         self.connection = connection
         self.is_active = True
         self.is_released = False

@@ -26,7 +26,7 @@ Request: TypeAlias = Callable[[PGconn | None], None]
 
 
 class ListeningThread(ABC):
-    """A thread that serves one listening connection; what it does there is a subclass's own.
+    """A thread that serves one listening connection; subclasses define its work there.
 
     Args:
         connect: Opens a connection outside a transaction; called in the thread, as all methods but `start`, `stop` and
@@ -50,7 +50,7 @@ class ListeningThread(ABC):
 
     @abstractmethod
     def work(self, connection: PGconn) -> float:
-        """Do what is due, and return for how many seconds to wait for a notification or a request."""
+        """Do the work that is due; returns the seconds to wait for a notification or a request."""
 
     @abstractmethod
     def hear(self, text: str) -> None:
@@ -105,7 +105,7 @@ class ListeningThread(ABC):
             self._is_stopping = self._is_stopping or not self._requests
 
     def take_requests(self, connection: PGconn | None) -> None:
-        """Run what other threads sent."""
+        """Run the requests that other threads sent."""
         with contextlib.suppress(BlockingIOError):
             while self._wake_reader.recv(4096):
                 pass
@@ -134,7 +134,7 @@ class ListeningThread(ABC):
                 self._serve(connection.pgconn)
             finally:
                 finish(connection)
-        except Exception as error:  # noqa: BLE001  # users' engines raise what they like, and others wait for the thread
+        except Exception as error:  # noqa: BLE001  # users' engines raise any error, and others wait for the thread
             self.failed(error)
         self._is_connected = self._is_silent = False
         self._pause()

@@ -1,4 +1,4 @@
-"""Session state: what a statement leaves on its connection when its transaction has ended.
+"""Session state that a statement leaves on its connection when its transaction has ended.
 
 A setting, a temporary table, a lock of the session or LISTEN would meet the next job of the same slot. A statement
 leaves nothing if its first word is known to, and if it names no function that changes the session. What a user's own

@@ -2,7 +2,7 @@
 
 Connections of ours have them from the start, and our transactions set them again: a pooler refuses startup options, and
 those of the user win over ours. On the connection of a caller they hold for a call and are then as they were; a relay's
-slots, where handlers run, keep the user's. What must hold there too does not depend on a setting: times are read as
+slots, where handlers run, keep the user's. Code that works there too does not depend on a setting: times are read as
 numbers (`outboxq.tables.columns.Instant`).
 """
 
@@ -34,7 +34,7 @@ _PG = func.pg_catalog
 def our_settings(connection: Connection) -> Iterator[None]:
     """Our settings on a caller's connection, within the block; after it those that were there.
 
-    After an error of the database there is nothing to do: what rolls back the error rolls back the settings.
+    After an error of the database there is nothing to do: the rollback of the error rolls back the settings.
     """
     before = connection.execute(select(*(_PG.current_setting(name) for name in OUR_SETTINGS))).one()
     _set(connection, OUR_SETTINGS.values())

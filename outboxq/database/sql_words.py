@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator
 from itertools import islice
 
-# Possessive (`*+`): what was passed over is never tried in another way. A line comment ends at a carriage return too.
+# Possessive (`*+`): passed characters are never tried in another way. A line comment ends at a carriage return too.
 _BLANKS = re.compile(r"(?:[ \t\n\r\f\v]++|--[^\n\r]*+)*+")
 _COMMENT_EDGE = re.compile(r"/\*|\*/")
 _WORD = re.compile(r"[A-Za-z_\x80-\U0010ffff][A-Za-z0-9_$\x80-\U0010ffff]*+")

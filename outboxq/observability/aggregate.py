@@ -82,7 +82,7 @@ class Aggregate:
         self._taken: Counts = {}
 
     def add(self, events: Sequence[Event]) -> None:
-        """Count the events of what was committed."""
+        """Count the events of committed jobs."""
         with self._lock:
             if len(events) == 1 and type(events[0]) in RAN:
                 self._add_one(cast("Ended", events[0]))

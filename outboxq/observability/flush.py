@@ -22,7 +22,7 @@ from outboxq.statements import history as statements
 # texts.
 Transact: TypeAlias = Callable[[str], Sequence[Sequence[str | None]]]
 
-# The row of a relay that was not seen for a day is removed, and with it what its last flush was.
+# The row of a relay that was not seen for a day is removed, and with it the number of its last flush.
 _DOUBT_SECONDS = 43_200.0
 # At the end: one whose row was removed, the same with a new row, and the counts since.
 _LAST_FLUSHES = 3

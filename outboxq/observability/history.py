@@ -1,4 +1,4 @@
-"""The upkeep of the history: minutes become hours, and what is too old is removed."""
+"""The upkeep of the history: minutes become hours, and old rows are removed."""
 
 from sqlalchemy import Connection
 

@@ -264,7 +264,7 @@ def _text_of(value: object) -> str:
 
 
 def event_fields(event: Event) -> dict[str, object]:
-    """The event's fields, its job replaced by the job's name, queue, id and attempt; without what it raised."""
+    """The event's fields, its job replaced by the job's name, queue, id and attempt; without its exception."""
     found: dict[str, object] = {}
     for field in fields(event):
         if field.name in ("exception", "record"):

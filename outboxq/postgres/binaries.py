@@ -223,8 +223,8 @@ def _is_usable(copy: Path, package: Path) -> bool:
         status = copy.lstat()
     except FileNotFoundError:
         return False
-    # In a shared directory any user may make this name. What is not a directory that only we can write to could hold
-    # programs of another user.
+    # In a shared directory any user may make this name. Anything but a directory that only we can write to could
+    # hold programs of another user.
     writable_by_others = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or writable_by_others:
         reason = f"{copy}, the place for a copy of its programs, belongs to uid {status.st_uid} or is open to others"

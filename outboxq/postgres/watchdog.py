@@ -39,7 +39,7 @@ class Command(TypedDict):
 
 
 class Reply(TypedDict, total=False):
-    """The reply to the owner: the server's pid, or the exit status of a process that ended, or what went wrong."""
+    """The reply to the owner: the server's pid, or the exit status of a process that ended, or a problem."""
 
     pid: int
     exit_status: int

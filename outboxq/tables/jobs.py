@@ -1,4 +1,4 @@
-"""Jobs, waiting, leased and dead, and what belongs to them: keys, batches, requests to cancel."""
+"""Jobs, waiting, leased and dead, and their parts in other tables: keys, batches, requests to cancel."""
 
 from sqlalchemy import (
     BigInteger,
@@ -166,8 +166,8 @@ Index("dead_job_queue", dead_job.c.queue, dead_job.c.died_at)
 Index("dead_job_died", dead_job.c.died_at.op("AT TIME ZONE")(literal_column("'UTC'")))
 Index("dead_job_batch", dead_job.c.batch_id, postgresql_where=text("batch_id IS NOT NULL"))
 
-# Who has a key: a job, for as long as its row is in `job`, and until `kept_until`. Relays never write here while a
-# handler runs.
+# The holder of a key: a job, for as long as its row is in `job`, and until `kept_until`. Relays never write here while
+# a handler runs.
 unique_key = Table(
     "unique_key",
     metadata,

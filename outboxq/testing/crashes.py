@@ -50,7 +50,7 @@ def crash_at_every_step(
     """Crash a handler at every step of its way, and assert that each job had exactly one effect.
 
     For each step: enqueue one job, let a relay process run it that is killed with SIGKILL at this step (or loses its
-    connections there, and goes on), let a second one finish what is left, and count. Needs a database of the test's own
+    connections there, and goes on), let a second one finish the rest, and count. Needs a database of the test's own
     whose queues are empty.
 
     Args:

@@ -1,4 +1,4 @@
-"""A TCP proxy before PostgreSQL that recognises a COMMIT: for tests of what a lost connection leaves.
+"""A TCP proxy before PostgreSQL that recognises a COMMIT: for tests of lost connections.
 
 It listens on loopback, without TLS. A client that commits through it can be cut off before COMMIT reaches the server or
 after it did, kept waiting for the answer, or left on a connection that is open and dead.
@@ -122,7 +122,7 @@ class CommitProxy:
         self._flows.clear()
 
     def thaw(self) -> None:
-        """End `freeze()`; what was held back arrives late."""
+        """End `freeze()`; bytes that were held back arrive late."""
         self._flows.set()
 
     def cut(self) -> int:

@@ -72,7 +72,7 @@ def assert_enqueued(
 ) -> JobHandle | Awaitable[JobHandle]:
     """Assert that a job of `kind` waits whose arguments include `args`; await it for an async session.
 
-    Flushes the session first, and sees what its transaction sees. Entities are compared by primary key.
+    Flushes the session first, and sees the rows that its transaction sees. Entities are compared by primary key.
 
     Raises:
         AssertionError: there is none; the message lists the jobs that wait.
@@ -159,7 +159,7 @@ def drain(
     session are expired afterwards, so that the test reads what the handlers wrote.
 
     Args:
-        state: What handlers see as `ctx.state`; by default the registry's lifespan is entered, and left at the end.
+        state: The value of `ctx.state`; by default the registry's lifespan is entered, and left at the end.
         allow_failures: Report failed attempts instead of raising.
 
     Raises:

@@ -1,7 +1,7 @@
 """The plan of a run: everything random, drawn from the seed before anything starts.
 
-The same seed gives the same transactions, the same faults in the same order, and the same parameters. What they meet is
-not repeated: which job a relay runs at that moment is up to the machine.
+The same seed gives the same transactions, the same faults in the same order, and the same parameters. The jobs that
+they meet are not repeated: which job a relay runs at that moment is up to the machine.
 """
 
 import random

@@ -2,7 +2,7 @@
 
 Works on tables without unique constraints, so that forbidden rows can exist. It reads nothing but rows:
 
-- `enqueue`: what each producer knows of each job: its COMMIT was answered (`ok`), it failed, or neither (`unknown`).
+- `enqueue`: each producer's knowledge of each job: its COMMIT was answered (`ok`), it failed, or neither (`unknown`).
 - `request`: the business row, written in the transaction of the job: the truth about an unknown one. Of a coalesced
   job its key and its place among the jobs of that key: one with a later place may have run for it.
 - `effect`: the ledger, a row for each time that a handler's rows were committed, with the attempt, the crashes and the

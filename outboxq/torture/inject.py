@@ -128,7 +128,7 @@ class FaultInjector:
     let_ahead: Callable[[], None]
 
     def inject(self, fault: Fault) -> bool:
-        """Do what the fault says; False if it found nothing to hit."""
+        """Do a fault; False if it found nothing to hit."""
         match fault.kind:
             case "relay-killed" | "relay-stopped":
                 return self._disturb_process(fault)

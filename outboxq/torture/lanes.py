@@ -75,7 +75,7 @@ class Lanes:
     """Adds jobs of flow control, for producer threads: each has groups and keys of its own.
 
     Args:
-        kinds: What to do with a job of each kind: "group", "limit", "coalesce", "unique" or "batch".
+        kinds: The use of each kind: "group", "limit", "coalesce", "unique" or "batch".
     """
 
     def __init__(self, kinds: Mapping[str, str]) -> None:
@@ -114,5 +114,5 @@ class Lanes:
 
 
 def coalesce_key(job: Job) -> str | None:
-    """The key of a job in the ledger: its kind and what it was coalesced by."""
+    """The key of a job in the ledger: its kind and its coalescing key."""
     return None if job.unique_key is None else job.unique_key.replace("\x1f", " ")

@@ -119,7 +119,7 @@ class _Run:
         return self._report(gave_up)
 
     def _torture(self) -> str | None:
-        """Observe, tend and do what is due, until everything is done; returns why the run was given up, if it was."""
+        """Observe, tend and do due faults, until everything is done; returns why the run was given up, if it was."""
         while True:
             self._observe()
             self._relays.tend()

@@ -115,11 +115,11 @@ class DatabaseExporter:
 
     def look(self) -> None:
         """Poll once. Never raises."""
-        # Caps of its own for what there is now: queues come and go.
+        # Caps of its own for the queues that exist now: they come and go.
         reading, counted = Reading(), Reading()
         try:
             with self.connect() as given:
-                # A pooler's next backend does not know what was prepared on this one.
+                # A pooler's next backend does not know the statements prepared on this one.
                 driver_connection(given).prepare_threshold = None
                 options = {"isolation_level": "READ COMMITTED", "schema_translate_map": {SCHEMA: self.schema}}
                 connection = given.execution_options(**options)

@@ -31,7 +31,7 @@ class MinuteSums:
         self._micros: dict[tuple[str, Labels], int] = {}
 
     def look(self, connection: Connection) -> None:
-        """Read what was added since the last poll, in the caller's transaction."""
+        """Read the rows that were added since the last poll, in the caller's transaction."""
         execute = connection.execute
         # At first the minute that has begun, as a whole.
         since: datetime = self._since or execute(statements.minute(0)).scalar_one()

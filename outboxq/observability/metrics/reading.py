@@ -1,6 +1,6 @@
 """A reading: the values of metrics at one moment, which can be added up and sent to another process.
 
-The number of series is bounded: what is beyond a label's cap is counted under `_other`.
+The number of series is bounded: values beyond a label's cap are counted under `_other`.
 """
 
 from collections.abc import Mapping, Sequence

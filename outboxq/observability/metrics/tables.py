@@ -1,4 +1,4 @@
-"""A poll of the tables: what the exporter finds there at one moment, part by part.
+"""A poll of the tables: the figures that the exporter reads there at one moment, part by part.
 
 Each part is a READ ONLY transaction of its own, bounded by two seconds, that waits for no lock: one that is refused, or
 takes too long, is missing from the poll, and affects no other.

@@ -41,5 +41,5 @@ def operation(name: str, queue: str) -> dict[str, str | int | float]:
 
 
 def error_type(error: BaseException) -> str:
-    """The class of an exception: never its text, which may hold what a job was given."""
+    """The class of an exception: never its text, which may hold arguments of a job."""
     return name_of(error)

@@ -1,6 +1,6 @@
 """The trace context in the headers of jobs, as W3C Trace Context defines it: `traceparent` and `tracestate`.
 
-No baggage: it would store what callers put into it beside each job.
+No baggage: it would store the values of callers with each job.
 """
 
 from collections.abc import Mapping

@@ -17,7 +17,7 @@ EVENTS: tuple[type[object], ...] = tuple(_OUTCOMES)
 
 
 class ProcessMeter:
-    """A hook of the registry: it measures what was committed."""
+    """A hook of the registry: it measures committed attempts."""
 
     def __init__(self, meter: metrics.Meter) -> None:
         self._duration = meter.create_histogram(

@@ -172,7 +172,7 @@ def actor_name() -> str:
 
 
 def no_schedules() -> bool:
-    """Tell whether relays are to store no schedules: `OUTBOXQ_NO_SCHEDULES` is set, and not to 0."""
+    """Return True if relays are to store no schedules: `OUTBOXQ_NO_SCHEDULES` is set, and not to 0."""
     return os.environ.get(NO_SCHEDULES_VARIABLE, "0") not in ("", "0")
 
 
@@ -307,7 +307,7 @@ class RelayConfig:
         drain_seconds: How long a stopping relay waits for its handlers before it rolls them back.
         lease_seconds: How long jobs in lease mode, and suspects, stay this relay's after its last sign of life, 1 to
             3600. Shorter means that others take over sooner, longer that a paused relay may still complete.
-        heartbeat_seconds: How often the lease is extended, and expired ones are searched; by default a sixth of
+        heartbeat_seconds: How often the lease is extended, and expired ones are searched for; by default a sixth of
             `lease_seconds`, and at most a third.
         effect_lease_seconds: How long a call made by `ctx.once` stays its caller's after its last sign of life, 0.5 to
             3600. After that another run may take over; a call that is under way keeps its own.

@@ -1,4 +1,4 @@
-"""The emitter: it hands each event to hooks, and drops the tracebacks that the event holds after all were called."""
+"""The emitter: it hands each event to hooks, and drops the traceback of its exception after the last one."""
 
 import logging
 import threading

@@ -87,11 +87,11 @@ class NewJob(msgspec.Struct, frozen=True, eq=False):
         return [argument.entity for argument in (self.entities or {}).values() if argument.is_pending()]
 
     def was_pending(self) -> bool:
-        """Tell whether an entity had no primary key at the call, so that the job was not checked as a whole."""
+        """Return True if an entity had no primary key at the call, so that the job was not checked as a whole."""
         return any(argument.key is None for argument in (self.entities or {}).values())
 
     def has_entities(self) -> bool:
-        """Tell whether the job, or one of those that follow it, has an entity among its arguments."""
+        """Return True if the job, or one of those that follow it, has an entity among its arguments."""
         return bool(self.entities) or any(each.entities for each in self.followers)
 
     def complete(self) -> "NewJob":

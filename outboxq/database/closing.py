@@ -34,7 +34,7 @@ _WAITS = (psycopg.Connection.wait.__code__, psycopg.AsyncConnection.wait.__code_
 
 
 def give_up(connection: Connection) -> None:
-    """Close a connection for good that a thread or a task which a handler has left may be using.
+    """Close for good a connection that a thread or task which a handler has left may be using.
 
     The socket ends first, and with it the statement: that would read from a socket that is the next connection's, by
     its number.
@@ -100,7 +100,7 @@ def _end_socket(driver: DriverConnection) -> None:
 
 
 def _is_waited_on(driver: DriverConnection) -> bool:
-    """Tell whether a thread, or a task of the running event loop, is inside of a statement on this connection."""
+    """Return True if a thread, or a task of the running event loop, is inside of a statement on this connection."""
     is_async = isinstance(driver, psycopg.AsyncConnection)
     frames = _awaiting_frames() if is_async else _running_frames()
     return any(frame.f_code in _WAITS and frame.f_locals.get("self") is driver for frame in frames)

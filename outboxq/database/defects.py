@@ -24,7 +24,7 @@ _APPLICATIONS = ("outboxq.demo", "outboxq.torture")
 
 
 def is_defect(error: BaseException) -> bool:
-    """Tell whether an error comes from outboxq's own code: not the database, nor any code of the user's."""
+    """Return True if an error comes from outboxq's own code: not the database, nor any code of the user's."""
     if not isinstance(error, Exception) or isinstance(error, _EXPECTED):
         return False
     modules = [module for module, _ in _places(error)]

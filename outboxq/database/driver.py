@@ -381,7 +381,7 @@ def is_lost(connection: Connection) -> bool:
 def is_at_rest(connection: Connection) -> bool:
     """Return True if a statement can be sent: none is under way, and nothing else waits to send one; no I/O.
 
-    It cannot after an unfinished COPY or stream, whose driver's lock would be waited for for ever, nor in the
+    It cannot after an unfinished COPY or stream, whose driver's lock would be waited for endlessly, nor in the
     driver's pipeline mode, which refuses statements of ours.
     """
     if connection.invalidated:

@@ -81,7 +81,7 @@ _OF_PREPARED = ("RevalidateCachedQuery", "FetchPreparedStatement", "StorePrepare
 
 
 def is_of_prepared(error: BaseException) -> bool:
-    """Tell whether a statement failed only as the driver had prepared it: an ALTER TABLE came since, or it was lost."""
+    """Return True if a statement failed only because it was prepared: an ALTER TABLE came since, or it was lost."""
     try:
         original: object = error.orig if isinstance(error, DBAPIError) else error
         return isinstance(original, psycopg.Error) and original.diag.source_function in _OF_PREPARED

@@ -61,7 +61,7 @@ class ListeningThread(ABC):
         """Receive the error that ended the connection or refused it; after a pause the next one is opened."""
 
     def is_needed(self) -> bool:
-        """Tell whether to connect, before each connection."""
+        """Return True if a connection is to be opened; called before each one."""
         return True
 
     def start(self) -> None:

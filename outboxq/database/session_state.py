@@ -1,8 +1,8 @@
 """Session state that a statement leaves on its connection when its transaction has ended.
 
 A setting, a temporary table, a lock of the session or LISTEN would meet the next job of the same slot. A statement
-leaves nothing if its first word is known to, and if it names no function that changes the session. What a user's own
-function, procedure or trigger does is not examined.
+leaves nothing if its first word is known for it, and if it names no function that changes the session. Functions,
+procedures and triggers of users are not examined.
 """
 
 import re

@@ -49,7 +49,7 @@ _PROGRESS = text("SELECT count(*) AS done, EXISTS (SELECT FROM outboxq.job) AS h
 def run_demo(*, jobs: int, seed: int | None = None, json: bool = False) -> int:
     """Play the demo and print its proof.
 
-    It starts a server and three relay processes, and leaves nothing, also after Ctrl-C. No configured database is
+    It starts a server and three relay processes, and leaves no trace, also after Ctrl-C. No configured database is
     touched.
 
     Args:

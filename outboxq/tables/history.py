@@ -166,7 +166,7 @@ audit = Table(
     Column("expected", BigInteger),
     Column("changed", BigInteger, nullable=False, server_default=text("0")),
     Column("held", BigInteger, nullable=False, server_default=text("0")),
-    # The last row that a change of many rows has processed: it goes on after that one.
+    # The last row that a change of many rows has visited: it goes on after that one.
     Column("position", Uuid),
     # How often it was resumed: a process that finds another number than its own ends.
     Column("resumed", Integer, nullable=False, server_default=text("0")),

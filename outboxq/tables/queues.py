@@ -16,7 +16,7 @@ queue = Table(
     Column("rate_jobs", Integer),
     Column("rate_seconds", Real()),
     Column("rate_burst", Integer),
-    # How long dead letters are kept; 0 for ever, in any case, and NULL as the application declares.
+    # How long dead letters are kept; 0 for ever, and NULL for as long as the application declares.
     Column("keep_dead_seconds", Real()),
     CheckConstraint(
         "max_running BETWEEN 1 AND 10000 AND max_per_group BETWEEN 1 AND 1000",

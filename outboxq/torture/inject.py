@@ -113,7 +113,7 @@ class Relays:
 
 @dataclass(frozen=True, slots=True)
 class FaultInjector:
-    """Does the planned faults, to all that a fault can hit.
+    """Does the planned faults to relays, producers and the server.
 
     Attributes:
         let_ahead: Called to let the producers go on a little, for a fault that waits for their work.

@@ -79,7 +79,7 @@ class _Claims:
 class EventCounter:
     """A hook: counts all that happens other than the outcomes of jobs."""
 
-    # The events that the hook receives: of none there is one for every job, unless each is claimed alone.
+    # The events that the hook receives. None comes with every job, unless each is claimed alone.
     events = frozenset({*COUNTED, *_TOLD})
 
     def __init__(self) -> None:

@@ -246,7 +246,7 @@ class ClaimStatements:
 
         def script(owner: UUID | None, sort: Sort) -> ClaimScript:
             texts = _texts(schema, owner, sort, counts)
-            return ClaimScript(texts, quote_literal(queue), sort is _READY, owner is not None, most, lock)
+            return ClaimScript(texts, quote_literal(queue), sort == _READY, owner is not None, most, lock)
 
         self.ready = script(None, _READY)
         self.due = script(None, _DUE)

@@ -1,5 +1,6 @@
 """Prepared statements: those of a slot's connection, by name, as far as the server can be expected to have them."""
 
+import math
 from typing import Protocol
 
 from outboxq.database.errors import sqlstate_of
@@ -7,8 +8,8 @@ from outboxq.database.errors import sqlstate_of
 # Errors of prepared statements: invalid_sql_statement_name, duplicate_prepared_statement, and feature_not_supported,
 # "cached plan must not change result type".
 _NO_SUCH, _THERE_ALREADY, _TABLE_CHANGED = "26000", "42P05", "0A000"
-# How often a connection may lose its statements until it prepares none any more.
-_MOST_LOSSES = 1
+# Statements that were lost sooner than after so many executions are sent as text so many times.
+_WORTHWHILE = 20
 
 
 def may_be_of_prepared(error: BaseException) -> bool:
@@ -29,17 +30,18 @@ class PreparedStatements:
     """The statements of one sort that a connection has prepared, as far as is known.
 
     The driver drops all prepared statements when it sees a rollback, and behind a transaction pooler each transaction
-    may come to another session. A statement that fails for this costs a round trip and nothing else. Statements are
-    prepared again after the first loss, and sent as text from the second one on.
+    may come to another session. A statement that fails for this costs a round trip and nothing else. It is prepared
+    again, unless the loss before was a moment ago: then statements are sent as text for a while.
     """
 
     def __init__(self) -> None:
         self._names: set[str] = set()
-        self._losses = 0
+        # Executions since the last loss; below zero while statements are sent as text.
+        self._age: float = _WORTHWHILE
 
     def is_plain(self) -> bool:
-        """Whether statements are sent as plain text."""
-        return self._losses > _MOST_LOSSES
+        """Whether statements are sent as plain text for now."""
+        return self._age < 0
 
     def has(self, statement: Prepared) -> bool:
         """Whether this statement is prepared, as far as is known."""
@@ -50,17 +52,24 @@ class PreparedStatements:
         return [] if self.has(statement) else [statement.definition]
 
     def succeeded(self, statement: Prepared) -> None:
-        """Record that this statement is prepared now."""
-        self._names.add(statement.name)
+        """Record that this statement was executed, and so is prepared now, or was sent as text."""
+        if not self.is_plain():
+            self._names.add(statement.name)
+        self._age += 1
 
     def failed(self, error: BaseException, statement: Prepared) -> bool:
         """Whether a statement failed because it was prepared, or was not, so that it is worth another try."""
         if self.is_plain() or not may_be_of_prepared(error):
             return False
-        if sqlstate_of(error) == _THERE_ALREADY:
+        sqlstate = sqlstate_of(error)
+        if sqlstate == _THERE_ALREADY:
             # By an earlier try whose transaction was rolled back: a name stands for one text.
             self._names.add(statement.name)
+            return True
+        self._names.clear()
+        if sqlstate == _TABLE_CHANGED:
+            # The old plan stays under its name.
+            self._age = -math.inf
         else:
-            self._names.clear()
-            self._losses += 1
+            self._age = 0 if self._age >= _WORTHWHILE else -_WORTHWHILE
         return True

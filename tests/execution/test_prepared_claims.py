@@ -188,10 +188,10 @@ def test_a_driver_that_lets_go_of_all_statements_costs_no_job(
     engine: Engine,
     executed: list[bool],
 ) -> None:
-    """As it does after each rollback to a savepoint: prepared once more, and sent as text after a second loss."""
+    """As it does after each failed attempt: prepared again, and sent as text for a while after two losses in a row."""
 
     def forget(ctx: Context, name: str) -> None:
-        if name in ("job 20", "job 40")[:losses]:
+        if name in ("job 20", "job 25")[:losses]:
             # So often that it prepares it: otherwise it has nothing to let go of.
             for statement in ["SELECT 1"] * 7 + ["SAVEPOINT own", "ROLLBACK TO SAVEPOINT own"]:
                 ctx.session.execute(text(statement))
@@ -205,7 +205,9 @@ def test_a_driver_that_lets_go_of_all_statements_costs_no_job(
     assert ledger(engine) == Counter(names)
     assert (waiting(engine), dead(engine)) == (0, 0)
     assert lost == [True] * losses
-    assert executed[-1] is (losses == 1)
+    assert (False in executed) is (losses == 2)
+    # With five jobs a claim, too few claims come after the losses.
+    assert executed[-1] is (losses == 1 or batch_size == 1)
 
 
 @pytest.mark.parametrize("batch_size", [1, 5])
@@ -275,12 +277,10 @@ def test_a_table_that_changes_below_a_prepared_claim_stops_nothing(
             transaction.rollback()
         with engine.begin() as other:
             other.execute(text("ALTER TABLE outboxq.job ALTER COLUMN max_attempts TYPE bigint"))
-        # Once by the old plan; once more as the name is taken, and by the old plan again.
-        for match in ("cached plan", "already exists", "cached plan"):
-            request = ClaimRequest(script, 1, prepared=prepared)
-            with pytest.raises(Exception, match=match) as caught, connection.begin():
-                claim(connection, request)
-            assert request.failed(caught.value)
+        request = ClaimRequest(script, 1, prepared=prepared)
+        with pytest.raises(Exception, match="cached plan") as caught, connection.begin():
+            claim(connection, request)
+        assert request.failed(caught.value)
         with connection.begin() as transaction:
             assert claim(connection, ClaimRequest(script, 1, prepared=prepared)).jobs
             transaction.rollback()

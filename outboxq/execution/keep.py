@@ -20,7 +20,8 @@ from outboxq.execution.prepared import PreparedStatements, may_be_of_prepared
 from outboxq.execution.step import Step
 from outboxq.handlers.keeping import Keeping
 from outboxq.handlers.resolved import Registry
-from outboxq.statements.done import GIVING_WAY, DoneRows, KeptJobs, rows_of_done
+from outboxq.statements.done import FinishedColumns, execute_insert, insert_finished, prepared_insert
+from outboxq.statements.enqueue import array_text
 from outboxq.statements.results import tell_waiters
 
 logger = logging.getLogger("outboxq.relay")
@@ -38,7 +39,6 @@ _NO_OTHERS: Mapping[UUID, tuple[UUID, ...]] = {}
 # server that ends. Any other may be one: data, constraints, rights, no room, foreign locks, the patience of a role's
 # time-out, a damaged page, whatever code a trigger of the users raises.
 _NO_REFUSALS = ("08", "40", "57P")
-_UNIQUE_VIOLATION = "23505"
 # After a refusal nothing is kept for so long, lest each transaction meet it, and wait for a foreign lock.
 _PAUSE_SECONDS = 60.0
 
@@ -60,38 +60,36 @@ class FinishedRows(Step):
     """The step that writes the rows of finished jobs.
 
     Attributes:
-        prepared: Where the INSERT of the rows is prepared; None to send it as text.
-        gives_way: Whether earlier rows of the same ids give way; not if it is prepared.
+        prepared: Where the connection's INSERT is prepared; None to send it as text.
     """
 
     keeper: "Keeper"
-    rows: DoneRows
+    schema: str
+    jobs: FinishedColumns
     prepared: PreparedStatements | None = None
-    gives_way: bool = False
     name = "finished rows"
     is_optional = True
 
     def statements(self) -> Sequence[str]:
-        """The INSERT; executed by its name alone, it sees to its patience by itself. PREPARE takes a lock too."""
+        """The INSERT, with a patience of its own. PREPARE takes a lock too."""
+        given = self.schema, self.jobs, self.keeper.relay
         if self.prepared is None:
-            return _BRIEFLY, self.rows.text() + (GIVING_WAY if self.gives_way else ""), _AS_LONG_AS_BEFORE
-        if self.prepared.has(self.rows.prepared()):
-            return (self.rows.execution(),)
-        return _BRIEFLY, *self.prepared.preparing(self.rows.prepared()), self.rows.execution(), _AS_LONG_AS_BEFORE
+            insert = [insert_finished(*given)]
+        else:
+            insert = [*self.prepared.preparing(prepared_insert(self.schema)), execute_insert(*given)]
+        return _BRIEFLY, *insert, _AS_LONG_AS_BEFORE
 
     def committed(self, rows: Rows) -> tuple[Event, ...]:  # noqa: ARG002  # of no interest
         """Take note that the INSERT is prepared now."""
         if self.prepared is not None:
-            self.prepared.succeeded(self.rows.prepared())
+            self.prepared.succeeded(prepared_insert(self.schema))
         return ()
 
     def refused(self, error: BaseException) -> "FinishedRows | None":
-        """The rows once more in another way; or none, and none for a while, if the table refuses them."""
+        """The same rows as text, if the prepared INSERT was lost; else none, and none for a while."""
         if self.prepared is not None and may_be_of_prepared(error):
-            self.prepared.failed(error, self.rows.prepared())
+            self.prepared.failed(error, prepared_insert(self.schema))
             return replace(self, prepared=None)
-        if sqlstate_of(error) == _UNIQUE_VIOLATION and not self.gives_way:
-            return replace(self, prepared=None, gives_way=True)
         self.keeper.refused(error)
         return None
 
@@ -133,7 +131,9 @@ class Keeper:
         """Keep no rows from now on; those who wait for results are told all the same."""
         self._paused_until = math.inf
 
-    def kept(self, events: Iterable[Event], others: Mapping[UUID, tuple[UUID, ...]] = _NO_OTHERS) -> KeptJobs | None:
+    def kept(
+        self, events: Iterable[Event], others: Mapping[UUID, tuple[UUID, ...]] = _NO_OTHERS
+    ) -> FinishedColumns | None:
         """The rows of the jobs that are over by these events, of kinds that keep them; None without any.
 
         Args:
@@ -162,7 +162,7 @@ class Keeper:
         if rows is not None:
             if prepared is not None and prepared.is_plain():
                 prepared = None
-            steps.append(FinishedRows(self, rows_of_done(schema, rows, self.relay), prepared))
+            steps.append(FinishedRows(self, schema, rows, prepared))
         if ended:
             steps.append(TellWaiters(schema, ended))
         return steps
@@ -196,25 +196,25 @@ class Keeper:
             extra={"outboxq_kinds": sorted(self.kinds)},
         )
 
-    def _columns(self, over: Sequence[Over], others: Mapping[UUID, tuple[UUID, ...]]) -> KeptJobs:
+    def _columns(self, over: Sequence[Over], others: Mapping[UUID, tuple[UUID, ...]]) -> FinishedColumns:
         # A column at a time, and none that no kind asks for: every COMMIT waits for this.
         jobs = [event.job for event in over]
         keepings = [self.kinds[job.kind] for job in jobs]
-        ids, none = [job.id for job in jobs], [None] * len(jobs)
         given = list(zip(jobs, keepings, strict=True)) if self._has_args else []
         ended = over if self._has_results else []
-        return KeptJobs(
-            id=ids,
+        taken = [others.get(job.id) for job in jobs] if others else []
+        return FinishedColumns(
+            id=[job.id for job in jobs],
             queue=[job.queue for job in jobs],
             kind=[job.kind for job in jobs],
             outcome=[_OUTCOMES[type(event)] for event in over],
             attempt=[job.attempt for job in jobs],
-            created_at=[job.created_at for job in jobs],
-            claimed_at=[job.claimed_at for job in jobs],
+            created_at=[job.created_at.timestamp() for job in jobs],
+            claimed_at=[job.claimed_at.timestamp() if job.claimed_at else None for job in jobs],
             seconds=[event.seconds for event in over],
-            args=[job.args if keeping.args else None for job, keeping in given] or none,
-            headers=[job.headers if keeping.args else None for job, keeping in given] or none,
-            result=[event.result if isinstance(event, JobDone) else None for event in ended] or none,
-            stands_for=[others.get(job_id) for job_id in ids] if others else none,
+            args=[job.args if keeping.args else None for job, keeping in given],
+            headers=[job.headers if keeping.args else None for job, keeping in given],
+            result=[event.result if isinstance(event, JobDone) else None for event in ended],
+            stands_for=[array_text(map(str, ids)) if ids else None for ids in taken],
             keep_seconds=[keeping.seconds for keeping in keepings],
         )

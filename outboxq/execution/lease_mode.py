@@ -42,7 +42,7 @@ from outboxq.execution.step import Step
 from outboxq.fault_points import fault_point
 from outboxq.job import Job
 from outboxq.statements.by_index import NO_SCANS
-from outboxq.statements.done import GIVING_WAY, keep_jobs
+from outboxq.statements.done import insert_finished
 from outboxq.statements.lease_mode import finish_leased, release_leased, standing
 from outboxq.statements.results import tell_waiters
 from outboxq.statements.transaction import LOCAL_SETTINGS
@@ -97,7 +97,7 @@ class Unsettled:
         """
         done = (event.job for event in self.finished)
         rows = self.keeper.kept(self.finished, self.stands_for) if keep else None
-        kept = keep_jobs(schema, rows, self.keeper.relay, gone=True) + GIVING_WAY if rows is not None else ""
+        kept = insert_finished(schema, rows, self.keeper.relay, gone=True) if rows is not None else ""
         # What their table refuses is refused with them, and not by COMMIT.
         checking = ("SET CONSTRAINTS ALL IMMEDIATE",) if kept else ()
         script.add("settings", *LOCAL_SETTINGS, _PATIENCE, NO_SCANS, *checking)

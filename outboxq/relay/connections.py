@@ -54,7 +54,7 @@ class SlotConnection:
     guard: Guard
     epoch: str
     has_citus: bool
-    # The claims, and the INSERTs of finished jobs; None behind a pooler, or if the user's settings forbid it.
+    # The claims, and the INSERT of finished jobs; None behind a pooler, or if the user's settings forbid it.
     prepared: PreparedStatements | None
     prepared_rows: PreparedStatements | None
     used_at: float = field(default_factory=time.monotonic)

@@ -31,7 +31,7 @@ def finish_leased(schema: str, jobs: Iterable[Job], *, free: bool = False, keepi
 
     Args:
         free: Leave the jobs whose rows are locked, and return their ids too.
-        keeping: Writes the rows of those that this deletes (`keep_jobs`, of `gone`).
+        keeping: Writes the rows of those that this deletes (`insert_finished`, of `gone`).
     """
     kept: LiteralString = ", kept AS (\n{keeping}\n)" if keeping else ""
     return _with_jobs(

@@ -4,6 +4,7 @@ import json
 import re
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
 from uuid import UUID
@@ -21,14 +22,15 @@ from outboxq.database.driver import run_script
 from outboxq.errors import ArgsNotKept, JobNotFound, RegistryError
 from outboxq.events import JobDied, JobDone, JobLeaseLost
 from outboxq.execution.keep import FinishedRows, Keeper
-from outboxq.statements.done import KeptJobs, rows_of_done
+from outboxq.execution.prepared import PreparedStatements
+from outboxq.statements.done import FinishedColumns
 from outboxq.statements.prune import delete_finished
 from tests.support.app import QUICK, Effect
 from tests.support.ledger import ledger, rows
 from tests.support.scripts import note_scripts
 
 KEEP = timedelta(days=7)
-_ROW = (UUID(int=1), "q", "work", "done", 1, datetime.now(UTC), None, 0.5, None, None, None, None, 60.0)
+_ROWS = [(UUID(int=n), "q", "work", "done", 1, 1e9, None, 0.5, None, None, None, None, 60.0) for n in (1, 2)]
 _SEEN_PATIENCE = """\
 CREATE FUNCTION outboxq.seen() RETURNS trigger LANGUAGE plpgsql AS
   $$BEGIN NEW.queue := current_setting('lock_timeout'); RETURN NEW; END$$;
@@ -496,7 +498,7 @@ def test_jobs_whose_rows_are_refused_are_done_without(
 @pytest.mark.each_value
 @pytest.mark.parametrize("claim", ["transaction", "lease"])
 @pytest.mark.parametrize("adds", [0, 1], ids=["alone", "with a unique job"])
-def test_a_row_whose_id_was_chosen_twice_gives_way(
+def test_the_row_of_an_id_that_was_chosen_twice_stays(
     engine: Engine,
     sessions: Sessions,
     drain: Drain,
@@ -504,7 +506,7 @@ def test_a_row_whose_id_was_chosen_twice_gives_way(
     claim: str,
     adds: int,
 ) -> None:
-    """To a later job of its kind, and not to one of another kind; the jobs beside it keep their rows, and run once."""
+    """As the first job of the id has left it; the jobs beside the second one have their rows, and each runs once."""
     jobs, ran = Jobs(), list[int]()
 
     def write(ctx: Context, number: int) -> None:
@@ -513,29 +515,24 @@ def test_a_row_whose_id_was_chosen_twice_gives_way(
         if adds:
             ctx.session.add_job(follow.options(unique=f"key {number}"))
 
-    work = jobs.handler(kind="work", claim=claim, keep=KEEP)(write)
-    other = jobs.handler(kind="other", claim=claim, keep=KEEP)(write)
+    work = jobs.handler(claim=claim, keep=KEEP)(write)
 
     @jobs.handler(queue="after")
     def follow(ctx: Context) -> None: ...
 
-    seen: list[dict[UUID, tuple[str, datetime]]] = []
-    for kind, first in ((work, 0), (work, 3), (other, 6)):
+    seen: list[dict[object, object]] = []
+    for first in (0, 3):
         with sessions.begin() as session:
-            handles = [session.add_job(kind, number=first + n) for n in range(3)]
+            handles = [session.add_job(work, number=first + n) for n in range(3)]
             session.flush()
             if seen:
-                chosen = {"old": handles[1].id, "new": min(seen[0])}
+                chosen = {"old": handles[1].id, "new": min(seen[0], key=str)}
                 session.execute(text("UPDATE outboxq.job SET id = :new WHERE id = :old"), chosen)
         drain(jobs, batch_size=3, slots_per_queue=1)
-        with engine.connect() as connection:
-            rows = connection.execute(text("SELECT id, kind, finished_at FROM outboxq.done_job"))
-            seen.append({row.id: (row.kind, row.finished_at) for row in rows})
-    twice = min(seen[0])
-    assert sorted(ran) == list(range(9))
-    assert [len(each) for each in seen] == [3, 5, 7]
-    assert seen[1][twice] > seen[0][twice]
-    assert seen[2][twice] == seen[1][twice]
+        seen.append(dict(rows(engine, "SELECT id, finished_at FROM outboxq.done_job")))
+    assert sorted(ran) == list(range(6))
+    assert [len(each) for each in seen] == [3, 5]
+    assert seen[0].items() <= seen[1].items()
     assert not [each for each in caplog.records if "not kept" in each.message]
 
 
@@ -594,38 +591,26 @@ def test_a_locked_table_holds_jobs_up_for_a_moment_only(
     assert len(said) == 1
 
 
-@pytest.mark.parametrize("keys", [[], ["SELECT 2"]])
-def test_the_patience_of_a_handler_is_as_before_behind_its_row(engine: Engine, keys: list[str]) -> None:
-    """What follows waits for as long as the transaction allows: the keys of unique jobs, and a COMMIT that notifies."""
-    rows_of = rows_of_done("outboxq", KeptJobs(*zip(_ROW, strict=False)), None)
-    kept = FinishedRows(Keeper(), rows_of).statements()
-    with engine.begin() as connection:
-        run_script(connection, "SET LOCAL lock_timeout = '7s'")
-        shows = ["SHOW lock_timeout" if each.startswith("INSERT") or each in keys else each for each in kept]
-        found = run_script(connection, *shows, *(["SHOW lock_timeout"] * (1 + len(keys))))
-    shown = [row[0] for row in found if len(row) == 1]
-    assert next(each for each in shown if each in ("1s", "7s")) == "1s"
-    assert shown[-1 - len(keys) :] == ["7s"] * (1 + len(keys))
-
-
-def test_the_insert_that_is_prepared_has_a_patience_of_its_own(engine: Engine) -> None:
-    """A second for the table and for each of its rows, whatever the transaction allows; then that again."""
-    first, second = _ROW, (UUID(int=2), *_ROW[1:])
-    kept = rows_of_done("outboxq", KeptJobs(*zip(first, second, strict=True)), None)
+@pytest.mark.parametrize("prepared", [None, PreparedStatements()], ids=["text", "prepared"])
+def test_rows_wait_for_a_lock_for_a_second_and_what_follows_as_long_as_before(
+    engine: Engine, prepared: PreparedStatements | None
+) -> None:
+    """Whatever the transaction allows, which holds for the keys of unique jobs, and for a COMMIT that notifies."""
+    step = FinishedRows(Keeper(), "outboxq", FinishedColumns(*zip(*_ROWS, strict=True)), prepared)
     with engine.begin() as connection:
         run_script(connection, _SEEN_PATIENCE)
-        run_script(connection, f"SET LOCAL lock_timeout = '7s'; {kept.prepared().definition}")
-        shown = run_script(connection, f"{kept.execution()}; SHOW lock_timeout")
-    assert shown[-1] == ("7s",)
+        shown = run_script(connection, "SET LOCAL lock_timeout = '7s'", *step.statements(), "SHOW lock_timeout")
+        assert shown[-1] == ("7s",)
+        step.committed([])
     assert rows(engine, "SELECT queue FROM outboxq.done_job") == [("1s",), ("1s",)]
     for held in ("LOCK TABLE outboxq.done_job", "DELETE FROM outboxq.done_job"):
         with engine.begin() as operator, engine.connect() as connection:
-            run_script(connection, f"DEALLOCATE ALL; {kept.prepared().definition}; COMMIT")
-            run_script(connection, "SET LOCAL lock_timeout = '7s'")
+            # PREPARE waits too.
+            run_script(connection, "DEALLOCATE ALL; SET LOCAL lock_timeout = '7s'")
             run_script(operator, held)
-            began = time.monotonic()
+            again, began = replace(step, prepared=prepared and PreparedStatements()), time.monotonic()
             with pytest.raises(psycopg.errors.LockNotAvailable):
-                run_script(connection, kept.execution())
+                run_script(connection, *again.statements())
             assert 0.9 < time.monotonic() - began < 5
 
 

@@ -16,7 +16,6 @@ from outboxq.execution.lease_mode import Unsettled
 from outboxq.handlers.keeping import Keeping
 from outboxq.job import Job
 from outboxq.postgres import Database
-from outboxq.statements.done import rows_of_done
 from tests.support.results import KEEP, told
 from tests.support.scripts import note_scripts
 from tests.support.statements import _LEASED
@@ -36,7 +35,7 @@ def test_a_kind_without_results_sends_what_it_sent_before() -> None:
     assert _PLAIN.steps("outboxq", events) == []
     rows = _KEPT.kept(events)
     assert rows is not None
-    assert _KEPT.steps("outboxq", events) == [FinishedRows(_KEPT, rows_of_done("outboxq", rows, None))]
+    assert _KEPT.steps("outboxq", events) == [FinishedRows(_KEPT, "outboxq", rows)]
     plain = _leased(events[0], _PLAIN)
     for keeper in (_PLAIN, _KEPT):
         leased = _leased(events[0], keeper)

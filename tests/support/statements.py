@@ -24,7 +24,14 @@ from outboxq.statements.audit import AuditFilter
 from outboxq.statements.claim import ClaimScript, ClaimStatements, Cursor
 from outboxq.statements.dead_letters import DeadFilter
 from outboxq.statements.doctor.sessions import jobs_of
-from outboxq.statements.done import GIVING_WAY, DoneFilter, DoneRows, KeptJobs, keep_jobs, select_done
+from outboxq.statements.done import (
+    DoneFilter,
+    FinishedColumns,
+    PreparedInsert,
+    execute_insert,
+    insert_finished,
+    select_done,
+)
 from outboxq.statements.effect_admin import PARTS, EffectFilter
 from outboxq.statements.effects import EffectLock
 from outboxq.statements.group_claim import GroupScript
@@ -44,9 +51,9 @@ _ID = UUID("00000000-0000-7000-8000-000000000007")
 _NOW = datetime(2026, 1, 1, tzinfo=UTC)
 _JOB = Job(_ID, "mail", "send", "{}", "{}", 0, 1, None, 0, 0, None, None, "[]", _NOW, _NOW, 1)
 _LEASED = msgspec.structs.replace(_JOB, lease_token=3)
-_ROW = (_ID, "mail", "send", "done", 1, _NOW, None, 0.5, "{}", "{}", "null", None, 60.0)
-_OTHER_ROW = (UUID(int=1), *_ROW[1:11], (_ID,), 60.0)
-_KEPT, _KEPT_TWO = KeptJobs(*zip(_ROW, strict=True)), KeptJobs(*zip(_ROW, _OTHER_ROW, strict=True))
+_ROW = (_ID, "mail", "send", "done", 1, 0.0, None, 0.5, "{}", "{}", "null", None, 60.0)
+_OTHER_ROW = (UUID(int=1), *_ROW[1:11], f"{{{_ID}}}", 60.0)
+_DONE, _DONE_TWO = (FinishedColumns(*zip(*rows, strict=True)) for rows in ([_ROW], [_ROW, _OTHER_ROW]))
 _NEW = NewJob(JobEnvelope("send", "mail", "{}", 0, None, None, None), "{}", None)
 _LATER = NewJob(JobEnvelope("send", "mail", "{}", 1, 5, _NOW, None), "{}", None)
 _SCHEDULE = {
@@ -133,14 +140,14 @@ _SAMPLES: Mapping[str, tuple[object, object]] = {
     "jobs: sqlalchemy.sql.selectable.TableClause": (jobs_of("outboxq"), jobs_of("outboxq")),
     "JobFilter": (JobFilter("mail", "send", "ready", (_ID, _ID), "account-7", _NOW), JobFilter()),
     "statements.job_changes.JobChange": (JobChange(priority=1, run_at=_NOW, args="{}"), JobChange(run_now=True)),
-    "kept: statements.done.KeptJobs": (_KEPT, _KEPT_TWO),
+    "finished: statements.done.FinishedColumns": (_DONE, _DONE_TWO),
     "notes: Sequence[statements.progress.ProgressNote]": (
         [ProgressNote(_ID, 1, 0.4, "4 of 10")],
         [ProgressNote(_ID, 1, 0.4, "4 of 10"), ProgressNote(UUID(int=1), 2, 1.0, "")],
     ),
     # With it a part of another statement, which is `keeping`.
     "gone": (False, False),
-    "keeping": ("", keep_jobs("outboxq", _KEPT, _ID, gone=True) + GIVING_WAY),
+    "keeping": ("", insert_finished("outboxq", _DONE, _ID, gone=True)),
     "DoneFilter": (DoneFilter("mail", "send", "done", _NOW), DoneFilter()),
     "DeadFilter": (DeadFilter("mail", "send", "gone", (_ID, _ID), _NOW), DeadFilter()),
     "EffectFilter": (EffectFilter("mail", "unknown"), EffectFilter()),
@@ -161,7 +168,7 @@ _SAMPLES: Mapping[str, tuple[object, object]] = {
     "by": ("minute", "kind"),
     "found": (select_done(DoneFilter("mail"), [], limit=7), select_done(DoneFilter(), [true()], limit=7)),
     "greatest": ("id", "finished_at"),
-    "beside": ("", keep_jobs("outboxq", _KEPT, _ID)),
+    "beside": ("", insert_finished("outboxq", _DONE, _ID)),
     "Sequence[UUID]": ([_ID, _ID], [_ID]),
     "Collection[UUID]": ([_ID, UUID(int=1)], [_ID]),
     "frozenset[UUID]": (frozenset({_ID, UUID(int=1)}), frozenset({_ID})),
@@ -193,6 +200,7 @@ _NO_STATEMENTS = frozenset(
         "counted_columns",
         "ending",
         "errors_with",
+        "execute_insert",
         "interval_text",
         "job_columns",
         "jobs_of",
@@ -260,8 +268,8 @@ def _called(function: Callable[..., Any]) -> Iterator[tuple[Executable | str, Ma
         made = function(*positional, **given)
         if isinstance(made, ClaimScript):
             yield from ((text, {}) for text in _of_script(made))
-        elif isinstance(made, DoneRows):
-            yield from ((text, {}) for text in (made.text(), f"{made.prepared().definition}; {made.execution()}"))
+        elif isinstance(made, PreparedInsert):
+            yield f"{made.definition}; {execute_insert('outboxq', _DONE, _ID)}", {}
         elif isinstance(made, tuple) and any(isinstance(part, Mapping) for part in made):
             yield made
         else:

@@ -81,13 +81,18 @@ _TYPES: Mapping[str, str] = {
     "keep_seconds": "float8",
 }
 _INSERT: LiteralString = """\
-INSERT INTO {done} (id, queue, kind, outcome, attempt, created_at, claimed_at, seconds, args, headers, result,
-  stands_for, expires_at, relay)
+INSERT INTO {done} AS earlier (id, queue, kind, outcome, attempt, created_at,
+  claimed_at, seconds, args, headers, result, stands_for,
+  expires_at, relay)
 SELECT finished.id, queue, kind, outcome, attempt, pg_catalog.to_timestamp(created_at),
   pg_catalog.to_timestamp(claimed_at), seconds, args, headers, result, stands_for::uuid[],
   pg_catalog.clock_timestamp() + pg_catalog.make_interval(secs => keep_seconds), {relay}::uuid
 FROM (SELECT {arrays}) AS finished{gone}
-ON CONFLICT DO NOTHING"""
+ON CONFLICT (id) DO UPDATE SET outcome = excluded.outcome, attempt = excluded.attempt,
+  created_at = excluded.created_at, claimed_at = excluded.claimed_at, finished_at = excluded.finished_at,
+  seconds = excluded.seconds, relay = excluded.relay, args = excluded.args, headers = excluded.headers,
+  result = excluded.result, stands_for = excluded.stands_for, expires_at = excluded.expires_at
+  WHERE earlier.queue = excluded.queue AND earlier.kind = excluded.kind"""
 
 
 class PreparedInsert(NamedTuple):
@@ -98,9 +103,11 @@ class PreparedInsert(NamedTuple):
 
 
 def insert_finished(schema: str, finished: FinishedColumns, relay: UUID | None, *, gone: bool = False) -> str:
-    """Write the rows of finished jobs, in the transaction that removes the jobs; a row of the same id stays.
+    """Write the rows of finished jobs, in the transaction that removes the jobs.
 
-    Index: the primary key. Waits for a transaction that is just writing or deleting a row of the same id.
+    An earlier row of an id, which a producer chose twice, gives way if it is of the same queue and kind, and stays if
+    it is of others. Index: the primary key. Waits for a transaction that is just deleting that row: no other one writes
+    a row of these ids, as it would have to remove the same job.
 
     Args:
         gone: As a part of a statement with a CTE `gone`: only the jobs whose ids that has.
@@ -148,13 +155,14 @@ def _array(type_name: str, column: Sequence[Any]) -> str:
     return f"'{{{msgspec.json.encode(column)[1:-1].decode()}}}'"
 
 
-_MAY_WRITE: LiteralString = """\
-SELECT coalesce(pg_catalog.has_table_privilege(pg_catalog.to_regclass({name})::oid, 'INSERT'), false)"""
+_MAY_USE: LiteralString = """\
+SELECT coalesce(pg_catalog.bool_and(pg_catalog.has_table_privilege(pg_catalog.to_regclass({name}), wanted)), false)
+FROM pg_catalog.unnest({rights}::text[]) AS given (wanted)"""
 
 
 def may_write(schema: str) -> str:
     """Whether the table `done_job` is there, and this role may write it; one row. No locks."""
-    return render(schema, _MAY_WRITE, name=quote_identifier(schema, "done_job"))
+    return render(schema, _MAY_USE, name=quote_identifier(schema, "done_job"), rights=["SELECT", "INSERT", "UPDATE"])
 
 
 def may_read(schema: str) -> TextClause:

@@ -59,7 +59,7 @@ def delete_finished(schema: str, limit: int, skip: int = 0) -> str:
     """Delete up to `limit` finished jobs whose time is over, like `delete_messages`.
 
     Index: done_job_expires, from its start; the primary key. Locks: the rows, skipping those that another transaction
-    holds.
+    holds: one that writes the row of a job of the same id anew.
     """
     return _delete(schema, "done_job", ("id",), limit, skip)
 

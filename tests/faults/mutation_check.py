@@ -1244,11 +1244,11 @@ MUTANTS = (
         ("tests/execution/test_kept.py::test_rows_wait_for_a_lock_for_a_second_and_what_follows_as_long_as_before",),
     ),
     Mutant(
-        "the rows of finished jobs beside one whose id has a row",
+        "the earlier row of a finished job's id, which gives way",
         "outboxq/statements/done.py",
-        "\nON CONFLICT DO NOTHING",
-        "",
-        ("tests/execution/test_kept.py::test_the_row_of_an_id_that_was_chosen_twice_stays",),
+        "WHERE earlier.queue = excluded.queue AND earlier.kind = excluded.kind",
+        "WHERE false",
+        ("tests/execution/test_kept.py::test_a_row_whose_id_was_chosen_twice_gives_way",),
     ),
     Mutant(
         "the connection of a slot, given back when it sleeps",

@@ -1,1 +1,1 @@
-"""What operators do with waiting jobs, dead letters, queues, messages and effects: the command line stands on it."""
+"""Operators' work on waiting jobs, dead letters, queues, messages and effects; the command line is built on it."""

@@ -1,4 +1,4 @@
-"""What operators do, each with its row in the audit: the way in for the command line, a dashboard, and your own code.
+"""Operators' actions, each with its row in the audit; called by the command line, the dashboard and your own code.
 
 Methods that take `begin` run their own transactions, a page of 200 rows each. The others do their work in the
 caller's transaction, and the audit's row is committed or rolled back with it.
@@ -43,11 +43,11 @@ from outboxq.queue_limits import QueueLimits
 class Actions:
     """The actions of one actor, for one reason.
 
-    Without the table `audit`, or the right to write it, they are done all the same, and `warn` is told once.
+    Without the table `audit`, or the right to write it, they are done all the same, and `warn` is called once.
 
     Args:
         reason: Why, in the actor's words: up to 2,000 bytes, kept in the audit.
-        warn: Told, in a sentence, what could not be written or taken back.
+        warn: Called with a sentence that says what could not be written or taken back.
 
     Raises:
         ArgumentError: a reason that cannot be stored.
@@ -88,7 +88,7 @@ class Actions:
 
         Raises:
             RunElsewhere: another process has taken it over.
-            AuditNotFound: its row was deleted from the audit meanwhile.
+            AuditNotFound: its row was deleted from the audit in the meantime.
             PayloadError, UnknownKind: `check` has refused the arguments; nothing was done.
         """
         wanted = action.action if isinstance(action, Preview) else action
@@ -110,7 +110,7 @@ class Actions:
         most: int | None = None,
         on_page: Callable[[Total], None] = lambda _: None,
     ) -> Total:
-        """Go on with what was stopped or cut off, behind the last page that the audit has.
+        """Go on with what was stopped or cut off, after the last page that the audit has.
 
         A process that still works on it ends at its next page.
 
@@ -121,7 +121,7 @@ class Actions:
 
         Raises:
             AuditNotFound: no action has this id.
-            RunNotResumable: it is over, was none of many rows, or may change more than `most`.
+            RunNotResumable: it has ended, was not a change of many rows, or may change more than `most`.
             RunElsewhere: a page of it is under way, or another process has taken it over.
             ArgumentError: it gives arguments, and `args` does not, or the other way round.
         """
@@ -151,7 +151,7 @@ class Actions:
         return ended
 
     def keeps_audit(self, connection: Connection) -> bool:
-        """Whether what is done is written into the audit; `warn` is told if it is not."""
+        """Return True if actions are written into the audit; `warn` is called if they are not."""
         return self._journal.may_write(connection)
 
     def pause_queues(self, connection: Connection, names: Sequence[str]) -> tuple[str, ...]:

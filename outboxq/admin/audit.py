@@ -46,7 +46,7 @@ _UNWRITTEN = {
 
 @dataclass(frozen=True, slots=True)
 class Actor:
-    """Who acts: a name, a role if the application knows roles, and the way it came.
+    """The actor of a change: a name, a role if the application knows roles, and the way it came.
 
     Raises:
         InvalidKey: a name or a role that is empty, over 255 bytes, or has control characters.
@@ -67,7 +67,7 @@ class Actor:
 
 @dataclass(frozen=True, slots=True)
 class AuditEntry:
-    """What was done.
+    """An action that was done.
 
     Attributes:
         finished_at: None while a change of many rows goes on, and if it was stopped or cut off.
@@ -100,7 +100,7 @@ class AuditDetail:
     """Everything that is stored of an action; `filter` and `change` are JSON text.
 
     Attributes:
-        position: The last row that a change of many rows has looked at.
+        position: The last row that a change of many rows has read.
         resumed: How often it was gone on with.
         filter: Which rows were meant.
         change: What was to become of them; instead of arguments it says that they are not kept.
@@ -116,11 +116,11 @@ class AuditDetail:
 class Journal:
     """Writes what one actor does into the audit.
 
-    If the table is missing, or the role may not write it, that is said once, and actions go on without.
+    If the table is missing, or the role may not write it, `warn` is called once, and actions go on without.
 
     Args:
         reason: Why, in the actor's words: up to 2,000 bytes.
-        warn: Told why nothing is written.
+        warn: Called with the reason why nothing is written.
 
     Raises:
         ArgumentError: a reason that cannot be stored.
@@ -133,7 +133,7 @@ class Journal:
         self._may_write: bool | None = None
 
     def may_write(self, connection: Connection) -> bool:
-        """Whether there is an audit for this role; asked of the database once."""
+        """Return True if this role may write an audit; the database is queried once."""
         if self._may_write is None:
             found: str = connection.execute(statements.may_write(mapped_schema(connection))).scalar_one()
             self._may_write = found == "yes"
@@ -183,7 +183,7 @@ class Journal:
         *,
         finished: bool,
     ) -> None:
-        """Add a row of this id, for something that is over or that goes on."""
+        """Add a row of this id, for something that has ended or that goes on."""
         values = {
             "id": entry,
             "actor": self._actor.name,
@@ -207,7 +207,7 @@ def new_entry_id() -> UUID:
 
 @missing_tables_explained()
 def list_audit(connection: Connection, wanted: AuditFilter | None = None, *, limit: int = 50) -> list[AuditEntry]:
-    """What was done, the latest first."""
+    """The actions that were done, the latest first."""
     rows = connection.execute(statements.select_entries(wanted or AuditFilter(), limit=limit))
     return [AuditEntry(*row) for row in rows]
 
@@ -237,7 +237,7 @@ def show_audit(connection: Connection, entry: UUID) -> AuditDetail:
 def prune(begin: Begin, journal: Journal, age: timedelta) -> int:
     """Delete the rows that are older, a page of 1,000 in a transaction; the number of them.
 
-    Rows of changes that are not over stay, because these can be gone on with. It has a row of its own, in which each
+    Rows of changes that have not ended stay, because these can be gone on with. It has a row of its own, in which each
     page is counted.
     """
     with begin() as connection:

@@ -1,7 +1,7 @@
 """Pages for people who look through jobs, dead letters and records: newest first, each in a bounded time.
 
-A page is looked for among the next 50,000 rows: a filter that matches little does not read a whole table. Every
-function is one look or two in the caller's transaction, and locks nothing.
+A page is searched among the next 50,000 rows: a filter that matches little does not read a whole table. Every function
+is one query or two in the caller's transaction, and locks nothing.
 """
 
 import json
@@ -34,7 +34,7 @@ Listed: TypeAlias = Literal["job", "dead_job"]
 DEPTH = 50_000
 # Arguments that are no longer than this are read for lists.
 SHORT_BYTES = 64 * 1024
-# How often it is looked for more, if rows were found that may not be seen.
+# The number of further searches if rows were found that may not be seen.
 _MOST_LOOKS = 10
 _ROWS: Mapping[Listed, Table] = {"job": job, "dead_job": dead_job}
 BULK_ACTIONS = ("dead.retry", "dead.discard", "job.cancel", "job.cancel_running", "job.change")
@@ -45,8 +45,8 @@ class Found(Generic[Thing]):
     """A page.
 
     Attributes:
-        before: The next page begins behind this id; None if there is none.
-        is_cut: The page ended because enough rows were looked at, and not because enough were found.
+        before: The next page begins after this id; None if there is none.
+        is_cut: The page ended because enough rows were read, and not because enough were found.
     """
 
     rows: Sequence[Thing]
@@ -56,7 +56,7 @@ class Found(Generic[Thing]):
 
 @dataclass(frozen=True, slots=True)
 class Gauge:
-    """How a queue stood in a minute, or all of them together. `at`: in seconds since 1970."""
+    """The state of a queue in a minute, or of all queues together. `at`: in seconds since 1970."""
 
     at: float
     ready: int
@@ -79,7 +79,7 @@ class Moment:
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """A value in the arguments of jobs: a path of names, and what stands there."""
+    """A value in the arguments of jobs: a path of names, and the values wanted there."""
 
     path: tuple[str, ...]
     values: tuple[object, ...]
@@ -91,7 +91,7 @@ class Wanted:
 
 
 def read_moment(connection: Connection) -> Moment:
-    """The time of a look, and what the server is good for."""
+    """The database's time, and the properties of its server."""
     return Moment(database_clock(connection), is_read_only(connection), standby_delay_seconds(connection))
 
 
@@ -146,13 +146,13 @@ def find_seen(
     limit: int,
     depth: int = DEPTH,
 ) -> Found[Thing]:
-    """The rows that may be seen among those that `find` returns, and nothing that tells of the others.
+    """The rows that may be seen among those that `find` returns, and nothing that gives the others away.
 
-    The next page begins behind a row of this one, or where the walk ends, and never behind one that is left out.
+    The next page begins after a row of this one, or at the end of the walk, and never after one that is left out.
 
     Args:
         find: The rows before an id.
-        of: The table that they are of.
+        of: The table of the rows.
     """
     end: UUID | None = connection.execute(statements.end_of_walk(_ROWS[of], before=before, depth=depth)).scalar()
     seen: list[tuple[UUID, Thing]] = []
@@ -228,7 +228,7 @@ def find_effects(
     limit: int = 50,
     depth: int = DEPTH,
 ) -> list[EffectRecord]:
-    """The effects that match, by scope and key, from behind one of them."""
+    """The effects that match, by scope and key, those after `after`."""
     rows = connection.execute(statements.effects_after(wanted, after=after, limit=limit, depth=depth))
     return [EffectRecord(*row) for row in rows]
 
@@ -246,7 +246,7 @@ def latest_messages(
 
 @missing_tables_explained()
 def read_gauges(connection: Connection, queue: str | None = None, *, seconds: float = 3_600.0) -> list[Gauge]:
-    """How a queue, or all of them together, stood each minute, the oldest first."""
+    """The state of a queue, or of all queues together, in each minute, the oldest first."""
     return [Gauge(*row) for row in connection.execute(statements.gauges_since(queue, seconds_ago=seconds))]
 
 

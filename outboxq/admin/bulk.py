@@ -1,9 +1,9 @@
-"""Change many rows by a filter: look first, then go on page by page, each a transaction with its part of the audit.
+"""Change many rows by a filter: preview them, then go on page by page, each a transaction with its part of the audit.
 
-A page changes its rows, and counts them in the audit's row, in one transaction: whatever ends the process, or takes the
-answer to a COMMIT away, the audit says what was done, and where to go on. It also keeps two processes from working on
-one change: each one that goes on with it raises a number in the row, and one that finds another number than its own, in
-the transaction of its next page, ends.
+A page changes its rows, and counts them in the audit's row, in one transaction: if the process ends, or the answer to a
+COMMIT is lost, the audit says what was done, and where to go on. It also keeps two processes from working on one
+change: each one that goes on with it raises a number in the row, and one that finds another number than its own, in the
+transaction of its next page, ends.
 """
 
 import contextlib
@@ -44,12 +44,12 @@ Stopped: TypeAlias = Literal["stopped", "stopped already", "over"]
 
 @dataclass(frozen=True, slots=True)
 class Preview:
-    """What an action would change.
+    """The rows that an action would change.
 
     Attributes:
         action: The action as it is to be run: without what comes from now on.
         kinds: How many rows it would change, by queue and kind.
-        is_capped: Whether there are more, which were not counted.
+        is_capped: True if there are more, which were not counted.
         samples: Some of the rows.
     """
 
@@ -60,19 +60,19 @@ class Preview:
 
     @property
     def count(self) -> int:
-        """How many rows were counted."""
+        """The number of rows that were counted."""
         return sum(each.count for each in self.kinds)
 
 
 @dataclass(slots=True)
 class Total:
-    """What became of the rows of all pages.
+    """The outcomes of the rows of all pages.
 
     Attributes:
         refused: Rows that cannot be changed so.
         key_taken: Dead letters whose unique key a living job has.
         not_found: Ids that are not there.
-        requested: Those of the changed that run, and that their relays were asked to end.
+        requested: Changed rows whose jobs run, and that their relays were asked to end.
         is_stopped: An operator has stopped it before its end.
         entry: The row of the audit; None if none is written.
     """
@@ -87,7 +87,7 @@ class Total:
     entry: UUID | None = None
 
     def add(self, page: Page) -> None:
-        """Count what became of a page."""
+        """Add the outcomes of a page."""
         self.changed += len(page.changed)
         self.held += page.held
         self.refused += page.refused
@@ -103,7 +103,7 @@ def preview(
     samples: int = SAMPLES,
     seconds: float = math.inf,
 ) -> Preview:
-    """Look at what an action would change. Reads only, and locks nothing.
+    """Preview what an action would change. Reads only, and locks nothing.
 
     Args:
         most: Count up to so many rows; None for all.
@@ -128,7 +128,7 @@ class BulkRun:
     """An action on its way through its pages.
 
     Args:
-        begin: Begins a transaction; called for each page, and for each look for the next one.
+        begin: Begins a transaction; called for each page, and for each search for the next one.
         action: As a preview has it, so that nothing newer is touched.
         expected: How many rows the preview has counted.
         follows: The row of the audit of an action that was begun before, to be gone on with.
@@ -158,7 +158,7 @@ class BulkRun:
         self._changed_before = 0 if follows is None else follows.entry.changed
         self._most = most
         self.total = Total(entry=None if follows is None else follows.entry.id)
-        # Chosen before the first page, so that it can be told if the answer to its COMMIT is lost.
+        # Chosen before the first page, so that it can be named if the answer to its COMMIT is lost.
         self._new_entry = entry or new_entry_id()
         self._is_in_doubt = False
         self._ids = None if action.ids is None else sorted(dict.fromkeys(action.ids))
@@ -166,8 +166,8 @@ class BulkRun:
     def run(self, on_page: Callable[[Total], None] = lambda _: None) -> Total:
         """Change page after page until nothing matches, or an operator stops it; each page commits by itself.
 
-        An error leaves what was committed, and notes in the audit that it came to it. One that takes the answer to the
-        first COMMIT away has the id of the audit's row in a note of its own.
+        An error leaves what was committed, and is recorded in the audit. One that takes the answer to the first COMMIT
+        away has the id of the audit's row in a note of its own.
 
         Raises:
             RunElsewhere: another process has taken it over.
@@ -193,7 +193,7 @@ class BulkRun:
             raise
 
     def _find(self) -> Sequence[UUID]:
-        """The next rows. Found before they are locked: so it is known which marks are to be cleared."""
+        """The next rows. Found before they are locked, so that it is known which marks are to be cleared."""
         after = self._position
         if self._ids is not None:
             return [each for each in self._ids if after is None or each > after][:MAX_PAGE_ROWS]
@@ -201,7 +201,7 @@ class BulkRun:
             return self._action.find(connection, after)
 
     def _check_most(self, ids: Sequence[UUID]) -> None:
-        # Rows can come into a filter after it was looked at, such as jobs that become ready.
+        # Rows can come into a filter after its preview, such as jobs that become ready.
         if self._most is not None and self._changed_before + self.total.changed + len(ids) > self._most:
             raise RunNotResumable(
                 self.total.entry or self._new_entry,
@@ -237,7 +237,7 @@ class BulkRun:
         return True
 
     def _write(self, connection: Connection, entry: UUID) -> None:
-        """The row of the audit, in the transaction of the first page."""
+        """Write the row of the audit, in the transaction of the first page."""
         ids = self._action.ids
         target = str(ids[0]) if ids is not None and len(ids) == 1 else None
         wanted = fields_of(self._action.wanted)
@@ -266,7 +266,7 @@ class BulkRun:
 
 
 def check_args(connection: Connection, action: BulkAction, check: CheckArgs) -> None:
-    """Have `check` look at the arguments that an action gives, for each kind that is meant.
+    """Call `check` with the arguments that an action gives, for each kind that is meant.
 
     Raises:
         PayloadError: they do not fit a handler.
@@ -303,7 +303,7 @@ def resume(
     warn: Callable[[str], None],
     most: int | None = None,
 ) -> BulkRun:
-    """Take over a change of many rows that was stopped or cut off, to go on behind its last page.
+    """Take over a change of many rows that was stopped or cut off, to go on after its last page.
 
     A process that still works on it ends at its next page.
 
@@ -313,7 +313,7 @@ def resume(
 
     Raises:
         AuditNotFound: no action has this id.
-        RunNotResumable: it is over, or was none of many rows.
+        RunNotResumable: it has ended, or was not a change of many rows.
         RunElsewhere: a page of it is under way.
         ArgumentError: it gives arguments, and `args` does not, or the other way round.
     """

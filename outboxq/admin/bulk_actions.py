@@ -1,4 +1,4 @@
-"""What can be done to many rows: each action finds its next rows, changes them, and says what the audit keeps of it."""
+"""Actions on many rows: each finds its next rows, changes them, and says what the audit keeps of it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -17,7 +17,7 @@ from outboxq.admin.jobs import JobChange, JobFilter, WaitingJob
 from outboxq.errors import ArgumentError
 from outboxq.statements.paging import KindCount, Page
 
-# What stands in the audit instead of arguments.
+# Written into the audit instead of arguments.
 NOT_KEPT = "not kept"
 
 
@@ -44,7 +44,7 @@ class _OfDead:
         return dead_letters.find_ids(connection, self.wanted, after=after)
 
     def count(self, connection: Connection, most: int | None, give_up_at: float) -> tuple[KindCount, ...]:
-        """How many there are, by queue and kind, as `count_matching` counts."""
+        """The number of rows by queue and kind, as `count_matching` counts."""
         return dead_letters.count_matching(
             connection, self.wanted, to_retry=self.to_retry, most=most, give_up_at=give_up_at
         )
@@ -69,7 +69,7 @@ class RetryDead(_OfDead):
 
     @property
     def change(self) -> dict[str, object] | None:
-        """What the audit keeps of the change."""
+        """The part of the change that the audit keeps."""
         return None if self.args is None else {"args": NOT_KEPT}
 
 
@@ -108,7 +108,7 @@ class _OfJobs:
         return jobs.find_ids(connection, self.wanted, after=after)
 
     def count(self, connection: Connection, most: int | None, give_up_at: float) -> tuple[KindCount, ...]:
-        """How many there are, by queue and kind, as `count_matching` counts."""
+        """The number of rows by queue and kind, as `count_matching` counts."""
         return jobs.count_matching(connection, self.wanted, most=most, give_up_at=give_up_at)
 
     def sample(self, connection: Connection, limit: int) -> Sequence[WaitingJob]:
@@ -136,7 +136,7 @@ class CancelJobs(_OfJobs):
 class CancelRunning(_OfJobs):
     """Delete jobs that wait, and have the relays of those that run end them.
 
-    Of a filter also those that came to match it no more since they were found: they began to run, for example.
+    Of a filter also those that no longer match since they were found: they began to run, for example.
     """
 
     outcome: CancelOutcome = "discard"
@@ -151,7 +151,7 @@ class CancelRunning(_OfJobs):
 
     @property
     def change(self) -> dict[str, object]:
-        """What the audit keeps of the change."""
+        """The part of the change that the audit keeps."""
         return {"outcome": self.outcome}
 
 
@@ -174,7 +174,7 @@ class ChangeJobs(_OfJobs):
 
     @property
     def change(self) -> dict[str, object]:
-        """What the audit keeps of the change."""
+        """The part of the change that the audit keeps."""
         to = self.to
         found = {"priority": to.priority, "run_at": to.run_at, "run_now": to.run_now or None}
         return {**found, **({} if to.args is None else {"args": NOT_KEPT})}
@@ -184,12 +184,12 @@ BulkAction: TypeAlias = RetryDead | DiscardDead | CancelJobs | CancelRunning | C
 
 
 def fields_of(wanted: DeadFilter | JobFilter) -> dict[str, object]:
-    """A filter as it was asked for, by the names of its fields."""
+    """A filter as it was given, by the names of its fields."""
     return {each.name: getattr(wanted, each.name) for each in fields(wanted)}
 
 
 def read_action(name: str, wanted: str | None, change: str | None, args: str | None) -> BulkAction | None:
-    """The action that the audit keeps by these texts; None if it is none of many rows.
+    """The action that the audit keeps by these texts; None if it is not one on many rows.
 
     Args:
         args: The arguments, which the audit does not keep.

@@ -18,7 +18,7 @@ from outboxq.tables import mapped_schema
 
 
 class Sharing(NamedTuple):
-    """How many other jobs share a transaction; if that is not exact, there may be more that are far away."""
+    """The number of other jobs that share a transaction; if that is not exact, there may be more that are far away."""
 
     jobs: int
     is_exact: bool
@@ -27,16 +27,16 @@ class Sharing(NamedTuple):
 def cancel_running(connection: Connection, ids: Sequence[UUID], outcome: CancelOutcome = "discard") -> Requested:
     """Cancel jobs by id, those that run too; 200 a transaction are a good measure.
 
-    What waits is gone at once; what runs is ended by its relay, which `progress` tells.
+    Waiting jobs are gone at once; running ones are ended by their relays, as `progress` reports.
     """
     return cancel_or_request(connection, list(dict.fromkeys(ids)), outcome)
 
 
 def progress(connection: Connection, ids: Sequence[UUID]) -> dict[UUID, str]:
-    """How far the cancellation of each of these jobs has come.
+    """The state of the cancellation of each of these jobs.
 
     `running`: it runs on; `waiting`: it waits, and its next claim ends it; `cancelled`; `dead`: it is a dead letter;
-    `over`: it came to its end by itself, before its relay heard of the request, also if a later job has its id.
+    `over`: it ended by itself, before its relay received the request, also if a later job has its id.
     """
     return {row.id: row.state for row in connection.execute(statements.progress(ids))}
 
@@ -47,9 +47,9 @@ def end_returned(connection: Connection, ids: Sequence[UUID], outcome: CancelOut
 
 
 def count_sharing(connection: Connection, job_id: UUID) -> Sharing:
-    """How many other jobs share the transaction that runs this one: they are rolled back with it, and run again.
+    """Count the other jobs that share the transaction of this one: they are rolled back with it, and run again.
 
-    Up to 10,000 jobs on each side of it are looked at, in the order of claims.
+    Up to 10,000 jobs on each side of it are read, in the order of claims.
     """
     ((jobs, is_exact),) = run_script(connection, statements.sharing(mapped_schema(connection), job_id))
     assert isinstance(jobs, int)
@@ -57,7 +57,7 @@ def count_sharing(connection: Connection, job_id: UUID) -> Sharing:
 
 
 def terminate(connection: Connection, job_id: UUID, outcome: CancelOutcome = "discard") -> bool:
-    """End the backend whose transaction runs a job, or take the job from its lease; whether there was one.
+    """End the backend whose transaction runs a job, or take the job from its lease; True if there was one.
 
     For a relay that does not answer; the request has to be committed before. All jobs of the transaction are rolled
     back, and each runs again by itself; the cancelled one is ended by its next claim, or by `end_returned`. A handler
@@ -66,6 +66,6 @@ def terminate(connection: Connection, job_id: UUID, outcome: CancelOutcome = "di
     ended = run_script(connection, statements.terminate(mapped_schema(connection), job_id))
     if ended:
         return True
-    # Behind the request, as the relay that ends the job locks both: else each might wait for the other.
+    # After the request, as the relay that ends the job locks both: else each might wait for the other.
     connection.execute(statements.lock_requests([job_id]))
     return bool(end_waiting(connection, [job_id], outcome, leased=True, asked=True))

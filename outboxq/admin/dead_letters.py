@@ -1,4 +1,4 @@
-"""Dead letters: jobs that were given up, for operators to look at, retry or discard.
+"""Dead letters: jobs that were given up, for operators to list, retry or discard.
 
 Every function reads or changes in the caller's transaction, and none waits for a row lock, but for a unique key's.
 """
@@ -80,7 +80,7 @@ def show_dead(connection: Connection, job_id: UUID) -> DeadDetail:
 
 
 def is_dead(connection: Connection, job_id: UUID) -> bool:
-    """Whether this job is among the dead letters."""
+    """Return True if this job is a dead letter."""
     return connection.execute(statements.select_dead_letter(job_id)).first() is not None
 
 
@@ -92,14 +92,14 @@ def count_matching(
     most: int | None = None,
     give_up_at: float = math.inf,
 ) -> tuple[KindCount, ...]:
-    """How many dead letters match, by queue and kind; with `most`, up to so many in all.
+    """Count the dead letters that match, by queue and kind; with `most`, up to so many in all.
 
     Args:
         to_retry: Count those that `retry_page` would not refuse.
         give_up_at: A time of the monotonic clock.
 
     Raises:
-        TimeoutError: it was not over at that time.
+        TimeoutError: it was not done at that time.
     """
     count = partial(statements.count_matching, wanted, to_retry=to_retry)
     return count_rows(connection, _all_dead(connection, wanted, give_up_at), count, most)
@@ -135,10 +135,10 @@ def retry_page(
 ) -> Page:
     """Turn the next dead letters that match into ready jobs; continue with `after=page.last` until that is None.
 
-    Those whose id a job has already, which waits or runs, are refused, and so are, in `page.key_taken`, those whose
-    unique key a living job has. Ids that are nowhere in the page do not exist. Another transaction that is just adding
-    a job of the same unique key is waited for. They keep their id, arguments and error history, and start over with
-    attempt and crashes at 0.
+    A dead letter is refused if a job that waits or runs has its id, or, in `page.key_taken`, if a living job has its
+    unique key. Ids that are not in the page do not exist. Another transaction that is just adding a job of the same
+    unique key is waited for. Retried ones keep their id, arguments and error history, and begin again with attempt and
+    crashes at 0.
 
     Args:
         args: Other arguments than they have, as the text of a JSON object.
@@ -150,7 +150,7 @@ def retry_page(
         check_args_size(args)
     page = read_page(connection.execute(statements.retry_page(wanted, after=after, limit=limit, args=args)))
     if page.changed:
-        # A cancellation that came when its job was dying: it is not to end the job that comes back.
+        # A cancellation that was requested while the job died must not end the job that comes back.
         connection.execute(drop_requests(page.changed))
     return page
 

@@ -1,6 +1,6 @@
 """Effects, for operators: listing calls and their outcomes, and settling those with an unknown outcome.
 
-Every function is one look or one change in the caller's transaction, and none waits for a row lock.
+Every function is one query or one change in the caller's transaction, and none waits for a row lock.
 """
 
 from collections.abc import Sequence
@@ -98,7 +98,7 @@ def list_effects(connection: Connection, wanted: EffectFilter | None = None, *, 
     for part in statements.PARTS:
         if wanted.status is None or wanted.status in part.statuses:
             select = partial(statements.select_effects, wanted, part)
-            # One that is settled meanwhile is in two parts, and shown as it was first seen.
+            # One that is settled in the meantime is in two parts, and shown as it was first seen.
             for row in latest_rows(connection, part.by, *part.where, select=select, limit=limit):
                 found.setdefault((row.scope, row.key), EffectRecord(*row))
         if len(found) >= limit:
@@ -132,7 +132,7 @@ def find_unresolved(connection: Connection, wanted: EffectFilter) -> list[Effect
 def resolve_effects(
     connection: Connection, named: Sequence[EffectRecord], verdict: Verdict, *, keep: timedelta = DEFAULT_RETENTION
 ) -> Resolved:
-    """Record one verdict of several effects, as `resolve_effect` does of one; what was settled meanwhile stays.
+    """Record one verdict of several effects, as `resolve_effect` does of one; those settled in the meantime stay.
 
     Raises:
         ArgumentError: a result that JSON, or jsonb, cannot hold.
@@ -149,8 +149,8 @@ def resolve_effect(
 ) -> EffectRecord:
     """Record what the other side says of a call that is unknown, in doubt, or whose caller died.
 
-    An effect that is done, and whose result was not kept, can be given its result. A caller that stood still and wakes
-    afterwards cannot overwrite the record.
+    An effect that is done, and whose result was not kept, can be given its result. A caller that was suspended and
+    resumes later cannot overwrite the record.
 
     Args:
         keep: How long it is remembered.
@@ -196,7 +196,7 @@ def _refusal(row: Row[Any]) -> str:
 
 
 def _check_json(text: str) -> str:
-    """The text itself, which decoding could change, after a look at whether it can be stored and read again."""
+    """Return the text itself, which decoding could change, after a check that it can be stored and read again."""
     try:
         value = msgspec.json.decode(text.encode())
     except (ValueError, RecursionError):

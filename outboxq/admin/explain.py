@@ -1,8 +1,8 @@
-"""Why a job, or a queue, does not run: the reasons that hold at this moment, the one to look at first in front.
+"""Explain why a job, or a queue, does not run: the reasons that hold at this moment, the most important one first.
 
-Every look is READ ONLY, of one row or the first entries of an index, in a savepoint that is rolled back at once. It
+Every query is READ ONLY, reads one row or the first entries of an index, in a savepoint that is rolled back at once. It
 locks no row, waits 0.2 s at most for a table that is locked, and is given up after 2 s: then the reason `not-known`
-says what was not seen.
+names what was not read.
 """
 
 from collections.abc import Iterator
@@ -30,7 +30,7 @@ _THE_JOB, _THE_QUEUE = "the job", "the jobs of the queue"
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """Why a job or a queue does not run.
+    """The reasons why a job or a queue does not run.
 
     Attributes:
         job_id: The job; of a queue, the one that is to run next, or None if there is none.
@@ -47,12 +47,12 @@ class Explanation:
 
     @property
     def verdict(self) -> Reason:
-        """The reason to look at first."""
+        """The most important reason."""
         return self.reasons[0]
 
 
 def explain_job(connection: Connection, job_id: UUID) -> Explanation:
-    """Why a job does not run."""
+    """Explain why a job does not run."""
     looks = Looks(connection)
     job = looks.row(_THE_JOB, statements.job_facts(looks.schema, job_id))
     if job is not None:
@@ -63,7 +63,7 @@ def explain_job(connection: Connection, job_id: UUID) -> Explanation:
 
 
 def explain_queue(connection: Connection, queue: str) -> Explanation:
-    """Why a queue does not run: what holds up all of it, and what its next job waits for.
+    """Explain why a queue does not run: what holds up all of it, and what its next job waits for.
 
     Raises:
         ArgumentError: a name that no queue can have.

@@ -1,4 +1,4 @@
-"""Finished jobs of kinds that keep them (`keep=`), for operators to look at, and to run again."""
+"""Finished jobs of kinds that keep them (`keep=`), for operators to list, show and run again."""
 
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -19,7 +19,7 @@ from outboxq.tables import done_job, mapped_schema
 
 @dataclass(frozen=True, slots=True)
 class FinishedJob:
-    """A job that is over.
+    """A finished job.
 
     Attributes:
         outcome: `done`, `discarded`, `cancelled` (while it ran) or `expired`.
@@ -63,7 +63,7 @@ def list_finished(
 ) -> list[FinishedJob]:
     """The finished jobs that match, the last added first; continue with `before` the last one's id.
 
-    Looked for as `list_jobs` looks for jobs.
+    Searched as `list_jobs` searches jobs.
     """
     start = [] if before is None else [done_job.c.id < before]
     select = partial(statements.select_done, wanted or DoneFilter())
@@ -76,7 +76,7 @@ def show_finished(connection: Connection, job_id: UUID) -> FinishedDetail:
     """One finished job, with what is kept of it.
 
     Raises:
-        JobNotFound: its kind keeps none, its time is over, or it waits, runs or is dead.
+        JobNotFound: its kind keeps none, its time has ended, or it waits, runs or is dead.
     """
     row = connection.execute(statements.select_finished(job_id)).one_or_none()
     if row is None:
@@ -87,7 +87,7 @@ def show_finished(connection: Connection, job_id: UUID) -> FinishedDetail:
 
 
 def outcome_of(connection: Connection, job_id: UUID) -> str | None:
-    """How a job that is kept ended; None if it is not kept, or if this role may not look."""
+    """The outcome of a finished job that is kept; None if it is not kept, or if this role may not read it."""
     if not connection.execute(statements.may_read(mapped_schema(connection))).scalar_one():
         return None
     return connection.execute(statements.select_outcome(job_id)).scalar_one_or_none()
@@ -99,14 +99,14 @@ def run_again(connection: Connection, job_id: UUID) -> UUID:
     It has no unique key and is in no group or batch, and nothing follows it: it is run for what it does itself.
 
     Raises:
-        JobNotFound: there is no such finished job.
+        JobNotFound: no finished job has this id.
         ArgsNotKept: its kind keeps no arguments.
     """
     found = show_finished(connection, job_id)
     if found.args is None:
         raise ArgsNotKept(job_id, found.finished.kind)
     new_id = UUID(uuid7s(1)[0])
-    # It may have been pruned since it was looked at.
+    # It may have been pruned since it was read.
     if connection.execute(statements.add_again(job_id, new_id)).scalar_one_or_none() is None:
         raise JobNotFound(job_id, "finished job")
     return new_id

@@ -1,4 +1,4 @@
-"""What holds jobs back by intent: limits of queues, groups that wait for their first job, kinds that are paused."""
+"""Jobs held back by intent: limits of queues, groups that wait for their first job, kinds that are paused."""
 
 from dataclasses import dataclass
 from datetime import datetime
@@ -35,7 +35,7 @@ class BlockedGroup:
     """The first job of a group, which others wait for.
 
     Attributes:
-        jobs: How many wait behind it; 1,000 for more.
+        jobs: How many wait for it; 1,000 for more.
         parked: How often it was put off because no relay knows its kind, or the kind is paused.
         due_in_seconds: When it runs again.
     """
@@ -76,7 +76,7 @@ def _limited(queue: str, limits: QueueLimits, set_by: str) -> LimitedQueue:
 
 
 def list_blocked_groups(connection: Connection) -> list[BlockedGroup]:
-    """The jobs that hold up their groups, those with the most behind them first."""
+    """The jobs that hold up their groups, those that most others wait for first."""
     rows = connection.execute(blocked_groups(mapped_schema(connection)))
     return [
         BlockedGroup(row.queue, UUID(row.id), row.kind, row.attempt, row.parked, row.jobs, row.due_in_seconds)
@@ -85,5 +85,5 @@ def list_blocked_groups(connection: Connection) -> list[BlockedGroup]:
 
 
 def list_paused_kinds(connection: Connection) -> list[PausedSince]:
-    """The kinds that are paused, by queue and name; without their jobs, which takes a walk over the table to count."""
+    """The kinds that are paused, by queue and name; without counts of their jobs, which take a walk over the table."""
     return [PausedSince(*row) for row in connection.execute(kinds.paused_names())]

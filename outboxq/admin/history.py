@@ -1,4 +1,4 @@
-"""The history: what became of jobs, by minutes, by hours or by kinds, with how long they waited and ran."""
+"""The history: outcomes of jobs by minutes, by hours or by kinds, with how long they waited and ran."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ By: TypeAlias = Literal["minute", "hour", "kind"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HistoryRow:
-    """What became of jobs in a minute or an hour, or of the jobs of a kind.
+    """The outcomes of the jobs of a minute or an hour, or of a kind.
 
     Args:
         at: When the minute or the hour began; None by kinds.
@@ -55,9 +55,9 @@ def read_history(
     since: timedelta = timedelta(hours=1),
     by: By = "minute",
 ) -> list[HistoryRow]:
-    """What became of jobs since then, the oldest first, or by queue and kind.
+    """The outcomes of jobs since `since`, the oldest first, or by queue and kind.
 
-    Minutes are kept for two days, then hours for 35 days: by minutes, an hour that is older stands in its first one.
+    Minutes are kept for two days, then hours for 35 days: by minutes, an older hour is counted in its first minute.
 
     Raises:
         SchemaError: the tables of the history are missing.
@@ -80,10 +80,10 @@ def _buckets(found: dict[str, object], name: str) -> list[int]:
 
 
 def quantile(buckets: Sequence[int], part: float) -> float | None:
-    """Up to how many seconds this part of the jobs took, as far as buckets tell; None without any.
+    """The seconds within which this part of the jobs was done, as far as the buckets show; None without any.
 
-    Within a bucket times are taken to be spread evenly, as Prometheus does. Of what is longer than the last bound
-    nothing is known but that.
+    Within a bucket times are taken to be spread evenly, as Prometheus does. Of a time beyond the last bound only that
+    is known.
     """
     total = sum(buckets)
     if not total:

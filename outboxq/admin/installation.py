@@ -22,7 +22,7 @@ _OPEN = "it was open when the installation got a new id; its provider key is the
 class NewInstallation:
     """An installation that got another id, and what became of the calls that were not settled.
 
-    `doubted`: they may have been applied, and are `unknown` now. `forgotten`: they were surely not applied, and are
+    `doubted`: they may have been applied, and are `unknown` now. `forgotten`: they were certainly not applied, and are
     called with a key of the new id. `unknown`: all effects that are unknown now, earlier ones included.
     """
 

@@ -47,7 +47,7 @@ from outboxq.tables import job, mapped_schema
 
 # States in which relays hold jobs, or held them: of a large table, few at a time.
 _HELD = ("running", "leased", "orphaned", "suspect")
-# The bits of an id behind its 48 of milliseconds.
+# The bits of an id after its 48 of milliseconds.
 _BEHIND_MILLISECOND = 80
 
 
@@ -102,7 +102,7 @@ class JobDetail:
 
 @dataclass(frozen=True, slots=True)
 class Cancelled:
-    """What became of the jobs to be cancelled: gone, held by the transaction that runs them, or not there."""
+    """The jobs to be cancelled: gone, held by the transaction that runs them, or not there."""
 
     cancelled: tuple[UUID, ...]
     running: tuple[UUID, ...]
@@ -114,10 +114,10 @@ def list_jobs(
 ) -> list[WaitingJob]:
     """The oldest jobs that match; with `running`, only those that a transaction or a living relay's lease holds.
 
-    What relays hold is looked for among the first 10,000 jobs that they would claim, of each queue and each index, as
-    `collect_stats` does. Others are looked for among the oldest 12,700 (more for a `limit` over 100), and if that
-    does not suffice in the whole table, each block of which is then read once. One that is changed while the table is
-    read may be missing.
+    Jobs that relays hold are searched among the first 10,000 that they would claim, of each queue and each index, as
+    `collect_stats` does. Others are searched among the oldest 12,700 (more for a `limit` over 100), and if that does
+    not suffice in the whole table, each block of which is then read once. One that is changed while the table is read
+    may be missing.
     """
     wanted = _of_few(connection, wanted or JobFilter(), ("running", "leased") if running else ())
     found: dict[UUID, Any] = {}
@@ -212,7 +212,7 @@ def clear_marks(connection: Connection, ids: Sequence[UUID]) -> bool:
     """Take away the marks that a cancellation which was rolled back left in these jobs' rows, if any.
 
     Returns:
-        Whether all were taken away; False while a transaction still holds some: the cancelling one, or a relay's.
+        True if all were taken away; False while a transaction still holds some: the cancelling one, or a relay's.
     """
     cleared = run_script(connection, clearing(mapped_schema(connection), [str(job_id) for job_id in ids]))
     waiting: object = connection.execute(statements.select_waiting(ids)).scalar_one()
@@ -222,13 +222,13 @@ def clear_marks(connection: Connection, ids: Sequence[UUID]) -> bool:
 def count_matching(
     connection: Connection, wanted: JobFilter, *, most: int | None = None, give_up_at: float = math.inf
 ) -> tuple[KindCount, ...]:
-    """How many jobs match, by queue and kind, those that run included; with `most`, up to so many in all.
+    """Count the jobs that match, by queue and kind, running ones included; with `most`, up to so many in all.
 
     Args:
         give_up_at: A time of the monotonic clock.
 
     Raises:
-        TimeoutError: it was not over at that time.
+        TimeoutError: it was not done at that time.
     """
     return count_rows(
         connection, _all_jobs(connection, wanted, give_up_at), partial(statements.count_matching, wanted), most

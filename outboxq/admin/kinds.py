@@ -1,8 +1,8 @@
 """Kinds, for operators to pause and resume: the other kinds of a queue go on.
 
-Jobs of a paused kind can be added, and those that run already go on. Relays hear of a change at once if they listen,
-and else with the next beat of their lease; a relay that claims a job of a paused kind puts it off, for five seconds at
-first and five minutes at last, without counting an attempt.
+Jobs of a paused kind can be added, and those that run already go on. Relays receive a change at once if they listen,
+else at the next beat of their lease; a relay that claims a job of a paused kind puts it off, for five seconds at first
+and five minutes in the end, without counting an attempt.
 """
 
 from collections.abc import Sequence
@@ -57,7 +57,7 @@ def pause(connection: Connection, queue: str, kinds: Sequence[str]) -> tuple[str
 
 
 def resume(connection: Connection, queue: str, kinds: Sequence[str]) -> tuple[str, ...]:
-    """Let relays run these kinds again, when the transaction commits; call `bring_back` after that.
+    """Allow relays to run these kinds again, when the transaction commits; call `bring_back` after that.
 
     Returns:
         Those that were paused.
@@ -70,9 +70,9 @@ def resume(connection: Connection, queue: str, kinds: Sequence[str]) -> tuple[st
 
 
 def bring_back(connection: Connection, queue: str, kinds: Sequence[str], ids: Sequence[UUID]) -> Page:
-    """Let those of these jobs that were put off, as `put_off_ids` finds them, run now.
+    """Make those of these jobs that were put off, as `put_off_ids` finds them, run now.
 
-    Without it they run when their time has come, within five minutes. A relay that has not heard of the resumption yet
+    Without it they run when their time has come, within five minutes. A relay that has not received the resumption yet
     puts them off again, for five seconds.
     """
     page = read_page(connection.execute(statements.bring_back_page(queue, kinds, ids)))

@@ -26,7 +26,7 @@ def unmarked(
     """Clear the marks of jobs whose change was rolled back: by an error, Ctrl-C, a time-out, or a refused COMMIT.
 
     Args:
-        ids: The jobs; read at the end, so that what was not touched need not be in it.
+        ids: The jobs; read at the end, so that jobs that were not touched need not be in it.
         run: The row in the audit of the change of many rows that this is a page of. Another process that goes on with
             it waits: a job that is locked while its mark is cleared would be passed over.
     """

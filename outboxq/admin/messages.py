@@ -1,6 +1,6 @@
-"""Accepted messages, for operators to look at and to forget.
+"""Accepted messages, for operators to list and to forget.
 
-Every function is one look or one change in the caller's transaction, and none waits for a row lock. A message that is
+Every function is one query or one change in the caller's transaction, and none waits for a row lock. A message that is
 forgotten is accepted again if it is delivered again.
 """
 
@@ -21,7 +21,7 @@ from outboxq.tables import inbox
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """A message that was accepted, and until when it is remembered at least.
+    """A message that was accepted, and the time until which it is remembered at least.
 
     `fingerprint` is the SHA-256 of its content in hex, or None if it was accepted without one.
     """
@@ -35,7 +35,7 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Forgotten:
-    """What became of the ids, each in the order given: forgotten, held by another transaction, or not there."""
+    """The ids, each in the order given: forgotten, held by another transaction, or not there."""
 
     forgotten: tuple[str, ...]
     held: tuple[str, ...]
@@ -45,7 +45,7 @@ class Forgotten:
 def list_messages(connection: Connection, wanted: MessageFilter | None = None, *, limit: int = 50) -> list[Message]:
     """The messages that match, those first that are kept longest: of one consumer, the latest first.
 
-    They are looked for among the first 12,700 of that order (more for a `limit` over 100), and if that does not suffice
+    They are searched among the first 12,700 of that order (more for a `limit` over 100), and if that does not suffice
     in the whole table, each block of which is then read once.
     """
     wanted = wanted or MessageFilter()

@@ -41,7 +41,7 @@ _COLUMNS: Mapping[Limit, tuple[str, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class Queue:
-    """A queue, since when it is paused, and what operators have set for it.
+    """A queue, since when it is paused, and its settings by operators.
 
     `keep_dead_seconds`: how long its dead letters are kept; 0 for ever, None as the application declares.
     """
@@ -134,11 +134,11 @@ def pause(connection: Connection, names: Sequence[str]) -> tuple[str, ...]:
 def set_limits(
     connection: Connection, names: Sequence[str], limits: QueueLimits, drop: Collection[Limit] = ()
 ) -> tuple[str, ...]:
-    """Set limits of queues, and tell the relays, when the transaction commits. What is None in `limits` stays.
+    """Set limits of queues, and notify the relays, when the transaction commits. What is None in `limits` stays.
 
     Args:
         limits: As `make_limits` makes them.
-        drop: Limits to take away: then those hold that the application declares, if it does.
+        drop: Limits to take away: then those that the application declares hold, if it does.
 
     Returns:
         The queues whose limits were others before.
@@ -164,10 +164,10 @@ def set_limits(
 
 
 def keep_dead(connection: Connection, names: Sequence[str], seconds: float | None) -> tuple[str, ...]:
-    """Have relays delete dead letters of these queues that have been dead for so long, when the transaction commits.
+    """Make relays delete dead letters of these queues that have been dead for so long, when the transaction commits.
 
     Args:
-        seconds: 60 to 315,619,200; 0 to keep them for ever, whatever the application declares; None to have them kept
+        seconds: 60 to 315,619,200; 0 to keep them for ever, also if the application declares a time; None to keep them
             as it declares, which is for ever if it declares nothing.
 
     Returns:
@@ -187,7 +187,7 @@ def keep_dead(connection: Connection, names: Sequence[str], seconds: float | Non
 
 
 def resume(connection: Connection, names: Sequence[str]) -> tuple[str, ...]:
-    """Let relays claim from these queues again, and wake those that sleep, when the transaction commits.
+    """Allow relays to claim from these queues again, and wake those that sleep, when the transaction commits.
 
     Returns:
         Those that were paused.

@@ -1,4 +1,4 @@
-"""Relays: which of them live, what they serve, and what runs there for long."""
+"""Relays: those that live, their queues, and their long-running jobs."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -39,7 +39,7 @@ class RelaySummary:
     """A relay.
 
     Args:
-        state: serving, draining, stopping; or dead, if it has said nothing for a minute.
+        state: serving, draining, stopping; or dead, if it has written nothing for a minute.
         busy: How many of its slots had claimed jobs when it was last seen.
         schema_step: The step of the tables when it started.
         running: The jobs that had run for longer than a second then, 50 at most.
@@ -71,7 +71,7 @@ _Running: TypeAlias = tuple[RunningJob, ...]
 
 
 def decode_running(running: str) -> _Running:
-    """The jobs that `relay_status.running` names; none if it cannot be read, such as that of a newer relay."""
+    """The jobs that `relay_status.running` names; none if it cannot be read, such as one of a newer relay."""
     try:
         return msgspec.json.decode(running, type=_Running)
     except (msgspec.MsgspecError, RecursionError):
@@ -94,7 +94,7 @@ def kinds_nobody_knows(connection: Connection, queue: str, kinds: Sequence[str])
 def list_relays(connection: Connection, *, limit: int = 50) -> list[RelaySummary]:
     """The relays that were seen within a day, in the order of their starts. One that ended in order is gone.
 
-    If there are more than `limit`, those that were seen last: the living are among them, however many have died.
+    If there are more than `limit`, those that were seen last: the living are among them, also if many have died.
 
     Raises:
         SchemaError: the table of relays is missing.

@@ -1,4 +1,4 @@
-"""A least-privilege set of database roles: which rights each part needs, as data and as SQL.
+"""A least-privilege set of database roles: the rights that each part needs, as data and as SQL.
 
 Each role is a group without login that is granted to the roles which log in. The SQL looks at the tables that are
 there, so that it fits every migration step, and may be run again at any time. It takes rights on every column away that
@@ -25,10 +25,10 @@ _RESERVED = ("public", "none")
 
 @dataclass(frozen=True, slots=True)
 class Rights:
-    """What one part needs.
+    """The rights that one part needs.
 
     Args:
-        purpose: Which commands and calls it is for.
+        purpose: The commands and calls that it is for.
         tables: Rights by table; a table that a later migration step makes is passed over until it is there.
         inserts: Columns by table that it may give a value, and no others.
         selects: Columns by table that it may read, and no others.

@@ -1,4 +1,4 @@
-"""Whose schedules are: the registry whose code declares them, or operators'.
+"""Owners of schedules: the registry whose code declares them, or operators.
 
 Relays of a registry store what it declares when they start, and disable what it declared once: such a schedule is
 paused, until its owner's code declares it again.
@@ -34,7 +34,7 @@ def declare(connection: Executor, schedules: Sequence[NewSchedule], *, with_owne
     Many relays may do so at once. What operators have paused stays paused.
 
     Args:
-        with_owners: Whether the tables have a place for them.
+        with_owners: True if the tables have a column for owners.
 
     Raises:
         ScheduleOwned: other code declares one of a name.
@@ -51,7 +51,7 @@ def declare(connection: Executor, schedules: Sequence[NewSchedule], *, with_owne
 
 
 def _refuse_those_of_others(connection: Executor, wanted: Mapping[str, NewSchedule]) -> None:
-    """Refuse what was left alone, as it belongs to another registry; to the first of them, if to several.
+    """Refuse schedules that were not changed because they belong to another registry; names the first of several.
 
     Raises:
         ScheduleOwned: with its name.
@@ -73,7 +73,7 @@ def find_gone(connection: Executor, schedules: Sequence[NewSchedule], owners: Co
 
 
 def disable(connection: Executor, gone: Gone) -> bool:
-    """Keep a schedule from being fired until code declares it again; whether it was."""
+    """Keep a schedule from being fired until code declares it again; True if it was disabled by this call."""
     assert gone.owner is not None
     return connection.execute(statements.disable(gone.name, gone.owner)).one_or_none() is not None
 

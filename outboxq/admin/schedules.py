@@ -1,4 +1,4 @@
-"""Schedules: jobs that relays add when their time comes. What they are, and how they are made, changed and run.
+"""Schedules, jobs that relays add when their time comes: make, change, list and run them.
 
 Every function works in the caller's transaction, on a connection or a session: `outboxq.schedules` has them for async
 ones too. A change waits for a relay that fires the schedule at this moment, which takes some milliseconds.
@@ -35,11 +35,11 @@ from outboxq.statements import schedules as statements
 from outboxq.statements.paging import database_clock
 
 Missed: TypeAlias = Literal["skip", "one", "all"]
-# What can execute a statement: a session or a connection.
+# Executes statements: a session or a connection.
 Executor: TypeAlias = Session | Connection
 
 NAME_HEADER, FIRE_TIME_HEADER = "outboxq.schedule", "outboxq.fire_time"
-# Given as an argument of a schedule's job, it stands for the time that the job is due.
+# As an argument of a schedule's job, it is replaced by the time that the job is due.
 FIRE_TIME = datetime.min.replace(tzinfo=UTC)
 _STANDS_FOR_FIRE_TIME = msgspec.json.encode(FIRE_TIME)
 MAX_JITTER = timedelta(days=1)
@@ -51,8 +51,8 @@ class NewSchedule:
     """A schedule as code or an operator gives it, checked.
 
     Raises:
-        ArgumentError: a value that cannot be, or options of the job that make no sense for one that is due again.
-        InvalidKey: such a name cannot be.
+        ArgumentError: an impossible value, or options of the job that make no sense for one that is due again.
+        InvalidKey: no schedule can have this name.
     """
 
     name: str
@@ -102,7 +102,7 @@ class NewSchedule:
             )
 
     def as_row(self, now: datetime, *, declared: bool) -> dict[str, object]:
-        """The schedule as a row, due for the first time behind `now`."""
+        """The schedule as a row, due for the first time after `now`."""
         stored = dump(self.job)
         fields = msgspec.json.decode(_json(stored.pop("args")), type=dict[str, msgspec.Raw])
         fire_time = [name for name, value in fields.items() if bytes(value) == _STANDS_FOR_FIRE_TIME]
@@ -130,8 +130,8 @@ class Schedule:
 
     Attributes:
         cron: Its cron text, or its interval, such as "@every 30s".
-        missed: What becomes of the times that no relay was there for.
-        declared: Whether an application's code declares it.
+        missed: What to do about times at which no relay ran.
+        declared: True if an application's code declares it.
         next_at: When it is due next. `last_at`: the newest time that was fired.
         paused_at: Since when it adds no job: an operator paused it, or it is disabled.
         owner: The name of the registry that declares it; None if operators made it, or code of a version before.
@@ -253,7 +253,7 @@ def pause(connection: Executor, names: Sequence[str]) -> tuple[str, ...]:
 
 
 def resume(connection: Executor, names: Sequence[str]) -> tuple[str, ...]:
-    """Have schedules fired again, from their next time on: what was due while they were paused is not made up for.
+    """Fire schedules again, from their next time on: what was due while they were paused is not made up for.
 
     Returns:
         The names of those that were paused.
@@ -290,7 +290,7 @@ def list_schedules(
 
 
 def show_schedule(connection: Executor, name: str) -> ScheduleDetail:
-    """One schedule with its job, and when it is due.
+    """One schedule with its job and its next times.
 
     Raises:
         ScheduleNotFound: no schedule has this name.
@@ -306,7 +306,7 @@ def show_schedule(connection: Executor, name: str) -> ScheduleDetail:
 
 
 def is_ahead(cron: Cron, next_at: datetime, last_at: datetime | None, now: datetime) -> bool:
-    """Tell whether a schedule is due later than it can be: the database's clock was ahead when that was computed."""
+    """Return True if a schedule is due later than it can be: the database's clock was ahead when that was computed."""
     return next_at > cron.after(_counted_from(now, last_at))
 
 
@@ -316,13 +316,13 @@ def _counted_from(now: datetime, last_at: datetime | None) -> datetime:
 
 
 def _cron_of(row: Row[Any]) -> Cron:
-    """When a stored schedule is due; this process may not know its time zone."""
+    """The times of a stored schedule; this process may not know its time zone."""
     with of_schedule(row.name):
         return Cron(row.cron, row.time_zone)
 
 
 def seconds_to_next(connection: Executor, without: Iterable[str] = ()) -> float:
-    """In how many seconds the next schedule is due, negative if it is; infinite if there is none."""
+    """The seconds until the next schedule is due, negative if one is late; infinite if there is none."""
     found: float | None = connection.execute(statements.seconds_to_next(tuple(without))).scalar_one_or_none()
     return math.inf if found is None else found
 

@@ -1,7 +1,7 @@
-"""Sections: parts of one look at the database, of which one that is refused or slow leaves the others standing.
+"""Sections: parts of one read of the database; one that is refused or slow leaves the others intact.
 
-Each is looked at in a savepoint that is rolled back, and its settings with it. It locks no row, waits 0.2 s at the most
-for a table that is locked, and is given up after 2 s.
+Each is read in a savepoint that is rolled back, and its settings with it. It locks no row, waits 0.2 s at the most for
+a table that is locked, and is given up after 2 s.
 """
 
 import math
@@ -37,18 +37,18 @@ BY_INDEX = "; ".join(by_index.BY_INDEX)
 
 @dataclass(frozen=True, slots=True)
 class NotKnown:
-    """A part of a look that is empty, and why."""
+    """A section that is empty, and why."""
 
     part: str
     reason: str
 
 
 class Sections:
-    """The sections of one look, in the caller's transaction, which they leave as it was.
+    """The sections of one read, in the caller's transaction, which they leave as it was.
 
     Args:
-        settings: Statements for each section, beside its bounds.
-        seconds: What all sections together may take: those that come later are not looked at.
+        settings: Statements for each section, after its bounds.
+        seconds: What all sections together may take: those that come later are not read.
     """
 
     def __init__(self, connection: Connection, *, settings: str = "", seconds: float = math.inf) -> None:
@@ -58,7 +58,7 @@ class Sections:
         self.refused: list[NotKnown] = []
 
     def at(self, name: str, look: Callable[[], Part]) -> Part | None:
-        """What a look finds; None if the database refuses it.
+        """The result of `look`; None if the database refuses it.
 
         Raises:
             DBAPIError: the connection is lost.
@@ -84,7 +84,7 @@ class Sections:
 
 
 def _why_refused(error: DBAPIError | psycopg.Error) -> str:
-    """In a sentence: the right that is missing, or what is in the way."""
+    """The reason why a section is empty, in a sentence: a missing right, or what is in the way."""
     sqlstate = sqlstate_of(error)
     if sqlstate == INSUFFICIENT_PRIVILEGE:
         original = error.orig if isinstance(error, DBAPIError) else error

@@ -1,7 +1,7 @@
-"""A snapshot: how queues, kinds and relays stand at this moment, and what jobs died of lately, in one look.
+"""A snapshot: the state of queues, kinds and relays at this moment, and recent causes of death, in one read.
 
-It takes some milliseconds, however many jobs wait, locks no row, and gives up a part of itself that takes longer than
-two seconds.
+It takes some milliseconds, however many jobs wait, locks no row, and gives up a part that takes longer than two
+seconds.
 """
 
 from collections import Counter
@@ -30,7 +30,7 @@ _MOST_GROUPS, _MOST_RELAYS = 100, 1_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueueSnapshot(QueueStats):
-    """One queue: its jobs by state, and what becomes of them.
+    """One queue: its jobs by state, and their outcomes.
 
     Args:
         relays: How many relays that live serve it.
@@ -45,7 +45,7 @@ class QueueSnapshot(QueueStats):
 
 @dataclass(frozen=True, slots=True)
 class DeadGroup:
-    """Dead letters that died of the same.
+    """Dead letters of the same cause.
 
     Args:
         error: The type of the last error, or the reason up to its first colon if there was none.
@@ -63,13 +63,13 @@ class DeadGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """What `take_snapshot` found.
+    """The result of `take_snapshot`.
 
     Args:
         at: By the database's clock.
-        kinds: What became of the jobs of each kind in the last five minutes.
+        kinds: The outcomes of the jobs of each kind in the last five minutes.
         dead_groups: Of the dead letters of the 1,000 newest jobs among them, the largest group first.
-        not_known: Parts that the database refused or did not know in two seconds, and therefore are empty.
+        not_known: Parts that the database refused or did not return in two seconds, and that therefore are empty.
         standby_delay_seconds: How old this is, if the server is a standby.
     """
 
@@ -84,7 +84,7 @@ class Snapshot:
 
 
 def take_snapshot(connection: Connection, *, queue: str | None = None) -> Snapshot:
-    """Look at queues, kinds, relays and dead letters, in the caller's transaction, which it leaves as it was.
+    """Read queues, kinds, relays and dead letters, in the caller's transaction, which it leaves as it was.
 
     Args:
         queue: Count the jobs of this queue alone, which costs less if there are many queues.
@@ -109,7 +109,7 @@ def take_snapshot(connection: Connection, *, queue: str | None = None) -> Snapsh
 
 
 def find_dead_groups(connection: Connection, *, newest: int = NEWEST_DEAD) -> list[DeadGroup]:
-    """What the dead letters of the newest jobs died of, the largest group first; 100 groups at most."""
+    """The dead letters of the newest jobs grouped by their causes, the largest group first; 100 groups at most."""
     statement = group_newest(mapped_schema(connection), newest=newest, limit=_MOST_GROUPS)
     return [DeadGroup(*row) for row in connection.execute(statement)]
 

@@ -1,4 +1,4 @@
-"""Stats: how many jobs wait, run and died, per queue, and how many effects are unknown.
+"""Stats: the number of jobs that wait, run and died, per queue, and of unknown effects.
 
 By default at most 10,000 jobs of a queue are counted in each state; what is more is estimated, by the statistics of the
 planner. So it takes some milliseconds, however many jobs wait.
@@ -17,7 +17,7 @@ from outboxq.statements.server import standby_delay_seconds
 from outboxq.tables import mapped_schema
 
 COUNTED_MOST = 10_000
-# A walk's jobs are mostly in the state of its name, but for these.
+# A walk's jobs are usually in the state of its name, but for these.
 _STATES_OF_WALKS = {"group_waiting": "scheduled"}
 
 
@@ -27,7 +27,7 @@ class QueueStats:
 
     Args:
         ready: Wait for a relay.
-        grouped: Wait for their turn in their group, or behind a job that is put off.
+        grouped: Wait for their turn in their group, or for a job that is put off.
         running: Held by a transaction that is open at this moment.
         scheduled: Wait for their time, a retry's included.
         due: Their time has come, and they wait for a relay.
@@ -38,7 +38,7 @@ class QueueStats:
         dead: Among the dead letters.
         oldest_waiting_seconds: How long the oldest that is ready or due has waited; None if none does.
         paused_at: Since when relays do not claim from it.
-        exact: Whether all jobs were counted. If not, `estimated` names the states whose number is an estimate.
+        exact: True if all jobs were counted. If not, `estimated` names the states whose number is an estimate.
     """
 
     queue: str
@@ -60,7 +60,7 @@ class QueueStats:
 
 @dataclass(frozen=True, slots=True)
 class ParkedKind:
-    """Jobs of a kind that no relay which saw them knows; relays look at them again from `next_look_at` on."""
+    """Jobs of a kind that no relay which saw them knows; relays claim them again from `next_look_at` on."""
 
     queue: str
     kind: str
@@ -70,7 +70,7 @@ class ParkedKind:
 
 @dataclass(frozen=True, slots=True)
 class Stats:
-    """What `collect_stats` found: queues by name, and kinds that wait for a relay that knows them.
+    """The result of `collect_stats`: queues by name, and kinds that wait for a relay that knows them.
 
     `unknown_effects` wait for an operator, who resolves them. `standby_delay_seconds` says how old this is, if the
     server is a standby.
@@ -83,13 +83,13 @@ class Stats:
 
 
 def count_left(connection: Connection, served: Sequence[str]) -> dict[str, int]:
-    """How many jobs are left when a relay of these queues has nothing to run in them; each is counted once.
+    """Count the jobs that are left when a relay of these queues has nothing to run in them, each once.
 
     Returns:
         Numbers above 0: `in_backoff` (the last attempt failed, and the next one has its time), `later`, `parked` (of
-        kinds that no relay which saw them knows), `paused` (in queues of its own), `behind` (behind another job of
-        their group), `elsewhere` (held by other relays or transactions, or new), `not_served` (in queues that are not
-        its own).
+        kinds that no relay which saw them knows), `paused` (in queues of its own), `behind` (after another job of their
+        group), `elsewhere` (held by other relays or transactions, or new), `not_served` (in queues that are not its
+        own).
     """
     return {row.sort: row.jobs for row in connection.execute(statements.count_left(served))}
 
@@ -97,7 +97,7 @@ def count_left(connection: Connection, served: Sequence[str]) -> dict[str, int]:
 def collect_stats(connection: Connection, *, exact: bool = False, queue: str | None = None) -> Stats:
     """Count the jobs, in the caller's transaction.
 
-    The oldest job, the parked ones and those that run are looked for among the first 10,000 that relays would claim.
+    The oldest job, the parked ones and those that run are searched among the first 10,000 that relays would claim.
 
     Args:
         exact: Count every job. That reads the whole tables, so its cost grows with the backlog.
@@ -134,10 +134,10 @@ def _count_first(connection: Connection, only: str | None) -> Stats:
 def _estimate(
     connection: Connection, walk: str, walked: Mapping[str, Mapping[str, int]], only: str | None
 ) -> dict[str, int]:
-    """How many jobs a walk would have found in those queues of which it has not counted all.
+    """Estimate the number of jobs of a walk in those queues of which it has not counted all.
 
-    The planner knows how many jobs of all queues have a state, and how the queues share the table. What the other
-    queues were counted to have is taken off first.
+    The planner knows how many jobs of all queues have a state, and how the queues share the table. The counted jobs of
+    the other queues are taken off first.
     """
     full = [name for name, counts in walked.items() if counts[walk] > COUNTED_MOST]
     if not full:

@@ -1,4 +1,4 @@
-"""Looking through a large table for the first rows that match, or for how many do: a stretch at a time."""
+"""Search a large table for the first rows that match, or count them: a stretch at a time."""
 
 import math
 from collections import Counter
@@ -80,7 +80,7 @@ def of_blocks(
 ) -> list[Any]:
     """The first `limit` rows of a table in the order of a key. Reads each block once.
 
-    A row that is stored elsewhere while this goes on may be missing, or be there twice: good for lists, and not for
+    A row that is moved in the table in the meantime may be missing, or be there twice: good for lists, and not for
     finding rows that are to be changed.
 
     Args:
@@ -142,7 +142,7 @@ def first_rows(connection: Connection, stretches: Iterable[Stretch], find: FindR
 def count_rows(
     connection: Connection, stretches: Iterable[Stretch], count: CountRows, most: int | None
 ) -> tuple[KindCount, ...]:
-    """How many rows of all stretches there are, by queue and kind; with `most`, up to so many in all."""
+    """Count the rows of all stretches, by queue and kind; with `most`, up to so many in all."""
     counts = Counter[tuple[str, str]]()
     for stretch in stretches:
         left = None if most is None else most - counts.total()

@@ -1,4 +1,4 @@
-"""The doctor: looks at a database, and names what keeps jobs from running or will, and what to do about it.
+"""The doctor: examines a database, and names what keeps jobs from running or will, and what to do about it.
 
 It only reads: each check is a short READ ONLY transaction of its own that waits for no lock. A check that the role is
 not allowed to make is a finding itself, never an error.

@@ -7,12 +7,12 @@ from outboxq.doctor.findings import CheckContext, Finding, detail_of
 from outboxq.doctor.formatting import age
 from outboxq.statements.doctor import cancellation as statements
 
-# A relay that lives hears of a request within seconds, and ends the job two seconds later.
+# A living relay receives a request within seconds, and ends the job two seconds later.
 _ANSWER_SECONDS = 60.0
 
 
 def find_unanswered_requests(context: CheckContext) -> Iterator[Finding]:
-    """Jobs that run on although their cancellation was asked for."""
+    """Find jobs that run on although their cancellation was requested."""
     for row in context.rows(statements.unanswered_requests(context.schema, _ANSWER_SECONDS)):
         yield Finding(
             "cancellation-unanswered",
@@ -25,7 +25,7 @@ def find_unanswered_requests(context: CheckContext) -> Iterator[Finding]:
 
 
 def find_paused_kinds(context: CheckContext) -> Iterator[Finding]:
-    """Kinds that are paused, and perhaps were forgotten."""
+    """Find kinds that are paused, and perhaps were forgotten."""
     for row in context.rows(statements.paused_kinds(context.schema)):
         late = row.seconds >= context.limits.older_than_seconds
         yield Finding(

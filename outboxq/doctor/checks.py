@@ -121,7 +121,7 @@ _SETTINGS = (
 )
 _INSUFFICIENT_PRIVILEGE = "42501"
 _AGAIN = "Run the doctor again; see the other findings for what may be in the way."
-# What reading a value raises, here and in the driver: a number, a time or a text that Python cannot hold; deep JSON.
+# Errors of reading a value, here and in the driver: a number, a time or a text that Python cannot hold; deep JSON.
 _OF_A_VALUE = (ArithmeticError, ValueError, RecursionError, DataError, psycopg.DataError)
 _REASONS = {
     "57014": "it took longer than 10 seconds",
@@ -142,8 +142,8 @@ def run_checks(
 
     Args:
         connect: Opens a connection to the database; called twice, to recognise a transaction pooler.
-        use: What the role is for, which decides the rights that it needs; None: as it is a member of the groups that
-            `outboxq roles` makes, and else a relay's.
+        use: The role's purpose, which decides the rights that it needs; None: by its membership in the groups that
+            `outboxq roles` makes, else a relay's.
         registry: Kinds that wait are compared with it.
         listen_connect: Opens a connection by the URL that relays listen on, if they have one.
     """
@@ -181,7 +181,7 @@ class ConnectionLost(Exception):
 
 
 def _look_at_tables(context: CheckContext, found: list[Finding]) -> CheckContext:
-    """The context with the tables that can be looked at; what is wrong with their version is a finding."""
+    """The context with the tables that can be read; a wrong version of them is a finding."""
     tables: frozenset[str] = frozenset()
     with _reporting("the schema", "USAGE on it", context, found), _transaction(context.connection):
         tables = frozenset(context.scalars(statements.tables(context.schema)))
@@ -205,7 +205,7 @@ def _transaction(connection: Connection) -> Iterator[None]:
 
 @contextmanager
 def _reporting(subject: str, grant: str, context: CheckContext, found: list[Finding]) -> Iterator[None]:
-    """A check that fails is a finding, whatever the reason; one that loses the connection ends the doctor's work.
+    """Turn the failure of a check into a finding; one that loses the connection ends the doctor's work.
 
     Raises:
         ConnectionLost: with the finding that says so.
@@ -242,7 +242,7 @@ def _refused(subject: str, grant: str, sqlstate: str | None, original: BaseExcep
 
 
 def _why(sqlstate: str | None, original: BaseException | None) -> tuple[str, str]:
-    """Why a check could not be made, without texts that may hold a value of a row; and what helps."""
+    """The reason why a check could not be made, without texts that may hold a value of a row; and what helps."""
     if sqlstate is not None:
         # Class 22, data exceptions, quotes the value.
         message = (

@@ -1,4 +1,4 @@
-"""Servers that are not plain PostgreSQL: what Citus does to outboxq's tables, and claims that a server refuses."""
+"""Servers that are not plain PostgreSQL: outboxq's tables under Citus, and claims that a server refuses."""
 
 from collections.abc import Iterator
 from uuid import UUID
@@ -17,7 +17,7 @@ _NOBODY = UUID(int=0)
 
 
 def find_one_phase(context: CheckContext) -> Iterator[Finding]:
-    """Tables that Citus manages, or whose rows it would commit after those of the user's."""
+    """Find tables that Citus manages, or whose rows it would commit after those of the user's."""
     if not server_facts(context.connection).has_citus:
         return
     state = context.connection.execute(citus_state(context.schema)).one()
@@ -43,7 +43,7 @@ def find_one_phase(context: CheckContext) -> Iterator[Finding]:
 
 
 def find_refused_claims(context: CheckContext) -> Iterator[Finding]:
-    """Claims that the server refuses: it is asked for the plan of each, which executes nothing."""
+    """Find claims that the server refuses: each is sent with EXPLAIN, which executes nothing."""
     if context.use != "relay":
         return
     claims = ClaimStatements(context.schema, "default", _NOBODY)

@@ -1,4 +1,4 @@
-"""Dead letters whose time is over, and that no relay deletes."""
+"""Dead letters whose time has ended, and that no relay deletes."""
 
 import shlex
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ _LATE_SECONDS = 86_400.0
 
 
 def find_overdue_dead_letters(context: CheckContext) -> Iterator[Finding]:
-    """Queues whose oldest dead letter should have been deleted a day ago."""
+    """Find queues whose oldest dead letter should have been deleted a day ago."""
     declared = {} if context.registry is None else context.registry.keep_dead
     kept = {queue: time.total_seconds() for queue, time in declared.items()}
     kept |= {row.name: float(row.keep) for row in context.rows(statements.kept_queues(context.schema))}

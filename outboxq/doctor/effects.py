@@ -1,4 +1,4 @@
-"""Effects that an operator has to look at: unknown ones, and those whose caller did not come back."""
+"""Effects that need an operator: unknown ones, and those whose caller did not come back."""
 
 from collections.abc import Iterator
 
@@ -12,7 +12,7 @@ _ABANDONED_SECONDS = 3_600.0
 
 
 def find_unknown_effects(context: CheckContext) -> Iterator[Finding]:
-    """Effects that are not called again until an operator resolves them."""
+    """Find effects that are not called again until an operator resolves them."""
     found = context.connection.execute(statements.unknown_effects(context.schema)).one()
     if found.effects:
         effects, are = _effects(found.effects), "is" if found.effects == 1 else "are"
@@ -30,7 +30,7 @@ def find_unknown_effects(context: CheckContext) -> Iterator[Finding]:
 
 
 def find_abandoned_effects(context: CheckContext) -> Iterator[Finding]:
-    """Effects whose caller died or failed in doubt, and that were not called again."""
+    """Find effects whose caller died or failed in doubt, and that were not called again."""
     found = context.connection.execute(statements.abandoned_effects(context.schema, _ABANDONED_SECONDS)).one()
     if found.effects:
         was = "was" if found.effects == 1 else "were"

@@ -1,4 +1,4 @@
-"""What a check works on and what it reports."""
+"""The input of a check, and its findings."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -36,7 +36,7 @@ class Finding:
 
     @property
     def needs_attention(self) -> bool:
-        """Whether an operator should act."""
+        """Return True if an operator should act."""
         return self.severity != "info"
 
 
@@ -64,13 +64,13 @@ class Limits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckContext:
-    """What every check works on, inside a transaction of its own.
+    """The input of every check, inside a transaction of its own.
 
     Args:
-        use: What the role is for, which decides the rights that it needs.
+        use: The role's purpose, which decides the rights that it needs.
         tables: Those of outboxq that exist and can be read.
         is_current: The tables are at the latest step that this version of the code knows.
-        kept: What one check has found and others look at too, by its name.
+        kept: Rows that one check has found and others read too, by a name.
     """
 
     connection: Connection
@@ -83,7 +83,7 @@ class CheckContext:
     kept: dict[str, Sequence[Row[Any]]] = field(default_factory=dict)
 
     def once(self, name: str, find: Callable[[], Sequence[Row[Any]]]) -> Sequence[Row[Any]]:
-        """What costs much, looked for by the first check that needs it."""
+        """Rows of an expensive query, which the first check that needs them executes."""
         if name not in self.kept:
             self.kept[name] = find()
         return self.kept[name]
@@ -106,7 +106,7 @@ class Check:
     """A check of one subject.
 
     Args:
-        subject: What it looks at, as the end of "could not look at ...".
+        subject: What it reads, as the end of "could not look at ...".
         find: Yields findings.
         tables: The tables of outboxq that it reads; it is skipped if one of them does not exist.
         needs_current: It is skipped if the tables are not at the latest step.
@@ -120,5 +120,5 @@ class Check:
     grant: str = "pg_monitor"
 
     def fits(self, context: CheckContext) -> bool:
-        """Whether everything is there that it looks at."""
+        """Return True if everything that it reads exists."""
         return self.tables <= context.tables and (context.is_current or not self.needs_current)

@@ -14,7 +14,7 @@ _NONE = QueueLimits()
 
 
 def find_limited_queues(context: CheckContext) -> Iterator[Finding]:
-    """Queues in which jobs have waited for long, and whose limit is full, or whose rate has no tokens now."""
+    """Find queues in which jobs have waited for long, and whose limit is full, or whose rate has no tokens now."""
     limits = _limits(context)
     if not limits:
         return
@@ -28,7 +28,7 @@ def find_limited_queues(context: CheckContext) -> Iterator[Finding]:
 
 
 def find_held_turns(context: CheckContext) -> Iterator[Finding]:
-    """Sessions that are no relays, and hold advisory locks that relays take for limits, groups and windows."""
+    """Find sessions other than relays that hold advisory locks which relays take for limits, groups and windows."""
     for row in context.rows(statements.foreign_locks(context.schema, None)):
         held = {"limits of queues": row.of_limits, "groups": row.of_groups, "windows": row.of_windows}
         whose = " and ".join(name for name, is_held in held.items() if is_held)
@@ -57,7 +57,7 @@ def find_held_turns(context: CheckContext) -> Iterator[Finding]:
 
 
 def _limits(context: CheckContext) -> Mapping[str, QueueLimits]:
-    """What holds for each queue: as operators have set it, else as the registry declares it, or living relays do."""
+    """The limits of each queue: as operators have set them, else as the registry declares them, or living relays do."""
     declared = {} if context.registry is None else context.registry.limits
     if "relay_status" in context.tables and context.scalar(may_read_relays(context.schema)):
         declared = {**read_limits(context.rows(declared_limits(context.schema))), **declared}

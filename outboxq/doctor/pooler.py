@@ -1,4 +1,4 @@
-"""Whether the URL leads to a transaction pooler: behind one, two connections are given each other's backends."""
+"""Recognise a transaction pooler at the URL: through one, two connections are given each other's backends."""
 
 from collections.abc import Iterator
 
@@ -85,7 +85,7 @@ def _look_at_listen_url(connect: Connect) -> Iterator[Finding]:
 
 
 def shares_backends(first: Connection, connect: Connect) -> bool:
-    """Whether `first` and another connection to the same place change backends between transactions."""
+    """Return True if `first` and another connection to the same place change backends between transactions."""
     mine, others = set[int](), set[int]()
     with connect() as second, unprepared(second):
         for _ in range(_ROUNDS):

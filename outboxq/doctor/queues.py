@@ -21,7 +21,7 @@ from outboxq.doctor.work import jobs_of, jobs_wait, waiting
 from outboxq.statements import relays as statements
 from outboxq.statements.doctor import work
 
-# So many pairs of a queue and a kind are compared with what relays know.
+# The number of pairs of a queue and a kind that are compared with what relays know.
 _MOST_PAIRS = 1_000
 _STOPPING = "stopping"
 _UNLISTED = "(Relays of a version from before step 11 of the migrations are not listed.)"
@@ -45,7 +45,7 @@ class _LateQueue:
 
 
 def find_late_queues(context: CheckContext) -> Iterator[Finding]:
-    """Queues whose next jobs have waited for long, and paused ones that fill up."""
+    """Find queues whose next jobs have waited for long, and paused ones that fill up."""
     paused = context.scalars(work.paused_queues(context.schema))
     jobs, oldest = Counter[str](), dict[str, float]()
     for row in waiting(context):
@@ -73,7 +73,7 @@ class _Relays:
 
     @property
     def living(self) -> list[Row[Any]]:
-        """Those that live and claim."""
+        """The living relays that claim."""
         return [relay for relay in self.seen if relay.is_alive and relay.state != _STOPPING]
 
     def serving(self, queue: str) -> list[Row[Any]]:
@@ -171,7 +171,7 @@ def _unlisted(queue: _LateQueue, relays: int) -> Finding:
 
 
 def find_unserved_kinds(context: CheckContext) -> Iterator[Finding]:
-    """Kinds that wait in queues that living relays serve, and that none of these knows; not those that are parked."""
+    """Find kinds that wait in queues of living relays, and that none of these knows; not those that are parked."""
     jobs, parked = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
     for row in waiting(context):
         jobs[row.queue, row.kind] += row.jobs

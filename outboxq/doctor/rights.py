@@ -29,7 +29,7 @@ def use_of(context: CheckContext) -> Part:
 
 
 def find_missing_rights(context: CheckContext) -> Iterator[Finding]:
-    """Grants that this role lacks for its use."""
+    """Find grants that this role lacks for its use."""
     schema, use = context.schema, context.use
     if True not in context.scalars(statements.schema_usage(schema)):
         yield Finding(
@@ -60,7 +60,7 @@ def find_missing_rights(context: CheckContext) -> Iterator[Finding]:
 
 
 def find_wide_producers(context: CheckContext) -> Iterator[Finding]:
-    """Roles that may write the relays' own columns of a new job, without being a relay or an operator."""
+    """Find roles that may write the relays' own columns of a new job, without being a relay or an operator."""
     for row in context.rows(statements.inserters(context.schema)):
         grant = f"Run what `outboxq roles --sql --producer {shlex.quote(row.role)}` prints"
         revoke = f"REVOKE INSERT ON {identifier(context.schema, 'job')} FROM PUBLIC"
@@ -74,7 +74,7 @@ def find_wide_producers(context: CheckContext) -> Iterator[Finding]:
 
 
 def find_hidden_rows(context: CheckContext) -> Iterator[Finding]:
-    """Row level security without a policy that lets this role, or every role, through."""
+    """Find row level security without a policy that lets this role, or every role, through."""
     for row in context.rows(statements.row_security(context.schema)):
         wanted = _commands(context.use, row.table)
         allowed = row.mine if row.is_active else row.anybodys
@@ -93,7 +93,7 @@ def find_hidden_rows(context: CheckContext) -> Iterator[Finding]:
 
 
 def find_open_schemas(context: CheckContext) -> Iterator[Finding]:
-    """Schemas of a relay's search path in which others could put functions and operators for it to call."""
+    """Find schemas of a relay's search path in which others could put functions and operators for it to call."""
     paths = _search_paths(context)
     behind = {role: path[: path.index("pg_catalog")] for role, path in paths.items() if "pg_catalog" in path[1:]}
     for role, before in behind.items():

@@ -17,7 +17,7 @@ _LONG_PAUSED_SECONDS = 7 * 86_400.0
 
 
 def find_late_schedules(context: CheckContext) -> Iterator[Finding]:
-    """Schedules whose time has come, and that no relay has fired."""
+    """Find schedules whose time has come, and that no relay has fired."""
     for row in context.rows(statements.late_schedules(context.schema, _LATE_SECONDS)):
         yield Finding(
             "schedule-late",
@@ -30,7 +30,7 @@ def find_late_schedules(context: CheckContext) -> Iterator[Finding]:
 
 
 def find_paused_schedules(context: CheckContext) -> Iterator[Finding]:
-    """Schedules that have been paused for more than a week, and may have been forgotten; and disabled ones."""
+    """Find schedules that have been paused for more than a week, and may have been forgotten; and disabled ones."""
     for row in context.rows(statements.paused_schedules(context.schema, _LONG_PAUSED_SECONDS)):
         name, since = shlex.quote(row.name), age(row.paused_seconds)
         if row.owner is None:
@@ -44,7 +44,7 @@ def find_paused_schedules(context: CheckContext) -> Iterator[Finding]:
 
 
 def find_schedules_ahead(context: CheckContext) -> Iterator[Finding]:
-    """Schedules that are due later than their next time: the database's clock was ahead when that was computed."""
+    """Find schedules that are due later than their next time: the database's clock was ahead when that was computed."""
     for row in context.rows(statements.coming_schedules()):
         try:
             cron = Cron(row.cron, row.time_zone)
@@ -68,7 +68,7 @@ def find_schedules_ahead(context: CheckContext) -> Iterator[Finding]:
 
 
 def find_unhandled_schedules(context: CheckContext) -> Iterator[Finding]:
-    """Schedules of queues of the registry whose kind it does not know, or that it does not declare any more."""
+    """Find schedules of the registry's queues whose kind it does not know, or that it does not declare any more."""
     registry = context.registry
     if registry is None:
         return
@@ -95,7 +95,7 @@ def find_unhandled_schedules(context: CheckContext) -> Iterator[Finding]:
 
 
 def find_dying_schedules(context: CheckContext) -> Iterator[Finding]:
-    """Schedules with jobs among the newest dead letters of their queues."""
+    """Find schedules with jobs among the newest dead letters of their queues."""
     for row in context.rows(statements.dead_letters_of_schedules(context.schema)):
         yield Finding(
             "schedule-dead",

@@ -17,7 +17,7 @@ from outboxq.statements.render import quote_identifier
 from outboxq.statements.server import missing_installation, schema_version
 from outboxq.tables import NEEDED_VERSION, metadata
 
-# What it means if a trigger, of a table, does not fire.
+# The consequence if a trigger, of a table, does not fire.
 _TRIGGERS = {
     ("job", "wake_relays"): "new jobs wake no relay, and wait until the next poll",
     (
@@ -73,7 +73,7 @@ def _not_latest(schema: str, step: int) -> Finding:
 
 
 def find_missing_tables(context: CheckContext) -> Iterator[Finding]:
-    """Tables that the version marker promises, and that are missing."""
+    """Find tables that the version marker promises, and that are missing."""
     for name in sorted({str(table.name) for table in metadata.tables.values()} - context.tables):
         yield Finding(
             "table-missing",
@@ -85,7 +85,7 @@ def find_missing_tables(context: CheckContext) -> Iterator[Finding]:
 
 
 def find_broken_indexes(context: CheckContext) -> Iterator[Finding]:
-    """Indexes that are missing, invalid or different."""
+    """Find indexes that are missing, invalid or different."""
     found = context.rows(statements.indexes(context.schema))
     whole = {_identity(row) for row in found if row.is_valid}
     wanted = [item for item in _declared_indexes() if item[1][0] in context.tables]
@@ -154,7 +154,7 @@ def _identity(row: Row[Any]) -> _Identity:
 
 
 def _plain(definition: str) -> str:
-    """Without what PostgreSQL adds when it prints an expression: spaces, parentheses, casts of literals."""
+    """Strip what PostgreSQL adds when it prints an expression: spaces, parentheses, casts of literals."""
     kept = definition.replace("::text", "")
     return "".join(character for character in kept if character not in ' ()"\n').lower()
 
@@ -164,7 +164,7 @@ class Made:
     """A function as the migrations leave it.
 
     Args:
-        body: What PostgreSQL keeps of its text, in `pg_proc.prosrc`.
+        body: The part of its text that PostgreSQL keeps, in `pg_proc.prosrc`.
         sql: Statements that make it so again, and leave the rights on it as they are.
     """
 
@@ -192,7 +192,7 @@ def made_by_migrations(schema: str, step: int = LATEST) -> dict[str, Made]:
 
 
 def find_missing_code(context: CheckContext) -> Iterator[Finding]:
-    """Functions that are missing or say something else than the migrations wrote, and triggers that do not fire.
+    """Find functions that are missing or differ from those of the migrations, and triggers that do not fire.
 
     A function names its schema in its text, which ALTER SCHEMA ... RENAME leaves as it was.
     """

@@ -40,7 +40,7 @@ _UNITS = {"us": 1e-6, "ms": 1e-3, "": 1e-3, "s": 1.0, "min": 60.0, "h": 3_600.0,
 
 
 def find_short_timeouts(context: CheckContext) -> Iterator[Finding]:
-    """Time-outs that a session of this role starts with, and those of other roles that could be a relay's."""
+    """Find short time-outs of sessions of this role, and of other roles that could be a relay's."""
     names = tuple(_TIMEOUTS)
     for row in context.rows(statements.settings(names)):
         yield from _short(context, row.name, row.value, None)
@@ -78,7 +78,7 @@ def seconds_of(value: str) -> float:
 
 
 def find_unsafe_settings(context: CheckContext) -> Iterator[Finding]:
-    """Settings that are off although they should be on."""
+    """Find settings that are off although they should be on."""
     for row in context.rows(statements.settings(tuple(_DURABILITY))):
         if row.value == "off":
             code, effect = _DURABILITY[row.name]
@@ -92,7 +92,7 @@ def find_unsafe_settings(context: CheckContext) -> Iterator[Finding]:
 
 
 def find_used_up_connections(context: CheckContext) -> Iterator[Finding]:
-    """Limits of connections that are nearly reached."""
+    """Find limits of connections that are nearly reached."""
     for row in context.rows(statements.connection_room()):
         if row.allowed >= 0 and row.open >= _USED_UP * row.allowed:
             yield Finding(
@@ -106,7 +106,7 @@ def find_used_up_connections(context: CheckContext) -> Iterator[Finding]:
 
 
 def find_standby(context: CheckContext) -> Iterator[Finding]:
-    """A standby, which has sessions, locks and statistics of its own."""
+    """Find a standby, which has sessions, locks and statistics of its own."""
     seconds = standby_delay_seconds(context.connection)
     if seconds is not None:
         yield Finding(
@@ -120,7 +120,7 @@ def find_standby(context: CheckContext) -> Iterator[Finding]:
 
 
 def find_unsupported_server(context: CheckContext) -> Iterator[Finding]:
-    """A server that is too old, and a database that does not keep its texts in UTF-8."""
+    """Find a server that is too old, and a database that does not keep its texts in UTF-8."""
     for reason, advice in unsupported(server_facts(context.connection)):
         yield Finding(
             "server-not-supported", "problem", reason, {"reason": reason}, f"{advice[0].upper()}{advice[1:]}."

@@ -1,4 +1,4 @@
-"""What holds jobs, or keeps vacuum from removing dead ones: sessions, prepared transactions, slots, standbys."""
+"""Holders of jobs, and of snapshots that stop vacuum: sessions, prepared transactions, slots, standbys."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -29,7 +29,7 @@ _PINNED = "vacuum cannot remove jobs that were finished since, and claims have t
 
 
 def find_lock_holders(context: CheckContext) -> Iterator[Finding]:
-    """Sessions that hold jobs, or a whole table, for long."""
+    """Find sessions that hold jobs, or a whole table, for long."""
     holders = context.rows(statements.lock_holders(context.schema))
     limit = context.limits.older_than_seconds
     for row in holders:
@@ -91,7 +91,7 @@ def _jobs_held(row: Row[Any], jobs: int) -> Finding:
 
 
 def find_pinned_snapshot(context: CheckContext) -> Iterator[Finding]:
-    """The session that holds back vacuum the most."""
+    """Find the session that holds back vacuum the most."""
     rows = context.rows(statements.snapshot_holders())
     old = [row for row in rows if (row.seconds or 0) >= context.limits.older_than_seconds]
     if old:
@@ -112,7 +112,7 @@ def find_pinned_snapshot(context: CheckContext) -> Iterator[Finding]:
 
 
 def find_hidden_sessions(context: CheckContext) -> Iterator[Finding]:
-    """Transactions whose age this role may not see."""
+    """Find transactions whose age this role may not see."""
     hidden: int = context.scalar(statements.hidden_transactions())
     if hidden:
         yield Finding(
@@ -126,7 +126,7 @@ def find_hidden_sessions(context: CheckContext) -> Iterator[Finding]:
 
 
 def find_prepared_transactions(context: CheckContext) -> Iterator[Finding]:
-    """Prepared transactions that were not ended."""
+    """Find prepared transactions that were not ended."""
     for row in context.rows(statements.prepared_transactions(context.schema)):
         if row.seconds >= context.limits.older_than_seconds:
             is_held, opened = row.holds_jobs, f"prepared transaction {row.gid!r} of {row.owner} has"
@@ -146,7 +146,7 @@ def find_prepared_transactions(context: CheckContext) -> Iterator[Finding]:
 
 
 def find_slots(context: CheckContext) -> Iterator[Finding]:
-    """Slots that are not read, and slots that hold a snapshot back."""
+    """Find slots that are not read, and slots that hold a snapshot back."""
     limits = context.limits
     for row in context.rows(statements.replication_slots()):
         pinned = max(row.xmin_age or 0, row.catalog_xmin_age or 0)
@@ -181,7 +181,7 @@ def _slot_inactive(row: Row[Any]) -> Finding:
 
 
 def find_standby_feedback(context: CheckContext) -> Iterator[Finding]:
-    """Standbys whose queries hold a snapshot back."""
+    """Find standbys whose queries hold a snapshot back."""
     for row in context.rows(statements.standby_feedback()):
         if row.transactions >= context.limits.older_than_transactions:
             yield Finding(

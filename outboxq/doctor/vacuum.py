@@ -1,4 +1,4 @@
-"""Whether vacuum keeps the tables clean: dead rows, its settings, and bloated indexes."""
+"""Checks that vacuum keeps the tables clean: dead rows, its settings, and bloated indexes."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -18,7 +18,7 @@ _MEMORY_SETTINGS: Mapping[str, str] = {
     "autovacuum_vacuum_threshold": "5000",
     "vacuum_index_cleanup": "on",
 }
-# What the migrations give the tables that vacuum must come back to often.
+# The settings that the migrations give the tables that vacuum must come back to often.
 _OWN_SETTINGS: Mapping[str, Mapping[str, str]] = {
     "job": {
         "autovacuum_vacuum_scale_factor": "0",
@@ -34,7 +34,7 @@ _SPELLINGS = {"true": "on", "yes": "on", "1": "on", "false": "off", "no": "off"}
 
 
 def find_neglected_tables(context: CheckContext) -> Iterator[Finding]:
-    """Tables that vacuum does not visit, or does not get clean."""
+    """Find tables that vacuum does not visit, or does not get clean."""
     limit = context.limits.dead_tuples
     for row in context.rows(statements.vacuum_state(context.schema)):
         options = {option.lower() for option in row.options}
@@ -69,7 +69,7 @@ def _many_dead(row: Row[Any]) -> Finding:
 
 
 def find_changed_settings(context: CheckContext) -> Iterator[Finding]:
-    """Settings for vacuum that are missing, or differ from the migrations'."""
+    """Find settings for vacuum that are missing, or differ from the migrations'."""
     for row in context.rows(statements.vacuum_state(context.schema)):
         wanted = _OWN_SETTINGS.get(row.table, {})
         options = dict(option.partition("=")[::2] for option in row.options)
@@ -115,7 +115,7 @@ def _set(schema: str, table: str, names: list[str]) -> str:
 
 
 def find_wasted_indexes(context: CheckContext) -> Iterator[Finding]:
-    """Bloated indexes of the job table."""
+    """Find bloated indexes of the job table."""
     wasted = reindex.wasted_indexes(context.schema, MIN_BYTES, BYTES_PER_ENTRY)
     for name, given in run_script(context.connection, wasted):
         index, number_of_bytes = str(name), int(str(given))

@@ -1,4 +1,4 @@
-"""What waits and why: kinds that relays have put off, suspects, leases whose relay is gone, blocked groups."""
+"""Waiting work and its causes: kinds that relays have put off, suspects, leases of dead relays, blocked groups."""
 
 import shlex
 from collections import Counter, defaultdict
@@ -20,7 +20,7 @@ _LEASE_GRACE_SECONDS = 30.0
 def waiting(context: CheckContext) -> Sequence[Row[Any]]:
     """The kinds that wait in each queue, those that are ready and those that are scheduled apart.
 
-    Looked at once for all checks: it walks over up to 20,000 jobs of each queue.
+    Read once for all checks: it walks over up to 20,000 jobs of each queue.
     """
     return context.once(
         "waiting",
@@ -43,7 +43,7 @@ def jobs_wait(number: int) -> str:
 
 
 def find_unknown_kinds(context: CheckContext) -> Iterator[Finding]:
-    """Kinds that relays put off because they did not know them, and kinds that the registry does not know."""
+    """Find kinds that relays put off because they did not know them, and kinds that the registry does not know."""
     jobs, parked = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
     paused = paused_kinds(context)
     for row in waiting(context):
@@ -103,7 +103,7 @@ def _shared_queues(context: CheckContext, parked: Mapping[tuple[str, str], int])
 
 
 def oldest_waiting(context: CheckContext) -> dict[str, float]:
-    """For how many seconds the oldest of the next jobs of each queue has waited."""
+    """The seconds that the oldest of the next jobs of each queue has waited."""
     oldest: dict[str, float] = {}
     for row in waiting(context):
         oldest[row.queue] = max(oldest.get(row.queue, 0.0), row.oldest_seconds or 0.0)
@@ -111,7 +111,7 @@ def oldest_waiting(context: CheckContext) -> dict[str, float]:
 
 
 def find_suspects(context: CheckContext) -> Iterator[Finding]:
-    """Jobs whose claim died, which wait to be run alone."""
+    """Find jobs whose claim died, which wait to be run alone."""
     rows = context.rows(statements.suspects(context.schema))
     if rows:
         number = sum(row.jobs for row in rows)
@@ -127,7 +127,7 @@ def find_suspects(context: CheckContext) -> Iterator[Finding]:
 
 
 def find_orphaned_leases(context: CheckContext) -> Iterator[Finding]:
-    """Leased jobs of relays that are dead, which a running relay would have put back."""
+    """Find leased jobs of dead relays, which a running relay would have put back."""
     found = statements.orphaned_leases(context.schema, _LEASE_GRACE_SECONDS)
     for row in context.rows(found):
         owner = f"relay {row.owner}" + (f" ({row.host}, process {row.pid})" if row.host else "")
@@ -142,7 +142,7 @@ def find_orphaned_leases(context: CheckContext) -> Iterator[Finding]:
 
 
 def find_blocked_groups(context: CheckContext) -> Iterator[Finding]:
-    """Groups whose first job is put off, because it failed or no relay knows its kind, while others wait behind it."""
+    """Find groups whose first job is put off, because it failed or no relay knows its kind, while others wait."""
     by_queue: defaultdict[str, list[Row[Any]]] = defaultdict(list)
     for row in context.rows(statements.blocked_groups(context.schema)):
         by_queue[row.queue].append(row)

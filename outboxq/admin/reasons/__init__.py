@@ -1,1 +1,1 @@
-"""Why jobs do not run: the looks at the database, and what each of them says."""
+"""The reasons why jobs do not run: queries of the database, and the reasons found by each."""

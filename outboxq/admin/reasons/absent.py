@@ -20,7 +20,7 @@ _DRAWN_BEFORE_SECONDS = 60.0
 
 
 def find_absent(looks: Looks, job_id: UUID) -> Iterator[Reason]:
-    """What is known of a job without a row among those that wait and run."""
+    """Find what is known of a job that neither waits nor runs."""
     dead = looks.row("the dead letters", statements.dead_facts(looks.schema, job_id))
     if dead is not None:
         yield _dead(job_id, dead)
@@ -140,7 +140,7 @@ def _prepared(row: Row[Any]) -> Reason:
 
 
 def made_at_of(job_id: UUID) -> datetime | None:
-    """When a UUIDv7 was made, by its maker's clock; None for another sort of id."""
+    """The time when a UUIDv7 was made, by its maker's clock; None for another sort of id."""
     # RFC 9562, section 5.7: 48 bits of milliseconds.
     seconds = (job_id.int >> 80) / 1000
     try:

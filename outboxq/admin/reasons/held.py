@@ -17,7 +17,7 @@ LEASED = ("leased", "group_leased")
 
 
 def find_held(looks: Looks, job: Row[Any]) -> Iterator[Reason]:
-    """Who holds a job, if any does; `job` is a row of `statements.explain.job_facts`."""
+    """Find the holder of a job, if there is one; `job` is a row of `statements.explain.job_facts`."""
     is_leased = job.state in LEASED
     if job.cancelling_seconds is not None and (job.is_held or is_leased):
         yield _cancelling(job)

@@ -1,4 +1,4 @@
-"""Looks at the database that change nothing, lock no row, and end within two seconds."""
+"""Queries of the database that change nothing, lock no row, and end within two seconds."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -30,9 +30,9 @@ _REFUSALS = {
 
 
 class Looks:
-    """Looks of one explanation, each in a savepoint that is rolled back: with it go its settings and its table locks.
+    """Queries of one explanation, each in a savepoint that is rolled back, with its settings and its table locks.
 
-    A look that the database refuses has no rows, and becomes a reason of its own at the end.
+    A query that the database refuses has no rows, and becomes a reason of its own at the end.
     """
 
     def __init__(self, connection: Connection) -> None:
@@ -44,7 +44,7 @@ class Looks:
         """All rows of a query; none if it is refused.
 
         Args:
-            subject: What it looks at, for the reason that says so.
+            subject: What it reads, for the reason that says so.
 
         Raises:
             DBAPIError: the connection is lost.
@@ -69,11 +69,11 @@ class Looks:
         return 0 if row is None else int(row[0])
 
     def is_refused(self, subject: str) -> bool:
-        """Whether the database refused this look."""
+        """Return True if the database refused the query of this subject."""
         return subject in self._refused
 
     def not_known(self) -> Iterator[Reason]:
-        """What the database refused, with what is likely to have made it slow."""
+        """The queries that the database refused, with what is likely to have made them slow."""
         if not self._refused:
             return
         said = [f"{subject}: {why}" for subject, why in self._refused.items()]

@@ -1,4 +1,4 @@
-"""What holds up a whole queue: it is paused, its table is locked, or a limit or a rate is used up."""
+"""Reasons that hold up a whole queue: it is paused, its table is locked, or a limit or a rate is used up."""
 
 import shlex
 from collections.abc import Iterator, Sequence
@@ -20,7 +20,7 @@ from outboxq.statements.relays import declared_limits
 
 @dataclass(frozen=True, slots=True)
 class QueueFacts:
-    """What is set for a queue, and where its rate is.
+    """The settings of a queue, and the state of its rate.
 
     Attributes:
         paused_seconds: For how long it has been paused; None if it is not.
@@ -34,7 +34,7 @@ class QueueFacts:
 
 
 def look_at_queue(looks: Looks, queue: str) -> QueueFacts | None:
-    """What is set for a queue; None if that is refused."""
+    """Read the settings of a queue; None if that is refused."""
     row = looks.row("the settings of the queue", queue_facts(looks.schema, queue))
     if row is None:
         return None
@@ -44,7 +44,7 @@ def look_at_queue(looks: Looks, queue: str) -> QueueFacts | None:
 
 
 def find_in_queue(looks: Looks, queue: str, facts: QueueFacts | None, relays: Relays) -> Iterator[Reason]:
-    """What holds up a queue."""
+    """Find what holds up a queue."""
     yield from find_locked_table(looks)
     yield from find_missing_relay(relays, queue)
     if facts is None:

@@ -48,7 +48,7 @@ Value: TypeAlias = str | int | float | bool | list[str] | None
 
 @dataclass(frozen=True, slots=True)
 class Reason:
-    """Why a job or a queue does not run.
+    """The cause why a job or a queue does not run.
 
     Attributes:
         code: Its name, for programs; later versions keep it.

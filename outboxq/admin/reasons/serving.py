@@ -1,4 +1,4 @@
-"""Which relays serve a queue: by the rows that they keep of themselves, else as far as connections show it."""
+"""The relays that serve a queue: by the rows that they keep of themselves, else as far as connections show it."""
 
 import shlex
 from collections.abc import Iterator, Sequence
@@ -16,7 +16,7 @@ from outboxq.statements import relays as statements
 from outboxq.statements.doctor import work
 
 _THE_RELAYS = "the relays"
-# So many relays are named in a sentence.
+# The number of relays that are named in a sentence.
 _MOST_NAMED = 3
 _STOPPING = "stopping"
 _UNLISTED = "Relays of a version from before step 11 of the migrations are not listed."
@@ -27,7 +27,7 @@ class Relays:
     """The relays that were seen within a day, as `statements.relays.relays_for` reads them for a queue and a kind.
 
     `connections`: what is seen of others, by the names of their connections and by leases; None if that is not known.
-    It is looked at only if no relay that lives is listed.
+    It is read only if no living relay is listed.
     """
 
     seen: Sequence[Row[Any]]
@@ -35,12 +35,12 @@ class Relays:
 
     @property
     def living(self) -> list[Row[Any]]:
-        """Those that live, also if they stop at this moment."""
+        """The living relays, also those that stop at this moment."""
         return [relay for relay in self.seen if relay.is_alive]
 
     @property
     def serving(self) -> list[Row[Any]]:
-        """Those that live and claim from the queue."""
+        """The living relays that claim from the queue."""
         return [relay for relay in self.living if relay.serves and relay.state != _STOPPING]
 
     @property
@@ -50,7 +50,7 @@ class Relays:
 
     @property
     def longest(self) -> tuple[Row[Any], RunningJob, float] | None:
-        """What runs for the longest on the relays that serve the queue: its relay, the job, and how long."""
+        """The longest-running job on the relays that serve the queue: its relay, the job, and how long."""
         running = [
             (relay, job, job.seconds + relay.seen_seconds)
             for relay in self.serving
@@ -69,13 +69,13 @@ def look_at_relays(looks: Looks, queue: str, kind: str | None = None) -> Relays:
 
 
 def may_read(looks: Looks) -> bool:
-    """Whether relays keep rows of themselves, and this role may read them."""
+    """Return True if relays keep rows of themselves, and this role may read them."""
     row = looks.row(_THE_RELAYS, statements.may_read_relays(looks.schema))
     return row is not None and row[0] is True
 
 
 def owner_seen_seconds(looks: Looks, owner: UUID) -> float | None:
-    """For how long the owner of a lease was not seen; None if that is not known."""
+    """The seconds since the owner of a lease was last seen; None if that is not known."""
     row = looks.row("the owner of the lease", statements.relay_seen(looks.schema, owner)) if may_read(looks) else None
     return None if row is None else float(row.seen_seconds)
 
@@ -166,7 +166,7 @@ def find_unknown_kind(relays: Relays, job: Row[Any]) -> Iterator[Reason]:
 
 
 def known_by(relays: Relays) -> str:
-    """Which living relays know the kind, as the end of a sentence."""
+    """The living relays that know the kind, as the end of a sentence."""
     knowing = [relay for relay in relays.living if relay.knows]
     return f"; it is known to {named(knowing)}" if knowing else ""
 
@@ -188,7 +188,7 @@ def find_busy_slots(relays: Relays, job: Row[Any]) -> Iterator[Reason]:
 
 
 def longest_of(relays: Relays) -> str:
-    """What runs for the longest on the relays that serve the queue, as the end of a sentence."""
+    """The longest-running job on the relays that serve the queue, as the end of a sentence."""
     found = relays.longest
     if found is None:
         return ""

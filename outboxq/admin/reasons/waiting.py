@@ -22,14 +22,14 @@ from outboxq.codec.text import duration, several
 from outboxq.statements import explain as statements
 from outboxq.statements.doctor.sessions import snapshot_holders
 
-# Relays come to every job that may run within a sweep: a second, or this behind a pinned snapshot.
+# Relays come to every job that may run within a sweep: a second, or this long if a snapshot is pinned.
 _SWEEP_SECONDS = 30.0
 _SUSPECT = ("suspect", "group_suspect")
 _MOST_MESSAGE = 200
 
 
 def find_own(looks: Looks, job: Row[Any], relays: Relays) -> Iterator[Reason]:
-    """What a job itself says: its expiry, its crashes, its time, and whether its kind may run, and is known."""
+    """Find reasons in the job itself: its expiry, its crashes, its time, and whether its kind may run, and is known."""
     if job.expires_in_seconds is not None:
         yield from _expiry(job)
     if job.state in _SUSPECT:
@@ -175,7 +175,7 @@ def _number(ahead: int) -> str:
 
 
 def find_coalesced(looks: Looks, job: Row[Any]) -> Iterator[Reason]:
-    """A newer job of the same coalescing key stands for it."""
+    """A newer job of the same coalescing key runs in its place."""
     if job.unique_key is None:
         return
     newest = looks.row("jobs of its key", statements.newest_of_key(looks.schema, job.unique_key, job.id))

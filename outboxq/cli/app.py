@@ -33,7 +33,7 @@ from outboxq.cli.help import Commands, PlainGroup
 
 
 class _Root(PlainGroup):
-    """Every command, by what it is for."""
+    """Every command, grouped by purpose."""
 
     sections: ClassVar[Mapping[str, Sequence[str]]] = {
         "Start": ("demo", "torture", "migrate", "roles"),

@@ -32,14 +32,14 @@ Unchecked = Annotated[bool, typer.Option("--unchecked", help="Take the arguments
 
 @dataclass(frozen=True, slots=True)
 class GivenArguments:
-    """Arguments, and what says whether they fit."""
+    """Arguments, and the options of the registry that checks them."""
 
     args: str | None
     app: str | None
     unchecked: bool
 
     def check_options(self) -> None:
-        """Refuse options that do not go together, and what is no JSON object.
+        """Refuse options that do not go together, and arguments that are not a JSON object.
 
         Raises:
             WrongUsage: with what to do.
@@ -61,7 +61,7 @@ class GivenArguments:
             raise WrongUsage("--args takes a JSON object, such as '{\"user_id\": 7}'") from error
 
     def checker(self) -> "CheckArgs | None":
-        """What refuses arguments that do not fit the handler of a kind."""
+        """The function that refuses arguments that do not fit the handler of a kind."""
         if self.app is None:
             return None
         from outboxq.errors import PayloadError, UnknownKind

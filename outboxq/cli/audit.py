@@ -1,4 +1,4 @@
-"""`outboxq audit`, what operators did, and `outboxq bulk`, which stops and resumes what they do to many rows."""
+"""`outboxq audit` lists actions of operators, and `outboxq bulk` stops and resumes their changes of many rows."""
 
 import re
 from collections.abc import Sequence
@@ -68,7 +68,7 @@ def list_audit(
 ) -> Sequence[object]:
     """List what operators did, the latest first.
 
-    Each row was written in the transaction of the change, and neither stands without the other. A change of many rows
+    Each row was written in the transaction of the change, and neither exists without the other. A change of many rows
     that has no time in `finished` goes on, was stopped, or was cut off: `outboxq bulk resume` does the rest.
 
     \b
@@ -115,7 +115,7 @@ class PruneOptions(ActingOptions):
 def prune_audit(options: PruneOptions) -> None:
     """Delete old rows, 1,000 a transaction, as the owner of the tables: no role of `outboxq roles` may.
 
-    Rows of changes that are not over stay, because `outboxq bulk resume` can go on with them. How many rows were
+    Rows of changes that have not ended stay, because `outboxq bulk resume` can go on with them. How many rows were
     deleted, and why, is a row of its own.
 
     \b
@@ -183,7 +183,7 @@ class ResumeOptions(ActingOptions):
 def resume(options: ResumeOptions) -> None:
     """Go on with a change of many rows that was stopped or cut off.
 
-    It changes what it was to change when it began, behind the last row that it looked at. Rows that it passed over,
+    It changes what it was to change when it began, after the last row that it reached. Rows that it passed over,
     because others held them, are not tried again. If it gives jobs other arguments, give them again: the audit does not
     keep them. A process that still works on it ends at its next page.
 

@@ -31,8 +31,8 @@ app = Commands(help="List and show open batches.")
 def list_batches(connection: "Connection", *, limit: int) -> Sequence[object]:
     """List open batches, the oldest first: the callback's kind and queue, and how many members are left and failed.
 
-    A batch that is over is not listed: its callback is a job with the batch's id. One that is listed without members is
-    over, too; a relay adds its callback within a minute.
+    A batch that has ended is not listed: its callback is a job with the batch's id. One that is listed without members
+    has ended, too; a relay adds its callback within a minute.
 
     \b
     Example:

@@ -1,4 +1,4 @@
-"""Change many rows: check which are meant, ask first, and go on page by page with a transaction each."""
+"""Change many rows: check the selection, ask first, and go on page by page with a transaction each."""
 
 import inspect
 import sys
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from outboxq.statements.paging import KindCount
 
 IDS_PER_TRANSACTION = 200
-# How many rows a filter may change without a question.
+# The number of rows that a filter may change without a question.
 _UNASKED = 100
 
 
@@ -70,11 +70,11 @@ class ChangeOptions(ActingOptions):
     def ask(
         self, verb: str, done: str, things: str, counted: "Sequence[KindCount]", there: "Sequence[KindCount]"
     ) -> None:
-        """With --dry-run, say what would be done, and end; else ask before everything, or over 100 rows, are changed.
+        """With --dry-run, say what would be done, and end; else ask before all rows, or over 100, are changed.
 
         Args:
             counted: The rows that would be changed.
-            there: Those of the ids that are there, if ids are given.
+            there: Those of the ids that exist, if ids are given.
 
         Raises:
             WrongUsage: there is no terminal to ask at.
@@ -117,7 +117,7 @@ def change_all(options: ChangeOptions, begin: "Begin", found: "Preview", verb: s
 
 
 def exit_code_of(total: "Total") -> int:
-    """1 if something was asked for that did not happen."""
+    """Return 1 if something that was requested did not happen."""
     not_done = total.held or total.refused or total.key_taken or total.not_found or total.is_stopped
     return 1 if not_done else 0
 
@@ -152,7 +152,7 @@ def showing(verb: str) -> "Iterator[Callable[[Total], None]]":
 
 
 def _notes_of(error: BaseException) -> list[str]:
-    """What a change of many rows has noted in an error, for operators."""
+    """The notes for operators that a change of many rows has added to an error."""
     from outboxq.admin.bulk import NOTE
 
     notes: Sequence[str] = getattr(error, "__notes__", ())

@@ -22,12 +22,12 @@ if TYPE_CHECKING:
     from outboxq.outbox.cancel import CancelOutcome
 
 _LOOK_SECONDS = 0.2
-# How long a backend that was told to end is waited for.
+# The time to wait for a backend that was requested to end.
 _FORCED_SECONDS = 10.0
 
 
 class Wanted(Protocol):
-    """The options that say what is to become of jobs that run."""
+    """The options for jobs that run."""
 
     @property
     def outcome(self) -> "CancelOutcome": ...
@@ -42,9 +42,9 @@ class Wanted(Protocol):
 
 @dataclass(slots=True)
 class Became:
-    """What became of the jobs; those of `over` ended by themselves before they could be cancelled.
+    """The outcomes of the jobs; those of `over` ended by themselves before they could be cancelled.
 
-    `is_stopped`: an operator has stopped it before all of them were looked at.
+    `is_stopped`: an operator has stopped it before all of them were reached.
     """
 
     cancelled: int = 0
@@ -68,7 +68,7 @@ def await_ends(begin: "Begin", options: Wanted, total: "Total") -> Became:
 
 
 def _await(begin: "Begin", pending: Sequence[UUID], options: Wanted, became: Became, seconds: float) -> list[UUID]:
-    """Look until each of these jobs has come to an end, or the time is over; the ids of those that run on."""
+    """Poll until each of these jobs has ended, or the time has run out; the ids of those that run on."""
     deadline = time.monotonic() + seconds
     left = list(pending)
     with _progress(len(left)) as show:
@@ -95,7 +95,7 @@ def _look(begin: "Begin", ids: Sequence[UUID], outcome: "CancelOutcome", became:
             gone = cancellation.end_returned(connection, returned, outcome)
     counted = Counter(states.values())
     became.cancelled += counted["cancelled"] + len(gone)
-    # A dead letter is what was asked for, or what the job has come to by itself.
+    # A dead letter was requested, or the job became one by itself.
     became.cancelled += counted["dead"] if outcome == "dead" else 0
     over = ("over",) if outcome == "dead" else ("over", "dead")
     became.over += [job_id for job_id, state in states.items() if state in over]
@@ -125,7 +125,7 @@ def _confirm(job_id: UUID) -> None:
 
 
 def report_cancelled(became: Became, *, as_json: bool) -> NoReturn:
-    """Say what became of the jobs, and end with 1 if one runs on or was not found."""
+    """Print the outcomes of the jobs, and end with 1 if one runs on or was not found."""
     if as_json:
         print_json(
             {

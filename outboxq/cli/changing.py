@@ -1,4 +1,4 @@
-"""`outboxq jobs change`: what waits runs now, at another time, with another priority or other arguments."""
+"""`outboxq jobs change`: waiting jobs run now, at another time, with another priority or other arguments."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NewValues(ChangeOptions):
-    """What is to be changed."""
+    """The new values."""
 
     run_now: Annotated[bool, typer.Option("--run-now", help="Run them as soon as a relay is free.")] = False
     run_at: Annotated[
@@ -63,7 +63,7 @@ class NewValues(ChangeOptions):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobsChangeOptions(NewValues):
-    """Which jobs are meant."""
+    """The jobs to change."""
 
     queue: QueueFilter = None
     kind: KindFilter = None

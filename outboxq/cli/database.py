@@ -52,7 +52,7 @@ def open_database(database_url: str | None, schema: str) -> Iterator[Begin]:
 
 @contextmanager
 def connect(url: "URL") -> "Iterator[Connection]":
-    """A connection, or an error that says which server did not answer.
+    """Open a connection; an error names the server that did not answer.
 
     Raises:
         ConfigError: an option in the URL that libpq does not know.
@@ -102,7 +102,7 @@ def named_databases(given: "Sequence[str] | None", urls: "Sequence[str] | None")
 
 @contextmanager
 def naming(database: str | None) -> Iterator[None]:
-    """Have errors in the block begin with the name of their database, if there are several.
+    """Begin errors in the block with the name of their database, if there are several.
 
     Raises:
         ConfigError: for what ends a command with 2.

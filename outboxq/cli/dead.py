@@ -88,7 +88,7 @@ def show_dead(connection: "Connection", job_id: OneId) -> object:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NewArguments(ChangeOptions):
-    """What dead letters are given when they are retried."""
+    """The arguments that retried dead letters are given."""
 
     args: Args = None
     app: App = None
@@ -97,7 +97,7 @@ class NewArguments(ChangeOptions):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RetryOptions(NewArguments):
-    """Which dead letters are meant."""
+    """The dead letters to change."""
 
     queue: QueueFilter = None
     kind: KindFilter = None
@@ -131,7 +131,7 @@ def retry_dead(options: RetryOptions) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DiscardOptions(ChangeOptions):
-    """Which dead letters are meant."""
+    """The dead letters to change."""
 
     queue: QueueFilter = None
     kind: KindFilter = None

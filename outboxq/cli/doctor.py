@@ -115,7 +115,7 @@ def doctor(options: DoctorOptions) -> None:
 
 
 def examine(options: DoctorOptions) -> "dict[str, list[Finding]]":
-    """What was found in each database, by its name."""
+    """The findings of each database, by its name."""
     from outboxq import config
     from outboxq.cli.database import naming
     from outboxq.handlers.loading import load_jobs

@@ -8,14 +8,14 @@ import typer
 
 from outboxq.errors import ArgumentError, ConfigError, InvalidKey, LoginRefused, OutboxqError
 
-# What typer refuses: options and commands that do not exist, values that do not fit. It exports one such class alone,
+# Typer's error for options and commands that do not exist and values that do not fit. It exports only one such class,
 # which has this base.
 _REFUSAL = typer.BadParameter.__mro__[2]
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """What the command line prints, and its exit code."""
+    """The message that the command line prints, and its exit code."""
 
     message: str
     exit_code: int
@@ -41,7 +41,7 @@ class CommandFailed(OutboxqError):
 
 
 def run_command(words: Sequence[str]) -> int:
-    """Run a command; what it cannot do is told in a line, or, if it was asked for JSON, in a JSON object.
+    """Run a command; an error is printed as a line, or, with --json, as a JSON object.
 
     Returns:
         The exit code.
@@ -82,7 +82,7 @@ def check_encoding(arguments: Sequence[str]) -> None:
 
 
 def explain(error: Exception) -> Failure | None:
-    """How to end after `error`; None for a bug in outboxq, which needs its traceback."""
+    """The message and exit code of `error`; None for a bug in outboxq, which needs its traceback."""
     if isinstance(error, ConfigError | ArgumentError | InvalidKey):
         return Failure(str(error), 2)
     if isinstance(error, _REFUSAL):

@@ -14,7 +14,7 @@ from outboxq.codec.text import printable
 if TYPE_CHECKING:
     from outboxq.admin.explain import Explanation, Reason
 
-# What was asked about was not found, or could not be looked at.
+# The job was not found, or could not be read.
 _NO_ANSWER = ("not-found", "not-known")
 
 

@@ -1,4 +1,4 @@
-"""Help in plain words: each argument described, no brackets within brackets, commands grouped by what they are for."""
+"""Help in plain words: each argument described, no brackets within brackets, commands grouped by purpose."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence

@@ -114,7 +114,7 @@ app.command("watch")(watch_jobs)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunningOptions(ChangeOptions):
-    """What is to become of jobs that run."""
+    """The options for jobs that run."""
 
     running: Annotated[
         bool, typer.Option("--running", help="Also jobs that run: their relays end them, and undo what they wrote.")
@@ -137,13 +137,13 @@ class RunningOptions(ChangeOptions):
 
     @property
     def outcome(self) -> "CancelOutcome":
-        """What is to become of the jobs."""
+        """The outcome that the jobs are to have."""
         return "dead" if self.dead_letter else "discard"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CancelOptions(RunningOptions):
-    """Which jobs are meant."""
+    """The jobs to cancel."""
 
     queue: QueueFilter = None
     kind: KindFilter = None

@@ -75,7 +75,7 @@ def pause(options: KindsOptions) -> None:
 @app.command("resume")
 @takes(KindsOptions)
 def resume(options: KindsOptions) -> None:
-    """Let relays run jobs of these kinds again; those that were put off run at once.
+    """Resume these kinds: relays run their jobs again, and those that were put off at once.
 
     \b
     Example:
@@ -84,7 +84,7 @@ def resume(options: KindsOptions) -> None:
     with options.open() as begin:
         with begin() as connection:
             changed = options.actions().resume_kinds(connection, options.queue, options.names)
-        # Committed by now: relays that hear of the resumption do not put them off again.
+        # Committed by now: relays that have received the resumption do not put them off again.
         brought = _bring_back(begin, options)
     _report(options, changed, "resumed", "not paused", brought)
 

@@ -1,4 +1,4 @@
-"""`outboxq metrics`: what the tables say, for Prometheus; and the rules and the board that are shipped."""
+"""`outboxq metrics`: metrics of the tables for Prometheus; and the rules and the board that are shipped."""
 
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -67,8 +67,8 @@ class MetricsOptions:
 def metrics(options: MetricsOptions) -> None:
     """Serve metrics of the tables for Prometheus: what waits, what died, which relays live, what the doctor finds.
 
-    Looks at each database every 15 seconds, however many scrape, with queries that are bounded by two seconds and wait
-    for no lock; the doctor is asked once a minute. A database that is down is one whose outboxq_exporter_up is 0. Needs
+    Measures each database every 15 seconds, however many scrape, with queries that are bounded by two seconds and wait
+    for no lock; the doctor runs once a minute. A database that is down is one whose outboxq_exporter_up is 0. Needs
     outboxq[metrics], and a role that may read: outboxq_reader, with pg_monitor for the ages of transactions.
 
     Exit codes: 0 it was stopped, or printed; 1 with --once, a database could not be looked at, or has older tables; 2

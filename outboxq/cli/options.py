@@ -107,7 +107,7 @@ StateFilter: TypeAlias = Annotated[
 
 
 def read_moment(text: str) -> datetime:
-    """A date or a time in ISO 8601, as `--json` prints it too; in UTC if it names no offset."""
+    """Read a date or a time in ISO 8601, as `--json` prints it too; in UTC if it names no offset."""
     try:
         moment = datetime.fromisoformat(text)
     except ValueError:
@@ -121,7 +121,7 @@ _UNITS = {"m": "minutes", "h": "hours", "d": "days"}
 
 @dataclass(frozen=True, slots=True)
 class Since:
-    """From when on: for so long, until now, or from a moment on."""
+    """The start of a time span: a duration before now, or a moment."""
 
     began: timedelta | datetime
 
@@ -144,7 +144,7 @@ class Since:
             ) from None
 
     def before(self, now: datetime) -> datetime:
-        """When it began, if it is `now`."""
+        """The moment when it begins, if the time is `now`."""
         return now - self.began if isinstance(self.began, timedelta) else self.began
 
 
@@ -179,7 +179,7 @@ DEFAULT_SCHEMA = "outboxq"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DatabaseOptions:
-    """The options of a command that asks the database, and the way to it."""
+    """The options of a command that queries the database, and the way to it."""
 
     as_json: AsJson = False
     schema: Schema = DEFAULT_SCHEMA

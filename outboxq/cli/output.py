@@ -23,14 +23,14 @@ from outboxq.error_record import read_attempts
 
 # Attributes of things that hold JSON as text.
 _DOCUMENTS = ("args", "options", "headers", "errors", "result", "filter", "change")
-# Long texts, behind the short fields.
+# Long texts, after the short fields.
 _LONG = ("reason", "error")
 _with_json = ContextVar("with_json", default=False)
 
 
 @contextmanager
 def speaking_json(wanted: bool) -> Iterator[None]:
-    """Within the block, notices are JSON if it is wanted: an object a line, `{"notice": "..."}`."""
+    """Print notices within the block as JSON if it is wanted: an object a line, `{"notice": "..."}`."""
     token = _with_json.set(wanted)
     try:
         yield
@@ -39,13 +39,13 @@ def speaking_json(wanted: bool) -> Iterator[None]:
 
 
 def notice(message: str) -> None:
-    """A line on standard error, or several at a terminal that is too narrow."""
+    """Print a line on standard error, or several at a terminal that is too narrow."""
     shown = _one_line({"notice": message}) if _with_json.get() else _broken(printable(message), sys.stderr, "", "  ")
     typer.echo(shown, err=True)
 
 
 def fail(message: str, exit_code: int, kind: str) -> None:
-    """An error on standard error, as JSON if the command was asked for JSON.
+    """Print an error on standard error, as JSON if the command was called with --json.
 
     Args:
         kind: The name of the error's class.
@@ -62,21 +62,21 @@ def _one_line(value: object) -> str:
 
 
 def print_json(value: object) -> None:
-    """One JSON document on standard output."""
+    """Print a JSON document on standard output."""
     typer.echo(escaped_json(_indented(msgspec.json.encode(value).decode())))
 
 
 def print_json_line(value: object) -> None:
-    """One JSON value on a line of standard output, which is there at once."""
+    """Print a JSON value on a line of standard output, and flush it."""
     typer.echo(_one_line(value))
     sys.stdout.flush()
 
 
 def print_wrapped(text: str, indent: str = "", hanging: str | None = None) -> None:
-    """A line on standard output; at a terminal, broken between words where it is too long.
+    """Print a line on standard output; at a terminal, a long one is broken between words.
 
     Args:
-        indent: Stands before the first line, `hanging` before the others (without it, `indent` does).
+        indent: Printed before the first line, `hanging` before the others (without it, `indent` is).
     """
     typer.echo(_broken(text, sys.stdout, indent, indent if hanging is None else hanging))
 
@@ -115,7 +115,7 @@ def print_detail(detail: object, *, as_json: bool) -> None:
 
 
 def print_fields(fields: Iterable[tuple[str, object]]) -> None:
-    """Names and values, a line each; those without a value are left out."""
+    """Print names and values, a line each; those without a value are left out."""
     shown = [(name, in_full(value)) for name, value in fields if value is not None]
     width = max(len(name) for name, _ in shown)
     for name, value in shown:
@@ -129,7 +129,7 @@ def _print_document(name: str, json_text: str) -> None:
 
 
 def _indented(json_text: str) -> str:
-    """JSON over several lines; one that SQL of users nested deeper than can be read stays as it is."""
+    """JSON over several lines; a document that users' SQL nested too deeply to be read stays as it is."""
     try:
         return msgspec.json.format(json_text, indent=2)
     except RecursionError:

@@ -101,7 +101,7 @@ def pause(options: QueuesOptions) -> None:
 @app.command("resume")
 @takes(QueuesOptions)
 def resume(options: QueuesOptions) -> None:
-    """Let relays claim jobs of these queues again, at once.
+    """Resume these queues: relays claim their jobs again, at once.
 
     A queue that was not paused, has no job and no dead letter, and that no relay serves, is reported in case its name
     was mistyped.
@@ -169,12 +169,12 @@ class LimitOptions(QueuesOptions):
 
     @property
     def are_for_dead(self) -> bool:
-        """Whether it is set how long dead letters are kept."""
+        """Return True if the time that dead letters are kept is set or taken away."""
         return self.keep_dead is not None or self.no_keep_dead
 
     @property
     def are_for_jobs(self) -> bool:
-        """Whether a limit is set or taken away; also if nothing is, which is refused."""
+        """Return True if a limit is set or taken away; also if nothing is, which is refused."""
         given = (self.limit, self.rate, self.burst, self.per_group)
         dropped = self.no_limit or self.no_rate or self.no_per_group
         return dropped or any(each is not None for each in given) or not self.are_for_dead
@@ -187,7 +187,7 @@ def set_limits(options: LimitOptions) -> None:
 
     Over all relays of the database. What is not given stays as it is. Relays heed it within moments; if a limit is
     lowered, jobs that run already go on. Without a limit set here, those hold that the application declares. Dead
-    letters whose time is over are deleted by relays, within some minutes.
+    letters whose time has ended are deleted by relays, within some minutes.
 
     \b
     Examples:
@@ -223,7 +223,7 @@ def set_limits(options: LimitOptions) -> None:
 
 
 def _limits_in_words(limits: "QueueLimits", drop: "Sequence[Limit]") -> list[str]:
-    """What was set, and what was taken away, behind the name of a queue."""
+    """The limits that were set or taken away, as words after the name of a queue."""
     words: dict[Limit, str] = {
         "running": "limit of jobs at a time",
         "rate": "rate",
@@ -262,7 +262,7 @@ def _change(
         changed = change(connection, options.names)
     wanted = list(dict.fromkeys(options.names))
     unchanged = [name for name in wanted if name not in changed]
-    # What was resumed had been paused, whatever its name.
+    # A queue that was resumed had been paused, so its name is right.
     unknown = [name for name in wanted if name not in known and not (done == "resumed" and name in changed)]
     if options.as_json:
         print_json({done: changed, "unchanged": unchanged, "unknown": unknown})

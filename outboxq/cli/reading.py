@@ -21,7 +21,7 @@ Shared = TypeVar("Shared", bound=DatabaseOptions)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ListOptions(DatabaseOptions):
-    """The options of every list, beside its filters."""
+    """The options of every list, in addition to its filters."""
 
     limit: Annotated[int, typer.Option("--limit", metavar="NUMBER", min=1, max=10_000, help="At most this many.")] = 50
     wide: Wide = False
@@ -36,7 +36,7 @@ def lists(
         name: That of the list in the JSON.
         columns: Those of the table.
         filters: The options that narrow the list down.
-        things: What the list holds, in words; without it, its name.
+        things: A noun for the rows; without it, the list's name.
     """
 
     def decorate(find: Callable[..., Sequence[object]]) -> Callable[..., None]:
@@ -76,7 +76,7 @@ def shows(find: Callable[..., object]) -> Callable[..., None]:
 
 
 def _options_of(find: Callable[..., object], shared: type[DatabaseOptions]) -> list[inspect.Parameter]:
-    """A parameter for each that the function takes beside the connection and the limit, and the shared ones."""
+    """A parameter for each of the function's other than the connection and the limit, and the shared ones."""
     own = [each for each in inspect.signature(find).parameters.values() if each.name not in ("connection", "limit")]
     return [*own, *parameters_of(shared)]
 

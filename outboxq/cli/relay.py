@@ -225,7 +225,7 @@ class RelayOptions:
     database_url: DatabaseUrls = field(default=None, repr=False)
 
     def config(self, listen_url: str | None) -> "RelayConfig":
-        """These options as the configuration of the relays of one database, who listen by `listen_url` if they may.
+        """These options as the configuration of the relays of one database, which listen by `listen_url` if they may.
 
         Raises:
             ConfigError: a value that cannot be used.
@@ -245,7 +245,7 @@ class RelayOptions:
         )
 
     def check_reload(self, databases: int) -> None:
-        """Refuse --reload beside what it cannot serve.
+        """Refuse --reload together with options that it does not support.
 
         Raises:
             WrongUsage: with what to do.
@@ -285,9 +285,9 @@ def relay(options: RelayOptions) -> None:
     back. While the database is down it waits, and logs why; but if the server does not know the database, the role or
     the password at the first connection, or the tables are missing, it ends.
 
-    Exit codes: 0 it stopped when told, or the queues are drained, whatever became of the jobs (see `outboxq dead
-    list`); 1 it failed; 2 it could not start like this; 3 a handler could not be stopped at its deadline, so that the
-    process must be replaced.
+    Exit codes: 0 it was stopped, or the queues are drained, with any outcome of the jobs (see `outboxq dead list`); 1
+    it failed; 2 it could not start like this; 3 a handler could not be stopped at its deadline, so that the process
+    must be replaced.
 
     With several databases each has relays of its own, and one that is down, or refuses its relays later, stops no work
     of another. It ends with 2 if one refuses them at the start, or later all do.
@@ -321,7 +321,7 @@ def health(
     ] = 30.0,
     as_json: AsJson = False,
 ) -> None:
-    """Tell whether the relay that writes this file lives, for a container's probe. Asks no database.
+    """Check if the relay that writes this file lives, for a container's probe. Queries no database.
 
     Exit codes: 0 the relay starts, works, or waits for its database; 1 it is stopping, has ended, or has not written
     the file for too long.

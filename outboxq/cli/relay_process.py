@@ -1,4 +1,4 @@
-"""What `outboxq relay` does in its process: run a relay, or keep several processes that run one each."""
+"""The process of `outboxq relay`: runs a relay, or keeps several processes that run one each."""
 
 import logging
 import os
@@ -46,14 +46,14 @@ _log = logging.getLogger("outboxq.relay")
 def run_relay(options: RelayOptions) -> None:
     """Run one relay in this process, several in processes of their own, or one that is started again on changes."""
     if options.log_format is not None:
-        # Before the application is imported, whose own set-up then finds that there is one.
+        # Before the application is imported, so that its own set-up finds this one.
         _set_up_logging(options)
     try:
         _start(options)
     except Exception as error:
         failure = explain(error) if options.log_format == "json" else None
         if failure is None:
-            # In the process of one of several databases; the log names it by itself.
+            # In the process of one of several databases, whose name the log already has.
             with naming(config.database_label()):
                 raise
         _log.critical("%s", failure.message)
@@ -119,7 +119,7 @@ def _run(options: RelayOptions, name: str, url: URL, settings: RelayConfig) -> N
 def _tell_metrics(
     stack: ExitStack, options: RelayOptions, metrics: int | None, read: Callable[[], dict[str, Reading]]
 ) -> None:
-    """Tell the supervisor what the relay counts, or serve it."""
+    """Send what the relay counts to the supervisor, or serve it."""
     if metrics is not None:
         teller = MetricsTeller(metrics, lambda: next(iter(read().values())))
         stack.callback(teller.finish)
@@ -145,7 +145,7 @@ def _serve_metrics(stack: ExitStack, options: RelayOptions, read: Callable[[], d
 
 
 class _SaysThatItWaits:
-    """A hook: it tells who started the relay that nothing more is to be done."""
+    """A hook that logs at the relay's start that it waits for jobs."""
 
     events = frozenset({RelayStarted})
 
@@ -154,7 +154,7 @@ class _SaysThatItWaits:
 
 
 def _work(relay: Relay, *, drain: bool) -> RelayReport:
-    """Work until it is told to stop, or until the queues are drained."""
+    """Work until the relay is stopped, or until the queues are drained."""
     try:
         return relay.drain() if drain else relay.run()
     except RelayStuck as error:
@@ -245,10 +245,10 @@ def _secrets(url: URL, settings: RelayConfig) -> dict[str, str]:
 
 
 def _check_database(url: URL, settings: RelayConfig, of_database: str = "") -> None:
-    """Refuse to start if waiting would not help; if it would, log what libpq said, which the relay does not know.
+    """Refuse to start if waiting would not help; if it would, log libpq's message, which the relay does not know.
 
     Args:
-        of_database: Stands before what is logged.
+        of_database: Written before what is logged.
 
     Raises:
         ConfigError: the server knows no such database, role or password; or the tables or a setting do not fit.

@@ -1,4 +1,4 @@
-"""`outboxq relay --reload`: for development, a relay process that is started anew when the application changes."""
+"""`outboxq relay --reload`: for development, a relay process that is restarted when the application changes."""
 
 import logging
 import os
@@ -19,14 +19,14 @@ from outboxq.config import PARENT_PIPE_VARIABLE
 from outboxq.relay.signals import stop_signals
 from outboxq.relay.supervisor import EXIT_STUCK
 
-# What a relay may take to give its jobs back after its time to drain.
+# The time that a relay may take to give its jobs back after its time to drain.
 _GRACE_SECONDS = 20.0
 _LOOK_MILLISECONDS = 200
 _log = logging.getLogger("outboxq.relay")
 
 
 def run_reloading(options: RelayOptions, environment: Mapping[str, str]) -> NoReturn:
-    """Run a relay in a process of its own, and start it anew after each change of a .py file, until told to stop.
+    """Run a relay in a process of its own, and restart it after each change of a .py file, until a signal.
 
     A relay that ends by itself, as over a syntax error, is started again after the next change.
 
@@ -86,7 +86,7 @@ class _Relay:
         self._write_end = -1
 
     def tend(self, changed: list[str]) -> None:
-        """Start it, start it anew after changes, and tell that it has ended by itself."""
+        """Start it, restart it after changes, and report that it has ended by itself."""
         if changed:
             more = f", and {len(changed) - 1:,} more" if len(changed) > 1 else ""
             _log.info("%s has changed%s: starting the relay again", os.path.relpath(min(changed)), more)
@@ -101,7 +101,7 @@ class _Relay:
             _log.error("the relay ended with exit code %d: it starts again when a .py file changes", code)
 
     def stop(self) -> None:
-        """Let it finish its jobs, and wait for its end."""
+        """Stop it after its running jobs, and wait for its end."""
         if self._process is None:
             return
         self._process.terminate()

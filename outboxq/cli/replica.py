@@ -1,6 +1,6 @@
-"""Reading from a replica: `--read-url`, for the commands that look and change nothing, and what they say of its delay.
+"""Reading from a replica: `--read-url`, for the commands that only read, and what they say of its delay.
 
-The one place that says where a command reads. Changes, and the doctor, go to the database itself.
+The only module that decides which server a command reads. Changes, and the doctor, go to the database itself.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -58,7 +58,7 @@ def open_reading(url: "URL", replica: "URL | None", schema: str) -> "Iterator[Be
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReadingOptions(DatabaseOptions):
-    """The options of a command that looks at one database, or at its replica."""
+    """The options of a command that reads one database, or its replica."""
 
     read_url: ReadUrls = field(default=None, repr=False)
 

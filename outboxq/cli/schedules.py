@@ -211,7 +211,7 @@ def pause(options: NamesOptions) -> None:
 @app.command("resume")
 @takes(NamesOptions)
 def resume(options: NamesOptions) -> None:
-    """Have schedules add jobs again, from their next time on: times that passed meanwhile are skipped.
+    """Resume schedules from their next time on: times that passed in the meantime are skipped.
 
     \b
     Example:
@@ -307,7 +307,7 @@ def _change(
     *,
     said: str | None = None,
 ) -> None:
-    """Change schedules, and print for each whether that changed it, by `said` or JSON's word; 1 if one is not there."""
+    """Change schedules, and print for each whether that changed it, by `said` or JSON's word; 1 if one is missing."""
     from outboxq.admin import schedules
 
     with options.transaction() as connection:

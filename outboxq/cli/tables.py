@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 Sort: TypeAlias = Literal["id", "name", "text", "plain"]
 
 _GAP = "  "
-# A text with less room than this stands on a line of its own.
+# A text with less room than this gets a line of its own.
 _TEXT_ROOM = 40
 _LEAST_NAME = 10
 # A longer id moves the rest of its own line to the right, and not that of all others.
@@ -37,7 +37,8 @@ class Column:
 
     Args:
         name: The attribute that it shows, and its key in the JSON.
-        sort: An `id` is never cut, a `name` only if nothing else helps; a `text` is one line of what `show` has whole.
+        sort: An `id` is never cut, a `name` only if nothing else helps; a `text` is one line of the text that `show`
+            prints whole.
         rank: 0 is always shown, and 1 unless even shorter names leave no room; from 2 on, the higher it is, the sooner
             the column makes room for others.
         if_empty: Shown also if no row has a value.
@@ -81,12 +82,12 @@ def print_table(
     title: str | None = None,
     in_words: Callable[[Any], str] | None = None,
 ) -> None:
-    """A table on standard output.
+    """Print a table on standard output.
 
     Args:
         rows: Things with an attribute for each column.
         now: The database's time, from which ages count; without it, times are printed in full.
-        wide: Every column, and every value whole, however wide the terminal is.
+        wide: Print every column, and every value whole, also if the terminal is too narrow.
         title: A line above it.
         in_words: A row as a sentence: used for all if the terminal is too narrow for the columns that must be shown.
     """
@@ -129,7 +130,7 @@ def _transposed(rows: Sequence[Sequence[object]], width: int) -> list[list[objec
 
 
 def is_number(values: Sequence[object]) -> bool:
-    """Whether a column is one of numbers, which stand at its right edge."""
+    """Return True if a column is one of numbers, which are aligned at its right edge."""
     return all(value is None or isinstance(value, int | float) for value in values)
 
 
@@ -202,7 +203,7 @@ def _padded(each: _Shown, value: str, *, is_last: bool) -> "Text":
 
 
 def _width_of(text: str) -> int:
-    """How many columns of a terminal it takes: a wide character takes two."""
+    """The number of columns of a terminal that it takes: a wide character takes two."""
     from rich.cells import cell_len
 
     return cell_len(text)

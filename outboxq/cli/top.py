@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from outboxq.admin.snapshot import Snapshot
     from outboxq.cli.database import Begin
 
-# To the upper left corner, and whatever stood there before away.
+# Moves to the upper left corner, and clears the screen and its scrollback.
 _CLEAR = "\x1b[H\x1b[2J\x1b[3J"
 
 
@@ -93,7 +93,7 @@ def look(begin: "Begin") -> "Snapshot":
 
 
 def print_snapshot(snapshot: "Snapshot", *, wide: bool) -> None:
-    """Every table that has rows, with a line that says how things stand above them."""
+    """Print every table that has rows, after the line of `summary`."""
     from outboxq.cli.top_views import VIEWS
 
     print_wrapped(summary(snapshot))
@@ -106,7 +106,7 @@ def print_snapshot(snapshot: "Snapshot", *, wide: bool) -> None:
 
 
 def not_known(snapshot: "Snapshot") -> list[str]:
-    """What could not be looked at, a line for each reason."""
+    """The parts that could not be read, a line for each reason."""
     parts: dict[str, list[str]] = {}
     for each in snapshot.not_known:
         parts.setdefault(each.reason, []).append(each.part)
@@ -114,7 +114,7 @@ def not_known(snapshot: "Snapshot") -> list[str]:
 
 
 def summary(snapshot: "Snapshot") -> str:
-    """How things stand, in a line: the relays that live, their slots, and what waits for an operator."""
+    """A summary in a line: the relays that live, their slots, and what waits for an operator."""
     alive = [relay for relay in snapshot.relays if relay.state != "dead"]
     busy, slots = sum(relay.busy for relay in alive), sum(relay.slots for relay in alive)
     said = [several(len(alive), "relay lives", "relays live")]

@@ -1,6 +1,6 @@
 """The screen of `outboxq top`: a tab for each view, and actions on the row under the cursor.
 
-Looks and actions run in threads, each on a connection of its own: a slow database never stops the keyboard.
+Queries and actions run in threads, each on a connection of its own: a slow database never stops the keyboard.
 """
 
 import time
@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     from outboxq.admin.explain import Explanation
     from outboxq.admin.snapshot import Snapshot
 
-# How often the doctor looks.
+# The interval of the doctor.
 _DOCTOR_SECONDS = 60.0
-# After a look that failed.
+# After a query that failed.
 _PAUSE_SECONDS = 2.0
 _STYLE = """
 #summary { height: 1; padding: 0 1; background: $primary-background; }
@@ -48,7 +48,7 @@ Detail VerticalScroll { border: round $primary; padding: 1 2; }
 
 
 class Detail(ModalScreen[bool]):
-    """A text above the tables; of a question, y answers with yes, and any other key with no."""
+    """A text above the tables; y answers a question with yes, and any other key with no."""
 
     def __init__(self, said: str, *, asks: bool = False) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class Detail(ModalScreen[bool]):
             yield Static(Text(self._said))
 
     def on_key(self, event: Any) -> None:
-        """Close; keys that scroll do not."""
+        """Close, except for keys that scroll."""
         if event.key in ("up", "down", "pageup", "pagedown", "home", "end"):
             return
         event.stop()
@@ -68,7 +68,7 @@ class Detail(ModalScreen[bool]):
 
 
 class Top(App[None]):
-    """The tables, which a thread fills anew after each look."""
+    """The tables, which a thread fills again after each query."""
 
     CSS = _STYLE
     TITLE = "outboxq top"
@@ -89,7 +89,7 @@ class Top(App[None]):
         self._options = options
         self._snapshot: Snapshot | None = None
         self._rows: dict[str, list[Any]] = {view.name: [] for view in VIEWS}
-        # Of each view the column that it is sorted by, and whether backwards; without one, as the snapshot has it.
+        # Of each view the column that it is sorted by, and True if backwards; without one, as the snapshot has it.
         self._sorted: dict[str, tuple[str, bool]] = {}
         self._filter = ""
         self.is_frozen = False
@@ -99,7 +99,7 @@ class Top(App[None]):
         return self._rows[view]
 
     def compose(self) -> ComposeResult:
-        """A line that says how things stand, the tabs, and the keys."""
+        """The summary, the tabs, and the keys."""
         yield Static("Looking …", id="summary")
         with TabbedContent():
             for view in VIEWS:
@@ -111,7 +111,7 @@ class Top(App[None]):
         yield Footer()
 
     def on_mount(self) -> None:
-        """Begin to look, with the keyboard on the first table."""
+        """Start the queries, with the keyboard on the first table."""
         self._table(VIEWS[0]).focus()
         self._look_always()
         self._examine_always()
@@ -126,7 +126,7 @@ class Top(App[None]):
                         if not self.is_frozen:
                             self.call_from_thread(self.show_snapshot, look(begin))
                         pauses = self._pause_looking(self._options.every_seconds)
-            except Exception as error:  # noqa: BLE001  # whatever the database says: it is shown, and asked again
+            except Exception as error:  # noqa: BLE001  # any error of the database is shown, and the query repeated
                 pauses = self._pause_looking(0.0)
                 if pauses:
                     self.call_from_thread(self._show_trouble, error)
@@ -138,7 +138,7 @@ class Top(App[None]):
         while pauses:
             try:
                 said = _found(self._options)
-            except Exception as error:  # noqa: BLE001  # whatever the database says: it is shown, and asked again
+            except Exception as error:  # noqa: BLE001  # any error of the database is shown, and the query repeated
                 said = f"{type(error).__name__}; looking again in a minute"
             if self._pause_looking(0.0):
                 self.call_from_thread(self._say, "#findings", Text(said))
@@ -146,7 +146,7 @@ class Top(App[None]):
 
     @staticmethod
     def _pause_looking(seconds: float) -> bool:
-        """Pause a thread that looks; False if the screen has ended."""
+        """Pause a thread that queries; False if the screen has ended."""
         worker, end = get_current_worker(), time.monotonic() + seconds
         while not worker.is_cancelled:
             left = end - time.monotonic()
@@ -160,14 +160,14 @@ class Top(App[None]):
         self._say("#summary", Text(printable(said), style="red"))
 
     def _say(self, line: str, said: Text) -> bool:
-        """Show a text in one of the lines; False if there is none any more: the screen is taken down at the end."""
+        """Show a text in one of the lines; False if the screen has ended."""
         lines = list(self.query(line).results(Static))
         for each in lines:
             each.update(said)
         return bool(lines)
 
     def show_snapshot(self, snapshot: "Snapshot") -> None:
-        """Fill every table anew, and leave each cursor on the row that it was on."""
+        """Fill every table again, and leave each cursor on the row that it was on."""
         self._snapshot = snapshot
         said = "; ".join((f"{snapshot.at:%H:%M:%S} UTC, {summary(snapshot)}", *not_known(snapshot)))
         if self._say("#summary", Text(printable(said))):
@@ -286,7 +286,7 @@ class Top(App[None]):
             self.push_screen(Detail("\n".join(f"{name:<{width}}  {value}" for name, value in values.items() if value)))
 
     def action_freeze(self) -> None:
-        """Look no more, or again."""
+        """Stop the queries, or start them again."""
         self.is_frozen = not self.is_frozen
         self.notify("Frozen: Space looks again." if self.is_frozen else "Looking again.")
 
@@ -304,7 +304,7 @@ class Top(App[None]):
             with self._options.transaction() as connection:
                 found = explain_queue(connection, queue) if job_id is None else explain_job(connection, job_id)
         except Exception as error:
-            # What the database or a check refuses is said, and the screen goes on; a bug ends it with its traceback.
+            # A refusal of the database or a check is shown, and the screen goes on; a bug ends it with its traceback.
             if not self._is_told(error):
                 raise
             return
@@ -336,7 +336,7 @@ class Top(App[None]):
             with self._options.transaction() as connection:
                 changed = change(connection, [queue])
         except Exception as error:
-            # As to a role that may only read; a bug ends the screen with its traceback.
+            # Such as the refusal for a role that may only read; a bug ends the screen with its traceback.
             if not self._is_told(error):
                 raise
             return
@@ -344,7 +344,7 @@ class Top(App[None]):
         self.call_from_thread(self.notify, printable(said), markup=False)
 
     def _is_told(self, error: Exception) -> bool:
-        """Say why an action was refused; False for an error that no refusal explains."""
+        """Show why an action was refused; False for an error that is not a refusal."""
         known = explain(error)
         if known is not None:
             self.call_from_thread(self.notify, printable(known.message), severity="error", markup=False)
@@ -369,7 +369,7 @@ def _names(row: object) -> Sequence[str]:
 
 
 def _sort_key(value: object) -> tuple[int, Any]:
-    """Numbers by size, texts by the alphabet, and what has no value last."""
+    """Sort numbers by size, texts by the alphabet, and rows without a value last."""
     if value is None or value == ():
         return (2, 0)
     return (0, value) if isinstance(value, int | float) else (1, in_full(value))
@@ -387,7 +387,7 @@ def _explained(found: "Explanation", what: str) -> str:
 
 
 def _found(options: TopOptions) -> str:
-    """What the doctor finds, as text."""
+    """The doctor's findings, as text."""
     from outboxq.cli.doctor import DoctorOptions, examine
 
     asked = DoctorOptions(schema=options.schema, database_url=[options.database_url] if options.database_url else None)

@@ -1,4 +1,4 @@
-"""What `outboxq top` shows: a view for each table, with its columns and its rows."""
+"""The views of `outboxq top`: one for each table, with its columns and its rows."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -18,7 +18,7 @@ class View:
 
     Args:
         name: Its key in the JSON.
-        key: The attributes that tell a row from the others.
+        key: The attributes that identify a row.
         rows: Things with an attribute for each column.
     """
 

@@ -52,7 +52,7 @@ def demo(
 
 
 def _show_market() -> None:
-    """The demo's market and its dashboard, on a free port, until a signal."""
+    """Run the demo's market and its dashboard, on a free port, until a signal."""
     try:
         from outboxq.dashboard import Role, TokenLogin, create_app
         from outboxq.dashboard.serving import announced, listen, serve
@@ -65,7 +65,7 @@ def _show_market() -> None:
     host = "127.0.0.1"
     with open_market(notice) as market, listen(host, 0) as (listening, address):
         app = create_app({"market": market.engine}, auth=login, environment="demo", hosts=[host], live_seconds=2)
-        # As it is: a terminal that is narrow must not break the link.
+        # Not wrapped: a narrow terminal must not break the link.
         typer.echo(announced(address, login), err=True)
         with trading(market):
             serve(app, listening, stop_signals)
@@ -140,7 +140,7 @@ def torture(options: Options) -> None:
 
 
 def print_report(report: "TortureReport") -> None:
-    """The faults as a table, the figures by the names of their JSON, and what is not as promised."""
+    """Print the faults as a table, the figures by the names of their JSON, and broken promises."""
     print_table((Column("fault"), Column("times")), [_Times(*each) for each in sorted(report.faults.items())])
     figures = {name: value for name, value in asdict(report).items() if name not in ("faults", "problems")}
     print_fields(figures.items())
@@ -150,7 +150,7 @@ def print_report(report: "TortureReport") -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Times:
-    """How often a fault was done."""
+    """The number of times that a fault was done."""
 
     fault: str
     times: int

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from sqlalchemy import Connection
 
 EXIT_TIMED_OUT = 3
-# Of finished jobs that are kept it is known how they ended.
+# Final states; finished jobs that are kept have their outcome.
 _OVER = frozenset({"dead", "gone", "done", "discarded", "cancelled", "expired"})
 
 
@@ -48,7 +48,7 @@ class WatchOptions(DatabaseOptions):
 
 @dataclass(frozen=True, slots=True)
 class _Watched:
-    """A job, or what became of it."""
+    """A job, or its final state."""
 
     id: UUID
     state: str
@@ -69,7 +69,7 @@ def watch_jobs(options: WatchOptions) -> None:
     """Print each change of the state of jobs, a line each, and of the progress of their handlers, until none is left.
 
     A job that is gone is done, or was cancelled: neither leaves a row, unless its kind keeps finished jobs. With
-    filters, the oldest jobs that match are watched, and those that come meanwhile. A state that lasted for less than
+    filters, the oldest jobs that match are watched, and those that come later. A state that lasted for less than
     --every may be missed.
 
     Exit codes: 0 none is left; 1 a job died; 2 wrong usage; 3 --timeout came first.
@@ -104,7 +104,7 @@ def watch_jobs(options: WatchOptions) -> None:
 
 
 def _look(connection: "Connection", options: WatchOptions, known: Iterable[UUID]) -> tuple[datetime, list[_Watched]]:
-    """The database's time, the jobs that match, and what became of those that were known."""
+    """The database's time, the jobs that match, and the final states of those that were known."""
     from outboxq.admin.jobs import JobFilter, list_jobs
     from outboxq.statements.paging import database_clock
 
@@ -121,13 +121,13 @@ def _look(connection: "Connection", options: WatchOptions, known: Iterable[UUID]
 
 
 def _missed(connection: "Connection", job_id: UUID) -> _Watched:
-    """A job that was not among the waiting ones: one statement tells what it is at one moment."""
+    """The state of a job that was not among the waiting ones, by one statement and so at one moment."""
     from outboxq.outbox.find import find_job
 
     job = find_job(connection, job_id)
     if job is None:
         return _Watched(job_id, "gone")
-    # It may have been put back meanwhile, as by `dead retry`.
+    # It may have been put back in the meantime, as by `dead retry`.
     return _Watched(job_id, job.state, job.queue, job.kind, job.attempt)
 
 

@@ -1,6 +1,6 @@
-"""From a request to its answer: who asks, whether that role may, whether a form is ours, then the page or the change.
+"""The way from a request to its answer: the user, the check of the role and of the form, then the page or the change.
 
-Every route passes here, in this order; what a route needs stands in the table of routes.
+Every route passes here, in this order; what a route needs is in the table of routes.
 """
 
 import inspect
@@ -51,7 +51,7 @@ class Dashboard:
 
     Args:
         databases: By the parts of their paths.
-        kinds: What is known of the kinds of each database, by the same parts.
+        kinds: The known kinds of each database, by the same parts.
         routes: The table of routes.
     """
 
@@ -86,7 +86,7 @@ class Dashboard:
         return self.auth if isinstance(self.auth, Login) else None
 
     def endpoint(self, route: Route) -> Endpoint:
-        """What answers the requests of a route."""
+        """The function that answers the requests of a route."""
         return partial(self._answer, route)
 
     async def _answer(self, route: Route, request: Request) -> Response:
@@ -185,7 +185,7 @@ class Dashboard:
         """The form as it was filled in, with what went wrong.
 
         Raises:
-            Refused: what it was about is gone, or cannot be shown.
+            Refused: its subject is gone, or cannot be shown.
         """
         if wants_json(page.request) or refused.status == 404:
             raise refused
@@ -243,7 +243,7 @@ async def read_form(request: Request, most_bytes: int) -> ImmutableMultiDict[str
     """The fields of a form; of one that it has several times, the last value is the one that counts as its value.
 
     Raises:
-        Refused: it is too long, or no such form.
+        Refused: it is too long, or not a form.
     """
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != _FORM:
         raise Refused(415, f"A change is sent as {_FORM}.")

@@ -58,7 +58,7 @@ class DashboardApp(Starlette):
             ],
             exception_handlers={404: find_nothing},
         )
-        # Its redirects have the host that the server knows, which is not the one of the browser behind a proxy.
+        # Its redirects have the host that the server knows, which differs from the browser's if there is a proxy.
         self.router.redirect_slashes = False
         self.dashboard = dashboard
 
@@ -100,10 +100,10 @@ def create_app(
     Args:
         engine: A SQLAlchemy engine with psycopg 3, sync or async; several by names, which their paths begin with.
         auth: A function of the Starlette request, async or not, that returns a `User` or None; or a login of ours.
-        jobs: The application's registry, or one for each of the names: so pages say what a kind does, and which kinds
-            have no handler, and arguments that are edited are checked.
-        read_engine: Where pages are read: an engine on a hot standby, or one for some of the names. Changes, the pages
-            that lead to them, and what the doctor looks at stay with `engine`.
+        jobs: The application's registry, or one for each of the names: with it, pages describe kinds and name those
+            without a handler, and edited arguments are checked.
+        read_engine: The engine of pages: one on a hot standby, or one for some of the names. Changes, the pages that
+            lead to them, and the doctor use `engine`.
         secret: 32 random bytes or more, for all processes that serve it; without it sessions end with the process.
         options: See `Options`.
 

@@ -10,10 +10,10 @@ _TONES = ("a", "b", "c", "d")
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """Numbers, the oldest first; None where nothing is known.
+    """Numbers, the oldest first; None if nothing is known.
 
     Attributes:
-        tone: Which colour: `a` is calm, `b` a second one, `c` a warning, `d` an alarm.
+        tone: The colour: `a` is calm, `b` a second one, `c` a warning, `d` an alarm.
     """
 
     label: str

@@ -1,4 +1,4 @@
-"""The databases of a dashboard: how a page looks at one, and how an action changes it.
+"""The databases of a dashboard: connections by which pages read one, and actions change it.
 
 A page is a function of a SQLAlchemy connection, for sync and async engines alike. Four run at a time: with a sync
 engine in threads; with an async one in greenlets of the event loop, as `run_sync` does it.
@@ -42,16 +42,16 @@ _READING = (
     f"{BY_INDEX}"
 )
 _CHANGING = f"{SET_OURS}SET LOCAL statement_timeout = '10s'; SET LOCAL lock_timeout = '5s'"
-# To find the next rows of a filter that matches few may take its time: nobody waits for that page.
+# Finding the next rows of a filter that matches few may take long: no user waits for that page.
 _CHANGING_PATIENTLY = f"{SET_OURS}SET LOCAL statement_timeout = '5min'; SET LOCAL lock_timeout = '5s'"
 
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """The way to a database, inside of a thread or a greenlet; and what the doctor found there last.
+    """The way to a database, inside of a thread or a greenlet; and the last findings of the doctor there.
 
     Attributes:
-        replica: Where pages are read; without it, where changes are made.
+        replica: The engine of pages; without it, that of changes.
     """
 
     engine: Engine
@@ -100,7 +100,7 @@ class Way:
 
     @contextmanager
     def begin_patiently(self) -> Iterator[Connection]:
-        """The same for a change that goes on behind the pages."""
+        """A transaction like that of `begin`, for a change that goes on in the background."""
         with self.connect() as connection, connection.begin():
             run_script(connection, _CHANGING_PATIENTLY)
             yield connection
@@ -110,7 +110,7 @@ class Database:
     """One database of a dashboard.
 
     Args:
-        replica: Where pages are read, if that is another server than changes are made on.
+        replica: The engine of pages, if it is on another server than that of changes.
 
     Raises:
         ConfigError: an engine of another driver than psycopg 3, or one that is async, and the other is not.
@@ -132,16 +132,16 @@ class Database:
         self._schema = schema
         self._limiter: CapacityLimiter | None = None
         self._under_way = 0
-        # What the doctor found last; None if it has not been asked.
+        # The last findings of the doctor; None if it has not run.
         self.findings: Sequence[Finding] | None = None
         self._examined_at = -math.inf
         self._examining = asyncio.Lock()
 
     async def run(self, work: Callable[[Way], Found]) -> Found:
-        """Do something that takes a way to the database.
+        """Call a function of a way to the database.
 
         Raises:
-            Refused: too many wait for that.
+            Refused: too many calls wait.
         """
         if self._limiter is None:
             self._limiter = CapacityLimiter(_AT_ONCE)
@@ -154,18 +154,18 @@ class Database:
             self._under_way -= 1
 
     async def examine(self) -> Sequence[Finding]:
-        """What the doctor finds, or has found within a minute. However many ask, it looks once at a time."""
+        """The findings of the doctor, made again after a minute; for many callers it runs once."""
         async with self._examining:
             if self.findings is None or time.monotonic() > self._examined_at + FINDINGS_SECONDS:
-                # Beside the pages, which do not wait for it.
+                # Apart from the pages, which do not wait for it.
                 self.findings = await self._run(_examine, CapacityLimiter(1))
                 self._examined_at = time.monotonic()
             return self.findings
 
     async def run_aside(self, work: Callable[[Way], Found]) -> Found:
-        """Do something that takes long, beside the pages: not in one of their threads.
+        """Call a function that takes long: not in one of the threads of pages.
 
-        If it is cancelled, its thread goes on, and has to be told.
+        If it is cancelled, its thread goes on, and the caller has to end it.
         """
         return await self._run(work, CapacityLimiter(1), waits=False)
 
@@ -189,7 +189,7 @@ class Database:
 
 
 async def _run_to_end(work: Callable[[], Found], limiter: CapacityLimiter) -> Found:
-    """Do something in a thread; a task that is cancelled meanwhile, as by a loop that ends, waits for it.
+    """Call a function in a thread; a task that is cancelled in the meantime, as by a loop that ends, waits for it.
 
     A thread cannot be cancelled: it would go on with a connection of an engine that is closed by then.
     """
@@ -199,7 +199,7 @@ async def _run_to_end(work: Callable[[], Found], limiter: CapacityLimiter) -> Fo
         if done.set_running_or_notify_cancel():
             try:
                 done.set_result(work())
-            except BaseException as error:  # noqa: BLE001  # raised where it is waited for
+            except BaseException as error:  # noqa: BLE001  # raised by the await
                 done.set_exception(error)
 
     try:

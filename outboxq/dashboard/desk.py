@@ -1,4 +1,4 @@
-"""What pages and actions of one database work with: the settings, what is known of kinds, and the seal of previews."""
+"""The common things of pages and actions of one database: the settings, the known kinds, and the seal of previews."""
 
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -19,7 +19,7 @@ _MAX_DOC_CHARACTERS = 2_000
 
 @dataclass(frozen=True)
 class KnownKinds:
-    """The kinds that an application's registry has handlers for; without a registry, nothing is said of any.
+    """The kinds that an application's registry has handlers for; without a registry, none counts as missing.
 
     Raises:
         RegistryError: on the first use, if the registry cannot be used.
@@ -29,7 +29,7 @@ class KnownKinds:
 
     @property
     def is_given(self) -> bool:
-        """Whether there is a registry."""
+        """Return True if there is a registry."""
         return self.jobs is not None
 
     @cached_property
@@ -43,24 +43,24 @@ class KnownKinds:
         return () if self._registry is None else tuple(sorted({each.kind for each in self._registry.handlers.values()}))
 
     def lacks(self, kind: str) -> bool:
-        """Whether there is a registry, and it has no handler of this kind."""
+        """Return True if there is a registry, and it has no handler of this kind."""
         return self._registry is not None and kind not in self._registry.handlers
 
     def doc(self, kind: str) -> str | None:
-        """What the code says of a kind."""
+        """The docstring of a kind's handler."""
         handler = None if self._registry is None else self._registry.handlers.get(kind)
         said = None if handler is None else handler.function.__doc__
         return None if not said else cleandoc(said)[:_MAX_DOC_CHARACTERS]
 
     @property
     def check(self) -> "CheckArgs | None":
-        """What refuses arguments that do not fit the handler of a kind."""
+        """The function that refuses arguments that do not fit the handler of a kind."""
         return None if self._registry is None else self._registry.check_args
 
 
 @dataclass(frozen=True, slots=True)
 class Desk:
-    """What all requests about one database share."""
+    """The objects that all requests about one database share."""
 
     settings: Settings
     payloads: Payloads

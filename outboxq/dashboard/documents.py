@@ -1,4 +1,4 @@
-"""JSON as PostgreSQL has stored it, read so that it can be changed and written again without changing a number."""
+"""JSON as PostgreSQL has stored it, read in a form that is written again without changing a number."""
 
 import json
 import re
@@ -99,5 +99,5 @@ def _joined(start: str, parts: list[str], end: str, indent: int | None, depth: i
 
 def _text(value: object) -> str:
     text = json.dumps(value, ensure_ascii=False, allow_nan=False)
-    # Half of a pair stands in JSON as an escape, and cannot be sent as UTF-8 otherwise.
+    # Half of a pair is an escape in JSON, and cannot be sent as UTF-8 otherwise.
     return text if text.isascii() else _SURROGATE.sub(lambda found: f"\\u{ord(found.group()):04x}", text)

@@ -1,4 +1,4 @@
-"""What is about no single database: logging in and out, the list of databases, the files that pages load."""
+"""Requests about no single database: logging in and out, the list of databases, the files that pages load."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
@@ -53,7 +53,7 @@ async def enter(dashboard: "Dashboard", request: Request) -> Response:
 
 
 async def ask_login(dashboard: "Dashboard", request: Request) -> Response:
-    """The form that logs in; with a token that holds, the user is in."""
+    """The form that logs in; a valid token logs the user in at once."""
     page = page_of(request)
     login = dashboard.login
     if login is None:
@@ -71,7 +71,7 @@ async def ask_login(dashboard: "Dashboard", request: Request) -> Response:
 
 
 async def log_in(dashboard: "Dashboard", request: Request) -> Response:
-    """Let in who knows a token, or a name and its password."""
+    """Log in a user by a token, or by a name and its password."""
     page = page_of(request)
     login = dashboard.login
     if login is None:
@@ -87,7 +87,7 @@ async def log_in(dashboard: "Dashboard", request: Request) -> Response:
 
 
 async def give_token(dashboard: "Dashboard", request: Request) -> Response:
-    """The token of this session for what changes something: for programs, which have no form to take it from."""
+    """The token of this session for changes: for programs, which have no form to take it from."""
     page = page_of(request)
     body = {"token": dashboard.sessions.token(page.session, page.user), "header": TOKEN_HEADER}
     response = Response(as_json(body), media_type="application/json")
@@ -118,7 +118,7 @@ async def send_file(dashboard: "Dashboard", request: Request) -> Response:  # no
 
 
 async def find_nothing(dashboard: "Dashboard", request: Request) -> Response:  # noqa: ARG001  # as every door has it
-    """A path that is none."""
+    """Refuse a path that no route has."""
     raise Refused(404, "There is no such page.")
 
 
@@ -141,7 +141,7 @@ def _login_page(dashboard: "Dashboard", request: Request, page: Page, problem: s
 
 
 def _let_in(dashboard: "Dashboard", request: Request, page: Page, user: User) -> Response:
-    # A session of its own: one that a stranger may know does not become the user's.
+    # A new session: one that a stranger may know does not become the user's.
     response = as_redirect(page.to(""))
     assert dashboard.login is not None
     dashboard.sessions.write(request, response, dashboard.sessions.begin(dashboard.login, user))
@@ -149,7 +149,7 @@ def _let_in(dashboard: "Dashboard", request: Request, page: Page, user: User) ->
 
 
 async def follow(dashboard: "Dashboard", request: Request) -> Response:
-    """What changes on a screen, as it changes."""
+    """The stream of changes of a screen."""
     watched = find_watched(dashboard.routes, request.path_params["page"], request.query_params)
     if watched is None:
         raise Refused(404, "This page is not live.")

@@ -1,4 +1,4 @@
-"""What goes wrong, as an answer: a status, and a sentence that says no more than the user may know."""
+"""Errors as answers: a status, and a sentence that says no more than the user may know."""
 
 import psycopg
 from sqlalchemy.exc import DataError, DBAPIError
@@ -40,7 +40,7 @@ class Refused(Exception):
         self.text = text
 
 
-# What a page or an action may end with. Of what goes below SQLAlchemy the driver's own errors come.
+# Errors that a page or an action may raise; code below SQLAlchemy raises psycopg's own.
 EXPECTED = (Refused, OutboxqError, DBAPIError, psycopg.Error, PoolTimeout)
 
 

@@ -1,4 +1,4 @@
-"""The forms of actions: each has a page of its own at the action's path, which is also where its errors are shown.
+"""The forms of actions: each has a page of its own at the action's path, which also shows its errors.
 
 A form names its fields; the page, its link on other pages and what a program may send are all made of that.
 """
@@ -18,7 +18,7 @@ class Field:
 
     Attributes:
         options: The values of a choice, each with its words.
-        help: What it takes, below it.
+        help: The values that it takes, written below it.
     """
 
     name: str
@@ -35,13 +35,13 @@ REASON = Field(name="reason", label="Reason", help="Why: kept in the audit.", ma
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class About:
-    """What a form is about.
+    """The subject of a form.
 
     Attributes:
         name: The job, the queue, the schedule.
         back: Its page, below the database's.
-        values: What the fields have at first.
-        notes: What one should know before.
+        values: The initial values of the fields.
+        notes: Sentences to read before.
         without: Fields that do not apply.
     """
 
@@ -57,10 +57,10 @@ class Form:
     """A form.
 
     Attributes:
-        means: What the action does, in one or two sentences.
+        means: The effect of the action, in one or two sentences.
         button: The words on the button, and on the link that leads here.
-        about: Reads what it is about; raises the error of what is not there.
-        is_grave: Whether it cannot be taken back.
+        about: Reads its subject; raises an error if that does not exist.
+        is_grave: True if it cannot be taken back.
     """
 
     title: str

@@ -1,4 +1,4 @@
-"""What a preview has shown, signed, so that it can be done as it was shown: by the same user, within five minutes.
+"""A previewed change, signed, so that it can be done as it was shown: by the same user, within five minutes.
 
 An intent has the filter with the moment of its preview, so nothing newer is touched; and the id that its row in the
 audit will have, so it is begun once, however often its form is sent.
@@ -22,13 +22,13 @@ from outboxq.dashboard.seals import Seal
 LIFE_SECONDS = 300.0
 # More than this is confirmed by typing.
 ASKED_ABOVE = 1_000
-# What cannot be undone, however few the rows are.
+# Actions that cannot be undone, also on a few rows.
 _GRAVE = ("dead.discard",)
 
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who asks, in which session, for which database."""
+    """The user of a request, the session, and the database."""
 
     user: User
     session: str
@@ -36,12 +36,12 @@ class Caller:
 
 
 class Intent(msgspec.Struct, frozen=True):
-    """A change of many rows that was looked at.
+    """A change of many rows that was previewed.
 
     Attributes:
-        filter: Which rows are meant, as the audit keeps it; `change`, what is to become of them.
+        filter: The rows that are meant, as the audit keeps it; `change`, the change of them.
         count: How many there were, up to 10,000.
-        until: When it is too old, in seconds since 1970.
+        until: The time from which on it is too old, in seconds since 1970.
     """
 
     entry: UUID
@@ -57,17 +57,17 @@ class Intent(msgspec.Struct, frozen=True):
 
     @property
     def is_old(self) -> bool:
-        """Whether it has to be looked at again."""
+        """Return True if it has to be previewed again."""
         return self.until < time.time()
 
     @property
     def expected(self) -> int | None:
-        """What the audit says that it was to change."""
+        """The number of rows that the audit expects."""
         return None if self.is_capped else self.count
 
     @property
     def action(self) -> BulkAction:
-        """The action as it was looked at."""
+        """The action as it was previewed."""
         found = read_action(self.name, self.filter, self.change, None)
         assert found is not None
         return found
@@ -78,21 +78,21 @@ class Intent(msgspec.Struct, frozen=True):
         return needed_for(self.name, self.expected)
 
     def words(self, *, is_production: bool) -> tuple[str, ...]:
-        """What one types to confirm it; nothing if it need not be confirmed."""
+        """The words that confirm it when typed; none if it need not be confirmed."""
         if self.count <= ASKED_ABOVE and not is_production:
             return ()
         queue = self.action.wanted.queue
         return (str(self.count), *([queue] if queue else []))
 
     def is_confirmed(self, typed: str | None, *, is_production: bool) -> bool:
-        """Whether one has typed what confirms it."""
+        """Return True if `typed` confirms it."""
         words = self.words(is_production=is_production)
         given = (typed or "").strip()
         return not words or given in words or given.replace(",", "") == words[0]
 
 
 class Intents:
-    """Signs intents, and knows its own."""
+    """Signs intents, and verifies them."""
 
     def __init__(self, seal: Seal) -> None:
         self._seal = seal
@@ -116,7 +116,7 @@ class Intents:
         return intent, self._seal.close("intent", intent)
 
     def open(self, sealed: str, caller: Caller) -> Intent:
-        """What a form has sent back; it may be too old.
+        """The intent that a form has sent back; it may be too old.
 
         Raises:
             Refused: it is not ours, or another's.

@@ -1,6 +1,6 @@
-"""Pages that follow the database while they are open: one poller for each database, which sleeps while none is.
+"""Pages that follow the database while they are open: one poller for each database, which runs while one is.
 
-However many watch, a page is looked at once in an interval, and made once: it holds nothing that is one user's own.
+A page is read and made once in an interval for all its users: it holds nothing that is one user's own.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("outboxq.dashboard")
 
-# A stream ends after this time, and the browser comes again: then its user is asked for anew.
+# A stream ends after this time, and the browser comes again: then its user is checked again.
 STREAM_SECONDS = 600.0
 _BEAT_SECONDS = 15.0
 _MOST_STREAMS, _MOST_PAGES = 500, 50
@@ -37,7 +37,7 @@ _MOST_STREAMS_OF_USER, _MOST_PAGES_OF_USER = 10, 5
 
 @dataclass(frozen=True, slots=True)
 class Watched:
-    """A page that is followed: a screen with what it was asked for.
+    """A page that is followed: a screen with its parameters.
 
     Attributes:
         path: Below the database's, as browsers have it.
@@ -97,7 +97,7 @@ def find_watched(routes: Sequence[Route], page: str, query: Mapping[str, str]) -
 
 
 class Poller:
-    """Looks at the screens of one database that are watched, and tells those who watch what has changed."""
+    """Polls the watched screens of one database, and sends changes to their followers."""
 
     def __init__(self, dashboard: "Dashboard", database: Database) -> None:
         self._dashboard = dashboard
@@ -108,7 +108,7 @@ class Poller:
         self._doctor_at = 0.0
 
     def stream(self, watched: Watched, user: str) -> "Stream":
-        """The events of a page, from now on. It counts from now on too, and until its response is over.
+        """The events of a page, from now on. It counts as followed from now on too, until its response has ended.
 
         Raises:
             Refused: too many are followed already, by all or by this user.
@@ -150,7 +150,7 @@ class Poller:
             await asyncio.sleep(self._dashboard.settings.live_seconds)
 
     async def _ask_doctor(self) -> None:
-        """Have the findings for the overview, once a minute."""
+        """Run the doctor for the overview, once a minute."""
         if time.monotonic() < self._doctor_at:
             return
         self._doctor_at = time.monotonic() + FINDINGS_SECONDS
@@ -165,7 +165,7 @@ class Poller:
         except Exception:
             logger.exception("a page could not be made: path=%s", watched.screen.path)
             return
-        # What has not changed is not sent, but to those who have just come.
+        # An unchanged page is sent only to new followers.
         is_new = self._last.get(watched) != event
         followers = self._watching.get(watched, set())
         if followers:

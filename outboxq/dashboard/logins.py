@@ -1,4 +1,4 @@
-"""Who a request is from: the ways in that the dashboard brings along, beside an application's own.
+"""The users of requests: the ways to log in that the dashboard has, in addition to an application's own.
 
 An `auth` is any callable that takes a Starlette request and returns a `User`, or None for a stranger; an async one is
 awaited. The classes here are such callables too. Those with a form (`Login`) keep who logged in, in the session.
@@ -34,25 +34,25 @@ _LINE = re.compile(
 
 @runtime_checkable
 class Login(Protocol):
-    """A way in with a form. What it lets in is kept in the session."""
+    """A way to log in with a form. The user who logged in is kept in the session."""
 
     @property
     def asks_name(self) -> bool:
-        """Whether the form asks for a name beside the password."""
+        """Return True if the form has a field for a name, and not only for the password."""
         ...
 
     def log_in(self, name: str, password: str) -> User | None:
-        """The user of these; None if they are wrong. Called in a thread."""
+        """The user of a name and a password; None if they are wrong. Called in a thread."""
         ...
 
     def take_link(self, token: str) -> User | None:
-        """The user of a link with a token, which may hold once; None if it does not hold."""
+        """The user of a link with a token, which may be valid once; None if it is not valid."""
         ...
 
     def find(self, name: str) -> tuple[User, str] | None:
         """A user as it is now, and a secret text that changes with the password; None if there is none of this name.
 
-        Asked at each request: what a session began with may be over.
+        Called at each request: a user may have changed since the session began.
         """
         ...
 
@@ -75,14 +75,14 @@ class TokenLogin:
             raise ConfigError("a token has 16 characters or more; `openssl rand -hex 32` prints one")
         self._token = token or secrets.token_urlsafe(32)
         self._user = User(name, role)
-        # Whoever reads the first lines of a log would get in by it, so it is there only if nothing else lets in.
+        # A reader of the first lines of a log could log in by it, so it exists only if there is no token.
         self._link = secrets.token_urlsafe(32) if token is None else None
         self._link_until = time.monotonic() + LINK_SECONDS
         self._lock = threading.Lock()
 
     @property
     def link_token(self) -> str | None:
-        """What the link has as its token; None if there is none, or none any more."""
+        """The token of the link; None if there is none, or none any more."""
         return self._link if time.monotonic() < self._link_until else None
 
     def log_in(self, name: str, password: str) -> User | None:  # noqa: ARG002  # as `Login` has it
@@ -104,7 +104,7 @@ class TokenLogin:
 
 @dataclass(frozen=True, slots=True)
 class _Scrypt:
-    """How a password is hashed: with 16 MiB, five times, which takes some 250 ms. `cost`: as a power of two."""
+    """Parameters of a password's hash: 16 MiB, five times, which takes some 250 ms. `cost`: as a power of two."""
 
     cost: int = 14
     block: int = 8
@@ -143,7 +143,7 @@ class PasswordLogin:
         """The users of a file; empty lines and those that begin with # are left out.
 
         Raises:
-            ConfigError: it cannot be read, or has a line that is none.
+            ConfigError: it cannot be read, or has a malformed line.
         """
         try:
             text = Path(path).read_text(encoding="utf-8")
@@ -162,7 +162,7 @@ class PasswordLogin:
         return known.user if known is not None and hmac.compare_digest(made, known.hash) else None
 
     def take_link(self, token: str) -> User | None:  # noqa: ARG002  # as `Login` has it
-        """There is no link."""
+        """Return None: there is no link."""
         return None
 
     def find(self, name: str) -> tuple[User, str] | None:
@@ -172,13 +172,13 @@ class PasswordLogin:
 
 
 class HeaderAuth:
-    """The name in a header, which a proxy in front has set after its own login.
+    """Takes the name from a header, which a proxy in front has set after its own login.
 
     Args:
         proxies: The addresses, or networks in CIDR, that the header is believed from.
 
     Raises:
-        ConfigError: none of these, or what is no address.
+        ConfigError: there is no proxy, or one is not an address.
     """
 
     def __init__(self, header: str, proxies: Sequence[str], *, role: Role = Role.READER) -> None:
@@ -192,7 +192,7 @@ class HeaderAuth:
         self._role = role
 
     def __call__(self, request: Request) -> User | None:
-        """Who the proxy says it is; None without the header, or if the request has come past the proxy."""
+        """The user that the proxy names; None without the header, or if the request has come past the proxy."""
         names = request.headers.getlist(self._header)
         if len(names) != 1 or request.client is None or not self._is_proxy(request.client.host):
             return None

@@ -1,4 +1,4 @@
-"""Where a request comes from: the hosts that are answered, and forms that are the dashboard's own.
+"""The origin of a request: the hosts that are answered, and forms that are the dashboard's own.
 
 Three checks of their own keep other sites from acting through the browser of a user who is logged in: the browser's
 Sec-Fetch-Site, its Origin, and a token that only our pages have. Browsers leave the first one out on plain http.
@@ -24,7 +24,7 @@ def host_of(given: str) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach an address; a name other than localhost counts as one that others can."""
+    """Return True if only this machine can reach an address; a name other than localhost counts as reachable."""
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
@@ -32,10 +32,10 @@ def is_loopback(host: str) -> bool:
 
 
 def is_served(given: str, hosts: Collection[str]) -> bool:
-    """Whether a Host header names this dashboard: a site whose name points here by DNS rebinding has another one.
+    """Return True if a Host header names this dashboard: a site whose name points here by DNS rebinding has another.
 
     Args:
-        hosts: Names; with `*`, any address that is no name too: what listens on all of a machine's does not know them.
+        hosts: Names; with `*`, any IP address too: a server that listens on all addresses does not know them.
     """
     host = host_of(given)
     if host in _LOOPBACK or host in hosts:
@@ -57,10 +57,10 @@ def why_foreign(
     user: User | None,
     origins: Collection[str],
 ) -> str | None:
-    """Why a request that changes something is refused; None if one of our own pages has sent it.
+    """The reason why a request that changes something is refused; None if one of our own pages has sent it.
 
     Args:
-        origins: Origins that count as our own, beside the one that the request was sent to.
+        origins: Origins that count as our own, in addition to the one that the request was sent to.
     """
     site = request.headers.get("sec-fetch-site")
     if site is not None and site != "same-origin":

@@ -1,4 +1,4 @@
-"""What a request asks for: every parameter of a path, a query or a form, by one typed and bounded parser."""
+"""The parameters of requests: those of a path, a query or a form, read by one typed and bounded parser."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -14,7 +14,7 @@ from outboxq.errors import OutboxqError
 Parameters = TypeVar("Parameters")
 
 MAX_LIMIT, DEFAULT_LIMIT = 200, 50
-# Names of queues and kinds; scopes, consumers and schedules; keys and ids of messages; texts that are searched for.
+# Names of queues and kinds; scopes, consumers and schedules; keys and ids of messages; texts to search for.
 Name: TypeAlias = Annotated[str, Meta(min_length=1, max_length=63)]
 Scope: TypeAlias = Annotated[str, Meta(min_length=1, max_length=255)]
 Key: TypeAlias = Annotated[str, Meta(min_length=1, max_length=512)]
@@ -30,7 +30,7 @@ Period: TypeAlias = Literal["1h", "6h", "24h", "7d", "30d"]
 Selected: TypeAlias = Annotated[tuple[UUID, ...], Meta(max_length=MAX_LIMIT)]
 _MAX_FIELDS = 50
 _MISSING = re.compile(r"Object missing required field `(?P<name>\w+)`")
-# What msgspec says of a value, and what that means for who has filled in a form.
+# Messages of msgspec, and their meaning for the user of a form.
 _RULES = tuple(
     (re.compile(pattern), words)
     for pattern, words in (
@@ -49,7 +49,7 @@ _WRONG = re.compile(r"(?P<what>.+) - at `\$\.(?P<name>\w+)(?:\[\d+\])?`", re.DOT
 
 
 class BadRequest(OutboxqError):
-    """A parameter is missing, or is none that can be."""
+    """A parameter is missing or invalid."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -140,13 +140,13 @@ class Paged:
 def read_parameters(
     kind: type[Parameters], given: Mapping[str, str], several: Mapping[str, Sequence[str]] | None = None
 ) -> Parameters:
-    """The parameters of one page or action. What is empty counts as not given, and what it does not know is left out.
+    """The parameters of one page or action. An empty value counts as not given, and unknown names are left out.
 
     Args:
         several: Those that may be given more than once, with all that were given.
 
     Raises:
-        BadRequest: one is missing, or not what it may be; the text names it.
+        BadRequest: one is missing or invalid; the text names it.
     """
     if len(given) > _MAX_FIELDS:
         raise BadRequest(f"a request has up to {_MAX_FIELDS} parameters, this one has {len(given)}")
@@ -161,7 +161,7 @@ def read_parameters(
 
 
 def _in_words(problem: str) -> str:
-    """What is wrong with a parameter, its name first."""
+    """The problem of a parameter, its name first."""
     missing = _MISSING.fullmatch(problem)
     if missing is not None:
         return f"{missing['name']} is missing: fill it in"

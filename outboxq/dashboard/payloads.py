@@ -1,7 +1,7 @@
-"""Payloads: arguments, headers, results and error texts, with what must not be seen taken out before a page is made.
+"""Payloads: arguments, headers, results and error texts, from which secrets are removed before a page is made.
 
 In the mode `redacted`, values are hidden whose key says that they are secret, at any depth, also in JSON inside of a
-string; in error texts the same values, and what stands behind such a word. In the mode `hidden` nothing of a payload is
+string; in error texts the same values, and the text after such a word. In the mode `hidden` nothing of a payload is
 shown. The application's own hook comes after that, and what it hides cannot be searched for either.
 """
 
@@ -16,7 +16,7 @@ from outboxq.codec.text import escaped_json
 from outboxq.dashboard.documents import TooDeep, Tree, change_strings, check_depth, read_tree, write_tree
 
 Mode: TypeAlias = Literal["redacted", "hidden", "shown"]
-# Called with the kind of a job and its arguments; returns them without what is not to be seen.
+# Called with the kind of a job and its arguments; returns them without secrets.
 Redact: TypeAlias = Callable[[str, Any], Any]
 
 MASK = "•••"
@@ -39,7 +39,7 @@ _VALUE = re.compile(
 _MAX_WORD_CHARACTERS = 64
 _WITHOUT_SPACES = re.compile(r"\S+")
 _BEARER = re.compile(r"(?i)\b(bearer|basic)\s+([A-Za-z0-9._~+/=-]{8,})")
-# Documents that name a value beside it, as {"name": "password", "value": "..."} does.
+# Documents with a value and its name in two keys, as {"name": "password", "value": "..."} has.
 _NAMES, _VALUES = ("name", "key", "header", "field"), ("value", "values")
 # A reason without the text of an error, which may have values in it.
 _SAFE_REASON = re.compile(
@@ -48,15 +48,15 @@ _SAFE_REASON = re.compile(
 )
 _TYPE_NAME = re.compile(r"[A-Za-z_][\w.]*")
 _MIN_HIDDEN_CHARACTERS = 4
-# A text that is as long may have been cut when it was stored, or told: notes are the shortest of those.
+# A text of this length may have been cut when it was stored or sent: notes are the shortest of those.
 _CUT_FROM_CHARACTERS = 200
-# Of a job with more, no text is shown: each would be looked for in each of them.
+# If a job has more, no text is shown: each would be searched in each of them.
 _MOST_HIDDEN = 1_000
 _MAX_SHOWN_CHARACTERS = 200_000
 
 
 def is_secret(key: str) -> bool:
-    """Whether the value of a key is not to be seen."""
+    """Return True if the value of a key is secret."""
     words = _CAPITAL.sub("_", key).replace("-", "_").replace(".", "_").lower()
     return _ALWAYS.search(words) is not None or _SECRET_KEY.search(words) is not None
 
@@ -68,7 +68,7 @@ class Document:
     Attributes:
         pretty: Over several lines, for a page. Empty if there is nothing to see.
         raw: For JSON; null if there is nothing to see.
-        why: Why there is nothing to see, or why not all of it.
+        why: The reason why there is nothing to see, or why not all of it.
     """
 
     pretty: str = field(repr=False)
@@ -77,7 +77,7 @@ class Document:
 
 
 def withheld(why: str) -> Document:
-    """A document of which nothing is shown, and why."""
+    """A document of which nothing is shown, with the reason."""
     return Document("", "null", why)
 
 
@@ -90,7 +90,7 @@ def _document(pretty: str, raw: str) -> Document:
 
 @dataclass(frozen=True, slots=True)
 class Payloads:
-    """What may be seen of payloads.
+    """The rules by which payloads are shown.
 
     Args:
         redact: The application's own hook; if it fails, nothing is shown.
@@ -101,14 +101,14 @@ class Payloads:
 
     @property
     def may_search(self) -> bool:
-        """Whether arguments can be searched: an answer tells what is in them."""
+        """Return True if arguments can be searched: an answer shows what is in them."""
         return self.mode != "hidden"
 
     def document(self, kind: str, text: str, *, hook: bool = False) -> Document:
         """A payload of a job of this kind.
 
         Args:
-            hook: Whether the application's hook is asked: it knows arguments.
+            hook: True to call the application's hook, which knows arguments.
         """
         if self.mode == "hidden":
             return withheld("hidden")
@@ -123,7 +123,7 @@ class Payloads:
             return withheld("it cannot be read")
 
     def callback(self, kind: str, text: str) -> Document:
-        """The job that follows a batch: its options, and its arguments, which the hook is asked about."""
+        """The job that follows a batch: its options, and its arguments, which pass the hook."""
         try:
             job = read_tree(text)
         except ValueError:
@@ -131,7 +131,7 @@ class Payloads:
         if not isinstance(job, dict) or "args" not in job or self.mode == "hidden":
             return self.document(kind, text)
         try:
-            # Redacted as a whole once more, for what is beside them.
+            # Redacted as a whole once more, for the options.
             return self.document(kind, write_tree({**job, "args": self._seen(kind, job["args"], hook=True)}))
         except HookFailed as error:
             return withheld(str(error))
@@ -144,11 +144,11 @@ class Payloads:
             return seen
         try:
             return self.redact(kind, seen)
-        except Exception as error:  # noqa: BLE001  # users' code, which is not to show what it was to hide
+        except Exception as error:  # noqa: BLE001  # users' code, whose error may have the secrets
             raise HookFailed(f"hidden, because the hook `redact` failed: {type(error).__name__}") from None
 
     def seen_args(self, kind: str, text: str) -> Any:
-        """Arguments without what is not to be seen; None if nothing of them is, or they cannot be read."""
+        """Arguments without secrets; None if none may be seen, or they cannot be read."""
         if self.mode == "hidden":
             return None
         try:
@@ -157,12 +157,12 @@ class Payloads:
             return None
 
     def still_has(self, kind: str, text: str, path: Sequence[str], wanted: Sequence[object]) -> bool:
-        """Whether arguments still have one of these values at a path after all that is not to be seen was taken out."""
+        """Return True if arguments without secrets still have one of these values at a path."""
         found = at_path(self.seen_args(kind, text), path)
         return any(found == each and isinstance(found, bool) is isinstance(each, bool) for each in wanted)
 
     def text(self, said: str | None, hidden: Sequence[str] = ()) -> str | None:
-        """An error's text, or a note, without what is not to be seen.
+        """An error's text, or a note, without secrets.
 
         Args:
             hidden: Values of the same job that are hidden, as `secrets_of` finds them.
@@ -174,11 +174,11 @@ class Payloads:
         return without_secrets(said, hidden)
 
     def knows(self, hidden: Sequence[str] | None) -> bool:
-        """Whether texts may be shown without these values; None if they were not read."""
+        """Return True if texts may be shown without these values; they are None if they were not read."""
         return self.mode == "redacted" and hidden is not None and len(hidden) <= _MOST_HIDDEN
 
     def reason(self, said: str, hidden: Sequence[str] | None = None) -> str:
-        """Why a job died: without the text of its error in the mode `hidden`, or if its secrets are not known.
+        """The reason why a job died; in the mode `hidden`, or if its secrets are not known, without its error's text.
 
         Args:
             hidden: Values of the same job that are hidden; None if they were not read.
@@ -210,7 +210,7 @@ class Payloads:
 
 
 def at_path(tree: Any, path: Sequence[str]) -> Any:
-    """What stands in a document behind these keys; None if nothing does."""
+    """The value at a path of keys in a document; None if there is none."""
     for key in path:
         tree = tree.get(key) if isinstance(tree, dict) else None
     return tree
@@ -224,7 +224,7 @@ def redacted(tree: Tree, depth: int = 0, taken: set[str] | None = None) -> Tree:
     """A document without the values of secret keys.
 
     Args:
-        taken: What was taken out is added to it.
+        taken: The removed values are added to it.
     """
     check_depth(depth)
     if isinstance(tree, dict):
@@ -244,7 +244,7 @@ def redacted(tree: Tree, depth: int = 0, taken: set[str] | None = None) -> Tree:
 
 
 def _is_named(values: list[Tree], at: int) -> bool:
-    """Whether a value is behind its name: in a pair such as ["X-Api-Key", "..."], or behind a word like --password."""
+    """Return True if a value follows a secret name: a pair such as ["X-Api-Key", "..."], or a word like --password."""
     name = values[at - 1] if at else None
     return isinstance(name, str) and (len(values) == 2 or name.startswith("-")) and is_secret(name)
 
@@ -262,16 +262,16 @@ def _redacted_text(text: str, depth: int, taken: set[str] | None) -> str:
             inner = read_tree(text)
         except ValueError:
             return without_secrets(text, ())
-        # Written anew even if nothing was taken out: of a key that is there twice, only the last was looked at.
+        # Written again even if nothing was removed: of a key that is there twice, only the last was checked.
         return write_tree(redacted(inner, depth + 1, taken))
     return without_secrets(text, (), taken)
 
 
 def without_secrets(text: str, hidden: Sequence[str], taken: set[str] | None = None) -> str:
-    """A text without these values, the passwords of URLs, and what stands behind a word such as `password=`.
+    """A text without these values, the passwords of URLs, and the text after a word such as `password=`.
 
     Args:
-        taken: What was taken out is added to it.
+        taken: The removed values are added to it.
     """
     out: set[str] = set() if taken is None else taken
     for value in hidden:
@@ -293,7 +293,7 @@ def _without_cut(text: str, hidden: Sequence[str]) -> str:
 
 
 def _common(end: str, value: str) -> int:
-    """How many characters of a value, from its first on, a text ends with; 0 for a few."""
+    """The number of characters of a value, from its first on, that a text ends with; 0 for a few."""
     most = min(len(end), len(value) - 1)
     return next((size for size in range(most, _MIN_HIDDEN_CHARACTERS - 1, -1) if end.endswith(value[:size])), 0)
 
@@ -314,7 +314,7 @@ def _without_url_password(found: re.Match[str], taken: set[str]) -> str:
 
 
 def _without_named(text: str, taken: set[str]) -> str:
-    """A text without what stands behind a secret word and a separator: each is looked at once, from left to right."""
+    """A text without the values after a secret word and a separator: each is checked once, from left to right."""
     parts: list[str] = []
     end = 0
     for found in _SEPARATOR.finditer(text):

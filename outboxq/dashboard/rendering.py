@@ -35,9 +35,9 @@ NAVIGATION: Sequence[tuple[str, Sequence[tuple[str, str]]]] = (
     ("Operate", (("relays", "Relays"), ("bulk", "Bulk runs"), ("audit", "Audit"))),
 )
 
-# How many seconds may lie between two loads of a page.
+# The choices of seconds between two loads of a page.
 REFRESHES = ("5", "10", "30", "60")
-# The letters that lead to a screen, behind a g.
+# The letters that lead to a screen, after a g.
 KEYS: Mapping[str, str] = {
     "overview": "o", "doctor": "h", "queues": "q", "kinds": "k", "jobs": "j", "dead": "d", "done": "f",
     "schedules": "s", "flow": "l", "batches": "b", "effects": "e", "inbox": "i", "relays": "r", "bulk": "u",
@@ -47,7 +47,7 @@ KEYS: Mapping[str, str] = {
 
 @dataclass(slots=True)
 class Page:
-    """What a request and its answer have in common."""
+    """The common things of a request and its answer."""
 
     request: Request
     session: Session
@@ -61,12 +61,12 @@ class Page:
 
     @property
     def refresh(self) -> int | None:
-        """After how many seconds the browser is to load this page anew, if one has asked for that."""
+        """The seconds after which the browser is to load this page again, if the user has chosen that."""
         given = self.request.query_params.get("refresh", "")
         return int(given) if given in REFRESHES else None
 
     def to(self, path: str) -> str:
-        """A path below the dashboard, relative to this page: so it holds behind any mount and any proxy."""
+        """A path below the dashboard, relative to this page, so that it is right under any mount and any proxy."""
         root = self.request.scope.get("root_path", "")
         inner = self.request.scope["path"].removeprefix(root)
         return relative(inner, path)
@@ -78,7 +78,7 @@ def relative(inner: str, path: str) -> str:
 
 
 class _Compiled(BytecodeCache):
-    """Templates as they were compiled: once in a process, however many dashboards it makes, as tests do."""
+    """Compiled templates: shared by all dashboards of a process, as tests make many."""
 
     def __init__(self) -> None:
         self._known: dict[str, bytes] = {}
@@ -138,9 +138,9 @@ class Renderer:
         return self._response(page, view.template, token, context)
 
     def fragments(self, inner: str, database: str, view: View, look: Look) -> dict[str, str]:
-        """The parts of a screen that are shown anew while it is open, which are the same for all users.
+        """The parts of a screen that are shown again while it is open, which are the same for all users.
 
-        By the names of their events. What has become another page, such as a job that died, is linked.
+        They are named by their events. A screen that has become another page, as of a job that died, is linked.
         """
         context = self._links(inner, database, look.now)
         template = self._environment.get_template(view.template)
@@ -157,7 +157,7 @@ class Renderer:
         return made
 
     def refusal(self, page: Page, refused: Refused, token: str) -> HTMLResponse:
-        """A page that says why there is none."""
+        """The page of a refusal, with its reason."""
         response = self._response(page, "refused.html", token, {"title": str(refused.status), "refused": refused})
         response.status_code = refused.status
         return response
@@ -191,7 +191,7 @@ class Renderer:
 
 
 def _filters() -> dict[str, Any]:
-    """Values as people read them."""
+    """The filters of templates, which write values as people read them."""
     return {
         "segment": as_segment,
         "visible": lambda value: printable(str(value)),
@@ -209,7 +209,7 @@ def _filters() -> dict[str, Any]:
 
 
 def wants_json(request: Request) -> bool:
-    """Whether a client asks for JSON rather than for a page."""
+    """Return True if a client accepts JSON rather than a page."""
     accepted = request.headers.get("accept", "")
     return "application/json" in accepted and "text/html" not in accepted
 
@@ -230,7 +230,7 @@ def _age(value: datetime, now: datetime) -> str:
 
 
 def _clock(value: datetime | str) -> str:
-    """A time as people read it, in UTC; what is no time stays what it is."""
+    """A time as people read it, in UTC; another value stays as it is."""
     if isinstance(value, str):
         try:
             return _clock(datetime.fromisoformat(value))
@@ -248,7 +248,7 @@ def _number(value: float | None, *, estimated: bool = False) -> str:
 
 
 def _short(value: UUID | str) -> str:
-    """The end of an id, which differs where its beginning is a time."""
+    """The end of an id, which identifies it: its beginning is a time."""
     return f"…{str(value)[-12:]}"
 
 

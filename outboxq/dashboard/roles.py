@@ -1,4 +1,4 @@
-"""Users of the dashboard, and what each role may do."""
+"""Users of the dashboard, and their roles."""
 
 from dataclasses import dataclass
 from enum import IntEnum
@@ -8,9 +8,9 @@ from outboxq.names import MAX_SCOPE_BYTES, check_key
 
 
 class Role(IntEnum):
-    """What a user may do; each role may do what the ones before it may.
+    """The role of a user; each one may do what the ones before it may.
 
-    READER looks. OPERATOR does what can be undone, or what jobs do anyway: pauses, retries, cancels. ADMIN does the
+    READER reads. OPERATOR does what can be undone, or what jobs do anyway: pauses, retries, cancels. ADMIN does the
     rest: discards, forgets, resolves.
     """
 
@@ -43,7 +43,7 @@ def role_named(name: str) -> Role:
     """The role of this name.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: no role has this name.
     """
     for role in Role:
         if role.label == name:

@@ -1,6 +1,6 @@
-"""What a route is: its path, its method, and the role that it needs.
+"""Routes: each has a path, a method, and the role that it needs.
 
-A function is reached by its route alone, so nothing can be done that the table of routes does not name.
+A function is reached only by its route, so nothing can be done that the table of routes does not name.
 """
 
 from collections.abc import Awaitable, Callable, Mapping
@@ -30,10 +30,10 @@ MAX_FORM_BYTES = 1_500_000
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What an action works with: transactions, and the actions of the user, which write the audit.
+    """The tools of an action: transactions, and the actions of the user, which write the audit.
 
     Attributes:
-        warn: Told, in a sentence, what could not be taken back.
+        warn: Called with a sentence that says what could not be taken back.
     """
 
     begin: "Begin"
@@ -45,13 +45,13 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """What an action did.
+    """The result of an action.
 
     Attributes:
         text: For the page that follows.
         back: That page, below the database's.
         data: For JSON.
-        to_run: What goes on behind that page.
+        to_run: The change that goes on in the background.
     """
 
     text: str
@@ -62,15 +62,15 @@ class Done:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Screen:
-    """A page about a database: reads alone, in a READ ONLY transaction.
+    """A page about a database: only reads, in a READ ONLY transaction.
 
     Attributes:
         path: Below `/{db}/`.
         takes: The dataclass of its parameters.
-        section: Which entry of the navigation it belongs to.
-        live: Whether it is shown anew while it is open.
-        method: POST for a look whose parameters are a form's.
-        examines: Whether it takes what the doctor finds, which is looked for before the transaction begins.
+        section: The entry of the navigation that it belongs to.
+        live: True if it is shown again while it is open.
+        method: POST for a page whose parameters are a form's.
+        examines: True if it needs the doctor's findings, which are made before the transaction begins.
     """
 
     path: str
@@ -94,10 +94,10 @@ class Action:
 
     Attributes:
         name: That of the audit.
-        of: The dataclass of what its path names.
+        of: The dataclass of the names in its path.
         takes: The dataclass of its fields; one called `reason` goes into the audit.
-        form: Its form, which is shown by GET, and again with what went wrong.
-        again: Instead of a form: what is shown if it goes wrong.
+        form: Its form, which is shown by GET, and again with an error.
+        again: Instead of a form: makes the page that is shown after an error.
     """
 
     path: str
@@ -124,7 +124,7 @@ class Action:
         return Screen(path=self.path, show=show, takes=self.of, needs=self.needs, section=self.section)
 
     def show_again(self, look: Look, given: Mapping[str, str]) -> View | None:
-        """What is shown if it goes wrong, to try once more."""
+        """The page that is shown after an error, to try once more."""
         if self.again is not None:
             return self.again(look, given)
         return None if self.form is None else self.screen.show(look, read_parameters(self.of, given))
@@ -137,11 +137,11 @@ class Action:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Door:
-    """What is about no single database: logging in and out, the list of databases, the files that pages load.
+    """A request about no single database: logging in or out, the list of databases, a file that pages load.
 
     Attributes:
         needs: None for strangers too.
-        form_bytes: How long a form it takes.
+        form_bytes: The longest form that it takes.
     """
 
     path: str

@@ -1,7 +1,7 @@
-"""Changes of many rows that go on behind the pages: two at a time, each in a thread or a greenlet of its own.
+"""Changes of many rows that go on in the background: two at a time, each in a thread or a greenlet of its own.
 
-Each page of a change commits with its part of the audit, so whatever ends this process, the audit says how far it came,
-and it is gone on with from there, by this dashboard, another one, or the command line.
+Each page of a change commits with its part of the audit, so if this process ends, the audit says how far it came, and
+this dashboard, another one, or the command line can go on from there.
 """
 
 import asyncio
@@ -41,21 +41,21 @@ class ToRun:
 
 
 class DashboardStopped(OutboxqError):
-    """The dashboard ends: what goes on in the background ends behind its page, and can be gone on with."""
+    """The dashboard ends: a change in the background ends after its page, and can be resumed."""
 
 
 class Runs:
-    """What goes on in this process."""
+    """The changes that go on in this process."""
 
     def __init__(self) -> None:
         self._running: dict[tuple[str, UUID], asyncio.Task[Total]] = {}
 
     def has(self, database: Database, entry: UUID) -> bool:
-        """Whether a change goes on here."""
+        """Return True if a change goes on here."""
         return (database.segment, entry) in self._running
 
     async def start(self, database: Database, wanted: ToRun) -> bool:
-        """Begin a change, and wait for its first page, but not for long; whether it is done.
+        """Begin a change, and wait for its first page, but not for long; True if that page is done.
 
         Raises:
             Refused: it goes on here already, or two others do.
@@ -105,6 +105,6 @@ async def _work(database: Database, wanted: ToRun, began: asyncio.Event) -> Tota
     try:
         return await database.run_aside(lambda way: wanted.run(way.begin_patiently, on_page))
     except asyncio.CancelledError:
-        # A thread is not cancelled: it is told behind its page.
+        # A thread is not cancelled: it ends itself after its page.
         is_over = True
         raise

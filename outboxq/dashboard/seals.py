@@ -34,7 +34,7 @@ class Seal:
         return hmac.new(self._secret, message, hashlib.sha256).hexdigest()
 
     def is_mac(self, purpose: str, text: str, given: str) -> bool:
-        """Whether this is the signature of a text, in a time that tells nothing of it."""
+        """Return True if this is the signature of a text, in a time that reveals nothing of it."""
         return hmac.compare_digest(self.mac(purpose, text).encode(), given.encode(errors="replace"))
 
     def close(self, purpose: str, value: object) -> str:
@@ -44,7 +44,7 @@ class Seal:
         return f"{text}.{self.mac(purpose, text)}"
 
     def open(self, purpose: str, sealed: str, kind: type[msgspec.Struct]) -> msgspec.Struct | None:
-        """What `close` was given; None if it is not ours."""
+        """The value that `close` was given; None if it is not ours."""
         text, _, mac = sealed.rpartition(".")
         if not text or not self.is_mac(purpose, text, mac):
             return None

@@ -1,4 +1,4 @@
-"""Names as parts of a path: readable ones as they are, all others in base64url behind a tilde."""
+"""Names as parts of a path: readable ones as they are, all others in base64url after a tilde."""
 
 import base64
 import binascii
@@ -19,7 +19,7 @@ def name_in(segment: str) -> str:
     """The name that `as_segment` was given.
 
     Raises:
-        ValueError: it is no such segment.
+        ValueError: it is not such a segment.
     """
     if not segment.startswith("~"):
         return segment
@@ -34,6 +34,6 @@ def names_in(parts: Mapping[str, object]) -> dict[str, str]:
     """The names in a path, as they are, without that of its database.
 
     Raises:
-        ValueError: one is no such segment.
+        ValueError: one is not such a segment.
     """
     return {key: name_in(str(value)) for key, value in parts.items() if key != "db"}

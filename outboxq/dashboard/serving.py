@@ -1,4 +1,4 @@
-"""Serving the dashboard by itself: who can reach its address, the link that logs in once, and the server."""
+"""Serving the dashboard by itself: its address, the link that logs in once, and the server."""
 
 import socket
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -11,12 +11,12 @@ from outboxq.dashboard.logins import TokenLogin
 from outboxq.dashboard.origins import is_loopback
 
 _BACKLOG, _GRACE_SECONDS = 128, 2
-# Those of live pages included, of which there are 500 at the most.
+# Including those of live pages, of which there are 500 at most.
 _MOST_CONNECTIONS = 1_000
 
 
 def is_open(host: str) -> bool:
-    """Whether others than this machine may reach an address."""
+    """Return True if others than this machine may reach an address."""
     return not is_loopback(host)
 
 
@@ -41,7 +41,7 @@ def listen(host: str, port: int) -> Iterator[tuple[socket.socket, str]]:
 
 
 def announced(address: str, login: object) -> str:
-    """What is said at the start: where it is, and the link that logs in."""
+    """The message at the start: the address, and the link that logs in."""
     if isinstance(login, TokenLogin) and login.link_token is not None:
         link = f"{address}/login?token={login.link_token}"
         return f"The dashboard is at {link}\nThe link logs in once, within ten minutes. Ctrl-C ends it."
@@ -53,7 +53,7 @@ class _Server(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
-        """Capture none: `serve` is told when to stop."""
+        """Capture none: `serve` stops the server."""
         yield
 
 

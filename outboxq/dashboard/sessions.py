@@ -1,7 +1,7 @@
 """Sessions: a signed cookie for each browser, to which the tokens of its forms are bound.
 
-It also says who has logged in, if the dashboard has a login of its own. Behind a login of the application it only names
-the browser.
+It also names the user, if the dashboard has a login of its own. With a login of the application it only names the
+browser.
 """
 
 import secrets
@@ -20,16 +20,16 @@ from outboxq.dashboard.seals import Seal
 
 LIFE_SECONDS = 12 * 3_600
 FLASH_SECONDS = 60
-# How many sessions that were logged out are remembered, until they would have ended by themselves.
+# The number of logged out sessions that are remembered, until they would have ended by themselves.
 _ENDED_MOST = 10_000
 
 
 class Session(msgspec.Struct, frozen=True):
-    """A browser, and who has logged in there.
+    """A browser, and the user who has logged in there.
 
     Attributes:
-        until: When it ends, in seconds since 1970.
-        mark: Made of what the login knows of the user; another one if the password is another.
+        until: The time of its end, in seconds since 1970.
+        mark: Made from the login's data of the user; it changes with the password.
     """
 
     id: str
@@ -39,7 +39,7 @@ class Session(msgspec.Struct, frozen=True):
 
 
 class Flash(msgspec.Struct, frozen=True):
-    """What an action did, to be shown on the page that follows it."""
+    """The result of an action, to be shown on the page that follows it."""
 
     text: str
     is_error: bool = False
@@ -64,7 +64,7 @@ class Sessions:
         self._ended: OrderedDict[str, float] = OrderedDict()
 
     def read(self, request: Request) -> Session | None:
-        """The session of a request, if it has one that holds."""
+        """The session of a request, if it has a valid one."""
         sealed = request.cookies.get(self.cookie)
         found = None if sealed is None else self._seal.open(self.purpose, sealed, Session)
         if not isinstance(found, Session) or found.until < time.time() or found.id in self._ended:
@@ -82,7 +82,7 @@ class Sessions:
         return msgspec.structs.replace(self.new(), user=user.name, mark=mark)
 
     def user_of(self, login: Login, session: Session) -> User | None:
-        """Who has logged in, with the role of today; None if the login does not know that user any more."""
+        """The user who has logged in, with the current role; None if the login does not know that user any more."""
         found = None if session.user is None else login.find(session.user)
         if found is None or not secrets.compare_digest(self._mark(*found), session.mark):
             return None
@@ -92,7 +92,7 @@ class Sessions:
         return self._seal.mac("login", f"{user.name}\n{secret}")[:32]
 
     def end(self, session: Session) -> None:
-        """Forget a session in this process, whatever still has its cookie."""
+        """Forget a session in this process, also if its cookie still exists."""
         now = time.time()
         self._ended[session.id] = session.until
         while self._ended and (len(self._ended) > _ENDED_MOST or next(iter(self._ended.values())) < now):
@@ -107,7 +107,7 @@ class Sessions:
         self._set(request, response, self.cookie, "", 0)
 
     def write_flash(self, request: Request, response: Response, flash: Flash) -> None:
-        """Have a message shown on the next page of this browser."""
+        """Show a message on the next page of this browser."""
         self._set(request, response, self._flash_cookie, self._seal.close("flash", flash), FLASH_SECONDS)
 
     def read_flash(self, request: Request) -> Flash | None:
@@ -117,19 +117,19 @@ class Sessions:
         return found if isinstance(found, Flash) else None
 
     def erase_flash(self, request: Request, response: Response) -> None:
-        """The message was shown."""
+        """Remove the message after it was shown."""
         self._set(request, response, self._flash_cookie, "", 0)
 
     def token(self, session: Session, user: User | None) -> str:
-        """What the forms of this session send along."""
+        """The token that the forms of this session send along."""
         return self._seal.mac("csrf", _bound(session, user))
 
     def is_token(self, session: Session, user: User | None, given: str) -> bool:
-        """Whether a form is one of this session's."""
+        """Return True if a form is one of this session's."""
         return self._seal.is_mac("csrf", _bound(session, user), given)
 
     def _is_secure(self, request: Request) -> bool:
-        """Whether the browser speaks TLS, with us or with the proxy in front."""
+        """Return True if the browser speaks TLS, with us or with the proxy in front."""
         if request.url.scheme == "https" or f"https://{request.headers.get('host', '')}" in self._origins:
             return True
         # A proxy may send another host than browsers do.

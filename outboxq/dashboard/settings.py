@@ -50,18 +50,19 @@ Links: TypeAlias = Callable[[JobRef], Sequence[Link]]
 
 
 class Options(TypedDict, total=False):
-    """What `create_app` takes by name, each with a value of its own without it.
+    """The options of `create_app`, each with a default.
 
     Attributes:
         schema: That of the tables.
         title: In the corner of each page.
-        environment: Shown on every page; in `production` what changes many things is confirmed by typing.
-        payloads: Hide what looks secret (`redacted`), all of arguments, headers, results and error texts, or nothing.
+        environment: Shown on every page; in `production` changes of many things are confirmed by typing.
+        payloads: Hide values of secret keys (`redacted`), all of arguments, headers, results and error texts, or
+            nothing.
         redact: Called with a kind and its arguments; returns what may be seen of them.
         links: Called with the job of a page; returns links to other systems.
-        hosts: Names that the Host header may have; without it, any: then the application around it checks.
-        origins: Where browsers see it, such as `https://ops.example.com`, if a proxy changes the scheme or the host.
-        live_seconds: How often pages that are open are made anew, 2 to 60.
+        hosts: Names that the Host header may have; without it, any, and the application around it has to check.
+        origins: Its origins in browsers, such as `https://ops.example.com`, if a proxy changes the scheme or the host.
+        live_seconds: The interval in which open pages are made again, 2 to 60.
     """
 
     schema: str
@@ -77,10 +78,10 @@ class Options(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """What `create_app` takes beside its engines and its way of logging in.
+    """The settings of `create_app` other than its engines and its way of logging in.
 
     Raises:
-        ConfigError: a value that none can be.
+        ConfigError: an invalid value.
     """
 
     schema: str = "outboxq"
@@ -103,10 +104,10 @@ class Settings:
 
     @classmethod
     def of(cls, options: Options) -> "Settings":
-        """The settings that options say.
+        """The settings that options give.
 
         Raises:
-            ConfigError: a value that none can be.
+            ConfigError: an invalid value.
         """
         hosts = options.get("hosts")
         return cls(
@@ -131,5 +132,5 @@ class Settings:
 
     @property
     def is_production(self) -> bool:
-        """Whether mistakes are dear here: what changes many things is confirmed by typing."""
+        """Return True if mistakes are dear here: changes of many things are confirmed by typing."""
         return (self.environment or "").lower() in ("production", "prod", "live")

@@ -1,6 +1,6 @@
-"""The files that pages load: ours, and those of other projects, whose versions and hashes stand in vendor.toml.
+"""The files that pages load: ours, and those of other projects, whose versions and hashes are in vendor.toml.
 
-The path of each has a part of its hash, so that a browser keeps it for good, and loads it anew after an upgrade.
+The path of each has a part of its hash, so that a browser keeps it for good, and loads it again after an upgrade.
 """
 
 import hashlib
@@ -25,7 +25,7 @@ def static_bytes(name: str) -> bytes:
     """A file that pages may load.
 
     Raises:
-        KeyError: there is none of this name.
+        KeyError: no file has this name.
     """
     if name not in NAMES:
         raise KeyError(name)

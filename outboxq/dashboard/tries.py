@@ -42,7 +42,7 @@ class Tries:
                 self._limiter = CapacityLimiter(1)
             user = await anyio.to_thread.run_sync(login.log_in, name, password, limiter=self._limiter)
             if user is None:
-                # Without the name: some type their password there.
+                # Without the name: some users type their password there.
                 delay = self._count_failure()
                 logger.warning("a login failed: address=%s failures_in_a_minute=%d", address, len(self._failed_at))
                 await anyio.sleep(delay)

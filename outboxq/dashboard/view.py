@@ -1,4 +1,4 @@
-"""What a screen works on, and what it returns: the same data for a page and for JSON."""
+"""The input of a screen, and its result: the same data for a page and for JSON."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, is_dataclass, replace
@@ -22,10 +22,10 @@ _PAGE_SECONDS = 6.0
 
 
 class Look:
-    """One look at a database, in a READ ONLY transaction.
+    """One read of a database, in a READ ONLY transaction.
 
     Args:
-        caller: Who looks; None for what all see who follow a page.
+        caller: The user; None for a page that many follow.
     """
 
     def __init__(self, connection: Connection, way: Way, desk: Desk, caller: Caller | None = None) -> None:
@@ -40,7 +40,7 @@ class Look:
         moment = read_moment(connection)
         self.now = moment.now
         self.standby_delay_seconds = moment.standby_delay_seconds
-        # Everyone is a reader there, unless changes go to another server.
+        # All users are readers there, unless changes go to another server.
         self.is_read_only = moment.is_read_only and way.replica is None
         self.sections = Sections(connection, settings=BY_INDEX, seconds=_PAGE_SECONDS)
 
@@ -56,12 +56,12 @@ class Look:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """What a screen shows.
+    """The contents of a screen.
 
     Attributes:
         data: By the names that the command line's --json has. The template has them too.
         extra: For the template alone.
-        later: Returns more of that; called when the transaction is over, for what takes long and needs no database.
+        later: Returns more of that; called after the transaction, for work that takes long and needs no database.
         title: Of the page.
     """
 
@@ -73,7 +73,7 @@ class View:
 
     @property
     def whole(self) -> "View":
-        """The same with what came later."""
+        """The view with what `later` returns."""
         return self if self.later is None else replace(self, extra={**self.extra, **self.later()}, later=None)
 
 
@@ -99,7 +99,7 @@ def flat(detail: object, **documents: Document | None) -> dict[str, object]:
 
 def as_json(data: Mapping[str, object]) -> bytes:
     """The JSON of a view: its documents as they are."""
-    # By hand: msgspec knows dataclasses, and asks no hook about them.
+    # By hand: msgspec knows dataclasses, and calls no hook for them.
     whole = {
         name: msgspec.Raw(value.raw.encode()) if isinstance(value, Document) else value for name, value in data.items()
     }

@@ -1,1 +1,1 @@
-"""What each action of the dashboard does."""
+"""The actions of the dashboard."""

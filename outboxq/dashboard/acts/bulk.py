@@ -1,4 +1,4 @@
-"""What is done to many rows: a preview is applied, and what goes on is stopped, or gone on with."""
+"""Actions on many rows: apply a preview, stop a change, or resume one."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -28,7 +28,7 @@ class Apply:
     """A preview, as its page has it.
 
     Attributes:
-        typed: What confirms it, if it has to be confirmed.
+        typed: The text that confirms it, if it has to be confirmed.
     """
 
     intent: Annotated[str, Meta(max_length=20_000)]
@@ -58,7 +58,7 @@ RESUME = Form(
 
 
 def apply_preview(work: Work, asked: Apply) -> Done:
-    """Begin what a preview has shown."""
+    """Begin the change that a preview has shown."""
     intent = work.desk.intents.open(asked.intent, work.caller)
     _check(work, intent, asked.typed)
     back = f"audit/{intent.entry}"
@@ -88,7 +88,7 @@ def stop_run(work: Work, asked: ReasonedEntry) -> Done:
 
 
 def resume_run(work: Work, asked: ReasonedEntry) -> Done:
-    """Go on with a change behind its last page."""
+    """Go on with a change after its last page."""
     with work.begin() as connection:
         detail = show_audit(connection, asked.entry)
     _bulk(detail)
@@ -114,7 +114,7 @@ def _resume(work: Work, entry: UUID, begin: Begin, on_page: OnPage) -> Total:
 
 
 def _most_of(work: Work) -> int | None:
-    """How many rows the user may change at once."""
+    """The number of rows that the user may change at once."""
     return None if work.caller.user.role >= Role.ADMIN else MAX_COUNT
 
 

@@ -1,4 +1,4 @@
-"""What is done to one dead letter."""
+"""Actions on one dead letter."""
 
 from dataclasses import dataclass, replace
 from uuid import UUID
@@ -71,7 +71,7 @@ def retry_dead(work: Work, asked: ReasonedJob) -> Done:
 
 
 def retry_dead_with(work: Work, asked: RetryWith) -> Done:
-    """The same, with other arguments, which its handler is asked about if it is known."""
+    """Make a dead letter a job with other arguments, which are checked against its handler if that is known."""
     check = checked_args(asked.args, work.desk.kinds, unchecked=asked.unchecked)
     total = work.actions.run(work.begin, RetryDead(_only(asked.job_id), asked.args), check=check)
     return _retried(total, asked.job_id)

@@ -26,10 +26,10 @@ UNCHECKED = Field(
 
 
 def checked_args(args: str, kinds: KnownKinds, *, unchecked: bool) -> "CheckArgs | None":
-    """What checks arguments against the handler of a kind; None if there is no registry, and that was confirmed.
+    """The function that checks arguments against the handler of a kind; None without a registry, if that was confirmed.
 
     Raises:
-        Refused: they are no JSON object, or it was not confirmed that nothing checks them.
+        Refused: they are not a JSON object, or it was not confirmed that nothing checks them.
     """
     try:
         msgspec.json.decode(args.encode(), type=dict[str, msgspec.Raw])
@@ -43,14 +43,14 @@ def checked_args(args: str, kinds: KnownKinds, *, unchecked: bool) -> "CheckArgs
 
 
 def args_notes(kinds: KnownKinds, kind: str) -> tuple[str, ...]:
-    """What is to be known before a job of a kind is given arguments."""
+    """The notes to read before a job of a kind is given arguments."""
     if kinds.lacks(kind):
         return (str(UnknownKind(kind, kinds.names)),)
     return ()
 
 
 def args_to_edit(look: Look, document: Document, stored: str) -> str:
-    """Arguments to begin with; none if some of them are not shown, which would be written back as they are shown."""
+    """The initial arguments of a form; none if some are hidden, as their masks would be written back."""
     shown = look.payloads.mode == "shown" and look.payloads.redact is None
     is_whole = shown or document.raw == stored
     return document.pretty if is_whole and document.why is None else ""
@@ -60,7 +60,7 @@ def moment_in(text: str) -> datetime:
     """A time in ISO 8601, in UTC without an offset.
 
     Raises:
-        Refused: it is none.
+        Refused: it is not a time.
     """
     try:
         found = datetime.fromisoformat(text.strip())

@@ -1,4 +1,4 @@
-"""What is done to one job that waits or runs, and to one that is finished."""
+"""Actions on one job that waits or runs, and on a finished one."""
 
 from dataclasses import dataclass, replace
 from typing import Annotated, Literal
@@ -23,7 +23,7 @@ from outboxq.outbox.options import MAX_PRIORITY
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CancelJob(ReasonedJob):
-    """What is to be left of a job that is cancelled."""
+    """The outcome that a cancelled job is to have."""
 
     outcome: Literal["discard", "dead"] = "discard"
 
@@ -81,7 +81,7 @@ def about_args(look: Look, asked: OfJob) -> About:
 
 
 def about_running(look: Look, asked: OfJob) -> About:
-    """The job of a form, and which others share its transaction."""
+    """The job of a form, and the others that share its transaction."""
     job = show_job(look.connection, asked.job_id).job
     others = look.at("the other jobs of its transaction", lambda c: cancellation.count_sharing(c, job.id))
     notes = ["It may be done by the time that this is sent: then nothing is ended."]
@@ -173,7 +173,7 @@ RUN_AGAIN = Form(
 
 
 def cancel_job(work: Work, asked: CancelJob) -> Done:
-    """Cancel a job, or ask its relay for it."""
+    """Cancel a job, or request that from its relay."""
     total = _request(work, asked)
     back = f"jobs/{asked.job_id}"
     if total.requested:
@@ -200,7 +200,7 @@ def terminate_job(work: Work, asked: CancelJob) -> Done:
 
 
 def run_now(work: Work, asked: ReasonedJob) -> Done:
-    """Let a job run as soon as a relay is free."""
+    """Make a job run as soon as a relay is free."""
     return _change(work, asked.job_id, JobChange(run_now=True), "It runs as soon as a relay is free.")
 
 
@@ -216,7 +216,7 @@ def change_time(work: Work, asked: NewTime) -> Done:
 
 
 def change_args(work: Work, asked: NewArguments) -> Done:
-    """Give a job other arguments, which its handler is asked about if it is known."""
+    """Give a job other arguments, which are checked against its handler if that is known."""
     check = checked_args(asked.args, work.desk.kinds, unchecked=asked.unchecked)
     wanted = ChangeJobs(JobFilter(ids=(asked.job_id,)), JobChange(args=asked.args))
     total = work.actions.run(work.begin, wanted, check=check)

@@ -1,4 +1,4 @@
-"""What is done to what is remembered: calls to the outside are settled, and messages forgotten."""
+"""Actions on what is remembered: settle calls to the outside, and forget messages."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -16,7 +16,7 @@ from outboxq.errors import MessageNotFound
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Resolve(OfEffect):
-    """What became of a call."""
+    """The outcome of a call."""
 
     verdict: Literal["applied", "not-applied"]
     result: Document | None = None

@@ -1,4 +1,4 @@
-"""What is done to queues and kinds: pauses, limits, and how long dead letters are kept."""
+"""Actions on queues and kinds: pauses, limits, and how long dead letters are kept."""
 
 from dataclasses import dataclass, replace
 from typing import Annotated
@@ -56,7 +56,7 @@ class SetLimits(ChangeQueue):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KeepDead(ChangeQueue):
-    """How long a queue keeps its dead letters, such as 30d; None as the application declares."""
+    """The time that a queue keeps its dead letters, such as 30d; None as the application declares."""
 
     keep_dead: Annotated[str, Meta(max_length=20)] | None = None
 
@@ -179,7 +179,7 @@ def set_limits(work: Work, asked: SetLimits) -> Done:
 
 
 def keep_dead(work: Work, asked: KeepDead) -> Done:
-    """Set how long a queue keeps its dead letters, or have it keep them as the application declares."""
+    """Set how long a queue keeps its dead letters; without a time, as the application declares."""
     seconds = None if asked.keep_dead is None else parse_keep(asked.keep_dead.strip())
     with work.begin() as connection:
         changed = work.actions.keep_dead(connection, [asked.queue], seconds)
@@ -196,10 +196,10 @@ def pause_kind(work: Work, asked: ChangeKind) -> Done:
 
 
 def resume_kind(work: Work, asked: ChangeKind) -> Done:
-    """Resume a kind of a queue, and let the jobs run that were put off."""
+    """Resume a kind of a queue, and run the jobs that were put off."""
     with work.begin() as connection:
         changed = work.actions.resume_kinds(connection, asked.queue, [asked.kind])
-    # Committed by now: relays that hear of the resumption do not put them off again.
+    # Committed by now: relays that have received the resumption do not put them off again.
     brought = _bring_back(work, asked)
     said = "runs again" if changed else "was not paused"
     return Done(

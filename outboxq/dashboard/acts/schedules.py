@@ -1,4 +1,4 @@
-"""What is done to schedules."""
+"""Actions on schedules."""
 
 from outboxq.admin.schedules import show_schedule
 from outboxq.dashboard.errors import Refused

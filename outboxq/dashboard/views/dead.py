@@ -1,4 +1,4 @@
-"""Dead letters: grouped by what they died of, listed, and one of them."""
+"""Dead letters: grouped by their cause, listed, and one of them."""
 
 from dataclasses import dataclass, replace
 from uuid import UUID
@@ -21,7 +21,7 @@ from outboxq.errors import ArgumentError, JobNotFound
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AskedDead(Paged):
-    """Which dead letters are wanted.
+    """The parameters of the list of dead letters.
 
     Attributes:
         error: The type of the last error, as the groups have it.

@@ -12,7 +12,7 @@ from outboxq.dashboard.views.jobs import done_view
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AskedDone(Paged):
-    """Which finished jobs are wanted."""
+    """The parameters of the list of finished jobs."""
 
     queue: Name | None = None
     kind: Name | None = None

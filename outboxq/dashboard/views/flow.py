@@ -1,4 +1,4 @@
-"""What decides when jobs run: schedules, limits of queues, groups, batches."""
+"""Schedules, limits of queues, groups and batches, which decide when jobs run."""
 
 from dataclasses import dataclass
 from datetime import datetime
@@ -19,7 +19,7 @@ _MOST_SCHEDULES, _MOST_BATCHES, _FIRES = 500, 50, 3
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AskedSchedules:
-    """Which schedules are wanted."""
+    """The parameters of the list of schedules."""
 
     queue: Name | None = None
     kind: Name | None = None
@@ -47,7 +47,7 @@ def show_schedules(look: Look, asked: AskedSchedules) -> View:
 
 
 def show_one_schedule(look: Look, asked: OfSchedule) -> View:
-    """One schedule with its job, and when it is due."""
+    """One schedule with its job and its next times."""
     detail = show_schedule(look.connection, asked.name)
     kind = detail.schedule.kind
     documents = {
@@ -69,7 +69,7 @@ def _fires_after(schedule: Schedule) -> list[datetime]:
 
 
 def zone_is_known(cron: str, time_zone: str) -> bool:
-    """Whether this machine can read a schedule."""
+    """Return True if this machine can read a schedule."""
     try:
         Cron(cron, time_zone)
     except ArgumentError:
@@ -78,7 +78,7 @@ def zone_is_known(cron: str, time_zone: str) -> bool:
 
 
 def show_flow(look: Look, asked: Nothing) -> View:  # noqa: ARG001  # as every screen has it
-    """Limits of queues, groups that are held up, and what is paused."""
+    """Limits of queues, groups that are held up, and paused queues and kinds."""
     queues = look.at("the queues", list_queues) or []
     data = {
         "limits": look.at("the limits", list_limits) or [],

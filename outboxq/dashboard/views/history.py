@@ -50,6 +50,6 @@ def series_in(rows: list[HistoryRow], now: datetime, span: Span) -> dict[str, li
 
 
 def failed(row: HistoryRow) -> float:
-    """Which part of the attempts failed."""
+    """The part of the attempts that failed."""
     attempts = row.done + row.retried + row.died + row.discarded
     return (row.retried + row.died) / attempts if attempts else 0.0

@@ -1,4 +1,4 @@
-"""Jobs that wait or run: the list, and one job with why it does not run and what has become of it so far."""
+"""Jobs that wait or run: the list, and one job with the reasons why it does not run and its history."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ STATES = ("ready", "grouped", "running", "scheduled", "due", "leased", "orphaned
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AskedJobs(Paged):
-    """Which jobs are wanted.
+    """The parameters of the list of jobs.
 
     Attributes:
         q: A value in the arguments, such as `order_id:7`.
@@ -68,7 +68,7 @@ def _find(
     asked: AskedJobs,
     args_bytes: int,
 ) -> Found[tuple[WaitingJob, str | None]]:
-    """The jobs that match by what may be seen of them: else a search would tell what is hidden."""
+    """The jobs that match by what may be seen of them: else a search would reveal what is hidden."""
 
     def find(before: UUID | None) -> Found[tuple[WaitingJob, str | None]]:
         return find_jobs(connection, wanted, contains=contains, args_bytes=args_bytes, before=before, limit=asked.limit)
@@ -84,7 +84,7 @@ def _find(
 
 
 def show_one_job(look: Look, asked: OfJob) -> View:
-    """One job, wherever it is now: waiting or running, dead, finished, or not there."""
+    """One job in its present state: waiting or running, dead, finished, or not there."""
     explanation = look.at("why", lambda c: explain_job(c, asked.job_id))
     try:
         detail = look.at("the job", lambda c: show_job(c, asked.job_id))
@@ -149,7 +149,7 @@ def done_view(look: Look, detail: FinishedDetail, explanation: Explanation | Non
 
 
 def _now_of(job: WaitingJob, relays: Sequence[RelaySummary]) -> list[Step]:
-    """Where a job is now."""
+    """The present state of a job, as a step."""
     running = next((each for relay in relays for each in relay.running if each.id == job.id), None)
     relay = next((each for each in relays if running is not None and running in each.running), None)
     if job.state in ("running", "leased"):
@@ -199,12 +199,12 @@ def _cell(found: object) -> str:
     try:
         return (found if isinstance(found, str) else write_tree(found))[:_MAX_CELL_CHARACTERS]
     except (TypeError, ValueError):
-        # What the application's hook returned.
+        # The application's hook returned it.
         return ""
 
 
 def _counts(look: Look, queue: str | None) -> dict[str, tuple[int, bool]]:
-    """How many jobs are in each state, and whether that is an estimate."""
+    """The number of jobs in each state, and True if it is an estimate."""
     stats = look.at("the counts", collect_stats)
     if stats is None:
         return {}

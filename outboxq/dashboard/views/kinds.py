@@ -1,4 +1,4 @@
-"""Kinds: what becomes of the jobs of each, and which relays know it."""
+"""Kinds: the outcomes of the jobs of each, and the relays that know it."""
 
 from dataclasses import dataclass
 
@@ -17,7 +17,7 @@ from outboxq.dashboard.views.seen import seen_dead, seen_groups, seen_relays
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AskedKinds:
-    """How far back."""
+    """The parameters of the list of kinds."""
 
     period: Period = "1h"
 

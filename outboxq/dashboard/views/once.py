@@ -1,4 +1,4 @@
-"""What is remembered so that nothing happens twice: calls to the outside, and messages that were accepted."""
+"""Records that keep things from happening twice: calls to the outside, and messages that were accepted."""
 
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -15,7 +15,7 @@ STATUSES = ("unknown", "started", "retryable", "done", "failed")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AskedEffects:
-    """Which calls are wanted; a page begins behind a scope and a key."""
+    """The parameters of the list of calls; a page begins after a scope and a key."""
 
     scope: Scope | None = None
     status: Literal["started", "retryable", "done", "unknown", "failed"] | None = None
@@ -26,7 +26,7 @@ class AskedEffects:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AskedMessages:
-    """Which messages are wanted."""
+    """The parameters of the list of messages."""
 
     consumer: Scope | None = None
     message_id: Key | None = None
@@ -59,7 +59,7 @@ def show_one_effect(look: Look, asked: OfEffect) -> View:
     data = flat(detail, result=result)
     data["error"] = payloads.text(detail.effect.error, payloads.secrets_of(detail.result))
     if payloads.mode != "shown":
-        # Guesses at what the call was given could be compared with it.
+        # Guesses at the call's arguments could be compared with it.
         data["fingerprint"] = None
     return View("effect.html", "Effect", data)
 

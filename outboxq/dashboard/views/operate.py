@@ -1,4 +1,4 @@
-"""Relays, the doctor, and what operators did."""
+"""Relays, the doctor, and the audit of operators' actions."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -13,14 +13,14 @@ from outboxq.dashboard.payloads import Document, withheld
 from outboxq.dashboard.view import Look, View, flat
 from outboxq.dashboard.views.seen import seen_relays
 
-# How many of the jobs that run longest are asked what blocks them.
+# The number of longest-running jobs that are checked for what blocks them.
 _EXPLAINED = 10
 _MOST_RELAYS = 200
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AskedAudit(Paged):
-    """Which actions are wanted. `action`: its name, or what stands before its dot."""
+    """The parameters of the list of actions. `action`: its name, or the part before its dot."""
 
     actor: Scope | None = None
     action: Name | None = None
@@ -40,17 +40,17 @@ def show_relays(look: Look, asked: Nothing) -> View:  # noqa: ARG001  # as every
 
 
 def show_doctor(look: Look, asked: Nothing) -> View:  # noqa: ARG001  # as every screen has it
-    """What keeps jobs from running, or will, and what to do about it."""
+    """The doctor's findings: what keeps jobs from running, or will, and what to do about it."""
     return View("doctor.html", "Doctor", {"findings": look.findings or ()})
 
 
 def show_entries(look: Look, asked: AskedAudit) -> View:
-    """What operators did, the latest first."""
+    """The actions of operators, the latest first."""
     return _entries(look, asked, only_bulk=False)
 
 
 def show_bulk_runs(look: Look, asked: AskedAudit) -> View:
-    """What operators did to many rows, the latest first."""
+    """The actions of operators on many rows, the latest first."""
     return _entries(look, asked, only_bulk=True)
 
 
@@ -63,7 +63,7 @@ def show_entry(look: Look, asked: OfEntry) -> View:
 
 
 def state_of(entry: AuditEntry) -> str:
-    """How an action stands: `done`, `stopped`, `failed`, or `open` if it goes on or was cut off."""
+    """The state of an action: `done`, `stopped`, `failed`, or `open` if it goes on or was cut off."""
     if entry.finished_at is not None:
         return "done"
     if entry.stopped_at is not None:
@@ -84,7 +84,7 @@ def _entries(look: Look, asked: AskedAudit, *, only_bulk: bool) -> View:
 
 
 def _filter(look: Look, text: str | None) -> Document | None:
-    """Which rows were meant; what dead letters were searched for may be a part of the text of an error."""
+    """The filter of an action; a text searched in dead letters may be a part of an error's text."""
     try:
         tree = None if text is None else read_tree(text)
     except TooDeep as error:
@@ -100,7 +100,7 @@ def _filter(look: Look, text: str | None) -> Document | None:
 
 
 def _document(text: str | None) -> Document | None:
-    """What the audit holds is no payload, but for texts that dead letters were searched for."""
+    """A text of the audit, which is not a payload, except for texts searched in dead letters."""
     if text is None:
         return None
     try:

@@ -1,4 +1,4 @@
-"""The overview: how everything stands, and what waits for an operator."""
+"""The overview: the state of everything, and what waits for an operator."""
 
 from dataclasses import asdict, fields
 from datetime import datetime, timedelta

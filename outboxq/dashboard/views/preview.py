@@ -1,4 +1,4 @@
-"""What a change of many rows would do: a look, whose result is signed, so that it can be done as it was shown."""
+"""The preview of a change of many rows: its result is signed, so that it can be done as it was shown."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -36,21 +36,21 @@ What: TypeAlias = Literal[
 ]
 State: TypeAlias = Literal["ready", "grouped", "running", "scheduled", "due", "leased", "orphaned", "suspect"]
 
-# Whoever asks waits for the count, and it locks nothing.
+# The user waits for the count, and it locks nothing.
 _PATIENTLY = "SET LOCAL statement_timeout = '10s'"
 _COUNT_SECONDS = 10.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AskedPreview:
-    """Which rows are meant, and what is to become of them.
+    """The parameters of a preview: the rows, and the change of them.
 
     Attributes:
         of: `selected` means the rows whose ids are given, `all` those that match the filter; without it, the ids if
             there are some.
         id: The rows that are selected, up to a page of them.
         contains: Any part of the reason of dead letters.
-        outcome: What is left of jobs that are cancelled.
+        outcome: The outcome of cancelled jobs.
     """
 
     what: What
@@ -68,21 +68,21 @@ class AskedPreview:
 
     @property
     def is_selection(self) -> bool:
-        """Whether rows are meant that were selected, and no filter."""
+        """Return True if selected rows are meant, and no filter."""
         return self.of == "selected" or (self.of is None and bool(self.id))
 
     @property
     def is_filter(self) -> bool:
-        """Whether a filter is given."""
+        """Return True if a filter is given."""
         return any((self.queue, self.kind, self.error, self.contains, self.state, self.group))
 
 
 def show_preview(look: Look, asked: AskedPreview) -> View:
-    """How many rows would be changed, some of them, and the form that does it."""
+    """The number of rows that would be changed, some of them, and the form that does it."""
     if asked.is_selection:
         _check_selection(asked)
     elif asked.contains is not None and look.payloads.mode != "shown":
-        # The number of rows would tell what is hidden in their reasons.
+        # The number of rows would reveal what is hidden in their reasons.
         raise ArgumentError(
             "parts of reasons are hidden here: a change of many rows takes a kind, a queue or the type of an error"
         )
@@ -92,13 +92,13 @@ def show_preview(look: Look, asked: AskedPreview) -> View:
 def _check_selection(asked: AskedPreview) -> None:
     if not asked.id:
         raise Refused(400, "No row is selected. Go back, and select the rows that are meant.")
-    # A list sends the filter that it was read by, and says which of the two is meant; a program may not know.
+    # A list sends its filter too, and says which of the two is meant; a program may not know.
     if asked.of is None and asked.is_filter:
         raise Refused(400, "Rows are meant by their ids, or by a filter: give of=selected, or of=all.")
 
 
 def show_preview_again(look: Look, given: Mapping[str, str]) -> View:
-    """The same as it is now, for a form that was not taken."""
+    """Preview the change again as it is now, for a form that was refused."""
     assert look.caller is not None
     return _show(look, look.desk.intents.open(given.get("intent", ""), look.caller).action)
 

@@ -35,7 +35,7 @@ def show_queues(look: Look, asked: Nothing) -> View:  # noqa: ARG001  # as every
 
 
 def show_queue(look: Look, asked: AskedQueue) -> View:
-    """One queue: why it runs or not, what becomes of its jobs, and what is to run next."""
+    """One queue: the reasons why it does not run, the outcomes of its jobs, and its next jobs."""
     name, span = asked.queue, span_of(asked.period)
     snapshot = take_snapshot(look.connection, queue=name)
     look.sections.refused += snapshot.not_known

@@ -1,4 +1,4 @@
-"""What other parts of outboxq say of jobs, without what must not be seen: their words may repeat an error or a note."""
+"""Texts of other parts of outboxq about jobs, without secrets: they may repeat an error or a note."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -15,7 +15,7 @@ from outboxq.dashboard.view import Look
 
 
 def secrets_by_id(look: Look, of: Listed, ids: Iterable[UUID]) -> Mapping[UUID, Sequence[str]]:
-    """What is hidden of the arguments and headers of jobs, whose texts may repeat it; of long ones it is not known."""
+    """The hidden values of the arguments and headers of jobs, whose texts may repeat them; not known of long ones."""
     wanted = list(ids)
     if look.payloads.mode != "redacted" or not wanted:
         return {}
@@ -24,7 +24,7 @@ def secrets_by_id(look: Look, of: Listed, ids: Iterable[UUID]) -> Mapping[UUID, 
 
 
 def seen_note(look: Look, job_id: UUID, note: str | None, secrets: Mapping[UUID, Sequence[str]]) -> str | None:
-    """The note of a job; masked if it is not known what is hidden of the job."""
+    """The note of a job; masked if the hidden values of the job are not known."""
     if note is None or look.payloads.mode != "redacted" or job_id in secrets:
         return look.payloads.text(note, secrets.get(job_id, ()))
     return MASK
@@ -66,7 +66,7 @@ def seen_explanation(
     """An explanation: two of its reasons repeat the text of an error.
 
     Args:
-        secrets: What is hidden of the job; None if that is not known, and then that text is left out.
+        secrets: The hidden values of the job; None if they are not known, and then that text is left out.
     """
     if explanation is None:
         return None

@@ -1,4 +1,4 @@
-"""What has become of a job, moment by moment."""
+"""The history of a job, moment by moment."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ class Step:
 
 
 def timeline(created_at: datetime, attempts: Sequence[StoredAttempt], ends: Sequence[Step]) -> list[Step]:
-    """What has become of a job, the first thing first."""
+    """The history of a job, the oldest step first."""
     steps = [Step(created_at, "added")]
     for each in attempts:
         where = each.where[0] if each.where else None

@@ -101,9 +101,9 @@ class AuditDetail:
 
     Attributes:
         position: The last row that a change of many rows has read.
-        resumed: How often it was gone on with.
-        filter: Which rows were meant.
-        change: What was to become of them; instead of arguments it says that they are not kept.
+        resumed: The number of times that it was resumed.
+        filter: The rows that were meant.
+        change: The change of them; instead of arguments it says that they are not kept.
     """
 
     entry: AuditEntry
@@ -237,8 +237,8 @@ def show_audit(connection: Connection, entry: UUID) -> AuditDetail:
 def prune(begin: Begin, journal: Journal, age: timedelta) -> int:
     """Delete the rows that are older, a page of 1,000 in a transaction; the number of them.
 
-    Rows of changes that have not ended stay, because these can be gone on with. It has a row of its own, in which each
-    page is counted.
+    Rows of changes that have not ended stay, because these can be resumed. It has a row of its own, in which each page
+    is counted.
     """
     with begin() as connection:
         before = database_clock(connection) - age

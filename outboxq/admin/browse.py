@@ -1,4 +1,4 @@
-"""Pages for people who look through jobs, dead letters and records: newest first, each in a bounded time.
+"""Pages of lists of jobs, dead letters and records for people: newest first, each in a bounded time.
 
 A page is searched among the next 50,000 rows: a filter that matches little does not read a whole table. Every function
 is one query or two in the caller's transaction, and locks nothing.
@@ -96,7 +96,7 @@ def read_moment(connection: Connection) -> Moment:
 
 
 def read_wanted(text: str) -> Wanted:
-    """A search such as `order_id:7` or `customer.id:"7"`; a word is also looked for as a number, or true or false.
+    """A search such as `order_id:7` or `customer.id:"7"`; a word is also searched as a number, or true or false.
 
     Raises:
         ArgumentError: it has no colon, or no name before it.

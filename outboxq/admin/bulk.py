@@ -72,7 +72,7 @@ class Total:
         refused: Rows that cannot be changed so.
         key_taken: Dead letters whose unique key a living job has.
         not_found: Ids that are not there.
-        requested: Changed rows whose jobs run, and that their relays were asked to end.
+        requested: Changed rows whose jobs run, and whose end was requested from their relays.
         is_stopped: An operator has stopped it before its end.
         entry: The row of the audit; None if none is written.
     """
@@ -131,7 +131,7 @@ class BulkRun:
         begin: Begins a transaction; called for each page, and for each search for the next one.
         action: As a preview has it, so that nothing newer is touched.
         expected: How many rows the preview has counted.
-        follows: The row of the audit of an action that was begun before, to be gone on with.
+        follows: The row of the audit of an action that was begun before, to be resumed.
         entry: The id of its row in the audit, if that was chosen before: an action begins once by it.
         most: How many rows it may change, those from before it was taken over included; None for all.
     """

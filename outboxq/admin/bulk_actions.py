@@ -145,7 +145,7 @@ class CancelRunning(_OfJobs):
     args: ClassVar[None] = None
 
     def run(self, connection: Connection, ids: Sequence[UUID]) -> Page:
-        """Cancel these, or ask for it."""
+        """Cancel these, or request it from their relays."""
         done = cancellation.cancel_running(connection, ids, self.outcome)
         return Page(changed=(*done.cancelled, *done.requested), held=(), requested=done.requested)
 

@@ -1,4 +1,4 @@
-"""Cancel jobs that run, for operators: ask for it, see what became of it, and end the backend of one by force.
+"""Cancel running jobs, for operators: request it, follow the request, and end the backend of a job by force.
 
 Every function reads or changes in the caller's transaction; a request takes effect when that is committed.
 """
@@ -42,7 +42,7 @@ def progress(connection: Connection, ids: Sequence[UUID]) -> dict[UUID, str]:
 
 
 def end_returned(connection: Connection, ids: Sequence[UUID], outcome: CancelOutcome) -> tuple[UUID, ...]:
-    """End jobs whose cancellation was asked for and that wait now, without waiting for their next claim."""
+    """End jobs whose cancellation was requested and that wait now, without waiting for their next claim."""
     return tuple(end_waiting(connection, ids, outcome, asked=True))
 
 

@@ -23,7 +23,7 @@ from outboxq.statements.effect_admin import EffectFilter as EffectFilter
 from outboxq.statements.effects import Status
 from outboxq.statements.stretches import stretches
 
-# What a caller reads if it asks for the result of a call that an operator has vouched for.
+# The error of a caller that needs the result of a call which an operator has resolved without one.
 _WITHOUT_RESULT = "resolved as applied by an operator, without a result"
 _NOT_APPLIED = "resolved as not applied by an operator"
 
@@ -66,7 +66,7 @@ class EffectDetail:
 
 @dataclass(frozen=True, slots=True)
 class WasApplied:
-    """The other side has applied the call. Without `result`, JSON text, a caller that asks for one is refused."""
+    """The other side has applied the call. Without `result`, JSON text, a caller that needs one is refused."""
 
     result: str | None = field(default=None, repr=False)
 

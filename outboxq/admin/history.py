@@ -21,7 +21,7 @@ class HistoryRow:
     Args:
         at: When the minute or the hour began; None by kinds.
         kind: None by minutes and hours, `queue` too.
-        retried: Attempts that failed, or asked to be repeated.
+        retried: Attempts that failed, or whose handler requested another one.
         discarded: Also those that were cancelled, or had expired.
         crashed: Times that a relay died or stalled while it ran the job.
         lost: Runs that did not count, because the lease was lost.

@@ -83,7 +83,7 @@ def _with_progress(job: RunningJob, noted: Progress | None) -> RunningJob:
 
 
 def kinds_nobody_knows(connection: Connection, queue: str, kinds: Sequence[str]) -> tuple[str, ...]:
-    """Those of these kinds that no living relay that serves the queue knows; none if no relay serves it, or is seen."""
+    """The kinds that no living relay of the queue knows; none if no relay serves it, or relays cannot be seen."""
     schema = mapped_schema(connection)
     if not kinds or not connection.execute(statements.may_read_relays(schema)).scalar_one():
         return ()

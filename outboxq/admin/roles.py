@@ -1,9 +1,9 @@
 """A least-privilege set of database roles: the rights that each part needs, as data and as SQL.
 
-Each role is a group without login that is granted to the roles which log in. The SQL looks at the tables that are
-there, so that it fits every migration step, and may be run again at any time. It takes rights on every column away that
-earlier versions gave, if only some columns are needed: INSERT from producers, INSERT and UPDATE on the audit from
-operators; but not from a role that may delete rows, and so is more than that.
+Each role is a group without login that is granted to the roles which log in. The SQL checks which tables exist, so that
+it fits every migration step, and may be run again at any time. It takes rights on every column away that earlier
+versions gave, if only some columns are needed: INSERT from producers, INSERT and UPDATE on the audit from operators;
+but not from a role that may delete rows, and so is more than that.
 """
 
 from collections.abc import Iterable, Mapping
@@ -113,7 +113,7 @@ RIGHTS: Mapping[Part, Rights] = {
         "run-again, bulk stop and resume, queues pause, resume and set, schedules put, pause, resume, run-now, adopt "
         "and remove, inbox forget, effects resolve",
         {
-            # UPDATE, because PostgreSQL asks for it before it locks a row.
+            # UPDATE, because PostgreSQL requires it to lock a row.
             "job": ("INSERT", "UPDATE", "DELETE"),
             "dead_job": ("INSERT", "UPDATE", "DELETE"),
             "queue": ("INSERT", "UPDATE"),
@@ -157,7 +157,7 @@ _GRANT_ON_TABLE = """\
   END IF;"""
 
 # Every part that inserts into other columns deletes rows too: a role without DELETE needs these columns, and no more.
-# Only a direct grant is looked for, because an inherited one cannot be revoked from the role.
+# Only a direct grant is searched, because an inherited one cannot be revoked from the role.
 _REVOKE_ON_TABLE = """\
   IF to_regclass({table_literal}) IS NOT NULL THEN
     IF NOT has_table_privilege({role_literal}, {table_literal}, 'DELETE') AND EXISTS (

@@ -226,7 +226,7 @@ def put(connection: Executor, new: NewSchedule) -> Schedule:
 
 
 def put_and_count(connection: Executor, new: NewSchedule) -> tuple[Schedule, int]:
-    """As `put`, and how many schedules were made or changed: none if it was there as it is to be.
+    """Make or change a schedule as `put` does; also returns the number that were changed: 0 if it was there like this.
 
     Raises:
         ScheduleDeclared: code declares it.

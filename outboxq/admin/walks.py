@@ -109,7 +109,7 @@ def latest_rows(
     Args:
         where: As `stretches` takes it; `select` has it in addition to what it is to match.
         ids: Rows that are named by these, if they are; `select` has them too.
-        indexed: What has an index in the column's order, if that is not the column itself.
+        indexed: The expression that has an index in the column's order, if that is not the column itself.
     """
     by = column if indexed is None else indexed
     found: list[Any] = []

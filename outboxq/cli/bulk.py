@@ -70,7 +70,7 @@ class ChangeOptions(ActingOptions):
     def ask(
         self, verb: str, done: str, things: str, counted: "Sequence[KindCount]", there: "Sequence[KindCount]"
     ) -> None:
-        """With --dry-run, say what would be done, and end; else ask before all rows, or over 100, are changed.
+        """Ask before all rows, or over 100, are changed; with --dry-run, print what would be done, and end.
 
         Args:
             counted: The rows that would be changed.

@@ -1,4 +1,4 @@
-"""`outboxq jobs cancel --running`: ask the relays that run the jobs to end them, wait, and report what happened."""
+"""`outboxq jobs cancel --running`: request the end of jobs from their relays, wait, and report the outcomes."""
 
 import sys
 import time

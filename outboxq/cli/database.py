@@ -131,7 +131,7 @@ def address(url: "URL") -> str:
 
 
 def _reason(error: Exception, url: "URL") -> str:
-    """The last complaint of libpq, which tells a refused connection from a refused password."""
+    """The last message of libpq, which distinguishes a refused connection from a refused password."""
     lines = [line.strip() for line in str(getattr(error, "orig", error)).splitlines() if line.strip()]
     # Advice, such as "Is the server running", may follow on a line of its own.
     complaints = [line.rpartition("failed: ")[2] for line in lines if "failed: " in line] or lines

@@ -37,7 +37,7 @@ class WrongUsage(ConfigError):
 
 
 class CommandFailed(OutboxqError):
-    """A command could not do what it was asked to do."""
+    """A command could not do its work."""
 
 
 def run_command(words: Sequence[str]) -> int:

@@ -32,7 +32,7 @@ _NOT_FOUND = (AuditNotFound, BatchNotFound, EffectNotFound, JobNotFound, Message
 
 
 class Refused(Exception):
-    """A request is not answered with what it asks for."""
+    """A request is refused, with a status and a sentence."""
 
     def __init__(self, status: int, text: str) -> None:
         super().__init__(text)

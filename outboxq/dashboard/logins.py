@@ -50,7 +50,7 @@ class Login(Protocol):
         ...
 
     def find(self, name: str) -> tuple[User, str] | None:
-        """A user as it is now, and a secret text that changes with the password; None if there is none of this name.
+        """A user as it is now, and a secret text that changes with the password; None if no user has this name.
 
         Called at each request: a user may have changed since the session began.
         """

@@ -124,7 +124,7 @@ class ReasonedSchedule(OfSchedule):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReasonedEntry(OfEntry):
-    """An action of the audit, and why it is stopped or gone on with."""
+    """An action of the audit, and why it is stopped or resumed."""
 
     reason: Reason = ""
 

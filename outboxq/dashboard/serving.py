@@ -21,7 +21,7 @@ def is_open(host: str) -> bool:
 
 
 def hosts_of(host: str, names: Sequence[str]) -> list[str]:
-    """The names that the Host header may have; `*` for any address that is no name."""
+    """The names that the Host header may have; `*` for any IP address."""
     shown = f"[{host}]" if ":" in host else host
     return [shown, *names, *(["*"] if host in ("0.0.0.0", "::") else [])]  # noqa: S104  # compared, not listened on
 

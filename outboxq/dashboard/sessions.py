@@ -129,7 +129,7 @@ class Sessions:
         return self._seal.is_mac("csrf", _bound(session, user), given)
 
     def _is_secure(self, request: Request) -> bool:
-        """Return True if the browser speaks TLS, with us or with the proxy in front."""
+        """Return True if the browser uses TLS, to this server or to the proxy in front."""
         if request.url.scheme == "https" or f"https://{request.headers.get('host', '')}" in self._origins:
             return True
         # A proxy may send another host than browsers do.

@@ -23,7 +23,7 @@ class Finding:
         code: Its name, for programs; later versions keep it.
         severity: `problem`: jobs do not run, or a promise is broken. `warning`: they will not, or may not. `info`: good
             to know.
-        title: What was found, in a line.
+        title: The finding, in a line.
         detail: The same for programs: pids, ages, names.
         advice: What to do.
     """

@@ -80,7 +80,7 @@ class _Relays:
         return [relay for relay in self.living if queue in relay.queues]
 
     def last_dead(self, queue: str) -> Row[Any] | None:
-        """Of the dead ones that served a queue, the one that was seen last."""
+        """The last seen of the dead relays that served a queue."""
         return next((relay for relay in self.seen if not relay.is_alive and queue in relay.queues), None)
 
 

@@ -24,7 +24,7 @@ class QueueFacts:
 
     Attributes:
         paused_seconds: For how long it has been paused; None if it is not.
-        limits: What holds, by operators or by the applications of living relays.
+        limits: The limits that hold, by operators or by the applications of living relays.
         ahead_seconds: How far ahead its tokens are reserved, if it has had a rate.
     """
 

@@ -45,7 +45,7 @@ class Relays:
 
     @property
     def last_dead(self) -> Row[Any] | None:
-        """Of the relays that served the queue and did not end in order, the one that was seen last."""
+        """The last seen of the relays that served the queue and did not end in order."""
         return next((relay for relay in self.seen if relay.serves and not relay.is_alive), None)
 
     @property

@@ -46,7 +46,7 @@ class ChangeKind(OfKind):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SetLimits(ChangeQueue):
-    """All limits of a queue; what is left out is taken away."""
+    """All limits of a queue; one that is left out is taken away."""
 
     limit: Annotated[int, Meta(ge=1, le=MAX_RUNNING)] | None = None
     per_group: Annotated[int, Meta(ge=1, le=MAX_PER_GROUP)] | None = None

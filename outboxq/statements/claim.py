@@ -12,6 +12,7 @@ from uuid import UUID
 
 from psycopg import sql
 
+from outboxq.statements import by_index
 from outboxq.statements.limit import lock_claims, room
 from outboxq.statements.numbers import next_token, one_more, one_more_attempt
 from outboxq.statements.render import compose, named, quote_literal, render
@@ -211,9 +212,8 @@ def _filled(text: str, arguments: Iterable[str]) -> str:
 # With sorts and sequential scans off, the planner can choose nothing but a walk of the claim's own index, and of the
 # primary key's. Its penalty for a plan with one of them, or its guess of a tenth of the table if it does not know the
 # limit, would start the compiler.
-_TOGGLES = ("enable_sort", "enable_seqscan", "jit")
-BY_INDEX = [("settings", f"SET LOCAL {name} = off") for name in _TOGGLES]
-AS_EVERYWHERE = [("settings", f"SET LOCAL {name} TO DEFAULT") for name in _TOGGLES]
+BY_INDEX = [("settings", setting) for setting in (*by_index.BY_INDEX, "SET LOCAL jit = off")]
+AS_EVERYWHERE = [("settings", setting) for setting in (*by_index.AS_EVERYWHERE, "SET LOCAL jit TO DEFAULT")]
 # A prepared claim is planned once, perhaps while the table is empty.
 _PLANNED_ONCE = [("settings", "SET LOCAL plan_cache_mode = force_generic_plan"), *BY_INDEX]
 _AS_BEFORE = [("settings", "SET LOCAL plan_cache_mode TO DEFAULT"), *AS_EVERYWHERE]

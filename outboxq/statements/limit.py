@@ -10,6 +10,7 @@ from uuid import UUID
 
 from psycopg import sql
 
+from outboxq.statements.by_index import NO_SCANS
 from outboxq.statements.numbers import next_token, one_attempt_less
 from outboxq.statements.render import compose, fill, render
 
@@ -36,7 +37,7 @@ wanted (queue, most) AS MATERIALIZED (
   )
 )"""
 # Without an index's statistics the small set of leased jobs may look as cheap to find by a walk over the table.
-_BY_INDEX = ("SET LOCAL enable_seqscan = off", "SET LOCAL lock_timeout = '2s'")
+_BY_INDEX = (NO_SCANS, "SET LOCAL lock_timeout = '2s'")
 
 
 def lock_class(schema: str) -> str:

@@ -957,8 +957,8 @@ MUTANTS = (
     Mutant(
         "what leaves a prepared claim no plan but its index",
         "outboxq/statements/claim.py",
-        '_TOGGLES = ("enable_sort", "enable_seqscan", "jit")',
-        '_TOGGLES = ("enable_mergejoin",)',
+        '(*by_index.BY_INDEX, "SET LOCAL jit = off")',
+        '("SET LOCAL enable_mergejoin = off",)',
         (
             "tests/execution/test_prepared_claims.py::test_a_claim_that_was_prepared_for_an_empty_table_walks_its_index_in_a_large_one",
         ),

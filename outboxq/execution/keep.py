@@ -39,6 +39,7 @@ _NO_OTHERS: Mapping[UUID, tuple[UUID, ...]] = {}
 # server that ends. Any other may be one: data, constraints, rights, no room, foreign locks, the patience of a role's
 # time-out, a damaged page, whatever code a trigger of the users raises.
 _NO_REFUSALS = ("08", "40", "57P")
+_UNIQUE_VIOLATION = "23505"
 # After a refusal nothing is kept for so long, lest each transaction meet it, and wait for a foreign lock.
 _PAUSE_SECONDS = 60.0
 
@@ -86,8 +87,8 @@ class FinishedRows(Step):
         return ()
 
     def refused(self, error: BaseException) -> "FinishedRows | None":
-        """The same rows as text, if the prepared INSERT was lost; else none, and none for a while."""
-        if self.prepared is not None and may_be_of_prepared(error):
+        """The same rows as text, if the prepared INSERT was lost or met an earlier row; else none, for a while."""
+        if self.prepared is not None and (may_be_of_prepared(error) or sqlstate_of(error) == _UNIQUE_VIOLATION):
             self.prepared.failed(error, prepared_insert(self.schema))
             return replace(self, prepared=None)
         self.keeper.refused(error)

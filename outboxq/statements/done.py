@@ -87,7 +87,10 @@ INSERT INTO {done} AS earlier (id, queue, kind, outcome, attempt, created_at,
 SELECT finished.id, queue, kind, outcome, attempt, pg_catalog.to_timestamp(created_at),
   pg_catalog.to_timestamp(claimed_at), seconds, args, headers, result, stands_for::uuid[],
   pg_catalog.clock_timestamp() + pg_catalog.make_interval(secs => keep_seconds), {relay}::uuid
-FROM (SELECT {arrays}) AS finished{gone}
+FROM (SELECT {arrays}) AS finished"""
+_OF_GONE: LiteralString = "\nJOIN gone ON gone.id = finished.id"
+# It costs a fifth of the INSERT, and so the prepared one is without.
+_GIVING_WAY: LiteralString = """
 ON CONFLICT (id) DO UPDATE SET outcome = excluded.outcome, attempt = excluded.attempt,
   created_at = excluded.created_at, claimed_at = excluded.claimed_at, finished_at = excluded.finished_at,
   seconds = excluded.seconds, relay = excluded.relay, args = excluded.args, headers = excluded.headers,
@@ -112,12 +115,12 @@ def insert_finished(schema: str, finished: FinishedColumns, relay: UUID | None, 
     Args:
         gone: As a part of a statement with a CTE `gone`: only the jobs whose ids that has.
     """
-    return _insert(schema, *_literals(finished, relay), gone="\nJOIN gone ON gone.id = finished.id" if gone else "")
+    return _insert(schema, *_literals(finished, relay)) + (_OF_GONE if gone else "") + _GIVING_WAY
 
 
 @cache
 def prepared_insert(schema: str) -> PreparedInsert:
-    """The same as a prepared statement: one plan for any jobs."""
+    """The same as a prepared statement, one plan for any jobs, which fails (23505) if one of the ids has a row."""
     types = [f"{type_name}[]" for type_name in _TYPES.values()]
     numbers = [f"${number}" for number in range(1, len(types) + 2)]
     return PreparedInsert(*named(_insert(schema, *numbers), ", ".join([*types, "uuid"])))
@@ -128,7 +131,7 @@ def execute_insert(schema: str, finished: FinishedColumns, relay: UUID | None) -
     return f"EXECUTE {prepared_insert(schema).name} ({', '.join(_literals(finished, relay))})"
 
 
-def _insert(schema: str, *values: str, gone: str = "") -> str:
+def _insert(schema: str, *values: str) -> str:
     *arrays, relay = values
     columns = zip(_TYPES.items(), arrays, strict=True)
     return _INSERT.format(
@@ -138,7 +141,6 @@ def _insert(schema: str, *values: str, gone: str = "") -> str:
             f"pg_catalog.unnest({array}::{type_name}[]) AS {name}" for (name, type_name), array in columns
         ),
         relay=relay,
-        gone=gone,
     )
 
 

@@ -174,8 +174,8 @@ MUTANTS = (
     Mutant(
         "the lease in the rows of finished jobs",
         "outboxq/statements/done.py",
-        'gone="\\nJOIN gone ON gone.id = finished.id" if gone else ""',
-        'gone=""',
+        '+ (_OF_GONE if gone else "")',
+        '+ ("" if gone else "")',
         ("tests/execution/test_kept.py::test_a_job_whose_lease_was_lost_is_not_kept",),
     ),
     Mutant(
@@ -1232,8 +1232,8 @@ MUTANTS = (
     Mutant(
         "the second try at rows of finished jobs, if their INSERT is not prepared any more",
         "outboxq/execution/keep.py",
-        "        if self.prepared is not None and may_be_of_prepared(error):\n",
-        "        if self.prepared is None and may_be_of_prepared(error):\n",
+        "(may_be_of_prepared(error) or ",
+        "(",
         ("tests/execution/test_kept.py::test_the_insert_of_rows_is_prepared_once_and_sent_as_text_if_that_is_lost",),
     ),
     Mutant(
@@ -1242,6 +1242,13 @@ MUTANTS = (
         "*insert, _AS_LONG_AS_BEFORE",
         "*insert",
         ("tests/execution/test_kept.py::test_rows_wait_for_a_lock_for_a_second_and_what_follows_as_long_as_before",),
+    ),
+    Mutant(
+        "the second try at rows of finished jobs, if one of the ids has a row",
+        "outboxq/execution/keep.py",
+        " or sqlstate_of(error) == _UNIQUE_VIOLATION)",
+        ")",
+        ("tests/execution/test_kept.py::test_a_row_whose_id_was_chosen_twice_gives_way",),
     ),
     Mutant(
         "the earlier row of a finished job's id, which gives way",

@@ -74,14 +74,14 @@ class FinishedRows(Step):
     def statements(self) -> Sequence[str]:
         """The INSERT, with a patience of its own. PREPARE takes a lock too."""
         given = self.schema, self.jobs, self.keeper.relay
-        if self.prepared is None:
+        if self.prepared is None or self.prepared.is_plain():
             insert = [insert_finished(*given)]
         else:
             insert = [*self.prepared.preparing(prepared_insert(self.schema)), execute_insert(*given)]
         return _BRIEFLY, *insert, _AS_LONG_AS_BEFORE
 
     def committed(self, rows: Rows) -> tuple[Event, ...]:  # noqa: ARG002  # of no interest
-        """Take note that the INSERT is prepared now."""
+        """Take note that the INSERT was executed."""
         if self.prepared is not None:
             self.prepared.succeeded(prepared_insert(self.schema))
         return ()
@@ -132,7 +132,7 @@ class Keeper:
         """Keep no rows from now on; those who wait for results are told all the same."""
         self._paused_until = math.inf
 
-    def kept(
+    def finished_rows(
         self, events: Iterable[Event], others: Mapping[UUID, tuple[UUID, ...]] = _NO_OTHERS
     ) -> FinishedColumns | None:
         """The rows of the jobs that are over by these events, of kinds that keep them; None without any.
@@ -158,11 +158,9 @@ class Keeper:
         Args:
             prepared: Where the connection's INSERTs are prepared, if they may be.
         """
-        rows, ended = self.kept(events, others), self.ended(events, others)
+        rows, ended = self.finished_rows(events, others), self.ended(events, others)
         steps: list[Step] = []
         if rows is not None:
-            if prepared is not None and prepared.is_plain():
-                prepared = None
             steps.append(FinishedRows(self, schema, rows, prepared))
         if ended:
             steps.append(TellWaiters(schema, ended))

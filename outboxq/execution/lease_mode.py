@@ -96,7 +96,7 @@ class Unsettled:
                 beat of their relay takes them back.
         """
         done = (event.job for event in self.finished)
-        rows = self.keeper.kept(self.finished, self.stands_for) if keep else None
+        rows = self.keeper.finished_rows(self.finished, self.stands_for) if keep else None
         kept = insert_finished(schema, rows, self.keeper.relay, gone=True) if rows is not None else ""
         # What their table refuses is refused with them, and not by COMMIT.
         checking = ("SET CONSTRAINTS ALL IMMEDIATE",) if kept else ()

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
-from typing import Any
+from typing import Any, cast
 from uuid import UUID
 
 import msgspec
@@ -570,6 +570,21 @@ def test_the_insert_of_rows_is_prepared_once_and_sent_as_text_if_that_is_lost(
     by_name = [each for each in sent if "oq_steps" in each and "INSERT" not in each]
     assert len(as_text) == 1
     assert len(by_name) >= 12 / batch_size - 3
+
+
+def test_the_insert_that_is_lost_again_and_again_is_sent_as_text_for_a_while_only() -> None:
+    """As claims are: each COMMIT with rows counts, also one that sent them as text."""
+    lost, prepared = psycopg.errors.InvalidSqlStatementName(), PreparedStatements()
+    step = FinishedRows(Keeper(), "outboxq", FinishedColumns(*zip(*_ROWS, strict=True)), prepared)
+    for _ in range(2):
+        step.committed(())
+        assert "EXECUTE" in str(step.statements())
+        assert "EXECUTE" not in str(cast("FinishedRows", step.refused(lost)).statements())
+    texts = 0
+    while "EXECUTE" not in str(step.statements()):
+        texts += 1
+        step.committed(())
+    assert 10 < texts < 100
 
 
 @pytest.mark.parametrize("claim", ["transaction", "lease"])

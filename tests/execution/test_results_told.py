@@ -33,7 +33,7 @@ def test_a_kind_without_results_sends_what_it_sent_before() -> None:
     """Byte for byte, in both modes: nothing without `keep`, and with it the INSERT, checked there under a lease."""
     events = _events(_LEASED)
     assert _PLAIN.steps("outboxq", events) == []
-    rows = _KEPT.kept(events)
+    rows = _KEPT.finished_rows(events)
     assert rows is not None
     assert _KEPT.steps("outboxq", events) == [FinishedRows(_KEPT, "outboxq", rows)]
     plain = _leased(events[0], _PLAIN)

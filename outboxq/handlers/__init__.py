@@ -1,1 +1,1 @@
-"""What an application declares: handlers, the registry that they are in, and what a handler is given."""
+"""Declarations of an application: handlers, the registry that holds them, and the arguments of a handler."""

@@ -33,10 +33,10 @@ class Around:
     is_async: bool
 
     def wraps(self, handler: AnyHandler) -> bool:
-        """Whether it wraps the calls of a handler.
+        """Return True if this around wraps the calls of a handler.
 
         Raises:
-            RegistryError: it would, and cannot, because it is async and the handler is not.
+            RegistryError: it is async, and the handler is not.
         """
         if self.flavour is not None and self.flavour != handler.flavour:
             return False
@@ -48,10 +48,10 @@ class Around:
         return True
 
     def checked(self, made: object) -> Wrapping:
-        """What `make` has returned, or what that came to when it was awaited.
+        """Check and return the value of `make`, awaited if `make` is async.
 
         Raises:
-            HandlerError: no context manager, outcome or None.
+            HandlerError: it is no context manager, outcome or None.
         """
         if made is None or isinstance(made, Outcome | AbstractContextManager | AbstractAsyncContextManager):
             return made
@@ -66,8 +66,9 @@ class Arounds:
     """The arounds of one handler, the outermost first.
 
     Attributes:
-        use_sessions: They were seen to name `ctx.session` before their handler's rows were loaded. Until then rows of
-            several jobs are locked together; after it, each job's behind its arounds, which may decide what is visible.
+        use_sessions: One of them used `ctx.session` before its handler's rows were loaded. Until then rows of several
+            jobs are locked together; from then on each job's once its arounds, which may decide what is visible, are
+            entered.
     """
 
     def __init__(self, arounds: tuple[Around, ...]) -> None:
@@ -98,7 +99,7 @@ def checked_around(function: object, flavour: Flavour | None) -> Around:
 
 
 def _is_async(make: Callable[..., object]) -> bool:
-    """Whether only a coroutine can use what it makes, as far as that can be known before a call."""
+    """Return True if only a coroutine can use what `make` returns, as far as that is known before a call."""
     if isinstance(make, type):
         return hasattr(make, "__aenter__") and not hasattr(make, "__enter__")
     plain: Any = make.func if isinstance(make, partial) else make

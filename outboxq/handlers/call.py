@@ -1,4 +1,4 @@
-"""The call of a handler that runs: what cancels it, and what says that it is over."""
+"""The call of a running handler: its cancellation, its progress and its end."""
 
 import threading
 from collections.abc import Iterator, Sequence
@@ -9,11 +9,11 @@ from outboxq.job import Job
 
 
 class HandlerCall:
-    """One call of a handler, or of the handlers of a shared run, which may be cancelled until it is over.
+    """One call of a handler, or of the handlers of a shared run, which may be cancelled until it ends.
 
     Args:
         lock: Held while the call is ended or cancelled; calls that come one after the other may share it.
-        notes: Where its progress is noted; None if that is nowhere.
+        notes: Receives its progress; None if nothing does.
 
     Attributes:
         jobs: The jobs that it runs.
@@ -32,19 +32,19 @@ class HandlerCall:
         self._has_noted = False
 
     def note(self, job: Job, fraction: float, note: str) -> None:
-        """Note how far one of the jobs is. Never waits."""
+        """Record how far one of the jobs is. Never waits."""
         if self._notes is None:
             return
         self._has_noted = True
         self._notes.note(job, fraction, note)
         if self.is_over:
-            # A thread or a task that the handler left behind notes this.
+            # A thread or a task that outlives the handler reports this.
             self._notes.clear((job.id,))
 
     def end(self) -> None:
         """Record that the handler has ended; waits for a cancellation that is on its way to the server.
 
-        What is sent from now on is the relay's own: no cancellation may hit it.
+        Statements sent from now on are the relay's own: no cancellation may hit them.
         """
         with self._lock:
             self.is_over = True
@@ -53,6 +53,6 @@ class HandlerCall:
 
     @contextmanager
     def while_running(self) -> Iterator[bool]:
-        """Whether the handler has not ended; meanwhile it does not."""
+        """Yield True if the handler has not ended, and keep it from ending within the block."""
         with self._lock:
             yield not self.is_over

@@ -1,4 +1,4 @@
-"""What a handler receives first: its session, its job, the process's state, calls that count once, and a log."""
+"""The first argument of a handler: its session, its job, the process's state, calls that count once, and a log."""
 
 import functools
 import logging
@@ -82,28 +82,28 @@ class JobContext(HasEffectAccess, Generic[SessionType, S]):
 
     @property
     def cancelled(self) -> bool:
-        """Whether the job was cancelled while it runs; cheap enough for every turn of a loop.
+        """True if the job was cancelled while it runs; cheap enough for every turn of a loop.
 
-        Return or raise soon: whichever it is, the handler's rows are undone, and two seconds later the relay ends the
+        Return or raise soon: the handler's rows are undone either way, and two seconds later the relay ends the
         handler's connection.
         """
         return self.call is not None and self.call.is_cancelled
 
     @property
     def jobs(self) -> tuple[Job, ...]:
-        """The job, as a batch handler's context names all of its jobs: for what is wrapped around both."""
+        """The job alone, under the name that a batch handler's context has for its jobs: for arounds of both."""
         return (self.job,)
 
     def progress(self, fraction: float, note: str = "") -> None:
-        """Note how far the handler is, for `find_job`, `outboxq jobs` and whatever else looks at jobs that run.
+        """Record how far the handler is, for `find_job`, `outboxq jobs` and anything else that shows running jobs.
 
-        Not awaited, and cheap enough for every turn of a loop: the relay writes the newest note of each job beside the
-        handler's transaction, once a second at most, and deletes it when the handler ends. If it cannot be written, the
-        job goes on without.
+        Not awaited, and cheap enough for every turn of a loop: the relay writes the newest note of each job outside
+        the handler's transaction, once a second at most, and deletes it when the handler ends. If it cannot be
+        written, the job goes on without.
 
         Args:
             fraction: From 0 to 1.
-            note: What it is at; readable by everyone who may read jobs, and cut to 200 characters.
+            note: The current step; readable by everyone who may read jobs, and cut to 200 characters.
 
         Raises:
             ArgumentError: a fraction out of its range, or values of other types.
@@ -119,9 +119,9 @@ class JobContext(HasEffectAccess, Generic[SessionType, S]):
 
     @property
     def headers(self) -> dict[str, str]:
-        """The strings that the producer stored next to the arguments, without those of outboxq's own.
+        """The strings that the producer stored next to the arguments, without outboxq's own.
 
-        So they can be given to other jobs: `options(headers=ctx.headers)`.
+        They can be given to other jobs: `options(headers=ctx.headers)`.
         """
         stored = msgspec.json.decode(self.job.headers.encode(), type=dict[str, str])
         return {name: value for name, value in stored.items() if name not in OWN_HEADERS}
@@ -137,11 +137,11 @@ class JobContext(HasEffectAccess, Generic[SessionType, S]):
         return finished_batch(self.job)
 
     def defer(self, statement: Statement, parameters: Mapping[str, object] | None = None) -> None:
-        """Have a Core statement sent after the handler's flush and before COMMIT, together with equal statements.
+        """Defer a Core statement: it is sent after the handler's flush and before COMMIT, together with equal ones.
 
         Does no I/O, and is not awaited. In a shared batch equal statements that follow one another, of one job or of
         several, are sent as one, with the parameters of all; the order is always that of the jobs. If the handler
-        rolls a savepoint of its own back, the statement is sent all the same.
+        rolls a savepoint of its own back, the statement is still sent.
 
         Args:
             statement: `insert()`, `update()`, `delete()` or a `text()` that writes; best a constant of the module with
@@ -166,7 +166,7 @@ class JobContext(HasEffectAccess, Generic[SessionType, S]):
 
 @dataclass(frozen=True)
 class Context(JobContext[OutboxSession, S], CallsOnce):
-    """What a sync handler receives first.
+    """The first argument of a sync handler.
 
     `session` writes in the transaction that removed the job: its rows commit with the job's disappearance, or not at
     all. Its `commit()` commits nothing, and its `rollback()` fails the attempt. `state` is what the registry's lifespan
@@ -176,7 +176,7 @@ class Context(JobContext[OutboxSession, S], CallsOnce):
 
 @dataclass(frozen=True)
 class AsyncContext(JobContext[AsyncOutboxSession, S], AsyncCallsOnce):
-    """What an async handler receives first: the same as a sync one, with an async session."""
+    """The first argument of an async handler: as a sync one's, with an async session."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +189,7 @@ class BatchItem(Generic[T]):
 
 @dataclass(frozen=True)
 class BatchContext(Generic[S]):
-    """What a sync batch handler receives first.
+    """The first argument of a sync batch handler.
 
     `session` writes in the transaction that removed the jobs: its rows commit with their disappearance, or not at all.
     `jobs` are those of the items, in their order.
@@ -202,13 +202,13 @@ class BatchContext(Generic[S]):
 
     @property
     def cancelled(self) -> bool:
-        """Whether one of the jobs was cancelled: return or raise soon; the others run again, each by itself."""
+        """True if one of the jobs was cancelled: return or raise soon; the others run again, each by itself."""
         return self.call is not None and self.call.is_cancelled
 
 
 @dataclass(frozen=True)
 class AsyncBatchContext(Generic[S]):
-    """What an async batch handler receives first: the same with an async session."""
+    """The first argument of an async batch handler: as a sync one's, with an async session."""
 
     state: S
     session: AsyncOutboxSession
@@ -217,5 +217,5 @@ class AsyncBatchContext(Generic[S]):
 
     @property
     def cancelled(self) -> bool:
-        """Whether one of the jobs was cancelled, as in `BatchContext`; the handler's task is cancelled besides."""
+        """True if one of the jobs was cancelled, as in `BatchContext`; the handler's task is cancelled too."""
         return self.call is not None and self.call.is_cancelled

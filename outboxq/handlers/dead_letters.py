@@ -1,4 +1,4 @@
-"""How long the dead letters of queues are kept, as an application declares it."""
+"""Declarations of how long the dead letters of queues are kept."""
 
 from datetime import timedelta
 
@@ -15,9 +15,9 @@ class KeepsDead:
         self._keep_dead: dict[str, timedelta] = {}
 
     def keep_dead_letters(self, queue: str, time: timedelta) -> None:
-        """Have relays delete the dead letters of a queue when they have been dead for so long.
+        """Make relays delete the dead letters of a queue after this time.
 
-        Without this they are kept for ever. What `outboxq queues set --keep-dead` has set for the queue holds instead.
+        Without this they are kept for ever. A time set by `outboxq queues set --keep-dead` takes precedence.
 
         Args:
             queue: The queue of some of the registry's handlers.

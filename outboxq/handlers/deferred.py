@@ -1,4 +1,4 @@
-"""Deferred writes: Core statements that a handler leaves behind, to be sent after its flush and before COMMIT."""
+"""Deferred writes: Core statements of a handler that are sent after its flush and before COMMIT."""
 
 import logging
 from collections.abc import Mapping
@@ -42,19 +42,19 @@ class Write:
 
 
 def is_constant(value: object) -> bool:
-    """Whether a value cannot be changed before it is sent, as a list or a document can."""
+    """Return True if a value cannot change before it is sent, as a list or a document can."""
     return type(value) in _CONSTANT or isinstance(value, Enum)
 
 
 def may_wait(write: Write) -> bool:
-    """Whether a write does the same if it is sent later, among other jobs': its values stay, and it sets nothing."""
+    """Return True if a write does the same when sent later, among other jobs': its values stay, and it sets nothing."""
     return is_fixed(write.statement) and all(map(is_constant, write.parameters.values()))
 
 
 @lru_cache(256)
 def is_fixed(statement: Statement) -> bool:
-    """Tell whether a statement holds no value that may change, and only writes rows: it runs no user's code."""
-    key = statement._generate_cache_key()  # noqa: SLF001  # what SQLAlchemy's own cache of statements goes by
+    """Return True if a statement holds no value that may change, and only writes rows: it runs no user's code."""
+    key = statement._generate_cache_key()  # noqa: SLF001  # the key of SQLAlchemy's own cache of statements
     if key is None or not all(map(_is_fixed_value, key.bindparams)):
         return _not_fixed("it holds a value that may change, or a type that computes one")
     if isinstance(statement, TextClause):
@@ -74,10 +74,10 @@ def _not_fixed(reason: str) -> bool:
 
 
 def checked_write(statement: object, parameters: object) -> Write:
-    """A statement and its parameters that can be deferred.
+    """Check a statement and its parameters, and return them as a deferred write.
 
     Raises:
-        DeferError: not a statement that writes, or parameters that it cannot be given.
+        DeferError: the statement does not write, or cannot have these parameters.
     """
     if isinstance(statement, str):
         raise DeferError("ctx.defer takes a statement of SQLAlchemy's, got a str: wrap it in text(...)")
@@ -99,7 +99,7 @@ def defer(session: Session, *writes: Write) -> None:
 
 
 def may_all_wait(session: Session) -> bool:
-    """Whether all that was deferred in this session may wait, and nothing of it failed."""
+    """Return True if all writes deferred in this session may wait, and none failed."""
     return _FAILED not in vars(session) and all(map(may_wait, vars(session).get(_WAITING, ())))
 
 

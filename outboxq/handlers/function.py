@@ -1,4 +1,4 @@
-"""What a function must be to become a handler: looked at when it is registered, and again when imports are over."""
+"""Checks of a function that becomes a handler: when it is registered, and again after all imports."""
 
 import functools
 import inspect
@@ -13,7 +13,7 @@ from outboxq.codec.signature import declared_signature, resolve_head
 from outboxq.errors import ArgumentError, RegistryError
 from outboxq.handlers.context import AsyncBatchContext, AsyncContext, BatchContext, Context
 
-# The first argument's name says that it is the context, if its annotation says nothing; `_` is one that is not used.
+# Names of a first argument that is the context, if its annotation says nothing; `_` is one that is not used.
 _CONTEXT_NAMES = frozenset({"ctx", "context", ""})
 _SAYS_NOTHING = (Any, object, inspect.Parameter.empty)
 _CONTEXTS = (Context, AsyncContext, BatchContext, AsyncBatchContext)
@@ -21,7 +21,7 @@ _CONTEXTS = (Context, AsyncContext, BatchContext, AsyncBatchContext)
 
 @dataclass(frozen=True, slots=True)
 class Receives:
-    """What a sort of handlers receives: the classes of its context, and, for a batch handler, its other parameter."""
+    """The parameters of a sort of handlers: the classes of its context, and, for a batch handler, the other one."""
 
     sync: type[Any]
     asynchronous: type[Any]
@@ -32,7 +32,7 @@ class Receives:
         return self.asynchronous if inspect.iscoroutinefunction(function) else self.sync
 
     def definition(self, function: Callable[..., Any], *, replaces_first: bool) -> str:
-        """How the function begins if it is defined as it should be."""
+        """The first line of the function as it should be defined."""
         first, *others = declared_signature(function).parameters.values()
         parameters = [str(each) for each in (others if replaces_first else [first, *others])]
         if self.items is not None:
@@ -46,12 +46,12 @@ PLAIN = Receives(Context, AsyncContext)
 
 
 def receives_batches(arguments: type[Any]) -> Receives:
-    """What a batch handler receives whose jobs have arguments of this class."""
+    """The parameters of a batch handler whose jobs have arguments of this class."""
     return Receives(BatchContext, AsyncBatchContext, f"items: Sequence[BatchItem[{arguments.__name__}]]")
 
 
 def check_function(function: Callable[..., Any], receives: Receives, kind: str | None) -> None:
-    """Refuse what cannot be a handler, as far as that can be seen before all modules are imported.
+    """Refuse a function that cannot be a handler, as far as that is known before all modules are imported.
 
     Args:
         kind: The name that it was given; None if its own is stored.
@@ -83,7 +83,7 @@ def check_context(function: Callable[..., Any], receives: Receives) -> None:
     """Refuse a function whose first parameter is not the context that it receives, now that names can be found.
 
     Raises:
-        RegistryError: it is not; the message shows how the function begins if it is right.
+        RegistryError: it is not; the message shows the first line as it should be.
     """
     first = next(iter(declared_signature(function).parameters.values()))
     _check_context(function, receives, first, resolve_head(function, first))
@@ -91,18 +91,18 @@ def check_context(function: Callable[..., Any], receives: Receives) -> None:
 
 @contextmanager
 def naming(function: Callable[..., Any], name: str | None = None) -> Iterator[None]:
-    """Have errors of a handler name it, if `name` is given, and end with the file and the line of its function."""
+    """Add the handler's name, if given, and the file and line of its function to errors."""
     try:
         yield
     except (RegistryError, ArgumentError) as error:
         place = place_of(function)
-        # One that was found while another check of the same function was under way says its place already.
+        # An error of a nested check of the same function has its place already.
         ending = f"; defined at {place}" if place and not str(error).endswith(f"; defined at {place}") else ""
         raise type(error)(f"{'' if name is None else f'handler {name!r}: '}{error}{ending}") from error.__cause__
 
 
 def place_of(function: object) -> str:
-    """The file and the line of the function behind a callable; empty if it has none, as a builtin has none."""
+    """The file and the line of a callable's function; empty if it has none, such as a builtin."""
     while isinstance(function, functools.partial):
         function = function.func
     code = getattr(inspect.unwrap(function) if callable(function) else function, "__code__", None)
@@ -110,7 +110,7 @@ def place_of(function: object) -> str:
 
 
 def name_of(function: object) -> str:
-    """The module and the name of the function or the class behind a callable; without what it is bound to."""
+    """The module and the name of a callable's function or class, without the object that it is bound to."""
     while isinstance(function, functools.partial):
         function = function.func
     named: Any = function if inspect.isroutine(function) or isinstance(function, type) else type(function)
@@ -118,10 +118,10 @@ def name_of(function: object) -> str:
 
 
 def check_takes_one(function: Callable[..., object], role: str, argument: str) -> None:
-    """Refuse what cannot be called with one argument.
+    """Refuse a callable that does not take one argument.
 
     Raises:
-        RegistryError: it cannot; `role` begins the message.
+        RegistryError: it does not; `role` begins the message.
     """
     try:
         declared_signature(function).bind(None)
@@ -199,7 +199,7 @@ def _a(kind: type[Any]) -> str:
 
 
 def _fits(annotation: object, wanted: type[Any]) -> bool:
-    """Whether an object of `wanted` may be what is annotated: by a base class, a subclass, or a Protocol."""
+    """Return True if an annotation allows an object of `wanted`: a base class, a subclass, or a Protocol."""
     if not isinstance(annotation, type) or annotation is object:
         return False
     return (
@@ -217,9 +217,9 @@ def _is_context(annotation: object) -> bool:
 
 
 def _alternatives(annotation: object) -> list[object]:
-    """What an annotation allows: the members of a union, without parameters in brackets and other wrapping.
+    """The types that an annotation allows: the members of a union, without type parameters and other wrapping.
 
-    A text, or a ForwardRef, stands for what cannot be found yet.
+    A text or a ForwardRef is a name that cannot be found yet.
     """
     if isinstance(annotation, NewType):
         return _alternatives(annotation.__supertype__)
@@ -227,7 +227,7 @@ def _alternatives(annotation: object) -> list[object]:
         bounds = annotation.__constraints__ or (annotation.__bound__ or object,)
         return [each for bound in bounds for each in _alternatives(bound)]
     try:
-        # Of an alias that was made by the statement `type`, which looks its names up now.
+        # The alias of a `type` statement resolves its names now.
         aliased = getattr(annotation, "__value__", None)
     except NameError as error:
         return [error.name or ""]

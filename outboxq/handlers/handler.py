@@ -59,11 +59,11 @@ class Handler(JobKind[P], Generic[P, C, R]):
             return build_signature(self.kind, self.function)
 
     def signature(self) -> Signature:
-        """How arguments are checked, stored and read; built when first needed, after circular imports are over."""
+        """The rules for checking, storing and reading arguments; built when first needed, after circular imports."""
         return self._signature
 
     def check(self) -> None:
-        """Check what can only be checked when imports are over: the context, and the types of the arguments.
+        """Check the context and the types of the arguments, which can be resolved only after all imports.
 
         Raises:
             RegistryError: one does not fit; the message ends with the file and the line of the function.
@@ -88,7 +88,7 @@ class Handler(JobKind[P], Generic[P, C, R]):
                 )
 
     def retry_horizon(self, max_attempts: int | None = None) -> timedelta:
-        """How long after the start of its first attempt a job may still run, at most."""
+        """The longest time after the start of its first attempt at which a job may still run."""
         return self.retry.horizon(max_attempts, self.timeout_seconds)
 
 
@@ -170,7 +170,7 @@ class BatchHandler(Handler[P, Any, Any], Generic[P, T]):
             return build_signature(self.kind, self._declared)
 
     def check(self) -> None:
-        """Check what can only be checked when imports are over, as `Handler.check` does."""
+        """Check what can be resolved only after all imports, as `Handler.check` does."""
         with naming(self._called):
             check_context(self._called, receives_batches(self.arguments))
             self.check_keys()
@@ -178,9 +178,9 @@ class BatchHandler(Handler[P, Any, Any], Generic[P, T]):
 
 @dataclass(frozen=True)
 class HandlerDecorator:
-    """What `jobs.handler(...)` returns: it makes a handler of a function, and hands it to `add`.
+    """The decorator that `jobs.handler(...)` returns: it makes a handler of a function, and passes it to `add`.
 
-    `options` is called with the function at hand, so that an error of theirs can name it.
+    `options` is called once the function is known, so that its errors can name the function.
     """
 
     add: Callable[[AnyHandler], None]
@@ -202,7 +202,7 @@ class HandlerDecorator:
         return self.register(function)
 
     def register(self, function: Callable[..., Any]) -> AnyHandler:
-        """Check `function`, and hand it to `add` as a `Handler`."""
+        """Check `function`, and pass it to `add` as a `Handler`."""
         with naming(function):
             check_function(function, PLAIN, self.kind)
         with naming(function, function.__name__):
@@ -213,7 +213,7 @@ class HandlerDecorator:
 
 @dataclass(frozen=True)
 class ResultHandlerDecorator:
-    """What `jobs.handler(keep_result=True, ...)` returns: a `HandlerDecorator` of functions that return any value."""
+    """A `HandlerDecorator` of functions that return any value: the result of `jobs.handler(keep_result=True, ...)`."""
 
     make: HandlerDecorator
 
@@ -232,7 +232,7 @@ class ResultHandlerDecorator:
 
 @dataclass(frozen=True)
 class BatchHandlerDecorator(Generic[P, T]):
-    """What `jobs.batch_handler(...)` returns: it makes a batch handler of a function, and hands it to `add`."""
+    """The decorator that `jobs.batch_handler(...)` returns: it makes a batch handler, and passes it to `add`."""
 
     add: Callable[[AnyHandler], None]
     kind: str | None

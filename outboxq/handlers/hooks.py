@@ -1,4 +1,4 @@
-"""Hooks of a registry: functions of the application that are told what happens to its jobs."""
+"""Hooks of a registry: functions of the application that receive the events of its jobs."""
 
 import inspect
 from collections.abc import Callable, Iterable
@@ -16,26 +16,26 @@ _EVENTS: frozenset[type] = frozenset(get_args(Event))
 _OF_SUPERVISOR: frozenset[type] = frozenset(get_args(SupervisorEvent))
 _WANTED = "a hook is a function of an event, sync or async"
 _OF_PRODUCERS: frozenset[type] = frozenset(get_args(ProducerEvent))
-# What the hooks of a registry can be told, and what those are told that do not say for which events they are.
+# The events that hooks of a registry can receive, and those that a hook receives which names no events.
 HEARD = _EVENTS - _OF_SUPERVISOR - _OF_PRODUCERS
 TOLD_TO_ALL = HEARD - frozenset(get_args(CountedEvent))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EventHook:
-    """A function, sync or async, and the classes of the events that it is told."""
+    """A function, sync or async, and the classes of the events that it receives."""
 
     function: Callable[[Any], object]
     events: frozenset[type]
 
     def wants(self, event: Event) -> bool:
-        """Whether the hook asked for such an event."""
+        """Return True if the hook receives events of this class."""
         return type(event) in self.events
 
 
 @dataclass(frozen=True, slots=True)
 class On(Generic[E]):
-    """What `jobs.on(...)` returns: it registers a hook by handing it to `add`, and returns it as it is."""
+    """The decorator that `jobs.on(...)` returns: it registers a hook through `add`, and returns it unchanged."""
 
     add: Callable[[EventHook], None]
     events: frozenset[type]
@@ -47,7 +47,7 @@ class On(Generic[E]):
 
 
 def checked_hook(hook: object, events: frozenset[type] = TOLD_TO_ALL) -> EventHook:
-    """A hook that can be called with an event.
+    """Check that a hook can be called with an event, and return it.
 
     Raises:
         RegistryError: it cannot.
@@ -62,10 +62,10 @@ def checked_hook(hook: object, events: frozenset[type] = TOLD_TO_ALL) -> EventHo
 
 
 def checked_events(events: Iterable[object]) -> frozenset[type]:
-    """The classes of events that `jobs.on` was given.
+    """Check and return the classes of events that `jobs.on` was given.
 
     Raises:
-        RegistryError: none, or something else.
+        RegistryError: there are none, or one is no class of events.
     """
     given = tuple(events)
     if not given:

@@ -9,7 +9,7 @@ from outboxq.outcomes import MAX_DELAY
 
 @dataclass(frozen=True, slots=True)
 class Keeping:
-    """For how long a row stands for each finished job of a kind, and whether it has the arguments, and the result."""
+    """The time for which each finished job of a kind keeps a row, and whether it has the arguments and the result."""
 
     seconds: float
     args: bool = False

@@ -24,7 +24,7 @@ class Limited:
     ) -> None:
         """Limit how many jobs of a queue run at a time, and how many begin in a time, over all relays of a database.
 
-        What `outboxq queues set` has set for the queue holds instead.
+        Limits set by `outboxq queues set` take precedence.
 
         Args:
             queue: The queue of some of the registry's handlers.
@@ -36,7 +36,7 @@ class Limited:
 
         Raises:
             ArgumentError: nothing was given, a number is out of its range, or the text is no rate.
-            RegistryError: the queue's limits are declared already, and otherwise.
+            RegistryError: other limits are declared for the queue already.
         """
         limits = make_limits(running=running, rate=rate, burst=burst, per_group=per_group)
         if limits == QueueLimits():

@@ -23,7 +23,7 @@ _INSTALLED = frozenset({"site-packages", "dist-packages"})
 
 
 class StoppedEarly(SystemExit):
-    """The process was told to stop before work began, perhaps while the registry's module was imported."""
+    """Raised when a signal stops the process before work began, perhaps while the registry's module was imported."""
 
 
 def load_jobs(target: str) -> "Jobs":
@@ -74,7 +74,7 @@ def _import(name: str) -> ModuleType:
 def _failed(name: str, error: BaseException) -> ConfigError:
     message, place = (str(error).splitlines() or [""])[0], _at(error)
     if isinstance(error, OutboxqError):
-        # In words of ours, which are shown whole, and may end with the place.
+        # A message of ours is shown whole, and may end with the place.
         said = message if message.endswith(place) else f"{message} ({place})"
     else:
         said = f"{type(error).__name__}: {message[:_MAX_MESSAGE_CHARACTERS]} ({place})"

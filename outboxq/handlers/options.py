@@ -54,12 +54,12 @@ class CommonOptions(FlowOptions, total=False):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HandlerOptions:
-    """Where a handler's jobs wait, how they are claimed, and what becomes of a failed one.
+    """Options of a handler: where its jobs wait, how they are claimed, and what becomes of a failed one.
 
     `max_size` is for batch handlers alone, `batchable` for others; `CommonOptions` explains the rest.
 
     Raises:
-        RegistryError: a value of another type or out of its range, or two that exclude each other.
+        RegistryError: a value is of another type or out of its range, or two exclude each other.
     """
 
     retry: Backoff
@@ -99,12 +99,12 @@ class HandlerOptions:
 
     @property
     def keeping(self) -> Keeping | None:
-        """What is kept of a finished job; None for nothing."""
+        """The parts of a finished job that are kept; None for none."""
         return checked_keeping(self.keep, self.keep_args, self.keep_result)
 
 
 def check_choice(name: str, given: str, choices: object) -> None:
-    """Refuse what is none of a Literal's values.
+    """Refuse a value that is none of a Literal's.
 
     Raises:
         RegistryError: it is not; `name` begins the message.
@@ -126,7 +126,7 @@ def _checked_timeout(seconds: float | None) -> float | None:
 
 
 def check_text(option: str, given: str, example: str) -> None:
-    """Refuse an option that is no text.
+    """Refuse an option that is not a text.
 
     Raises:
         RegistryError: it is not; the message has `example`.

@@ -15,7 +15,7 @@ class Place:
     function: str
 
     def name_of(self, made: object) -> str:
-        """Such as `myapp.jobs:jobs`, by the first name that the module has for it; else by the function."""
+        """A name such as `myapp.jobs:jobs`, by the first name that the module has for it; else by the function."""
         names = vars(sys.modules[self.module]) if self.module in sys.modules else {}
         found = next((name for name, value in names.items() if value is made), self.function)
         return f"{_importable(self.module)}:{found}"
@@ -24,7 +24,7 @@ class Place:
 def place_of(made: object) -> Place:
     """Name the place at which an object is made; called by its constructor, or by those of its subclasses."""
     frame = sys._getframe(1)  # noqa: SLF001  # as the standard library's own namedtuple does
-    # Between constructors may be what refuses their unknown options.
+    # The check that refuses unknown options may be between constructors.
     while frame.f_back is not None and (
         frame.f_globals.get("__name__") == check_keywords.__module__
         or (frame.f_code.co_name == "__init__" and frame.f_locals.get("self") is made)
@@ -34,7 +34,7 @@ def place_of(made: object) -> Place:
 
 
 def _importable(module: str) -> str:
-    """The name by which a module can be imported, also if it is the program that runs."""
+    """The name by which a module can be imported, also if it is the running program."""
     if module != "__main__":
         return module
     program = sys.modules["__main__"]

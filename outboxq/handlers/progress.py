@@ -12,22 +12,22 @@ MAX_NOTE_CHARACTERS = 200
 
 
 class ProgressNotes(Protocol):
-    """Where notes go: both calls return at once, and raise nothing."""
+    """Receives progress notes: both calls return at once, and raise nothing."""
 
     def note(self, job: Job, fraction: float, note: str) -> None:
-        """Have this written soon, if nothing newer is noted until then."""
+        """Write this soon, unless a newer note arrives first."""
         ...
 
     def clear(self, job_ids: Collection[UUID]) -> None:
-        """Have the notes of these jobs deleted: their handler has ended."""
+        """Delete the notes of these jobs soon: their handler has ended."""
         ...
 
 
 def checked_note(fraction: object, note: object) -> tuple[float, str]:
-    """A fraction from 0 to 1, and a text that the database can hold, cut to 200 characters.
+    """Check a fraction from 0 to 1 and a text, and return the text as the database can hold it, in 200 characters.
 
     Raises:
-        ArgumentError: one of another type, or a fraction out of its range.
+        ArgumentError: one is of another type, or the fraction is out of its range.
     """
     if not isinstance(fraction, int | float) or isinstance(fraction, bool) or not 0 <= fraction <= 1:
         raise ArgumentError(f"ctx.progress takes a fraction from 0 to 1, got {fraction!r}")

@@ -60,15 +60,15 @@ class Jobs(Retained, Scheduled, Limited, KeepsDead):
         lifespan: A function without arguments that returns a context manager, sync or async, entered once per relay
             process before the first job; what it yields is `ctx.state`.
         messages: What is stored of error texts, for handlers that do not say it themselves; explained at `handler`.
-        name: Whose the schedules of this registry are: up to 255 bytes, the same in each version of the application,
+        name: The owner of this registry's schedules: up to 255 bytes, the same in each version of the application,
             and another one in each application that uses the database. By default the module in which the registry is
             made and its name there, such as "myapp.jobs:jobs".
-        hooks: Functions, sync or async, that are told every event of `outboxq.events` in each relay process; `on`
+        hooks: Functions, sync or async, that receive every event of `outboxq.events` in each relay process; `on`
             registers a hook for some of them.
 
     Raises:
         RegistryError: `messages` is not "redacted", "withheld" or "whole", or a hook cannot be called with an event.
-        InvalidKey: such a name cannot be.
+        InvalidKey: the name is invalid.
     """
 
     @named_options
@@ -123,7 +123,8 @@ class Jobs(Retained, Scheduled, Limited, KeepsDead):
 
         Args:
             batchable: The handler does nothing but write rows through its session, and defer statements. Such jobs
-                that are claimed together share a session and one flush; if anything goes wrong each runs once more.
+                that are claimed together share the loading and writing of rows; if anything goes wrong each runs once
+                more, alone.
             keep_result: What the handler returns is kept with its finished job, as JSON up to 256 KiB: needs `keep`.
                 `find_job` has it.
             options: As `CommonOptions` explains them. Those of `FlowOptions` are what `options` of the handler takes,
@@ -183,7 +184,7 @@ class Jobs(Retained, Scheduled, Limited, KeepsDead):
 
     @property
     def name(self) -> str:
-        """Whose the schedules of this registry are."""
+        """The owner of this registry's schedules."""
         return self._place.name_of(self) if self._name is None else self._name
 
     @overload
@@ -202,7 +203,7 @@ class Jobs(Retained, Scheduled, Limited, KeepsDead):
     def on(self, *events: type[object]) -> On[Any]: ...
 
     def on(self, *events: type[object]) -> On[Any]:
-        """Register a hook: a function, sync or async, that is told the events of these classes.
+        """Register a hook: a function, sync or async, that receives the events of these classes.
 
         In each relay process one thread of their own runs all hooks of the registry, one after the other. A hook that
         raises is logged and counted, and disturbs nothing; one that is slow may miss events, which is counted too.
@@ -266,11 +267,11 @@ class Jobs(Retained, Scheduled, Limited, KeepsDead):
     def include(self, other: "Jobs") -> None:
         """Register every handler of another registry here too, and its scopes, inboxes and settings of queues.
 
-        Its hooks are told the events of this relay, and its arounds wrap its own handlers, also those that are
+        Its hooks receive the events of this relay, and its arounds wrap its own handlers, also those that are
         registered there later.
 
         Raises:
-            RegistryError: a kind is taken, a scope, an inbox or a limit is declared otherwise, or `other` has a
+            RegistryError: a kind is taken, a scope, an inbox or a limit is declared differently, or `other` has a
                 lifespan of its own, which would never be entered.
         """
         if not isinstance(other, Jobs):
@@ -315,7 +316,7 @@ class Jobs(Retained, Scheduled, Limited, KeepsDead):
         return {name: arounds[handler] for name, handler in self._handlers.items() if handler in arounds}
 
     def resolve(self) -> "Registry":
-        """Check everything that can only be checked when all handlers are known.
+        """Check everything that can be checked only when all handlers are known.
 
         Raises:
             RegistryError: no handler at all, a queue with both flavours, a signature that cannot be stored, an async

@@ -27,7 +27,7 @@ class Registry:
     Attributes:
         arounds: Those of each kind and alias whose handler has some.
         limits: Those of each queue that has some.
-        keep_dead: How long each queue keeps its dead letters, if not for ever.
+        keep_dead: The time for which each queue keeps its dead letters, if not for ever.
         owners: The names of the registry and of those that it includes.
     """
 
@@ -55,7 +55,7 @@ class Registry:
         return max(finite) if len(finite) == len(timeouts) else None
 
     def batch_size(self, queue: str, configured: int) -> int:
-        """How many jobs of a queue to claim at once: as configured, or as many as one of its batch handlers takes."""
+        """The number of a queue's jobs to claim at once: the configured one, or more if a batch handler takes more."""
         batched = (handler for handler in self.handlers.values() if isinstance(handler, BatchHandler))
         return max(configured, 1, *(handler.max_size for handler in batched if handler.queue == queue))
 
@@ -80,17 +80,17 @@ class Registry:
         self.find(kind).signature().decode(args)
 
     def loads_late(self, kind: str) -> bool:
-        """Whether rows of this kind's jobs are loaded and locked behind its arounds alone, which use its session."""
+        """Return True if rows of this kind's jobs are loaded only within its arounds, which use its session."""
         arounds = self.arounds.get(kind)
         return arounds is not None and arounds.use_sessions
 
     def effect_retention(self, scope: str) -> timedelta:
-        """How long the effects of a scope are remembered: as declared, else longer than any handler may retry."""
+        """The time for which effects of a scope are remembered: as declared, else longer than any handler may retry."""
         declared = self.scopes.get(scope)
         return self.default_retention if declared is None else declared.retention
 
     def may_call(self, scope: str, kind: str) -> bool:
-        """Whether the handler of this kind may use the scope: its declaration names this kind, or no kinds at all.
+        """Return True if the handler of this kind may use the scope: its declaration names this kind, or no kinds.
 
         Raises:
             UnknownKind: none is registered.

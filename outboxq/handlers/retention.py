@@ -24,7 +24,7 @@ _DECLARED: Mapping[Owner, str] = {"scope": "jobs.scope", "consumer": "jobs.inbox
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """How long the keys of a scope, or the message ids of a consumer, are remembered.
+    """The time for which the keys of a scope, or the message ids of a consumer, are remembered.
 
     `kinds` are those of the handlers that use it; if empty, every handler of the registry may.
     """
@@ -82,7 +82,7 @@ def check_windows(windows: Iterable[Window], horizons: Mapping[str, timedelta]) 
 
 
 def default_retention(horizons: Iterable[timedelta]) -> timedelta:
-    """How long an undeclared scope is remembered: never shorter than a handler may retry."""
+    """The time for which an undeclared scope is remembered: never shorter than a handler may retry."""
     return max(DEFAULT_RETENTION, min(max(horizons) + _SLACK, MAX_DELAY))
 
 
@@ -129,11 +129,11 @@ class Retained:
 
         Args:
             retention: From the moment that a result is recorded, 1 second to 10 years.
-            kinds: Whose handlers call it; no other handler may. Without any, all handlers of the registry may.
+            kinds: The kinds whose handlers may call it; by default all handlers of the registry.
 
         Raises:
             RegistryError: it was declared before, with another window or other kinds.
-            InvalidKey, ArgumentError, ConfigError: such a scope, such a kind or such a retention cannot be.
+            InvalidKey, ArgumentError, ConfigError: the scope, a kind or the retention is invalid.
         """
         checked = check_key("scope", name, MAX_SCOPE_BYTES)
         self._declare(Window("scope", checked, check_retention(retention), check_kinds(kinds)))
@@ -141,18 +141,18 @@ class Retained:
 
     @named_options
     def inbox(self, consumer: str, *, retention: timedelta = DEFAULT_RETENTION, kinds: Iterable[str] = ()) -> Inbox:
-        """Make an inbox, and have a relay check it at its start, as a `scope`: no retry may outlive what it remembers.
+        """Make an inbox that relays check when they start, as a `scope`: no retry may outlive what it remembers.
 
-        The way to make one if there is a registry; `Inbox(...)` is for a receiver that has none.
+        Use this if there is a registry; `Inbox(...)` is for a receiver that has none.
 
         Args:
             consumer: A name that never changes, of 1 to 63 bytes.
             retention: How long a message id is remembered, from 1 second to 10 years.
-            kinds: Whose handlers accept with it: only their retries count. Without any, those of all handlers do.
+            kinds: The kinds whose handlers accept with it: only their retries count; by default those of all handlers.
 
         Raises:
             RegistryError: it was declared before, with another window or other kinds.
-            InvalidKey, ArgumentError, ConfigError: such a consumer, such a kind or such a retention cannot be.
+            InvalidKey, ArgumentError, ConfigError: the consumer, a kind or the retention is invalid.
         """
         made = Inbox(consumer, retention)
         self._declare(Window("consumer", consumer, retention, check_kinds(kinds)))

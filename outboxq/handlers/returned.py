@@ -1,8 +1,8 @@
 """Returned: the outcomes that a handler's returned values stand for.
 
-None, or any value, means done; of a kind that keeps results the value is encoded. Only what shows that the handler's
-work was not done, or that its result cannot be kept, is an error, and a permanent one, since the next attempt would
-return the same.
+None, or any value, means done; if the kind keeps results, the value is encoded. Only a value that shows that the
+handler's work was not done, or that cannot be kept as a result, is an error, and a permanent one, since the next
+attempt would return the same.
 """
 
 import functools
@@ -93,7 +93,7 @@ class Returned:
 
     @functools.cached_property
     def declared(self) -> msgspec.json.Decoder[object]:
-        """Reads what the handler of a kind that keeps results is declared to return, beside outcomes.
+        """Reads the values, other than outcomes, that a handler whose results are kept is declared to return.
 
         Raises:
             RegistryError: a name in its annotation cannot be found.
@@ -105,13 +105,13 @@ class Returned:
         try:
             return json_decoder(Any if stated is None or stated is object else stated)
         except TypeError:
-            # JSON cannot tell two dataclasses apart, so that one of its own class is compared as such.
+            # JSON cannot tell two dataclasses apart, so a value is compared as one of its own class.
             return json_decoder(Any)
 
     def _encoded(self, value: object) -> str:
         try:
             encoded = encode_value("result", value)
-            # What a value says of itself as JSON (`msgspec.Raw`) may be none.
+            # A value that brings its own JSON (`msgspec.Raw`) may bring invalid JSON.
             msgspec.json.decode(encoded)
         except ArgumentError as error:
             raise ResultNotKept(self._kind, str(error).removeprefix("argument 'result' ")) from None

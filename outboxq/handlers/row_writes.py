@@ -1,6 +1,6 @@
-"""What a statement writes: rows of one table alone, or more; and whether it runs no code of the user's.
+"""Analysis of a statement's writes: rows of one table alone, or more; and whether it runs code of the user's.
 
-What such a write sets off in users' tables is read from the catalogs when first needed, and kept for some seconds.
+The effects of such a write in users' tables are read from the catalogs when first needed, and kept for some seconds.
 """
 
 import time
@@ -44,9 +44,9 @@ COMPUTING_FUNCTIONS = frozenset(
 )
 _WRITING = (Insert, Update, Delete)
 _CONFLICTS = (postgresql.dml.OnConflictDoNothing, postgresql.dml.OnConflictDoUpdate)
-# What a statement may consist of, by SQLAlchemy's names, that writes nothing but rows of its table. What has another
-# part, of a later SQLAlchemy or of an extension, may do more. `_annotations`: a session gives them to each statement
-# that is about a mapped class.
+# Parts, by SQLAlchemy's names, of a statement that writes nothing but rows of its table. A statement with another part,
+# of a later SQLAlchemy or of an extension, may do more. `_annotations`: a session adds them to each statement about a
+# mapped class.
 _PART_NAMES = """
     _annotations table _inline _where_criteria _values _multi_values select _select_names
     include_insert_from_select_defaults _sort_by_parameter_order _return_defaults _return_defaults_columns
@@ -54,13 +54,13 @@ _PART_NAMES = """
 """
 _PARTS = frozenset(_PART_NAMES.split())
 _PARTS_OF_VALUES = _PARTS - {"_multi_values", "select"} | {"_post_values_clause"}
-# Relays know of a migration that runs beside them after this time at the latest.
+# Relays see the changes of a concurrent migration after this time at the latest.
 FRESH_SECONDS = 10.0
 
 
 @dataclass(frozen=True, slots=True)
 class RowWrite:
-    """What a statement itself writes, without triggers and the like; an UPDATE also names its columns."""
+    """The rows that a statement itself writes, without triggers and the like; an UPDATE also names its columns."""
 
     table: Table
     verb: Literal["INSERT", "UPDATE", "DELETE"]
@@ -69,12 +69,13 @@ class RowWrite:
 
 @dataclass(frozen=True, slots=True)
 class TableFacts:
-    """What decides whether changes of a table's rows may wait for others, and be sent with them.
+    """Facts of a table that decide if changes of its rows may wait for others, and be sent with them.
 
-    `oid`: the table itself, by whatever name. `is_plain`: an ordinary table, without row security, rules, children and
+    `oid`: the table itself, under any name. `is_plain`: an ordinary table, without row security, rules, children and
     parents. `is_inert`: an UPDATE runs nothing else: no triggers, no functions of the user's in its constraints, no
-    generated columns. `bound_columns`: those whose values depend on other rows, of this table or another: unique ones,
-    mostly. `contains_inserts`, `contains_deletes`: these change no other table, and no constraint waits for COMMIT.
+    generated columns. `bound_columns`: those whose values depend on other rows, of this table or another: usually
+    unique ones. `contains_inserts`, `contains_deletes`: these change no other table, and no constraint waits for
+    COMMIT.
     """
 
     oid: int
@@ -86,7 +87,7 @@ class TableFacts:
     contains_deletes: bool
 
     def contains(self, write: RowWrite) -> bool:
-        """Whether what is written stays in the table, and is checked at once."""
+        """Return True if the write stays in the table, and is checked at once."""
         if not (self.is_plain and self.is_inert):
             return False
         match write.verb:
@@ -104,7 +105,7 @@ _writes: WeakKeyDictionary[object, dict[frozenset[str], RowWrite | None]] = Weak
 
 
 def row_write(statement: object, names: Collection[str]) -> RowWrite | None:
-    """What a statement writes; None if it may write to more than the rows of its table.
+    """The rows that a statement writes; None if it may write more than rows of its table.
 
     Args:
         names: Names of its parameters; one that is also a column's name is the value of that column.
@@ -139,14 +140,14 @@ def written_table(statement: Insert | Update | Delete) -> Table | None:
 
 
 def _consists_of(parts: AbstractSet[str], statement: Insert | Update | Delete) -> bool:
-    """Tell whether a statement has no other parts than these; a part that is an SQL expression has no truth value."""
-    named = (name for name, _ in statement._traverse_internals)  # noqa: SLF001  # what SQLAlchemy's own cache goes by
+    """Return True if a statement has no other parts than these; a part that is an SQL expression has no truth value."""
+    named = (name for name, _ in statement._traverse_internals)  # noqa: SLF001  # as SQLAlchemy's own cache does
     others = (getattr(statement, name, None) for name in named if name not in parts)
     return not any(isinstance(part, ClauseElement) or part for part in others)
 
 
 def _names_others(statement: Insert | Update | Delete) -> bool:
-    """Whether the statement says itself which schema a table is in."""
+    """Return True if the statement itself says which schema a table is in."""
     return "schema_translate_map" in statement.get_execution_options()
 
 
@@ -166,7 +167,7 @@ def updated_mapper(statement: Statement) -> Any:
 
 
 def only_writes(statement: Insert | Update | Delete) -> bool:
-    """Whether a statement writes plain values and what is computed of them: it runs nothing of the user's."""
+    """Return True if a statement writes only plain values and values computed from them: it runs no user's code."""
     table = statement.table
     if not _consists_of(_PARTS_OF_VALUES, statement) or not isinstance(table, Table):
         return False
@@ -176,13 +177,13 @@ def only_writes(statement: Insert | Update | Delete) -> bool:
 
 
 def _is_settled(column: Column[Any]) -> bool:
-    """Whether the process computes no value of a column: by a default, or by a type that is not SQLAlchemy's own."""
+    """Return True if the process computes no value of a column, by a default or by a type that is not SQLAlchemy's."""
     given: tuple[Any, ...] = (column.default, column.onupdate)
     return all(default is None or default.is_scalar for default in given) and is_sqlalchemy_type(column.type)
 
 
 def is_sqlalchemy_type(sql_type: TypeEngine[Any]) -> bool:
-    """Whether a type, and that of its elements, is SQLAlchemy's own: it runs nothing of the user's."""
+    """Return True if a type, and that of its elements, is SQLAlchemy's own: it runs no user's code."""
     of_values = getattr(sql_type, "item_type", None)
     is_own = type(sql_type).__module__.startswith("sqlalchemy.") and not sql_type._variant_mapping  # noqa: SLF001  # a variant shows nowhere else
     return is_own and (of_values is None or is_sqlalchemy_type(of_values))
@@ -227,7 +228,7 @@ class Catalog:
         return self._facts[named]
 
     def has_deferrable(self, connection: Connection) -> bool:
-        """Whether any constraint of the database may be checked at COMMIT only. Raises psycopg.Error."""
+        """Return True if a constraint of the database may be checked only at COMMIT. Raises psycopg.Error."""
         if self._has_deferrable is None:
             self._has_deferrable = bool(run_script(connection, DEFERRABLE)[0][0])
         return self._has_deferrable

@@ -15,14 +15,14 @@ from outboxq.new_job import NewJob
 
 H = TypeVar("H", bound=AnyHandler)
 
-# The argument of a handler that is given the time that its job is due.
+# The argument of a handler that receives the time at which its job is due.
 _FIRE_TIME = "fire_time"
 _ANOTHER_TIME = FIRE_TIME.replace(year=2)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DeclaredSchedule:
-    """A schedule as it stands above its handler; the job can be made when imports are over."""
+    """A schedule as declared above its handler; its job can be made after all imports."""
 
     name: str
     handler: AnyHandler
@@ -32,7 +32,7 @@ class DeclaredSchedule:
     args: Mapping[str, object]
 
     def check(self, owner: str) -> NewSchedule:
-        """The schedule with its job, as that of the registry with this name.
+        """The schedule with its job, owned by the registry with this name.
 
         Raises:
             RegistryError: the handler takes an argument that has no value, or a value does not fit.
@@ -63,7 +63,7 @@ class DeclaredSchedule:
 
 @dataclass(frozen=True, slots=True)
 class ScheduleDecorator:
-    """What `jobs.schedule(...)` returns: it takes a handler, and returns it."""
+    """The decorator that `jobs.schedule(...)` returns: it takes a handler, and returns it."""
 
     add: Callable[[DeclaredSchedule], None]
     cron: Cron
@@ -104,7 +104,7 @@ class Scheduled:
         name: str | None = None,
         args: Mapping[str, object] | None = None,
     ) -> ScheduleDecorator:
-        """Have a job added at times: `@jobs.schedule("30 2 * * *")` above `@jobs.handler`, once or several times.
+        """Add a job at certain times: `@jobs.schedule("30 2 * * *")` above `@jobs.handler`, once or several times.
 
         Relays store it when they start, by its name. A handler with an argument `fire_time` is given the time that the
         job was due, as the clocks of the time zone show it; `ctx.headers` has it too, as "outboxq.fire_time".
@@ -114,16 +114,16 @@ class Scheduled:
                 `@monthly`, `@yearly`.
             every: In place of `cron`, an interval of whole seconds, from a second to 365 days: due at its multiples
                 since 1970 in UTC, so that a change of the clocks moves none.
-            time_zone: In whose clocks, such as "Europe/Berlin".
-            missed: What becomes of times that no relay was there for. "one": one job for all of them, with the newest
+            time_zone: The time zone of `cron`, such as "Europe/Berlin".
+            missed: The treatment of times at which no relay ran. "one": one job for all of them, with the newest
                 as its time. "all": a job for each. "skip": none for one that is more than a minute late.
-            jitter: Each job runs so much later at most, at random, up to 24 hours, and less than `every`.
-            name: What it is called, by default the handler's kind. Under another name it is another schedule.
+            jitter: The longest random delay of each job, up to 24 hours, and less than `every`.
+            name: Its name, by default the handler's kind. Under another name it is another schedule.
             args: The handler's other arguments, by name.
 
         Raises:
-            ArgumentError: the cron text cannot be or is never due, there is no such time zone, or not one of `cron` and
-                `every` is given.
+            ArgumentError: the cron text is invalid or never due, there is no such time zone, or `cron` and `every` are
+                both given or both missing.
             RegistryError: the name is taken by another schedule.
         """
         with of_schedule(name):
@@ -139,7 +139,7 @@ def check_distinct(schedule: DeclaredSchedule, others: Iterable[DeclaredSchedule
     """Refuse a second schedule of one name.
 
     Raises:
-        RegistryError: there is one. No number is put behind the name: without the first one, the second would take its
+        RegistryError: there is one. No number is added to the name: without the first one, the second would take its
             place, and its times.
     """
     if any(other.name == schedule.name and other is not schedule for other in others):
@@ -152,7 +152,7 @@ def check_distinct(schedule: DeclaredSchedule, others: Iterable[DeclaredSchedule
 def checked_schedules(
     declared: Mapping[DeclaredSchedule, str], handlers: Collection[AnyHandler]
 ) -> tuple[NewSchedule, ...]:
-    """All schedules of a registry and of those that it includes, with their jobs, by the names of these registries.
+    """All schedules of a registry and of those that it includes, with their jobs, each owned by its registry's name.
 
     Raises:
         RegistryError: two have one name, one's handler is of another registry, or its arguments do not fit.

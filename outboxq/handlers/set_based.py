@@ -75,15 +75,15 @@ def executions(
     """Statements that together do what `statement` does with each of `rows`, whose names are the same.
 
     Args:
-        in_order: Whether rows have to be locked in the order of their keys: one statement over arrays would lock them
-            in the server's order, so a SELECT that locks them comes before it.
+        in_order: Lock rows in the order of their keys: one statement over arrays would lock them in the server's order,
+            so a SELECT that locks them comes before it.
     """
     is_worth_it = type(statement) is Update and len(rows) >= _LEAST_ROWS
     set_based = _set_based(statement, frozenset(rows[0])) if is_worth_it else None
     if set_based is None or not set_based.is_allowed_by(facts_of(set_based.table)):
         yield from single_executions(statement, rows)
         return
-    # A second change of a row must find the first one made: second changes are executed behind, in their order.
+    # A second change of a row must find the first one made: second changes are executed afterwards, in their order.
     first: dict[object, Row] = {}
     again = [row for row in rows if first.setdefault(row[set_based.key], row) is not row]
     arrays = {name: [row[name] for row in first.values()] for name in set_based.values}
@@ -113,7 +113,7 @@ def _array(name: str) -> str:
 
 
 def _is_uniform(values: list[Any], type_: type[object]) -> bool:
-    """Whether the driver sends each value in an array as it sends the value alone."""
+    """Return True if the driver sends each value in an array as it sends the value alone."""
     # SQLAlchemy adds no cast to these two: a None alone is of an unknown type.
     allowed = {type_} if type_ in (bool, Decimal) else {type_, type(None)}
     if not set(map(type, values)) <= allowed:
@@ -132,7 +132,7 @@ def _takes_lists(statement: Statement) -> bool:
 
 @dataclass(frozen=True)
 class _SetBased:
-    """An UPDATE of one table that is executed with parameters of these names, unless something is in the way of it."""
+    """An UPDATE of one table, executed with parameters of these names, if none of `_OBSTACLES` applies."""
 
     statement: Update
     table: Table
@@ -209,20 +209,20 @@ class _SetBased:
         return select(key).where(key == any_(keys)).order_by(key).with_for_update(key_share=True)
 
     def is_allowed_by(self, facts: TableFacts | None) -> bool:
-        """Whether each row becomes what single executions would make of it, and nothing else happens."""
+        """Return True if each row becomes what single executions would make of it, and nothing else happens."""
         if facts is None or not (facts.is_plain and facts.is_inert):
             return False
         by_key = facts.primary_key == {column.name for column in self.table.primary_key}
         return by_key and facts.bound_columns.isdisjoint(column.name for column in self.assigned)
 
 
-# What keeps an UPDATE from being set-based, in an order in which each may rely on those before it.
+# Reasons why an UPDATE is not set-based; each may rely on those before it.
 _OBSTACLES: Mapping[str, Callable[[_SetBased], bool]] = {
     "a column has an onupdate": lambda it: any(column.onupdate is not None for column in it.table.columns),
     "the primary key is not one column": lambda it: len(it.table.primary_key.columns) != 1,
     "a part does more than compute": lambda it: not all(_only_computes(each, it.table) for each in it.elements),
     "it takes lists": lambda it: _takes_lists(it.statement),
-    # SQLAlchemy takes a parameter that is named as a column for the value of that column.
+    # SQLAlchemy takes a parameter with a column's name for the value of that column.
     "a parameter is named as a column": lambda it: (
         not it.names.union(map(_array, it.names)).isdisjoint(it.table.columns.keys())
     ),

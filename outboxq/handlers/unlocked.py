@@ -35,7 +35,7 @@ class UnlockedChanges:
 
     @property
     def is_said(self) -> bool:
-        """Whether it was logged already, so that there is nothing to look for."""
+        """True if it was logged already, so that no check is needed."""
         return self._said.locked()
 
     def look(self, entities: Iterable[object]) -> None:
@@ -72,7 +72,7 @@ class UnlockedChanges:
 
 
 def _code_of(function: Callable[..., object]) -> Iterator[CodeType]:
-    """The code of a function without its decorators, and of what is defined within it."""
+    """The code of a function without its decorators, and of functions and classes defined within it."""
     code = getattr(inspect.unwrap(function), "__code__", None)
     pending = [code] if isinstance(code, CodeType) else []
     while pending:
@@ -84,7 +84,7 @@ def _code_of(function: Callable[..., object]) -> Iterator[CodeType]:
 def _changed(state: InstanceState[Any]) -> Iterator[str]:
     """The columns whose loaded value was replaced by another one, or changed in place."""
     mapper = state.manager.mapper
-    # A flush that finds another version than the one that was read is a failed attempt.
+    # A flush that finds a version other than the one read fails the attempt.
     if mapper.version_id_col is not None:
         return
     for name, before in state.committed_state.items():

@@ -1,7 +1,7 @@
 """The inbox: a message is accepted once, in the transaction of the rows that it leads to.
 
 Accepting is one INSERT in the caller's own transaction: the message counts as accepted if and only if the caller's rows
-are committed. A delivery that comes meanwhile waits for that transaction, and takes the message over if it rolls back.
+are committed. A second delivery waits for that transaction, and takes the message over if it rolls back.
 """
 
 from collections.abc import Coroutine, Iterable, Mapping
@@ -42,7 +42,7 @@ _ROUNDS = 5
 
 
 class Acceptance(Enum):
-    """What `try_accept` found; true only if the message was accepted."""
+    """The result of `try_accept`; true only if the message was accepted."""
 
     ACCEPTED = "accepted"
     DUPLICATE = "duplicate"
@@ -54,7 +54,7 @@ class Acceptance(Enum):
 
 @dataclass(frozen=True, slots=True)
 class AcceptedBatch:
-    """What became of the messages of `accept_all`: their ids, in the order given.
+    """The outcome of the messages of `accept_all`: their ids, in the order given.
 
     `conflicts` have the id of a message that was accepted, or that is in the same batch, with other content; they are
     not accepted, and the caller decides what to do about them.
@@ -234,7 +234,7 @@ class Inbox:
         return AcceptedBatch(*(tuple(id_ for id_ in given if outcomes[id_] == outcome) for outcome in wanted))
 
     def _tell(self, target: Session | Connection, connection: Connection, outcomes: Iterable[Outcome]) -> None:
-        """Tell the engine's hooks, if it has any: what was accepted after the session's COMMIT, the rest at once."""
+        """Send events to the engine's hooks, if any: for accepted messages after the session's COMMIT, else at once."""
         if not tells(connection):
             return
         options = connection.get_execution_options()
@@ -288,5 +288,5 @@ def _distinct(messages: Messages) -> tuple[dict[str, bytes | None], set[str]]:
 
 
 def _pair(item: object) -> tuple[Any, object]:
-    # check_key refuses whatever is no id.
+    # check_key refuses anything that is no id.
     return item if isinstance(item, tuple) and len(item) == 2 else (item, None)

@@ -78,16 +78,16 @@ class CallsOnce(HasEffectAccess):
     ) -> T:
         """Call the other side, such as a payment service, once for this key; later callers get the recorded outcome.
 
-        The result is recorded in a short transaction of its own as soon as the call returns, whatever becomes of this
-        attempt. For lease mode; in transaction mode the job's transaction is open while the call lasts, and a relay
+        The result is recorded in a short transaction of its own as soon as the call returns, even if this attempt
+        fails. For lease mode; in transaction mode the job's transaction is open while the call lasts, and a relay
         whose batches hold more than one job refuses it.
 
         Args:
             scope: A stable name for this sort of call, such as "stripe-charge".
             key: What is called for, such as the order's number; 1 to 512 bytes. A new key is a new effect.
-            call: Given the provider key: a UUID as text, the same at every try, for the other side's idempotency key.
-                Returns what JSON can hold. May raise `CallNotApplied` (surely nothing happened: called again later) or
-                `CallRefused` (refused for good: recorded). After any other error its outcome is unknown.
+            call: Receives the provider key: a UUID as text, the same at every try, for the other side's idempotency
+                key. Returns what JSON can hold. May raise `CallNotApplied` (surely nothing happened: called again
+                later) or `CallRefused` (refused for good: recorded). After any other error its outcome is unknown.
             already_applied: Asks what became of an earlier call: `Applied(result)`, `NotApplied()` or `Unknown()`.
             ask_first: Call `already_applied` before every call, also the first: a database that lost its last commits
                 (an asynchronous failover, a restored backup) has no record of some calls. Costs one look-up a call.
@@ -137,7 +137,7 @@ class AsyncCallsOnce(HasEffectAccess):
 
 
 def _teller(engine: Engine | AsyncEngine) -> Tell | None:
-    """What tells the engine's hooks, if it has any."""
+    """The function that passes events to the engine's hooks, if it has any."""
     plain = engine.sync_engine if isinstance(engine, AsyncEngine) else engine
     options = plain.get_execution_options()
     return partial(tell, options) if options.get(HOOKS_OPTION) else None

@@ -39,14 +39,14 @@ from outboxq.statements.effects import EffectState, Status
 
 
 class LockExpiry:
-    """How long this process may believe that the lock on a call is its own."""
+    """The time until which this process may believe that the lock on a call is its own."""
 
     def __init__(self, request: Request) -> None:
         self.request = request
         self._until = 0.0
 
     def renew(self, begun: float, seconds: float | None = None) -> None:
-        """Note that a statement which began at `begun` (of `clock`) has taken or extended the lock."""
+        """Record that a statement which began at `begun` (of `clock`) has taken or extended the lock."""
         self._until = begun + (self.request.lease.total_seconds() if seconds is None else seconds)
 
     @property
@@ -60,7 +60,7 @@ def once(request: Request, expiry: LockExpiry, deployment: UUID) -> Steps[object
 
     Raises:
         EffectInProgress: another caller holds the lock, or died calling not long ago.
-        EffectConflict: the key stands for another request.
+        EffectConflict: the key was used for another request.
         EffectFailed: refused for good, now or earlier.
         EffectUnknown: it cannot be found out whether it was applied.
         ResultNotStorable: the call was applied, but its result could not be kept.
@@ -141,7 +141,7 @@ def _look_up(request: Request, state: EffectState) -> Steps[LookUp[object]]:
         return answer
     waited_seconds = clock() - begun
     if not state.in_doubt:
-        # With ask_first: of a call whose record is lost, it is also lost since when its key is remembered.
+        # With ask_first: if the record of a call is lost, the start of its key's time is lost too.
         reason = "there may have been a call that this database does not know of; the look-up could not tell"
     elif request.is_key_remembered(state.known_seconds + waited_seconds):
         return answer
@@ -161,7 +161,7 @@ def _check_answer(answer: object) -> LookUp[object]:
 
 
 class Recorded(NamedTuple):
-    """What was recorded of a call: its result as jsonb has it, or the reason why there is none."""
+    """The record of a call: its result as jsonb has it, or the reason why there is none."""
 
     result: str | None
     reason: str
@@ -207,7 +207,7 @@ def record(
 
 
 def _refused_as(error: Exception) -> str:
-    """Why the database did not take a result; without the error's text, which quotes the result."""
+    """The reason why the database did not take a result; without the error's text, which quotes the result."""
     sqlstate = sqlstate_of(error) if isinstance(error, DBAPIError) else None
     return f"the database refused it: {f'SQLSTATE {sqlstate}' if sqlstate else name_of(error)}"
 
@@ -233,7 +233,7 @@ def decode_result(request: Request, result: str) -> object:
 
 
 def _encode(request: Request, value: object) -> tuple[str | None, str, BaseException | None]:
-    """The result as JSON text, or None and why not; and a KeyboardInterrupt or the like that came meanwhile."""
+    """The result as JSON text, or None and why not; and a KeyboardInterrupt or the like raised by it."""
     if entity_state(value) is not None:
         return None, "it is an entity: return its key, or what you need of it", None
     try:
@@ -273,7 +273,7 @@ def record_failure(request: Request, error: BaseException, state: EffectState, *
 
 
 def why_unknown(request: Request, *, looked_up: bool) -> str:
-    """Why it cannot be found out whether a call was applied."""
+    """The reason why it cannot be found out if a call was applied."""
     asked = "the look-up could not tell" if looked_up else "there is no look-up (already_applied)"
     known = "does not honour keys (provider_remembers)"
     if request.provider_remembers is not None:
@@ -282,7 +282,7 @@ def why_unknown(request: Request, *, looked_up: bool) -> str:
 
 
 def _refusal(request: Request, error: BaseException) -> str:
-    """Why the other side refused, in words that can be stored."""
+    """The other side's reason for refusing, as a text that can be stored."""
     if not isinstance(error, CallRefused):
         return request.describe(error)
     try:

@@ -1,4 +1,4 @@
-"""What a caller of `once` asks for, checked before anything is called."""
+"""Requests of `once`, checked before anything is called."""
 
 import functools
 import inspect
@@ -87,17 +87,17 @@ class Request:
         return EffectLock(self.scope, self.key, self.token)
 
     def is_key_remembered(self, since_seconds: float) -> bool:
-        """Whether the other side still knows the key, so that a second call with it is no second effect."""
+        """Return True if the other side still knows the key, so that a second call with it is no second effect."""
         return self.provider_remembers is not None and since_seconds < self.provider_remembers.total_seconds()
 
 
 def make_request(
     options: OnceOptions, *, lease: timedelta, retention: timedelta, describe: Describe = name_and_line
 ) -> Request:
-    """Check what a caller gave, before anything is called.
+    """Check the caller's options, before anything is called.
 
     Args:
-        describe: Makes of an error of the call what is stored of it.
+        describe: Turns an error of the call into the text that is stored.
 
     Raises:
         InvalidKey, ArgumentError, ConfigError: something cannot be used as given.
@@ -139,7 +139,7 @@ def _check_options(options: OnceOptions) -> None:
 
 
 def _check_function(name: str, function: object, argument: str) -> None:
-    """Refuse what cannot be called with one argument: found out by the call, it would be a call in doubt."""
+    """Refuse a function that does not take one argument: found out by the call, it would be a call in doubt."""
     if not callable(function):
         raise ConfigError(f"once({name}=...) takes a function of {argument}, got {type(function).__name__}")
     try:
@@ -159,6 +159,6 @@ def _check_function(name: str, function: object, argument: str) -> None:
 
 
 def provider_key(deployment: UUID, scope: str, key: str) -> UUID:
-    """What the other side is given as idempotency key: a UUIDv5 (RFC 9562), the same at every try."""
+    """The idempotency key for the other side: a UUIDv5 (RFC 9562), the same at every try."""
     # Neither may hold a newline, so no two pairs are spelled alike.
     return uuid5(deployment, f"{scope}\n{key}")

@@ -37,7 +37,7 @@ class EffectRunner:
     """Makes calls once, in the caller's thread.
 
     Args:
-        tell: Is told how each of them has ended; None if nothing is to hear of it.
+        tell: Called with the outcome of each, if given.
     """
 
     def __init__(self, transactions: Transactions, lease_seconds: float, *, tell: Tell | None = None) -> None:
@@ -88,7 +88,7 @@ class AsyncEffectRunner:
 
     Args:
         keep: Runs the lock keeper's transactions, in its thread; by default they run through the event loop.
-        tell: Is told how each call has ended; None if nothing is to hear of it.
+        tell: Called with the outcome of each call, if given.
     """
 
     def __init__(
@@ -203,7 +203,7 @@ def _read_deployment(connection: Connection) -> UUID:
 
 
 async def _awaited(value: Awaitable[object] | object) -> object:
-    # A plain function has done its work by now: what it did must be recorded, not refused.
+    # A plain function has done its work by now, which must be recorded, not refused.
     return await await_here(value) if inspect.isawaitable(value) else value
 
 

@@ -9,13 +9,13 @@ T = TypeVar("T")
 
 
 class DelayedCancellation:
-    """Holds the cancellation of the current task back until what it waits for is done."""
+    """Holds the cancellation of the current task back until the work that it awaits is done."""
 
     def __init__(self) -> None:
         self.error: asyncio.CancelledError | None = None
 
     async def finish(self, begin: Callable[[], Awaitable[T]]) -> T:
-        """The result of the work; a cancellation that comes meanwhile is kept in `error`."""
+        """Return the result of the work; a cancellation that comes before is kept in `error`."""
         while True:
             task = asyncio.ensure_future(begin())
             while not task.done():

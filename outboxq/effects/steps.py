@@ -1,4 +1,4 @@
-"""Steps: what the effect protocol asks a runner to do, one at a time, and how a step is tried again.
+"""Steps: the actions that the effect protocol has a runner perform, one at a time, and their repetition.
 
 A protocol is a generator that yields steps and is sent the result of each. It does no I/O of its own, so that the same
 code serves threads and event loops.
@@ -89,7 +89,7 @@ def insist(
 ) -> Steps[T]:
     """Record an outcome, again and again while the database is away; writing it twice does no harm.
 
-    If the database refuses the data, `instead` makes of the error what is written in its place.
+    If the database refuses the data, `instead` turns the error into the write that is executed in its place.
     An interruption (KeyboardInterrupt, SystemExit) is raised after the record; a second one at once.
     """
     step: Step = Transact(run, settles=True)

@@ -1,4 +1,4 @@
-"""Telling: how each `once` has ended, as an event."""
+"""Events that report the outcome of each `once`."""
 
 from collections.abc import Callable
 from typing import TypeVar
@@ -18,7 +18,7 @@ _OUTCOMES: dict[type[BaseException], EffectOutcome] = {
 
 
 def telling(steps: Steps[T], scope: str, tell: Callable[[EffectCalled], None]) -> Steps[T]:
-    """The same steps; at their end `tell` is given their outcome."""
+    """Run the same steps, and call `tell` with their outcome at the end."""
     is_called = False
     try:
         step = next(steps)

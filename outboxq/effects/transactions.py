@@ -1,6 +1,6 @@
 """The short transactions of effects, on connections of their own.
 
-They come from pools beside the caller's engine, so that callers who hold all of its connections do not block them.
+They come from pools of their own, so that callers who hold all connections of their engine do not block them.
 """
 
 import asyncio
@@ -32,7 +32,7 @@ _READ_ONLY = "25006"
 
 
 class SidePool:
-    """A pool beside an engine's, with the same settings and the same way to connect: tokens, connectors, events.
+    """A pool of our own, with an engine's settings and the same way to connect: tokens, connectors, events.
 
     `renew` closes its idle connections. One in use is closed when it is returned: SQLAlchemy would leave it open, in
     the old pool that no code uses any more.
@@ -46,7 +46,7 @@ class SidePool:
         forget_in_children(self)
 
     def forget(self) -> None:
-        """Have none of the connections, which are the parent's."""
+        """Begin with a new pool: the connections are the parent's."""
         self.engine = self._make()
 
     def _make(self) -> Engine:
@@ -96,7 +96,7 @@ def _cut_off_in_children(connection: DBAPIConnection, _record: object) -> None:
 
 
 class EngineTransactions:
-    """Transactions on connections from three pools beside the given engine's: for claims, records and the lock keeper.
+    """Transactions on connections from three pools of our own: for claims, records and the lock keeper.
 
     Claims that wait for a row must delay neither the records of calls that are under way, nor the extension of their
     locks. Each pool opens its first connection when it is needed.
@@ -173,7 +173,10 @@ class AsyncEngineTransactions:
         return await (asyncio.to_thread(work) if self._is_sync else greenlet_spawn(work))
 
     def keeper_transaction(self) -> Transaction:
-        """How the lock keeper runs a transaction: in its thread, or through the event loop, if that is not blocked."""
+        """The function by which the lock keeper runs a transaction.
+
+        It works in the keeper's thread, or through the event loop, unless that is blocked.
+        """
         keep = self._transactions.keeper_transaction()
         if self._is_sync:
             return keep

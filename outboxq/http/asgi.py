@@ -25,14 +25,14 @@ def declared_bytes(headers: Iterable[tuple[bytes, bytes]]) -> int | None:
     values = header_values(headers, b"content-length")
     if len(values) != 1 or not values[0].isdigit():
         return None
-    # Python refuses to read thousands of digits; as many as these are over any cap.
+    # Python refuses to read thousands of digits; as many as these exceed any cap.
     return int(values[0].lstrip(b"0")[:_ENOUGH_DIGITS] or b"0")
 
 
 def was_not_routed(scope: Scope, status: int) -> bool:
-    """Whether Starlette's router, and so FastAPI's, answered: nothing is there for this path, or not for this method.
+    """Return True if Starlette's router, and so FastAPI's, answered: no route has this path, or not for this method.
 
-    Only what the router left in the scope counts: an answer of another router or of an endpoint is not recognised.
+    Only the router's entries in the scope count: an answer of another router or of an endpoint is not recognised.
     """
     if "router" not in scope:
         return False

@@ -43,10 +43,10 @@ async def read_body(scope: Scope, receive: Receive, max_bytes: int) -> Whole | T
 
 @asynccontextmanager
 async def given_whole(read: Whole, receive: Receive) -> AsyncIterator[Receive]:
-    """A `receive` that gives the body; it tells at once of a client that has left, whether the body was taken or not.
+    """A `receive` that gives the body; it reports at once that a client has left, even before the body was taken.
 
-    Servers do so, and Starlette's `is_disconnected()` does not wait: so a task asks the server ahead. After the whole
-    body, a server has nothing else to tell.
+    Servers do so, and Starlette's `is_disconnected()` does not wait: so a task calls the server's `receive` in advance.
+    After the whole body, a server reports nothing else.
     """
     leaving = asyncio.ensure_future(receive())
     unread: list[dict[str, Any]] = [_message(read.data, goes_on=False)]
@@ -65,7 +65,7 @@ async def given_whole(read: Whole, receive: Receive) -> AsyncIterator[Receive]:
 
 
 def given_back(read: TooLarge, receive: Receive) -> Receive:
-    """A `receive` that gives first what was read, then what the server gives."""
+    """A `receive` that gives first the bytes already read, then the server's messages."""
     if not read.beginning and read.goes_on:
         return receive
     unread: list[dict[str, Any]] = [_message(read.beginning, goes_on=read.goes_on)]

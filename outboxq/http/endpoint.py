@@ -1,4 +1,4 @@
-"""What an endpoint is given: the key it serves, and a way to record its response in its own transaction."""
+"""The idempotency of an endpoint: the key it serves, and a way to record its response in its own transaction."""
 
 import logging
 from collections.abc import Awaitable
@@ -24,7 +24,7 @@ IN_SCOPE = "outboxq.idempotency"
 
 @dataclass(frozen=True, slots=True)
 class Claimed:
-    """The effect that stands for the request, and how its response is stored."""
+    """The effect that represents the request, and how its response is stored."""
 
     request: Request
     schema: str
@@ -90,7 +90,7 @@ class Idempotency:
         Raises:
             EffectLockLost: the request took longer than its lease, and was taken over: let this roll back.
             ArgumentError: a response without its whole body.
-            ConfigError: the middleware was not told that this endpoint records (`in_transaction`).
+            ConfigError: `in_transaction` of the middleware does not include this endpoint.
             EnqueueError: a session that cannot hold it.
         """
         answer = _answer_of(response)
@@ -128,7 +128,7 @@ class Idempotency:
 
 
 def is_guarded(scope: Scope) -> bool:
-    """Whether a middleware of ours has claimed this request already."""
+    """Return True if a middleware of ours has claimed this request already."""
     found = scope.get(IN_SCOPE)
     return isinstance(found, Idempotency) and found.claimed is not None
 

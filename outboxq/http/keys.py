@@ -1,4 +1,4 @@
-"""Which request is meant: its key as the client sent it, its principal, and what tells two requests apart."""
+"""Identity of a request: its key as the client sent it, its principal, and the fingerprint of its content."""
 
 import hashlib
 import hmac
@@ -57,7 +57,7 @@ def effect_scope(scope: Scope) -> str:
 def effect_key(principal: str | None, key: str) -> str:
     """Principal and key as `effect.key`, which two different pairs never share.
 
-    A key holds no space, so that what comes before the last one is the principal; without a space there is none.
+    A key holds no space, so the text before the last space is the principal; without a space there is none.
     """
     if principal is None:
         return key
@@ -67,9 +67,9 @@ def effect_key(principal: str | None, key: str) -> str:
 
 
 def request_fingerprint(scope: Scope, body: bytes) -> bytes:
-    """32 bytes that stand for what is asked: query string, media type and body."""
+    """A hash of the request's content, of 32 bytes: query string, media type and body."""
     content_type = b",".join(header_values(scope["headers"], b"content-type"))
-    # Without its parameters: they are spelled in many ways, and the body has what they say of it.
+    # Without its parameters: they are spelled in many ways, and the body shows what they say of it.
     media_type = content_type.split(b";", 1)[0].strip().lower()
     digest = hashlib.sha256()
     for part in (scope.get("query_string", b""), media_type, body):

@@ -59,8 +59,8 @@ class IdempotencyMiddleware:
             our own, which are closed at the end of the application's lifespan, and never from the engine's.
         principal: Whose key it is: `by_authorization`, `nobody`, or a function of the ASGI scope.
         methods: Requests of other methods pass through.
-        required: Whether a request without the header is refused.
-        in_transaction: Whether the endpoint records its response in its own transaction, by `Idempotency.record`.
+        required: Refuse a request without the header.
+        in_transaction: The endpoint records its response in its own transaction, by `Idempotency.record`.
         retention: How long a response is replayed, from 1 second to 10 years.
         lease_seconds: How long a key stays a request's own after its process has died, 0.5 to 3600.
         max_request_bytes: A larger body is not guarded, and refused if the key is required.
@@ -128,7 +128,7 @@ class IdempotencyMiddleware:
         if is_guarded(scope):
             # Guarded by another such middleware, further out: two would wait for each other.
             return await self._app(scope, receive, send)
-        # Into the server's own dict: middleware outside of ours reads what the router leaves there.
+        # Into the server's own dict: middleware outside of ours reads the router's entries there.
         idempotency = scope[IN_SCOPE] = Idempotency()
         if scope["method"] not in self._methods:
             return await self._app(scope, receive, send)

@@ -12,7 +12,7 @@ _CUT_SHORT = ", and was cut short"
 
 
 class ResponseRecorder:
-    """Takes what the application sends, and settles the request with it.
+    """Takes the application's messages, and settles the request with them.
 
     A response of known and bearable length is recorded before its first byte leaves. Anything else passes through, and
     is recorded, without its content, before its last byte leaves.
@@ -31,7 +31,7 @@ class ResponseRecorder:
         self._is_settled = False
 
     async def send(self, message: Message) -> None:
-        """Given to the application in place of the server's."""
+        """Take a message; given to the application in place of the server's `send`."""
         if self._is_settled or message["type"] not in ("http.response.start", "http.response.body"):
             await self._send(message)
         elif message["type"] == "http.response.start":
@@ -44,7 +44,7 @@ class ResponseRecorder:
             await self._take_body(message)
 
     async def finish(self) -> None:
-        """The application has returned."""
+        """Settle after the application has returned."""
         if self._is_settled:
             return
         if self._whole is not None:
@@ -55,7 +55,7 @@ class ResponseRecorder:
     async def fail(self, error: BaseException | None) -> bool:
         """Settle after the application raised or returned without an answer; True if this sent an answer."""
         if self._settling is not None and await self._settling is not None:
-            # Interrupted while the outcome was recorded: what was recorded stands.
+            # Interrupted while the outcome was recorded: the record counts.
             self._is_settled = True
         if self._is_settled:
             return False

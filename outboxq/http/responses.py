@@ -19,14 +19,14 @@ _NOT_KEPT = frozenset(
 )
 _NO_BODY = (204, 304)
 
-# What servers take (RFC 9110, sections 5.1 and 5.5): they end the connection of an answer that holds anything else.
+# Values that servers take (RFC 9110, sections 5.1 and 5.5): for any other they end the connection.
 _Status: TypeAlias = Annotated[int, Meta(ge=200, le=599)]
 _Name: TypeAlias = Annotated[str, Meta(pattern=r"\A[-!#$%&'*+.^_`|~0-9a-zA-Z]+\Z")]
 _Value: TypeAlias = Annotated[str, Meta(pattern=r"\A[\t\x20-\x7e\x80-\xff]*\Z")]
 
 
 class ResponseLike(Protocol):
-    """What an endpoint answers: a Starlette or FastAPI `Response` with its whole body."""
+    """The answer of an endpoint: a Starlette or FastAPI `Response` with its whole body."""
 
     status_code: int
 
@@ -46,7 +46,7 @@ class Answer:
     body: bytes
 
     def says_the_same(self, other: "Answer") -> bool:
-        """Whether status and body are the same."""
+        """Return True if status and body are the same."""
         return (self.status, self.body) == (other.status, other.body)
 
     def marked(self, header: tuple[bytes, bytes]) -> "Answer":
@@ -87,7 +87,7 @@ def encode_answer(answer: Answer, max_bytes: int) -> tuple[str | None, str | Non
 
 
 def decode_answer(result: str) -> Answer | None:
-    """A stored answer, marked as a replay; None for what no server can send, such as a result that an operator gave."""
+    """A stored answer, marked as a replay; None if no server can send it, such as a result that an operator gave."""
     try:
         stored = _decoder.decode(result.encode())
         body = (stored.text or "").encode()
@@ -101,7 +101,7 @@ def decode_answer(result: str) -> Answer | None:
 
 
 def _is_whole(answer: Answer) -> bool:
-    """Whether the body is as long as the status and the headers say."""
+    """Return True if the body is as long as the status and the headers say."""
     declared = set(header_values(answer.headers, b"content-length"))
     return declared <= {str(len(answer.body)).encode()} and not (answer.body and answer.status in _NO_BODY)
 

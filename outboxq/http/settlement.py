@@ -1,4 +1,4 @@
-"""Settling a guarded request: what is recorded of it when its answer is there, and what the client is answered.
+"""Settlement of a guarded request: the record of its outcome, and the answer to the client.
 
 `RequestSettlement` knows nothing of what the application did: every answer is the outcome. `TransactionSettlement`
 serves endpoints that record in their own transaction: what they did not record did not happen, and may be done again.
@@ -46,7 +46,7 @@ class RequestSettlement:
     """Settles a request by its answer: what the application did is not known.
 
     Args:
-        is_refused: Whether an answer of this status is the router's, which found no endpoint for the request.
+        is_refused: Returns True if an answer of this status is the router's, which found no endpoint for the request.
         released: Statuses that mean, by convention, that the request was not processed: a retry is executed.
     """
 
@@ -69,9 +69,9 @@ class RequestSettlement:
         await self._finds(statements.release(self.request.lock, keep=keep))
 
     async def settle(self, answer: Answer, *, at_end: bool) -> Answer | None:  # noqa: ARG002  # for TransactionSettlement
-        """Record the outcome before the answer is sent; returns what to answer, or None: ask again at the end."""
+        """Record the outcome before the answer is sent; returns the answer to send, or None: call again at the end."""
         if self.is_refused(answer.status):
-            # Nothing was executed, and nothing of it is worth a row: strangers could fill the table.
+            # Nothing was executed, and a row of it would let strangers fill the table.
             await self.release(timedelta(0))
             return answer
         if answer.status in self.released:
@@ -116,7 +116,7 @@ class RequestSettlement:
     async def _record(
         self, status: Status, *, result: str | None = None, error: str | None = None, keep: timedelta | None = None
     ) -> Recorded | Answer:
-        """Record the outcome; returns what was recorded, or the answer to give if that failed."""
+        """Record the outcome; returns the record, or the answer to send if that failed."""
         try:
             return await self.runner.drive(record(self.request, status, result=result, error=error, keep=keep))
         except EffectError as failure:
@@ -137,7 +137,7 @@ class TransactionSettlement(RequestSettlement):
     idempotency: Idempotency
 
     async def settle(self, answer: Answer, *, at_end: bool) -> Answer | None:
-        """What to answer; None while the endpoint's transaction has not been committed."""
+        """Return the answer to send; None while the endpoint's transaction has not been committed."""
         recorded = self.idempotency.recorded
         if recorded is None:
             return await self._settle_unrecorded(answer)
@@ -172,7 +172,7 @@ class TransactionSettlement(RequestSettlement):
         """Record that the application raised, or never answered, unless its endpoint has recorded before."""
         recorded = self.idempotency.recorded
         if recorded is not None and await self._stands():
-            # The endpoint raised after its commit: this client gets what was recorded, as the retries will.
+            # The endpoint raised after its commit: this client gets the recorded answer, as the retries will.
             return recorded.answer
         await self._settle_started("retryable", None, "the endpoint raised")
         return self.answers.answer(problems.IN_PROGRESS) if isinstance(error, EffectLockLost) else None
@@ -191,14 +191,14 @@ class TransactionSettlement(RequestSettlement):
         return (answer if reason is None else answer.marked(NOT_REPLAYABLE)).marked(RECORDED_LATE)
 
     def _as_recorded(self, recorded: Answer, answer: Answer) -> Answer:
-        """What the retries will get; if `answer` says the same, `answer` itself, with what middleware added to it."""
+        """The answer that retries will get; if `answer` says the same, `answer` itself, with middleware's additions."""
         if not answer.says_the_same(recorded):
             self._log("an endpoint answered otherwise than it had recorded, which was answered instead")
             answer = recorded
         return answer if len(recorded.body) <= self.max_response_bytes else answer.marked(NOT_REPLAYABLE)
 
     async def _stands(self) -> bool | None:
-        """Whether the endpoint's record was committed; None if the database cannot be asked."""
+        """Return True if the endpoint's record was committed; None if the database cannot be reached."""
         recorded = self.idempotency.recorded
         if recorded is None:
             return False

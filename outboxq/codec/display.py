@@ -16,7 +16,7 @@ class Latency(float):
 
 
 class Rate(float):
-    """How many a minute."""
+    """A number of events a minute."""
 
 
 def in_full(value: object) -> str:
@@ -93,5 +93,5 @@ def duration(seconds: float) -> str:
 
 
 def standby(delay_seconds: float) -> str:
-    """The words for a read from a standby that is `delay_seconds` behind."""
+    """The words for a read from a standby that lags by `delay_seconds`."""
     return f"read from a standby, {delay_seconds:,.1f} s behind"

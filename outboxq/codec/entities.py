@@ -41,7 +41,7 @@ are locked together in the order of their primary keys, so that no two batches c
 
 @dataclass(frozen=True, slots=True)
 class EntityKey:
-    """The stored primary key of an entity argument, to be loaded in the handler's session, and locked if asked for.
+    """The stored primary key of an entity argument, to be loaded in the handler's session, and locked if `locked`.
 
     Attributes:
         identity: The primary key, a tuple also of one column.
@@ -85,11 +85,11 @@ class EntityArgument(msgspec.Struct, frozen=True, eq=False):
         return self if key == self.key else EntityArgument(self.entity, key, self.optional)
 
     def is_pending(self) -> bool:
-        """Tell whether the primary key is known only after a flush."""
+        """Return True if the primary key is known only after a flush."""
         return instance_state(self.entity).key is None
 
     def is_deleted(self) -> bool:
-        """Tell whether a flush has deleted the entity, and no rollback has brought it back."""
+        """Return True if a flush has deleted the entity, and no rollback has brought it back."""
         return instance_state(self.entity).was_deleted
 
 
@@ -124,7 +124,7 @@ def entity_of(annotation: object) -> tuple[type[object] | None, bool]:
 
 
 def is_locked(annotation: object) -> bool:
-    """Whether the annotation is `Locked[Account]`, `Locked[Account | None]` or `Locked[Account] | None`."""
+    """Return True if the annotation is `Locked[Account]`, `Locked[Account | None]` or `Locked[Account] | None`."""
     if typing.get_origin(annotation) is Annotated:
         return LOCKED in typing.get_args(annotation)[1:]
     return _is_union(annotation) and any(map(is_locked, typing.get_args(annotation)))
@@ -135,7 +135,7 @@ def _is_union(annotation: object) -> bool:
 
 
 def primary_key_type(entity: type[object]) -> object:
-    """What the stored primary key is read as: the type of its column, or a tuple of several."""
+    """The type as which the stored primary key is read: that of its column, or a tuple of several."""
     mapper = entity_mapper(entity)
     assert mapper is not None
     types = [_column_type(mapper, column) for column in mapper.primary_key]
@@ -143,7 +143,7 @@ def primary_key_type(entity: type[object]) -> object:
 
 
 def is_same_key(entity: type[object], key: tuple[object, ...], identity: tuple[object, ...]) -> bool:
-    """Whether a key that was read from JSON leads to the row with this identity: it is equal, or sent as the same."""
+    """Return True if a key read from JSON leads to the row with this identity: it is equal, or sent as the same."""
     mapper = entity_mapper(entity)
     assert mapper is not None
     columns = mapper.primary_key
@@ -174,7 +174,7 @@ def _annotated_type(mapper: Mapper[object], column: ColumnElement[Any]) -> objec
 
 
 def _sent(column_type: TypeEngine[Any], value: object) -> object:
-    """What the driver is given for a value; equal to nothing else if the type does not take it."""
+    """The value that the driver receives; equal to nothing else if the type does not take it."""
     process = column_type.dialect_impl(_DIALECT).bind_processor(_DIALECT)
     try:
         return value if process is None else process(value)

@@ -48,7 +48,7 @@ class Parameter:
     decoder: msgspec.json.Decoder[object]
 
     def encode(self, value: object) -> bytes:
-        """The value as JSON text, which `decode` makes the same value of.
+        """The value as JSON text, which `decode` reads as the same value.
 
         Raises:
             ArgumentError: it does not fit the annotation, or JSON cannot hold it.
@@ -87,7 +87,7 @@ class Parameter:
         """A value that cannot be an entity, or the key of an entity that fits; everything else is refused.
 
         Raises:
-            ArgumentError: it has to be looked at more closely.
+            ArgumentError: it needs a closer check.
         """
         if self.entity is None and type(value) in _NEVER_ENTITIES:
             return value
@@ -138,14 +138,14 @@ class Signature:
         self._reader = _struct_decoder_of(parameters)
         # By name; an entity, which is stored as its key, has a rule of its own.
         self._certain = {p.name: certain_types(p.decoder.type) for p in parameters if p.entity is None}
-        # Names and types of calls whose arguments come back as they are: found out once, not for each call.
+        # Names and types of calls whose arguments come back as they are: checked once, not for each call.
         self._certain_calls: set[tuple[object, ...]] = set()
         self._is_plain = all(parameter.required and parameter.entity is None for parameter in parameters)
 
     def encode_call(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> str | None:
-        """All arguments of a call as a JSON object, in one pass; None if each has to be looked at on its own.
+        """All arguments of a call as a JSON object, in one pass; None if each has to be checked on its own.
 
-        The result is what `bind`, and `encode` for each argument, would give. It refuses nothing by itself.
+        The result is the same as of `bind`, and `encode` for each argument. It refuses nothing by itself.
         """
         values = {**dict(zip(self._positional, args, strict=False)), **kwargs} if args else kwargs
         if args and len(values) != len(args) + len(kwargs):
@@ -171,7 +171,7 @@ class Signature:
         return None if "null" in text or "\\u0000" in text else text
 
     def _gives_back(self, name: str, stored: object, read: object) -> bool:
-        """Tell whether an argument, or an entity's primary key, is read as it was stored, and needs no other check."""
+        """Return True if an argument, or an entity's primary key, is read as it was stored and needs no other check."""
         if name in self._certain:
             return type(stored) in self._certain[name] or change_of_argument(stored, read) is None
         return read == (tuple(stored) if type(stored) is list else stored)

@@ -1,4 +1,4 @@
-"""Which types can be read from JSON: looked at before the first value of theirs is stored."""
+"""Check that types can be read from JSON, before the first value of theirs is stored."""
 
 from collections.abc import Iterator
 from typing import Any

@@ -20,10 +20,10 @@ from outboxq.codec.values import UNREADABLE, encode_value, json_decoder
 from outboxq.errors import ArgumentError
 from outboxq.names import with_article
 
-# What was stored, what was read, and their place in what they are part of.
+# A stored value, the value read, and their place in the whole.
 _Pair: TypeAlias = tuple[object, object, str]
 
-# Of two that have one of these types `==` sees every difference.
+# Types of which `==` sees every difference of two values.
 _FLAT = frozenset({bool, int, float, str, bytes, UUID, date, type(None)})
 # An object of a class derived from one of these arrives as the builtin, if it is equal: an ORM's list, a driver's UUID.
 _BASES = frozenset({dict, list, tuple, set, frozenset, UUID})
@@ -47,7 +47,7 @@ _MISSING = object()
 # Of positive exponents; jsonb spells out the negative ones too, as numbers that are no whole ones.
 _EXPONENTS_FROM = 1e16
 _EXPONENT = re.compile(rb"[0-9]e[0-9]")
-# What msgspec, and RFC 3339, write of an offset: no seconds, which some had before 1972.
+# The unit in which msgspec, and RFC 3339, write an offset: no seconds, which some had before 1972.
 _OFFSET_UNIT = timedelta(minutes=1)
 _A_DAY = date(2000, 1, 1)
 
@@ -67,7 +67,7 @@ def change_of_argument(given: object, read: object) -> str | None:
 
 
 def change_of_result(value: object, data: bytes, declared: msgspec.json.Decoder[Any]) -> str | None:
-    """The change of a result, as `change_of` names it; None if JSON, or what it is declared as, has it all.
+    """The change of a result, as `change_of` names it; None if JSON, or its declared type, has it all.
 
     The fields of an object that is declared as nothing (`Any`), such as a dataclass, are read by its own class.
     """
@@ -138,7 +138,7 @@ def change_of(stored: object, read: object) -> str | None:
 
 
 def _compare(one: object, other: object) -> str | Iterable[_Pair]:
-    """The parts to compare, or what is different."""
+    """The parts to compare, or the difference."""
     kind = type(other)
     if one is other:
         return ()
@@ -176,7 +176,7 @@ def _different_entries(one: dict[object, object], other: dict[object, object]) -
 
 
 def _entries(one: dict[object, object], other: dict[object, object]) -> Iterator[_Pair]:
-    # A key can be as secret as a value, so that its place stands for it. JSON keeps the order.
+    # A key can be as secret as a value, so its place is named instead. JSON keeps the order.
     same = {key: key for key in other}
     for at, (key, beside) in enumerate(zip(one, other, strict=True), 1):
         counterpart = same.get(key, beside)
@@ -191,7 +191,7 @@ def _different_items(one: Collection[object], other: Collection[object]) -> str 
 
 
 def _are_flat_twins(one: Any, other: Any) -> bool:
-    """Tell whether two are the same by a look at no more than their types and those of their items: most that are."""
+    """Return True if two are equal, and flat by their own types and those of their items, as most equal ones are."""
     kind = type(one)
     if kind is not type(other):
         return False

@@ -1,6 +1,6 @@
 """A handler's annotations as types, resolved when first needed and not when the module is imported.
 
-By then circular imports are over, so names that a module imports only below `if TYPE_CHECKING:` can be imported too.
+By then circular imports are complete, so names that a module imports only below `if TYPE_CHECKING:` can be imported.
 """
 
 import ast
@@ -38,8 +38,8 @@ def resolve_annotation(function: Callable[..., object], parameter: inspect.Param
 def resolve_head(function: Callable[..., object], parameter: inspect.Parameter) -> object:
     """The type that `parameter` is annotated with, as far as its names can be found.
 
-    `Any` stands for a name that cannot be: `Context[State]` is a context, whatever `State` is. `object` stands for the
-    whole of it if that makes no type.
+    `Any` replaces a name that cannot be: `Context[State]` is a context for any `State`. `object` replaces the whole of
+    it if that makes no type.
     """
     try:
         return resolve_annotation(function, parameter)
@@ -114,7 +114,7 @@ def _type_checking_names_of(function: Callable[..., object]) -> Mapping[str, obj
 
 @functools.cache
 def _type_checking_names(module: ModuleType) -> Mapping[str, object]:
-    """What the module imports below `if TYPE_CHECKING:`, imported now."""
+    """The names that the module imports below `if TYPE_CHECKING:`, imported now."""
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(module)))
     except (OSError, TypeError, SyntaxError):

@@ -10,7 +10,7 @@ MAX_MESSAGE_CHARACTERS = 2_000
 
 
 def printable(text: str) -> str:
-    """`text` with an escape for each character that is not printable, such as a newline or what a terminal acts on."""
+    """`text` with an escape for each character that is not printable, such as a newline or a control character."""
     if text.isprintable():
         return text
     return "".join(
@@ -19,7 +19,7 @@ def printable(text: str) -> str:
 
 
 def escaped_json(json: str) -> str:
-    """The same JSON, with escapes for what a terminal, or a reader of lines, would act on; line breaks stay."""
+    """The same JSON, with escapes for characters that a terminal or a reader of lines acts on; line breaks stay."""
     if json.isprintable():
         return json
     return "".join(each if each.isprintable() or each == "\n" else _json_escape(each) for each in json)
@@ -44,13 +44,13 @@ def duration(seconds: float) -> str:
 
 
 def storable(text: str) -> str:
-    """What jsonb and text can hold: no NUL, no lone surrogates, no more than the cap."""
+    """The text as jsonb and text can hold it: without NUL and lone surrogates, and up to the cap."""
     kept = text[:MAX_MESSAGE_CHARACTERS].replace("\0", "\N{REPLACEMENT CHARACTER}")
     return kept.encode(errors="replace").decode()
 
 
 def storable_or_withheld(describe: Callable[[], str]) -> str:
-    """A storable description, whatever users' code does while it is made: a job must always be settled."""
+    """A storable description, even if users' code fails while it is made: a job must always be settled."""
     try:
         return storable(describe())
     except BaseException:  # noqa: BLE001  # the error is recorded all the same, by its type and place
@@ -58,7 +58,7 @@ def storable_or_withheld(describe: Callable[[], str]) -> str:
 
 
 def name_of(error: BaseException) -> str:
-    """The exception's class, storable whatever it is called."""
+    """The exception's class, as a storable text."""
     return storable_or_withheld(lambda: type_name(type(error)))
 
 

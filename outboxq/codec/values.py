@@ -21,9 +21,9 @@ MAX_ARGS_BYTES = 256 * 1024
 MAX_HEADERS_BYTES = 64 * 1024
 
 _NUL = re.compile(rb"(?<!\\)(?:\\\\)*\\u0000")
-# What msgspec says in its own words and about types alone.
+# msgspec messages that name types and never values.
 _QUOTES_NOTHING = re.compile(r"Expected |Object missing |Number out of range|Invalid (?!enum value|value)")
-# What reading a value may raise: users' validators, and a `__post_init__` with an `assert`, raise what they like.
+# Errors that reading a value may raise: users' validators, and a `__post_init__` with an `assert`, may raise any.
 UNREADABLE = Exception
 # Types of nearly all values, and none of them an entity or an expression.
 PLAIN = frozenset({int, str, float, bool, bytes, type(None)})
@@ -68,7 +68,7 @@ _CANONICAL_ENCODER = msgspec.json.Encoder(enc_hook=_encode_foreign, order="sorte
 
 
 def json_decoder(stored: Any) -> msgspec.json.Decoder[Any]:
-    """Reads what JSON holds of a type, Pydantic models among them.
+    """A decoder of JSON to a type, Pydantic models included.
 
     Raises:
         TypeError: JSON cannot hold it.
@@ -77,7 +77,7 @@ def json_decoder(stored: Any) -> msgspec.json.Decoder[Any]:
 
 
 def is_expression(value: object) -> bool:
-    """Whether a value is SQL, which only the server can compute."""
+    """Return True if a value is SQL, which only the server can compute."""
     return type(value) not in PLAIN and (isinstance(value, ClauseElement) or hasattr(value, "__clause_element__"))
 
 
@@ -97,7 +97,7 @@ def encode_value(name: str, value: object) -> bytes:
     except NotImplementedError as error:
         raise ArgumentError(f"argument {name!r} cannot be stored as JSON: it holds a value of type {error}") from error
     except Exception as error:
-        # A serializer of the user's may raise what it likes, and quote the value.
+        # A serializer of the user's may raise any error, and quote the value.
         raise ArgumentError(f"argument {name!r} cannot be stored as JSON: {_refusal_of(error)}") from error
     if b"\\u0000" in data and _NUL.search(data):
         raise ArgumentError(f"argument {name!r} holds a NUL character, which jsonb cannot hold")
@@ -147,7 +147,7 @@ def encode_headers(headers: Mapping[str, str]) -> str:
 
 
 def fingerprint(payload: object) -> bytes:
-    """32 bytes (SHA-256) that stand for a content: of bytes as they are, of anything else as JSON with sorted keys.
+    """The SHA-256 of a content: of bytes as they are, of anything else as JSON with sorted keys.
 
     Raises:
         ArgumentError: JSON cannot hold it.
@@ -160,7 +160,7 @@ def fingerprint(payload: object) -> bytes:
 
 
 def build_decoder(what: str, annotation: object) -> msgspec.json.Decoder[object]:
-    """Reads what JSON holds of `annotation`; `object` for JSON's own types.
+    """A decoder of JSON to `annotation`; `object` for JSON's own types.
 
     Raises:
         ConfigError: an entity, or a type that JSON cannot hold; `what` begins the message.
@@ -187,7 +187,7 @@ def decode_stored(what: str, decoder: msgspec.json.Decoder[object], text: str) -
 
 
 def problem_of(error: Exception) -> str:
-    """Why a value does not fit; never in words that quote it, as those of enums and of users' validators do."""
+    """The reason why a value does not fit; never in words that quote it, as those of enums and users' validators do."""
     # msgspec puts what a validator or a Pydantic model raised into its own text, with that error as the cause; errors
     # of other types come out of it as they are.
     if not isinstance(error, msgspec.MsgspecError):

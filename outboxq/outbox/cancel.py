@@ -1,4 +1,4 @@
-"""Cancel jobs: those that wait are gone at once, those that run are ended by their relay."""
+"""Cancel jobs: waiting ones are deleted at once, running ones are ended by their relay."""
 
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ Cancellation: TypeAlias = Literal["cancelled", "requested", "not_found"]
 
 @dataclass(frozen=True, slots=True)
 class Requested:
-    """What became of jobs to be cancelled: gone, asked for because they run, or not there."""
+    """The outcome for jobs to be cancelled: cancelled, requested because they run, or not found."""
 
     cancelled: tuple[UUID, ...]
     requested: tuple[UUID, ...]
@@ -48,9 +48,9 @@ def cancel(
 ) -> Cancellation | Coroutine[Any, Any, Cancellation]:
     """Cancel a job, when the caller's transaction commits; await the result if that is async.
 
-    A job that waits is deleted. One that runs is asked for: its relay sets `ctx.cancelled`, cancels its statement or
-    its task, and after two seconds ends its connection; the handler's rows are rolled back. Never waits for the job. A
-    transaction that is rolled back instead has the job run by itself, once.
+    A waiting job is deleted. For a running one a request is stored: its relay sets `ctx.cancelled`, cancels its
+    statement or its task, and after two seconds ends its connection; the handler's rows are rolled back. Never waits
+    for the job. If the transaction is rolled back instead, the job runs alone, once.
 
     Needs the rights of an operator ([roles](../roles.md)).
 
@@ -59,8 +59,8 @@ def cancel(
         outcome: "discard" leaves no trace of the job, "dead" a dead letter with the reason "cancelled".
 
     Returns:
-        "cancelled": it waited, and is gone. "requested": it ran a moment ago; if it does not come to its end before
-        its relay hears of the request, it is cancelled. "not_found": done, dead, or never there.
+        "cancelled": it waited, and is deleted. "requested": it ran a moment ago; unless it ends before its relay
+        receives the request, it is cancelled. "not_found": done, dead, or never existed.
 
     Raises:
         ArgumentError: another outcome, or a text that is no id.
@@ -81,15 +81,15 @@ def _cancel(connection: Session | Connection, job_id: UUID, outcome: CancelOutco
 
 
 def cancel_or_request(connection: Connection, ids: Sequence[UUID], outcome: CancelOutcome) -> Requested:
-    """End those of these jobs that wait, and ask for an end of those that run.
+    """End those of these jobs that wait, and request the end of those that run.
 
-    One that a relay is ending, because it was asked for before, counts as asked for.
+    One that a relay is ending because of an earlier request counts as requested.
     """
     gone = end_waiting(connection, ids, outcome)
     others = [job_id for job_id in ids if job_id not in gone]
     asked: set[UUID] = set()
     if others:
-        # A job that was put back to wait meanwhile is ended by its next claim.
+        # A job that was put back to wait in between is ended by its next claim.
         asked = set(connection.execute(statements.request(others, outcome)).scalars())
         if _may_notify(connection):
             channel = wake.channel_name(mapped_schema(connection))
@@ -113,7 +113,7 @@ def end_waiting(
 
     Args:
         leased: Also those that are under a lease.
-        asked: Only those whose cancellation was asked for.
+        asked: Only those whose cancellation was requested.
     """
     schema = mapped_schema(connection)
     if outcome == "dead":
@@ -132,6 +132,6 @@ def end_waiting(
 def _may_notify(connection: Connection) -> bool:
     """False in two phases: PREPARE TRANSACTION refuses a transaction that has notified.
 
-    The looks of relays and of those who wait for results find what they were not told.
+    Relays and waits for results find it by polling instead.
     """
     return not isinstance(connection.get_transaction(), TwoPhaseTransaction)

@@ -1,4 +1,4 @@
-"""Find a job again by what `add_job` returned: for a producer whose COMMIT was not answered, and for tests."""
+"""Find a job by its handle or id: for a producer whose COMMIT was not answered, and for tests."""
 
 from collections.abc import Coroutine
 from dataclasses import dataclass, field, replace
@@ -21,14 +21,14 @@ from outboxq.tables import mapped_schema
 
 @dataclass(frozen=True, slots=True)
 class FoundJob:
-    """Where a job is: it waits (for its time or a relay), it runs, it is among the dead letters, or it is over.
+    """The state of a job: it waits (for its time or a relay), it runs, it is a dead letter, or it has finished.
 
-    It is found when it is over if its kind keeps its finished jobs (`keep=`): done, discarded by its handler, cancelled
-    while it ran, or expired.
+    A finished job is found if its kind keeps finished jobs (`keep=`): done, discarded by its handler, cancelled while
+    it ran, or expired.
 
-    `attempt` counts the attempts that have ended; in lease mode also the one that runs. `result` is what a handler with
-    `keep_result=True` returned, as JSON text. `progress` is what the handler of a job that runs has noted last by
-    `ctx.progress`.
+    `attempt` counts the attempts that have ended; in lease mode also the running one. `result` is the value that a
+    handler with `keep_result=True` returned, as JSON text. `progress` is the newest that the handler of a running job
+    has reported by `ctx.progress`.
     """
 
     id: UUID
@@ -51,10 +51,10 @@ def find_job(connection: AsyncTarget, job: JobHandle | UUID | str) -> Coroutine[
 def find_job(
     connection: SyncTarget | AsyncTarget, job: JobHandle | UUID | str
 ) -> FoundJob | Coroutine[Any, Any, FoundJob | None] | None:
-    """Look for a job, in a transaction that began after the one that added it; await the result if that is async.
+    """Find a job, in a transaction that began after the one that added it; await the result if that is async.
 
     A job that is found was committed. None means that it was never committed, or that it is done and not kept: the rows
-    that you wrote in the transaction that added it tell which, because the job existed if and only if they do.
+    that you wrote in the transaction that added it show which, because the job existed if and only if they do.
 
     Needs SELECT on the tables `job` and `dead_job`; on `done_job` too, or finished jobs are not found; and for the
     progress of jobs that run, on `progress`.
@@ -71,7 +71,7 @@ def find_job(
 
 
 def _find(connection: Session | Connection, job_id: UUID) -> FoundJob | None:
-    # Where its jobs go, also if the session has several engines; of whatever driver.
+    # The connection for jobs, also if the session has several engines; of any driver.
     below = connection if isinstance(connection, Connection) else transaction_connection(connection)
     with missing_tables_explained():
         return _find_below(below, job_id)
@@ -80,7 +80,7 @@ def _find(connection: Session | Connection, job_id: UUID) -> FoundJob | None:
 def _find_below(below: Connection, job_id: UUID) -> FoundJob | None:
     row = below.execute(statements.find_job(job_id)).one_or_none()
     if row is None and below.execute(done.may_read(mapped_schema(below))).scalar_one():
-        # Later than the first look: a job that ended between the two is found.
+        # After the first query: a job that ended between the two is found.
         row = below.execute(done.find_finished(job_id)).one_or_none()
     if row is None:
         return None

@@ -1,4 +1,4 @@
-"""Handles: what `add_job` returns, and what waits for the result of the job behind it."""
+"""Handles of jobs, which `add_job` returns, and the wait for a job's result."""
 
 import weakref
 from collections.abc import Coroutine
@@ -22,7 +22,7 @@ _A_MINUTE = timedelta(minutes=1)
 
 # gc=False: it refers to nothing that could refer to it, and those of a bulk live on together.
 class JobHandle(msgspec.Struct, frozen=True, eq=False, gc=False):
-    """What `add_job` returns: enough to find the job again, known before anything is written.
+    """The handle that `add_job` returns: enough to find the job again, known before anything is written.
 
     `hex` is the `id` as 32 hexadecimal digits.
     """
@@ -31,7 +31,7 @@ class JobHandle(msgspec.Struct, frozen=True, eq=False, gc=False):
     hex: str
     kind: str
     queue: str
-    # Whether the kind keeps results; None if its handler is elsewhere.
+    # True if the kind keeps results; None if its handler is elsewhere.
     _keeps_result: bool | None = None
     # The session's transaction that adds the job, in this process.
     _transaction: "weakref.ref[SessionTransaction] | None" = None
@@ -42,13 +42,13 @@ class JobHandle(msgspec.Struct, frozen=True, eq=False, gc=False):
 
     @property
     def added(self) -> bool:
-        """Whether the job was added: always, unless it has a unique key that another job has.
+        """True if the job was added: always, unless another job has its unique key.
 
-        Of a unique job it is known once its session has flushed, in a handler once the handler's transaction is
-        committed. A rollback behind that undoes the job, and this does not show it.
+        For a unique job this is known once its session has flushed, in a handler once the handler's transaction is
+        committed. A later rollback undoes the job, which this does not show.
 
         Raises:
-            AddedNotKnown: that has not happened yet.
+            AddedNotKnown: it is not known yet.
         """
         return True
 
@@ -89,23 +89,23 @@ class JobHandle(msgspec.Struct, frozen=True, eq=False, gc=False):
         returns: type[Any] | None = None,
         schema: str | None = None,
     ) -> Any:
-        """Wait until the job is done, and return what its handler returned; await it if the engine is async.
+        """Wait until the job is done, and return its handler's value; await it if the engine is async.
 
-        For kinds with `keep_result=True`, behind the COMMIT of the transaction that added the job. The wait holds none
-        of the engine's connections: those who wait in a process share one that listens. The time is over for the
-        caller alone: the job goes on.
+        For kinds with `keep_result=True`, after the COMMIT of the transaction that added the job. The wait holds none
+        of the engine's connections: all waits of a process share one that listens. The time-out ends the wait alone:
+        the job goes on.
 
         Args:
-            engine: Where the job is: an engine, of any driver, or a URL. An async engine makes it a coroutine.
+            engine: The job's database: an engine, of any driver, or a URL. An async engine makes it a coroutine.
             timeout: How long to wait, as a timedelta or in seconds.
             returns: The type of the result, such as a dataclass; by default JSON's own types.
-            schema: That of the tables; by default the one of the engine's `schema_translate_map`, or `outboxq`.
+            schema: The schema of the tables; by default that of the engine's `schema_translate_map`, or `outboxq`.
 
         Raises:
             WaitRefused: the transaction that adds the job is open, or the kind keeps no results.
             JobNotDone: the job is dead, was discarded or cancelled, or has expired.
             ResultNotFound: the job was never committed, or its result is not there any more.
-            ResultTimeout: the job is not over yet. Also a `TimeoutError`.
+            ResultTimeout: the job has not ended yet. Also a `TimeoutError`.
             PayloadError: the result is not of the type `returns`.
             ConfigError: the engine, the time, the type or the schema cannot be used, or the database refuses the role.
             SchemaError: the outboxq tables are missing, or too old.
@@ -114,7 +114,7 @@ class JobHandle(msgspec.Struct, frozen=True, eq=False, gc=False):
         return results.wait(engine, self.id, timeout=timeout, returns=returns, schema=schema)
 
     def refuse_to_wait(self) -> None:
-        """Refuse a wait that would be in vain, as far as that shows without I/O.
+        """Refuse a wait that cannot succeed, as far as that shows without I/O.
 
         Raises:
             WaitRefused: the transaction that adds the job is open, or the kind keeps no results.
@@ -190,7 +190,7 @@ def make_handle(job_id: str, new: NewJob, transaction: "weakref.ref[SessionTrans
 
 
 def _is_open(transaction: "weakref.ref[SessionTransaction] | None") -> bool:
-    """Whether the session works in this transaction, or in a savepoint of it."""
+    """Return True if the session works in this transaction, or in a savepoint of it."""
     found = None if transaction is None else transaction()
     return found is not None and found.session.get_transaction() is found
 
@@ -249,7 +249,7 @@ def wait_for_result(
 ) -> Any:
     """Do what `JobHandle.result` does, for a job of which only the id is known, as in another process.
 
-    An id says neither that its transaction is still open, nor that its kind keeps no result: the first is a
+    An id shows neither that its transaction is still open, nor that its kind keeps no result: the first is a
     `ResultNotFound`, the second too, once the job is done.
 
     Raises:

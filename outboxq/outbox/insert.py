@@ -1,4 +1,4 @@
-"""Insert: jobs become rows in the caller's transaction, and sleeping relays are told of them."""
+"""Insert: jobs become rows in the caller's transaction, and sleeping relays are notified."""
 
 from collections.abc import Mapping
 from typing import Literal, TypeAlias
@@ -20,16 +20,16 @@ from outboxq.tables import job, mapped_schema
 # The trigger that wakes relays takes a lock for each queue, and a server has room for 64 locks per transaction by
 # default. For jobs in more queues, one notification wakes all relays.
 QUEUES_ANNOUNCED = 64
-# Which relays new jobs wake.
+# The relays that new jobs wake.
 Wakes: TypeAlias = Literal["by queue", "all", "none"]
 
 
 def insert_all(connection: Connection, jobs: Mapping[str, NewJob], *, wakes: Wakes) -> None:
-    """Insert jobs by their ids, in their order, those with unique keys behind the others.
+    """Insert jobs by their ids, in their order, those with unique keys after the others.
 
     Args:
-        wakes: Which sleeping relays are woken: those of the jobs' queues; all of them, which takes no locks; or
-            none, so that the jobs are found when relays poll.
+        wakes: The sleeping relays to wake: those of the jobs' queues; all of them, which takes no locks; or none, so
+            that the jobs are found when relays poll.
     """
     if wakes == "by queue":
         _insert_in_parts(connection, jobs)
@@ -44,7 +44,7 @@ def insert_all(connection: Connection, jobs: Mapping[str, NewJob], *, wakes: Wak
 
 def _insert_in_parts(connection: Connection, jobs: Mapping[str, NewJob]) -> None:
     unique: dict[str, UniqueJob] = {}
-    # A list: for plain jobs, of which all are looked at, it takes half the time of a generator.
+    # A list: for plain jobs, which are all checked, it takes half the time of a generator.
     if [new for new in jobs.values() if new.keys is not None or new.followers]:
         jobs = _without_callbacks(connection, jobs)
         unique = {job_id: with_answer(new) for job_id, new in jobs.items() if has_unique_key(new)}

@@ -1,4 +1,4 @@
-"""Keys of jobs: what makes two jobs the same work, or puts them into one order."""
+"""Keys of jobs, which make two jobs the same work, or put them into one order."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -42,7 +42,7 @@ class Unique:
 
 
 def check_positive(what: str, given: object) -> None:
-    """Refuse what is no timedelta above 0 and within what can be stored.
+    """Refuse a value that is no timedelta above 0, or too long to be stored.
 
     Raises:
         ArgumentError: it is not; `what` begins the message.
@@ -89,7 +89,7 @@ class KeyFunction:
 
         Raises:
             ArgumentError: an argument that it needs was not given.
-            InvalidKey: what it returned cannot be stored.
+            InvalidKey: the key that it returned cannot be stored.
         """
         if not self.required <= values.keys():
             missing = min(self.required - values.keys())
@@ -99,7 +99,7 @@ class KeyFunction:
 
 
 class KeyRules:
-    """How the keys of a kind's jobs are made: from texts, the same for all jobs, or from functions of their arguments.
+    """Makes the keys of a kind's jobs: from texts, the same for all jobs, or by functions of their arguments.
 
     Args:
         coalesce: A key, a function, or None; the others are alike.
@@ -115,7 +115,7 @@ class KeyRules:
         self.constant = None if self._functions else self._keys(self._texts)
 
     def needs(self) -> Mapping[str, frozenset[str]]:
-        """The arguments that each function cannot do without."""
+        """The arguments that each function requires."""
         return {name: function.required for name, function in self._functions.items()}
 
     def of(self, values: Mapping[str, object]) -> JobKeys:

@@ -1,4 +1,4 @@
-"""Kinds: what a producer names when it enqueues a job, with or without the handler's code at hand."""
+"""Kinds: the names by which a producer enqueues jobs, with or without the handler's code at hand."""
 
 import functools
 from collections.abc import Callable, Mapping
@@ -34,7 +34,7 @@ _SURELY_SMALL = MAX_ARGS_BYTES // 4
 class JobKind(Generic[P]):
     """A kind of job and the queue it goes to; `P` are the arguments of its handler after the context."""
 
-    # Whether results of the kind are kept; None if its handler lives in another service.
+    # True if results of the kind are kept; None if its handler lives in another service.
     keeps_result: bool | None = None
 
     def __init__(self, kind: str, queue: str, options: JobOptions | None = None) -> None:
@@ -59,7 +59,7 @@ class JobKind(Generic[P]):
         headers: Mapping[str, str] | None = None,
         **flow: Unpack[FlowOptions],
     ) -> "JobKind[P]":
-        """The same kind with other options; what is not given stays as it was.
+        """The same kind with other options; those that are not given stay as they were.
 
         Args:
             delay: Run this long after the database's clock at the INSERT.
@@ -69,8 +69,8 @@ class JobKind(Generic[P]):
             max_attempts: Overrides the handler's retry policy.
             headers: Strings stored next to the arguments, for tracing and routing; the handler reads them from
                 `ctx.headers`.
-            flow: What a handler has for all of its jobs: `coalesce`, `every`, `group`, `unique`, `expires`, as
-                `FlowOptions` explains them.
+            flow: Options that a handler can have for all its jobs: `coalesce`, `every`, `group`, `unique`, `expires`,
+                as `FlowOptions` explains them.
 
         Raises:
             ArgumentError: a value out of its range, or two that exclude each other, such as `delay` and `run_at`.
@@ -127,7 +127,7 @@ class JobKind(Generic[P]):
         entities: Mapping[str, EntityArgument] | None = None,
         keys_at_flush: Callable[[], JobKeys] | None = None,
     ) -> NewJob:
-        # The caller may change the headers' mapping, so it is read anew for each job.
+        # The caller may change the headers' mapping, so it is read again for each job.
         envelope = self._new_envelope() if self.job_options.headers else self._envelope
         if len(args) > _SURELY_SMALL:
             check_size(envelope.kind, args)

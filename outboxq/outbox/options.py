@@ -1,4 +1,4 @@
-"""Options: how a job is enqueued, apart from its arguments."""
+"""Options of a job, apart from its arguments."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ class FlowOptions(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobOptions:
-    """How a job is enqueued, apart from its arguments; `JobKind.options` explains each.
+    """The options of a job, apart from its arguments; `JobKind.options` explains each.
 
     Raises:
         ArgumentError: a value of another type or out of its range, or two that exclude each other.
@@ -55,7 +55,7 @@ class JobOptions:
 
     @property
     def has_keys(self) -> bool:
-        """Whether its jobs have a key."""
+        """True if its jobs have a key."""
         return (self.coalesce, self.group, self.unique) != (None, None, None)
 
     def _check_time(self) -> None:

@@ -112,7 +112,7 @@ def _append(session: Session, batch: JobRow | None, jobs: Mapping[str, NewJob]) 
 
 
 def _transactions(session: Session) -> Iterator[SessionTransaction]:
-    """The session's savepoints and its transaction, as far as they stand, the innermost first."""
+    """The session's open savepoints and its transaction, the innermost first."""
     transaction = session.get_nested_transaction() or session.get_transaction()
     while transaction is not None:
         yield transaction
@@ -128,12 +128,12 @@ def _unwritten(session: Session) -> list[JobRow]:
 
 
 def holds_only_jobs(session: Session) -> bool:
-    """Whether a flush of the session's new objects would insert nothing but jobs, and every job."""
+    """Return True if a flush of the session's new objects would insert nothing but jobs, and every job."""
     new = len(session._new)  # noqa: SLF001  # `new` builds a set of objects each time
     if _BATCH not in vars(session) and _WAITING not in vars(session):
         return new == 0
     batch = pending_batch(session)
-    # One that was added in a transaction which is closed by now is refused by the flush.
+    # A batch that was added in a transaction which is closed by now is refused by the flush.
     is_whole = _unwritten(session) == ([] if batch is None else [batch])
     return is_whole and not vars(session).get(_WAITING) and new == (batch is not None)
 
@@ -144,7 +144,7 @@ def current_transaction(session: Session) -> SessionTransaction | None:
 
 
 def is_within(session: Session, transaction: SessionTransaction) -> bool:
-    """Whether this transaction or savepoint of the session is open."""
+    """Return True if this transaction or savepoint of the session is open."""
     return any(each is transaction for each in _transactions(session))
 
 
@@ -215,7 +215,7 @@ def _flush_batch(connection: Connection, batch: JobRow) -> None:
 
 
 def _have_entities(batch: JobRow) -> bool:
-    # A list: for plain jobs, of which all are looked at, it takes half the time of a generator.
+    # A list: for plain jobs, which are all checked, it takes half the time of a generator.
     some = [new for new in (batch.jobs or {}).values() if new.entities or new.followers]
     return any(new.has_entities() for new in some)
 
@@ -259,7 +259,7 @@ def _send(session: Session, connection: Connection, jobs: Mapping[str, NewJob]) 
 
 
 def _are_too_many(session: Session, jobs: Mapping[str, NewJob]) -> bool:
-    """Whether, with these jobs, the transaction has jobs in more queues than the server may have locks for."""
+    """Return True if, with these jobs, the transaction has jobs in more queues than the server may have locks for."""
     *_, root = _transactions(session)
     queues = _added.setdefault(root, _Added()).queues
     queues.update(queues_of(jobs))
@@ -295,7 +295,7 @@ def _has_keys(session: Session, new: NewJob) -> bool:
 
 
 def _has_left(session: Session, argument: EntityArgument) -> bool:
-    """Tell whether another session has the entity that had no primary key: that may never commit its row."""
+    """Return True if another session, which may never commit its row, has the entity that had no primary key."""
     return argument.key is None and object_session(argument.entity) is not session
 
 

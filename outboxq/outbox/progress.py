@@ -1,4 +1,4 @@
-"""Progress: what handlers that run have noted of how far they are, for those who look from outside."""
+"""Progress of running jobs, as their handlers report it."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from outboxq.tables import mapped_schema
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far a job is that runs, as its handler noted it last: a fraction from 0 to 1, a text, and when that was."""
+    """The newest progress that a running job's handler reported: a fraction from 0 to 1, a text, and its time."""
 
     fraction: float
     note: str
@@ -21,7 +21,7 @@ class Progress:
 
 
 def progress_of(connection: Connection, job_ids: Collection[UUID]) -> dict[UUID, Progress]:
-    """The progress of jobs that run, as far as their handlers note any and this role may read it."""
+    """The progress of running jobs, if their handlers report any and this role may read it."""
     if not job_ids or not connection.execute(statements.may_read_progress(mapped_schema(connection))).scalar_one():
         return {}
     return {job_id: Progress(*noted) for job_id, *noted in connection.execute(statements.select_progress(job_ids))}

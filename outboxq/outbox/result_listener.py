@@ -1,12 +1,12 @@
-"""The listener for results: one connection and one thread in a process, for all that wait there for jobs of a database.
+"""The listener for results: one connection and one thread in a process, for all its waits for jobs of a database.
 
-First the flags, then the look, then the wait. A job that ends before the look is seen by it. One that ends later finds
-the flags raised, and notifies with its COMMIT; so does one that ends between the two. A flag is refused only while a
-transaction that ends the job, or many jobs, is at its COMMIT: it is tried again, and a look is later than that COMMIT.
-That transaction may wait for a lock of others. So jobs are looked at without their flags too: what is over is told, and
-what is not is looked at again soon, since its end may notify nothing.
+First the flags, then the query, then the wait. The query sees a job that ended before it. A job that ends after the
+flags were raised notifies with its COMMIT. A flag is refused only while a transaction that ends the job, or many jobs,
+is at its COMMIT: it is tried again, and a query comes after that COMMIT. That transaction may wait for a lock of
+others. So jobs without their flags are queried too: an ended one is reported, and any other is queried again soon,
+since its end may notify nothing.
 
-At most 500 flags are up at once; jobs beyond are looked at every second. Flags that several jobs share would be bounded
+At most 500 flags are up at once; jobs beyond are queried every second. Flags that several jobs share would be bounded
 too, but transactions that end jobs of one flag at the same time would refuse it to each other, and notify for nothing.
 """
 
@@ -33,20 +33,20 @@ from outboxq.outbox.result_wait import Ending, Wait
 from outboxq.statements import results as statements
 from outboxq.statements.wake import listen_on
 
-# A job whose flag was refused is looked at, and the flag tried again, after this pause, which doubles. Behind a pooler,
-# which loses flags and notifications, all jobs are looked at so.
+# A job whose flag was refused is queried, and the flag tried again, after this pause, which doubles. Through a pooler,
+# which loses flags and notifications, all jobs are queried so.
 _RETRY_FIRST_SECONDS, _RETRY_CAP_SECONDS = 0.01, 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResultLimits:
-    """How often results are looked for, and how long a connection is kept for nothing.
+    """Intervals of the queries for results, and the time for which an idle connection is kept.
 
     Args:
-        look_seconds: Between looks at all jobs that are waited for: an end that nothing notified of is found by then.
-        poll_most_seconds: The longest pause behind a pooler.
+        look_seconds: Between queries for all jobs that are waited for: an end without a notification is found by then.
+        poll_most_seconds: The longest pause through a pooler.
         most_flags: The jobs whose flags are up at once, as flags are in a table of the server's that all sessions
-            share. Those beyond are looked at every `poll_most_seconds`, until there is room for their flags.
+            share. Those beyond are queried every `poll_most_seconds`, until there is room for their flags.
         linger_seconds: How long the connection stays when no job is waited for.
     """
 
@@ -70,9 +70,9 @@ class ResultListener(ListeningThread):
         super().__init__("outboxq-results", partial(_connect, self._waits))
         self._schema = schema
         self._limits = limits
-        # Why the last connection failed; None once it answered again.
+        # The error of the last connection; None once the database answered again.
         self.trouble: Exception | None = None
-        # The jobs to be looked at, those that were refused their flags, and the flags that are up.
+        # The jobs to be queried, those that were refused their flags, and the flags that are up.
         self._due: set[str] = set()
         self._refused: set[str] = set()
         self._flags: set[str] = set()
@@ -99,9 +99,9 @@ class ResultListener(ListeningThread):
         return bool(self._waits)
 
     def failed(self, error: Exception) -> None:
-        """Raise to all callers what waiting cannot mend.
+        """Raise an error that waiting cannot mend to all callers.
 
-        A statement that was cancelled, or a lock that was not had in time, may do better on the next connection.
+        A statement that was cancelled, or a lock that was not free in time, may succeed on the next connection.
         """
         self.trouble = error
         original: object = error.orig if isinstance(error, DBAPIError) else error
@@ -144,7 +144,7 @@ class ResultListener(ListeningThread):
         self._due.update(self._waits if text == statements.ALL_JOBS else self._waits.keys() & {text})
 
     def _note_due(self) -> None:
-        """Have jobs looked at whose time has come. Other looks in between do not put it off."""
+        """Make jobs due whose time has come. Other queries in between do not delay them."""
         now = clock()
         if self._waits:
             self._idle_since = now
@@ -162,9 +162,9 @@ class ResultListener(ListeningThread):
             self._retry_at = now + self._retry_seconds
 
     def _look(self, connection: PGconn) -> None:
-        """Look at the jobs that are due, and tell the waits of what has ended.
+        """Query the jobs that are due, and end the waits for those that have ended.
 
-        Those whose flags are refused are looked at all the same, and again after a pause.
+        Jobs whose flags are refused are queried too, and again after a pause.
         """
         looked, self._due = self._due, set()
         flagged = self._flagged(connection, looked) if self._hears else set[str]()
@@ -181,7 +181,7 @@ class ResultListener(ListeningThread):
         """Raise the flags of jobs, as far as there is room.
 
         Returns:
-            The jobs for which one look is enough: a later end is notified of, or there is no room, and they are polled.
+            The jobs for which one query is enough: a later end notifies, or there is no room, and they are polled.
         """
         # The flag of all jobs is the first.
         missing = sorted({statements.ALL_JOBS, *jobs} - self._flags)
@@ -199,7 +199,7 @@ class ResultListener(ListeningThread):
             run_on_libpq(connection, statements.drop_result_flags(self._schema, dropped))
 
     def _tell(self, rows: list[tuple[str | None, ...]]) -> None:
-        """Tell the waits what a look has found of the jobs that have ended."""
+        """End the waits for the jobs that a query found ended."""
         for job_id, is_there, outcome, result, reason in rows:
             if is_there is not None:
                 continue
@@ -233,7 +233,7 @@ class ResultListener(ListeningThread):
         return self._waits.pop(job_id, set())
 
     def _leave_abandoned(self) -> None:
-        """Leave the waits that are past their time: those of event loops that were closed are given up by no one."""
+        """Leave the waits that are past their time: no caller gives up those of event loops that were closed."""
         now = clock()
         for wait in _all(self._waits):
             if wait.is_abandoned(now):
@@ -251,7 +251,7 @@ def _connect(waits: dict[str, set[Wait]]) -> DriverConnection:
 
 
 def _explained(error: Exception) -> Exception:
-    """What one caller is told: an exception of its own, as each adds its traceback."""
+    """The error for one caller: an exception of its own, as each adds its traceback."""
     told = explain_missing_tables(error) or ConfigError(_advice(error))
     told.__cause__ = error
     return told

@@ -1,4 +1,4 @@
-"""A wait for the end of a job: what it needs, and what it is given."""
+"""A wait for the end of a job, and the outcome that it receives."""
 
 import asyncio
 from collections.abc import Callable
@@ -11,11 +11,11 @@ from outboxq.database.driver import DriverConnection
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """What became of a job that is over.
+    """The outcome of a job that has ended.
 
     Attributes:
-        outcome: As in `done_job`; or `dead`, or `gone` if no row tells.
-        result: What its handler returned, as JSON text, if that is kept.
+        outcome: As in `done_job`; or `dead`, or `gone` if there is no row.
+        result: The value that its handler returned, as JSON text, if it is kept.
         reason: That of a dead letter.
     """
 

@@ -1,4 +1,4 @@
-"""Results: wait for what the handler of a job returns, in a thread or in an event loop."""
+"""Results: wait for the value that a job's handler returns, in a thread or in an event loop."""
 
 import asyncio
 import threading
@@ -35,13 +35,13 @@ class ResultListeners:
         forget_in_children(self)
 
     def forget(self) -> None:
-        """Know of no listener: in a forked process there is no thread of the old one."""
+        """Begin without listeners: a forked process has no thread of the old ones."""
         self._lock = threading.Lock()
         # A listener lives as long as its thread.
         self._listeners = WeakValueDictionary[Hashable, ResultListener]()
 
     def add(self, place: Hashable, schema: str, wait: Wait) -> ResultListener:
-        """Have the listener of this place wait for a job; it is started if there is none."""
+        """Wait for a job by the listener of this place, which is started if there is none."""
         with self._lock:
             listener = self._listeners.get(place)
             if listener is None or not listener.add(wait):
@@ -56,7 +56,7 @@ listeners = ResultListeners()
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """One wait, as it was asked for."""
+    """One wait, as it was requested."""
 
     job_id: UUID
     schema: str
@@ -68,7 +68,7 @@ class _Asked:
         return clock() + self.seconds
 
     def value(self, ending: Ending) -> object:
-        """What the handler returned.
+        """The value that the handler returned.
 
         Raises:
             JobNotDone, ResultNotFound, PayloadError: there is nothing, or it is of another type.
@@ -86,7 +86,7 @@ class _Asked:
         return decode_stored(f"the result of job {self.job_id}", self.decoder, ending.result)
 
     def timed_out(self, trouble: Exception | None) -> ResultTimeout:
-        """The error when the time is over; `trouble` kept the listener from looking."""
+        """The error at the end of the time; `trouble` kept the listener from querying."""
         why = "" if trouble is None else f"; the database could not be asked: {describe_error(trouble)}"
         return ResultTimeout(self.job_id, f"it was not over within {self.seconds:g} s, and goes on{why}")
 

@@ -1,6 +1,6 @@
-"""What stands around the INSERT of new jobs, such as a span: it sees the jobs first, and may give them headers.
+"""Senders: wrap the INSERT of new jobs, for example in a span; they see the jobs first, and may give them headers.
 
-It belongs to a class of sessions, or to a context: that of a handler's call.
+A sender belongs to a class of sessions, or to a context: that of a handler's call.
 """
 
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ _SENDER = "_outboxq_sender"
 
 
 class JobSender(Protocol):
-    """Stands around the INSERTs of jobs."""
+    """Wraps the INSERTs of jobs."""
 
     def sending(
         self, jobs: Mapping[str, NewJob], connection: Connection | None
@@ -26,7 +26,7 @@ class JobSender(Protocol):
         """A context around the INSERT of these jobs, by their ids; its value are the jobs to insert in their place.
 
         Args:
-            connection: None if they are inserted later, and only looked at now.
+            connection: None if they are inserted later, and only read now.
         """
         ...
 
@@ -35,11 +35,11 @@ SENDER_OF_CALL: ContextVar[JobSender | None] = ContextVar("SENDER_OF_CALL", defa
 
 
 def sender_of(session: Session) -> JobSender | None:
-    """What stands around the INSERTs of a session's jobs."""
+    """The sender of a session's jobs, if it has one."""
     found: JobSender | None = getattr(session, _SENDER, None)
     return SENDER_OF_CALL.get() if found is None else found
 
 
 def set_sender(sessions: type[Session], sender: JobSender) -> None:
-    """From now on `sender` stands around the INSERTs of jobs of these sessions."""
+    """From now on wrap the INSERTs of jobs of these sessions by `sender`."""
     setattr(sessions, _SENDER, sender)

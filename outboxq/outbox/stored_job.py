@@ -20,7 +20,7 @@ _MAX_KEY_BYTES = 1_024
 
 
 def dump(new: NewJob) -> dict[str, object]:
-    """What `load` makes the job of again, by name; `msgspec.json.encode` writes it, the arguments as they are.
+    """The fields by name of which `load` makes the job again; `msgspec.json.encode` writes the arguments as they are.
 
     Raises:
         ArgumentError: an argument has no primary key yet.
@@ -71,7 +71,7 @@ def load(stored: Mapping[str, Any] | str) -> NewJob:
 
 
 def _check(envelope: JobEnvelope, stored: "_StoredJob") -> None:
-    """Refuse what no `add_job` lets pass: SQL of users may have written it."""
+    """Refuse a job that `add_job` would refuse: SQL of users may have written it."""
     check_name("kind", envelope.kind)
     check_name("queue", envelope.queue)
     JobOptions(
@@ -114,7 +114,7 @@ def fold_chain(new: NewJob) -> NewJob:
 
 
 def unfold_chain(text: str) -> NewJob:
-    """The first job of a chain, by the header of the job before it; those that follow are behind it again.
+    """The first job of a chain, by the header of the job before it, with the others as its followers.
 
     Raises:
         PayloadError: it is no chain.

@@ -1,7 +1,7 @@
-"""Events of a session's transaction: told to the hooks of its engine once it is committed, and never if it is not.
+"""Events of a session's transaction: sent to the hooks of its engine once it is committed, and never if it is not.
 
-What was done in a savepoint that is rolled back is not told either. The session's own COMMIT counts: one that is bound
-to a connection in a transaction of the caller's tells before that ends.
+Those of a savepoint that is rolled back are not sent either. The session's own COMMIT counts: a session that is bound
+to a connection in a transaction of the caller's sends them before that ends.
 """
 
 from collections import Counter
@@ -19,12 +19,12 @@ _TOLD = "_outboxq_told"
 
 
 def tells(connection: Connection) -> bool:
-    """Whether the engine of this connection has hooks."""
+    """Return True if the engine of this connection has hooks."""
     return bool(connection.get_execution_options().get(HOOKS_OPTION))
 
 
 def tell_of_jobs(session: Session, connection: Connection, jobs: Mapping[str, NewJob]) -> None:
-    """Tell of jobs that were inserted, once the session's transaction is committed."""
+    """Send events of jobs that were inserted, once the session's transaction is committed."""
     added = Counter(
         (new.envelope.queue, new.envelope.kind)
         for new in jobs.values()
@@ -34,16 +34,16 @@ def tell_of_jobs(session: Session, connection: Connection, jobs: Mapping[str, Ne
 
 
 def _is_callback(new: NewJob) -> bool:
-    """Whether it is the callback of a batch, which becomes a job when the batch is over."""
+    """Return True if it is the callback of a batch, which becomes a job when the batch has ended."""
     return isinstance(new.keys, JobKeys) and new.keys.opens_batch
 
 
 def tell_after_commit(session: Session, connection: Connection, events: Iterable[Event]) -> None:
-    """Tell events once the session's transaction, with the savepoints that are open now, is committed."""
+    """Send events once the session's transaction, with the savepoints that are open now, is committed."""
     transaction = session.get_nested_transaction() or session.get_transaction()
     options = connection.get_execution_options()
     vars(session).setdefault(_TOLD, []).extend((transaction, options, each) for each in events)
-    # Only when there is something to tell: listening costs more than the rest.
+    # Only when there are events: listening costs more than the rest.
     if not event.contains(session, "after_commit", _after_commit):
         event.listen(session, "after_commit", _after_commit)
         event.listen(session, "after_soft_rollback", _after_rollback)

@@ -2,7 +2,7 @@
 
 A producer's flush takes the keys and inserts the jobs in one statement. A flush in a handler inserts the jobs alone;
 their keys are taken at the batch's COMMIT, which deletes the jobs of keys that are taken. So a handler holds no key
-that a producer would wait for, and what a rollback undoes, to whatever savepoint, takes no key.
+that a producer would wait for, and jobs that a rollback undoes, to any savepoint, take no key.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -37,7 +37,7 @@ class UniqueAdds:
         self.is_collecting = True
 
     def __bool__(self) -> bool:
-        """Whether there are any."""
+        """True if there are any."""
         return bool(self._jobs)
 
     def add(self, jobs: Mapping[str, UniqueJob]) -> None:
@@ -45,11 +45,11 @@ class UniqueAdds:
         self._jobs.update(jobs)
 
     def statements(self, schema: str) -> list[str]:
-        """What takes the keys, in the order of their bytes, and deletes the jobs of keys that are taken."""
+        """Statements that take the keys, in the order of their bytes, and delete the jobs of keys that are taken."""
         return [take_keys(schema, part) for part in parts(_sorted(self._jobs))] if self._jobs else []
 
     def record(self, found: Rows) -> tuple[UniqueJob, ...]:
-        """Tell the handles what became of their jobs, by the rows of `statements`; returns those not added."""
+        """Record in the handles if their jobs were added, by the rows of `statements`; returns those not added."""
         rows = [(str(row[0]), bool(row[1]), row[2]) for row in found]
         told = {job_id: self._jobs[job_id] for job_id, *_ in rows}
         _answer(told, rows)
@@ -59,7 +59,7 @@ class UniqueAdds:
 
 @contextmanager
 def collected_unique_adds(connection: Connection) -> Iterator[None]:
-    """Collect the unique jobs that are inserted on this connection within the block, for `unique_adds`, anew."""
+    """Begin a new collection, for `unique_adds`, of the unique jobs inserted on this connection within the block."""
     adds = connection.__dict__[_COLLECTED] = UniqueAdds()
     try:
         yield
@@ -117,7 +117,7 @@ def _add(connection: Connection, jobs: Mapping[str, UniqueJob]) -> list[tuple[st
 
 
 def _answer(jobs: Mapping[str, UniqueJob], rows: Sequence[tuple[str, bool, object]]) -> None:
-    """Tell the handles of jobs by what is known of some of them: the others have the key of one of these."""
+    """Record the outcome in the handles of jobs by rows of some of them: the others have the key of one of these."""
     owners: dict[str, object] = {}
     for job_id, added, owner in rows:
         if added or owner is not None:

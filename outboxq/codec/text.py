@@ -53,7 +53,7 @@ def storable_or_withheld(describe: Callable[[], str]) -> str:
     """A storable description, even if users' code fails while it is made: a job must always be settled."""
     try:
         return storable(describe())
-    except BaseException:  # noqa: BLE001  # the error is recorded all the same, by its type and place
+    except BaseException:  # noqa: BLE001  # the error is still recorded, by its type and place
         return "(text withheld: it could not be redacted)"
 
 

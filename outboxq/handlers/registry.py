@@ -144,7 +144,7 @@ class Jobs(Retained, Scheduled, Limited, KeepsDead):
     def batch_handler(
         self, arguments: Callable[P, T], *, max_size: int = DEFAULT_MAX_SIZE, **options: Unpack[CommonOptions]
     ) -> BatchHandlerDecorator[P, T]:
-        """Register a handler that is given many jobs at a time: for set-based SQL.
+        """Register a handler that receives many jobs at a time: for set-based SQL.
 
         The handler returns None if all are done, or the outcome of each, in their order; what it wrote for those that
         are not done stays. If it raises, all of its rows are undone, and it is called for each job alone.
@@ -230,7 +230,7 @@ class Jobs(Retained, Scheduled, Limited, KeepsDead):
 
         The first one is the outermost; those of an including registry are outside of those of the included one. It is
         part of the attempt: its rows are committed with the handler's, an error of it fails the attempt, the time-out
-        covers it. An error that a context manager swallows fails the attempt all the same.
+        covers it. An error that a context manager swallows still fails the attempt.
 
         Args:
             flavour: "sync" or "async": wrap handlers of this flavour alone.

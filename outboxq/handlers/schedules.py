@@ -106,8 +106,8 @@ class Scheduled:
     ) -> ScheduleDecorator:
         """Add a job at certain times: `@jobs.schedule("30 2 * * *")` above `@jobs.handler`, once or several times.
 
-        Relays store it when they start, by its name. A handler with an argument `fire_time` is given the time that the
-        job was due, as the clocks of the time zone show it; `ctx.headers` has it too, as "outboxq.fire_time".
+        Relays store it when they start, by its name. A handler with an argument `fire_time` receives the time at which
+        the job was due, as the clocks of the time zone show it; `ctx.headers` has it too, as "outboxq.fire_time".
 
         Args:
             cron: Five fields (minute, hour, day of month, month, day of week), or `@hourly`, `@daily`, `@weekly`,

@@ -260,7 +260,7 @@ def _only_computes(element: Any, table: Table) -> bool:
 
 
 def python_type(sql_type: TypeEngine[Any]) -> type[object] | None:
-    """The type of a plain column's values, which the driver is given as they are; None for any other column."""
+    """The type of a plain column's values, which the driver receives as they are; None for any other column."""
     return _ELEMENTS[type(sql_type)][0] if _fits_an_array(sql_type) else None
 
 

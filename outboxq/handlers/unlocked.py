@@ -1,4 +1,4 @@
-"""Unlocked: entity arguments whose rows are not locked, and a handler that changes them all the same.
+"""Unlocked: entity arguments whose rows are not locked, and a handler that changes them.
 
 Such a handler may undo what another job has written since the row was read. That is logged once for each kind.
 """

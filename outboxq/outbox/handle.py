@@ -262,7 +262,7 @@ def wait_for_result(
 
 
 def job_id_of(job: JobHandle | UUID | str) -> UUID:
-    """The id of a job that is given by its handle, or by its id.
+    """The id of a job, by its handle or its id.
 
     Raises:
         ArgumentError: none of these, or a text that is no id.

@@ -3,7 +3,7 @@
 The jobs of a flush are one pending object, so that savepoints, rollbacks and autoflush are SQLAlchemy's: opening a
 savepoint flushes it, rolling one back expunges it. The flush begins with one INSERT for 1,000 jobs, before hooks of
 users see the object. Jobs with entities among their arguments, and those of the same flush, are inserted right after
-it: it may change their primary keys, or delete them. A job that waits for the primary key of a pending entity is kept
+it: it may change their primary keys, or delete them. A job that waits for the primary key of a pending entity is set
 aside until after the flush that gives it.
 
 The jobs that were added in a transaction or savepoint are remembered until it ends: a COMMIT that would lose one of

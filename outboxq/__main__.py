@@ -10,7 +10,7 @@ from importlib.util import find_spec
 
 from outboxq.relay.signals import end_in_order_until_begun
 
-# How long the interpreter may take to shut down, the application's exit handlers included.
+# The longest time for the interpreter's shutdown, the application's exit handlers included.
 _END_SECONDS = 10.0
 
 

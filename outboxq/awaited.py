@@ -16,7 +16,7 @@ class Awaited:
         self._made: dict[Coroutine[Any, Any, Any], str] | None = None
 
     def note(self, call: str, coroutine: Coroutine[Any, Any, Any]) -> None:
-        """Count a coroutine, by what was called."""
+        """Count a coroutine, by the call that made it."""
         if self._made is not None:
             self._made[coroutine] = call
 

@@ -12,7 +12,7 @@ _CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 def clock() -> float:
     """Seconds that also pass while the machine is suspended, if the system has such a clock.
 
-    They pass in tests too whose library stops `time.monotonic`.
+    They also pass in tests whose library stops `time.monotonic`.
     """
     return time.clock_gettime(_CLOCK)
 
@@ -35,7 +35,7 @@ def uuid7s(count: int) -> list[str]:
 
 
 class DatabaseClock:
-    """The database's clock, as far as this process knows it: its own clock, and how far that is from the database's.
+    """An estimate of the database's clock: this process's own clock, and its distance from the database's.
 
     As exact as half of the round trip in which they were compared, and the drift of the two since then.
     """

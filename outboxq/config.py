@@ -126,7 +126,7 @@ def read_urls(given: Sequence[str] | None, databases: Sequence[str], *, by_envir
     Of several hosts a standby is preferred, unless the URL says otherwise.
 
     Args:
-        by_environment: Whether the environment names the databases: of others it knows no replica.
+        by_environment: The environment names the databases: of others it knows no replica.
 
     Raises:
         ConfigError: not one for each, or one that is not a PostgreSQL URL.
@@ -297,7 +297,8 @@ class RelayConfig:
     """The settings of a relay. Every time is in seconds.
 
     Args:
-        groups: Which slots serve which queues; empty means `slots_per_queue` slots for every queue of the registry.
+        groups: The slots and the queues that they serve; empty means `slots_per_queue` slots for every queue of the
+            registry.
         slots_per_queue: Jobs of one queue that run at the same time, if `groups` is empty.
         batch_size: Jobs that a slot claims into one transaction, 1 to 1000. More is faster for tiny handlers, and
             keeps the row locks of all of them until the batch commits. In lease mode the most jobs of one claim, if
@@ -326,7 +327,7 @@ class RelayConfig:
         declare_schedules: Whether to store the schedules that the registry declares, when the relay starts, and to
             disable those that it does not declare any more. Without, stored schedules fire all the same.
         allow_asynchronous_commit: Work although `synchronous_commit` is off on the relay's sessions: a crash of the
-            server may then undo what was just reported as done, rows and all, and the job runs again.
+            server may then undo a job just reported as done, with its rows, and the job runs again.
         allow_one_phase: Work although tables that Citus distributes are committed before outboxq's: a crash in between
             loses jobs whose rows exist, and runs others twice.
     """

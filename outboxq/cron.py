@@ -236,7 +236,7 @@ def _is_read(fields: str) -> bool:
 
 
 def cron_of(cron: str | None, every: timedelta | None, time_zone: str) -> Cron:
-    """The times of a schedule that is given a cron text or an interval.
+    """The times of a schedule, by a cron text or an interval.
 
     Raises:
         ArgumentError: neither or both are given, or `Cron` refuses it.

@@ -35,7 +35,7 @@ class EventQueue(Protocol):
 
 
 class Emitter:
-    """Hands events to hooks; a hook that fails is reported to `on_failure` and never breaks a job.
+    """Passes events to hooks; a hook that fails is reported to `on_failure` and never breaks a job.
 
     A hook with an attribute `events`, a set of classes, receives those events; any other all but `CountedEvent`. If it
     has a method `has_use_for`, which takes a class, events of a class for which that returns False may be left out.

@@ -40,7 +40,7 @@ class JobDone(EventOfJob):
 
 @dataclass(frozen=True, slots=True)
 class JobRetried(EventOfJob):
-    """An attempt failed, or asked to be repeated; it runs again in `delay_seconds`. The errors are as in `JobDied`."""
+    """An attempt failed, or requested another; it runs again in `delay_seconds`. The errors are as in `JobDied`."""
 
     error_type: str
     message: str
@@ -72,7 +72,7 @@ class JobDied(EventOfJob):
 
 @dataclass(frozen=True, slots=True)
 class JobSnoozed(EventOfJob):
-    """The handler asked to run later, without an attempt counted."""
+    """The handler requested to run later, without an attempt counted."""
 
     delay_seconds: float
     seconds: float = 0.0
@@ -107,7 +107,7 @@ class JobExpired(EventOfJob):
 class JobsCoalesced:
     """`count` other jobs that waited with the key of `job` were removed: its run, with the newest arguments, is theirs.
 
-    Sent beside the event of the run itself: once it is committed, and under a lease before it begins.
+    Sent in addition to the event of the run itself: once it is committed, and under a lease before it begins.
     """
 
     job: Job
@@ -183,7 +183,7 @@ class JobsParked:
 
 @dataclass(frozen=True, slots=True)
 class JobsSuspected:
-    """Jobs whose last claim died: they run alone, one at a time, so that one that kills its relay is found out."""
+    """Jobs whose last claim died: they run alone, one at a time, so that one that kills its relay is found."""
 
     queue: str
     count: int
@@ -356,7 +356,7 @@ class ChildDied:
 
 @dataclass(frozen=True, slots=True)
 class ChildStuck:
-    """A relay process of the supervisor could not free a handler and asked to be replaced; another starts at once."""
+    """A relay process of the supervisor could not free a handler and must be replaced; another starts at once."""
 
     pid: int
     database: str = ""

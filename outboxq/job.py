@@ -29,7 +29,7 @@ class Job(msgspec.Struct, frozen=True, gc=False):
     """A claimed job, as its handler sees it in `ctx.job`. Its payload and its errors are not in its `repr`.
 
     `attempt` counts from 1 and includes this run. `args` is the stored JSON text; handlers receive it decoded.
-    `max_attempts` is None if the handler's own retry policy decides. `crashes` is how often its relay died while it
+    `max_attempts` is None if the handler's own retry policy decides. `crashes` counts the deaths of its relay while it
     ran alone, before this run. `expires_at` is None for a job that never expires, `lease_token` in transaction mode,
     `claimed_at` before a relay has claimed it. `batch_id` is that of the batch that it was added to (`jobs.batch`).
     Times are the database's, in UTC; `claimed_at` as far as the relay's clock can tell.
@@ -97,7 +97,7 @@ def added_order(headers: str, seq: int) -> tuple[int, int]:
 
 
 def with_added_order(headers: str, seq: int) -> str:
-    """The headers of a coalesced job with its place, which its next row has no other trace of."""
+    """The headers of a coalesced job with its place, of which its next row has no other trace."""
     if number_in(headers, ADDED_HEADER) is not None or not headers.startswith("{") or len(headers) > MAX_STAMPED_BYTES:
         return headers
     rest = headers[1:].lstrip()

@@ -14,7 +14,7 @@ from outboxq.errors import ArgumentError, EnqueueError, JobTooLarge
 class JobEnvelope(msgspec.Struct, frozen=True, eq=False, gc=False):
     """The fields that the jobs of a kind with its options share: one object for all of them.
 
-    `keeps_result`: whether results of the kind are kept; None if its handler is elsewhere.
+    `keeps_result`: True if results of the kind are kept; None if its handler is elsewhere.
     """
 
     kind: str
@@ -40,7 +40,7 @@ class UniqueKey(msgspec.Struct, frozen=True, gc=False):
 
 
 class JobKeys(msgspec.Struct, frozen=True, gc=False):
-    """The keys of a job: what it is coalesced by (with its kind), its group, its unique key; and its batch's id in hex.
+    """The keys of a job: to coalesce it (with its kind), its group, its unique key; and its batch's id in hex.
 
     None for those that it does not have. `opens_batch`: it is added when the batch that has its id has ended.
     """
@@ -190,7 +190,7 @@ def refuse_coalesced(new: NewJob, what: str) -> None:
         )
 
 
-# How many kinds of a chain an error names.
+# The number of a chain's kinds that an error names.
 _NAMED = 5
 # The bytes that a job takes in addition to its arguments and headers.
 _EACH_BYTES = 512

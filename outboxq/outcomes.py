@@ -111,7 +111,7 @@ class Backoff:
         """The longest time from the start of the first attempt to the end of the last; at most a hundred years.
 
         All pauses in full, without jitter, and every attempt as long as its deadline. Not in it, because it cannot be
-        known: how long a due job waits for a slot, the pauses that a handler asks for itself (`Retry(delay)`,
+        known: the time that a due job waits for a slot, the pauses that a handler asks for itself (`Retry(delay)`,
         `Snooze`), and a dead letter that is taken back.
 
         Args:

@@ -39,7 +39,7 @@ def outboxq_server(request: pytest.FixtureRequest) -> "Iterator[Server]":
     with find_server(configured_url=config.test_database_url(), binaries=config.local_binaries()) as server:
         source = f"PostgreSQL {server.version} from {server.source}"
         request.config.stash[_SOURCE] = source
-        # A worker of pytest-xdist, whose summary is not shown, hands the source to the process that prints one.
+        # A worker of pytest-xdist, whose summary is not shown, passes the source to the process that prints one.
         getattr(request.config, "workeroutput", {})[_WORKER_SOURCE] = source
         yield server
 

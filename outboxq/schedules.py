@@ -143,7 +143,7 @@ def run_now(connection: AsyncTarget, name: str) -> Coroutine[Any, Any, JobHandle
 
 
 def run_now(connection: SyncTarget | AsyncTarget, name: str) -> JobHandle | Coroutine[Any, Any, JobHandle]:
-    """Add a schedule's job once more, now, also if it is paused; when it is due next stays as it is.
+    """Add a schedule's job once more, now, also if it is paused; its next time stays as it is.
 
     Raises:
         ScheduleNotFound: no schedule has this name.

@@ -1,4 +1,4 @@
-"""Several databases: which of them a key belongs to."""
+"""Several databases, and the one that a key belongs to."""
 
 import hashlib
 from collections.abc import Sequence

@@ -16,7 +16,7 @@ class Latency(float):
 
 
 class Rate(float):
-    """A number of events a minute."""
+    """A number per minute."""
 
 
 def in_full(value: object) -> str:

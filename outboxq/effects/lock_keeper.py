@@ -78,7 +78,7 @@ class LockKeeper:
         try:
             # Returned only if the transaction was committed in time: what a late one extends is not known.
             extended = set(cast("list[LockExpiry]", self._transact(partial(_extend_all, due=due)) or ()))
-        except Exception as error:  # noqa: BLE001  # any error: tried again at the next beat, and found by the record
+        except Exception as error:  # noqa: BLE001  # any error: tried again at the next beat, and reported by the record
             logger.warning(
                 "a lock on a call could not be extended: %s",
                 describe_error(error),

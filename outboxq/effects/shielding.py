@@ -15,7 +15,7 @@ class DelayedCancellation:
         self.error: asyncio.CancelledError | None = None
 
     async def finish(self, begin: Callable[[], Awaitable[T]]) -> T:
-        """Return the result of the work; a cancellation that comes before is kept in `error`."""
+        """Return the result of the work; a cancellation that comes while it runs is kept in `error`."""
         while True:
             task = asyncio.ensure_future(begin())
             while not task.done():

@@ -67,8 +67,8 @@ class Arounds:
 
     Attributes:
         use_sessions: One of them used `ctx.session` before its handler's rows were loaded. Until then rows of several
-            jobs are locked together; from then on each job's once its arounds, which may decide what is visible, are
-            entered.
+            jobs are locked together; from then on each job's rows are locked within its arounds, which may decide
+            what is visible.
     """
 
     def __init__(self, arounds: tuple[Around, ...]) -> None:

@@ -9,7 +9,7 @@ from outboxq.outcomes import MAX_DELAY
 
 @dataclass(frozen=True, slots=True)
 class Keeping:
-    """The time for which each finished job of a kind keeps a row, and whether it has the arguments and the result."""
+    """The time for which a row of each finished job of a kind is kept, and the columns that it has."""
 
     seconds: float
     args: bool = False

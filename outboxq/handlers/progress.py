@@ -24,7 +24,7 @@ class ProgressNotes(Protocol):
 
 
 def checked_note(fraction: object, note: object) -> tuple[float, str]:
-    """Check a fraction from 0 to 1 and a text, and return the text as the database can hold it, in 200 characters.
+    """Check a fraction from 0 to 1 and a text; returns both, the text storable and cut to 200 characters.
 
     Raises:
         ArgumentError: one is of another type, or the fraction is out of its range.

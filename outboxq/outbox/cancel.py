@@ -50,7 +50,7 @@ def cancel(
 
     A waiting job is deleted. For a running one a request is stored: its relay sets `ctx.cancelled`, cancels its
     statement or its task, and after two seconds ends its connection; the handler's rows are rolled back. Never waits
-    for the job. If the transaction is rolled back instead, the job runs alone, once.
+    for the job. If the caller's transaction is rolled back instead, the job runs alone, once.
 
     Needs the rights of an operator ([roles](../roles.md)).
 

@@ -121,7 +121,8 @@ def _transactions(session: Session) -> Iterator[SessionTransaction]:
 
 def _unwritten(session: Session) -> list[JobRow]:
     """The batches of the session's transaction that were neither rolled back nor written to the table yet."""
-    if not _added:
+    if _BATCH not in vars(session):
+        # No job was ever added to it.
         return []
     added = filter(None, map(_added.get, _transactions(session)))
     return [batch for each in added for batch in each.batches if batch.jobs is not None]

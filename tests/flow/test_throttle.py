@@ -444,7 +444,10 @@ def test_the_commit_of_a_claim_whose_jobs_all_wait_brings_the_next_jobs(
     rebuild.add(2, 3)
     with sessions.begin() as session:
         session.add_jobs(rebuild.handler.options(coalesce=f"other {n}").job(version=10 + n) for n in range(2))
-    rebuild.let_due()
+    with engine.begin() as connection:
+        # Claimed in the order of their versions, two at a time.
+        in_order = "run_at = clock_timestamp() - interval '1 s' * (100 - (args->>'version')::int)"
+        connection.exec_driver_sql(f"UPDATE outboxq.job SET {in_order}")
     scripts = note_scripts(monkeypatch)
     drain_following(outboxq_database.url, rebuild.jobs)
     assert rebuild.put_back() == [(2, 0), (3, 0)]

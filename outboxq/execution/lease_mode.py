@@ -296,7 +296,8 @@ def settle_leased(
     lost = unsettled.lost(answer)
     ended = tuple(JobLeaseLost(event.job) if event.job.id in lost else event for event in unsettled.finished)
     events = (*ended, *(event for step in sent for event in step.committed(answer.rows.get(step.name, ()))))
-    if sending.next_claim is None:
+    if sending.next_claim is None or "claim" not in answer.rows:
+        # A claim whose rows cannot be read is committed with the jobs: the lease's beats find what no slot runs.
         return Committed(None, events, left)
     fault_point("before-claim")
     return Committed(sending.next_claim.read(answer), events, left)

@@ -635,3 +635,24 @@ def test_a_claim_of_an_earlier_term_of_the_lease_begins_nothing_more(
     assert [job for jobs in claims[1:] for job in jobs] == [third, last]
     assert work.ran[BEFORE_EIGHT:] == ["first", "lapses", "third", "last"]
     assert rows(engine) == []
+
+
+@PATIENT
+def test_a_claim_that_cannot_be_read_hides_no_job_that_was_settled_with_it(
+    engine: Engine, work: Work, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was committed in its transaction is reported, and the slot goes on."""
+    unread: list[Script] = []
+
+    def make_unreadable(script: Script) -> None:
+        owners = [owner for owner, _ in script.parts]
+        if not unread and {"finished", "claim"} <= set(owners):
+            unread.append(script)
+            script.parts[owners.index("claim")] = "claim", "SELECT 'infinity'::timestamptz"
+
+    change_scripts(monkeypatch, make_unreadable)
+    work.enqueue("one", "two")
+    events = work.drain()
+    assert unread
+    assert sorted(of(events, JobDone)) == ['{"name": "one"}', '{"name": "two"}']
+    assert (Counter(work.ran).most_common(1)[0][1], rows(engine)) == (1, [])

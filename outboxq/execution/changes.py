@@ -86,7 +86,7 @@ def _is_ours(listener: object) -> bool:
 
 
 def row_writes(verb: str, context: ExecutionContext | None) -> tuple[RowWrite, ...] | None:
-    """What a statement that is about to be sent writes; None if that is not known."""
+    """The rows that a statement, which is about to be sent, writes; None if they are not known."""
     compiled: Any = getattr(context, "compiled", None)
     if context is None or compiled is None or isinstance(compiled.statement, TextClause) or _is_translated(context):
         return None

@@ -75,7 +75,7 @@ AnyScript: TypeAlias = ClaimScript | GroupScript
 
 @dataclass(frozen=True, slots=True)
 class GroupLook:
-    """What a claim of grouped jobs saw of the queue's groups.
+    """The groups of a queue that a claim of grouped jobs looked at.
 
     Attributes:
         taken: The keys of the groups that it had locked, in the order of its walk.
@@ -90,7 +90,7 @@ class GroupLook:
 
 
 class SeesGroups(Protocol):
-    """What is told what each claim of grouped jobs saw."""
+    """Receives what each claim of grouped jobs found."""
 
     def record(self, look: GroupLook) -> None: ...
 
@@ -148,13 +148,13 @@ class ClaimRequest:
         return [("claim", self.script.clearing(self.limit, self.cursor))]
 
     def failed(self, error: BaseException) -> bool:
-        """Whether the claim failed for how it was sent, and is worth another try in a new transaction."""
+        """Return True if the claim failed for how it was sent, so that another try may succeed in a new transaction."""
         if self.prepared is None or isinstance(self.script, GroupScript):
             return False
         return self.prepared.failed(error, self.script)
 
     def read(self, answer: Answer) -> Claimed:
-        """What the claim took, from the answer to a script with its statements.
+        """Read the claimed jobs from the answer to a script with the claim's statements.
 
         Raises:
             psycopg.Error: the script failed.

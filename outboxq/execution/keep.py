@@ -80,7 +80,7 @@ class FinishedRows(Step):
             insert = [*self.prepared.preparing(prepared_insert(self.schema)), execute_insert(*given)]
         return _BRIEFLY, *insert, _AS_LONG_AS_BEFORE
 
-    def committed(self, rows: Rows) -> tuple[Event, ...]:  # noqa: ARG002  # of no interest
+    def committed(self, rows: Rows) -> tuple[Event, ...]:  # noqa: ARG002  # the INSERT returns none
         """Take note that the INSERT was executed."""
         if self.prepared is not None:
             self.prepared.succeeded(prepared_insert(self.schema))

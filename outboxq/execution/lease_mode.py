@@ -121,7 +121,7 @@ class Unsettled:
 
     @property
     def is_asked(self) -> bool:
-        """Whether the jobs may have been settled before, so that it is asked which of them are in the table."""
+        """Return True if the jobs may have been settled before: then a query tells which of them are in the table."""
         return self.unsure and bool(self.finished)
 
     def add_question(self, script: Script, schema: str) -> None:

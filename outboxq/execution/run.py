@@ -59,9 +59,7 @@ def run(connection: Connection, batch: BatchState, runtime: Runtime, handlers: H
         with collected_unique_adds(connection):
             if batch.is_lone:
                 job = batch.jobs[0]
-                result = batch.decided.get(job.id)
-                if result is None:
-                    result = _run_alone(connection, batch, job, runtime, handlers, begin, shared=shared)
+                result = _run_alone(connection, batch, job, runtime, handlers, begin, shared=shared)
                 _settle_alone(connection, batch, job, runtime, result)
             else:
                 _run_several(connection, batch, runtime, handlers, begin)
@@ -86,16 +84,15 @@ def _run_several(
             continue
         for position in segment.places:
             job = batch.jobs[position]
-            result = batch.decided.get(job.id)
+            decided = batch.decided.get(job.id)
             # `position` stays with a job that was settled here: it is what shows, later, if the batch was committed.
-            if isinstance(result, SettledByClaim):
+            if isinstance(decided, SettledByClaim):
                 continue
-            if result is None and job.group_key in batch.blocked:
+            if decided is None and job.group_key in batch.blocked:
                 settle.release(connection, job)
                 continue
             batch.position = position
-            if result is None:
-                result = _run_alone(connection, batch, job, runtime, handlers, begin, shared=True)
+            result = _run_alone(connection, batch, job, runtime, handlers, begin, shared=True)
             _settle_alone(connection, batch, job, runtime, result)
 
 
@@ -176,12 +173,14 @@ def _run_alone(
     *,
     shared: bool,
 ) -> Result:
-    """Run the handler of one job, again after a deadlock; returns the result of the last attempt."""
-    if batch.expires or runtime.orders.cancelled:
-        ended = ended_meanwhile(batch, job, runtime)
-        if ended is not None:
-            return ended
+    """Run the handler of one job, again after a deadlock; returns the last result, or the decided one."""
+    # First: the event of a job that is not called says how long that took, and not the time of the job before.
     batch.begin_run()
+    decided = batch.decided.get(job.id)
+    if decided is None and (batch.expires or runtime.orders.cancelled):
+        decided = ended_meanwhile(batch, job, runtime)
+    if decided is not None:
+        return decided
     handler = handlers[job.kind]
     assert handler is not None, "jobs of unknown kinds are decided"
     if handler.timeout_seconds != batch.timeout_seconds:

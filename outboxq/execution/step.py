@@ -12,7 +12,7 @@ class Step:
 
     Attributes:
         name: Owns the step's statements in the string.
-        is_optional: It has a savepoint of its own: if it is refused, the jobs are done without it.
+        is_optional: If its statements are refused, the jobs are done without it.
     """
 
     __slots__ = ()
@@ -20,17 +20,17 @@ class Step:
     is_optional: ClassVar[bool] = False
 
     def statements(self) -> Sequence[str]:
-        """Statements of the jobs' transaction, behind the check that it is whole."""
+        """Statements of the jobs' transaction, after the check that it is whole."""
         return ()
 
     def after_commit(self) -> Sequence[str]:
-        """Transactions of their own behind COMMIT; if they fail, what was committed stands."""
+        """Transactions of their own after COMMIT; if they fail, the jobs are done all the same."""
         return ()
 
-    def committed(self, rows: Rows) -> Sequence[Event]:  # noqa: ARG002  # for those that read them
-        """Take note that the COMMIT is done, by the rows of the step's statements; returns events to publish."""
+    def committed(self, rows: Rows) -> Sequence[Event]:  # noqa: ARG002  # steps whose statements return rows read them
+        """Receive the rows of the step's statements, once COMMIT is done; returns events to publish."""
         return ()
 
-    def refused(self, error: BaseException) -> "Step | None":  # noqa: ARG002  # for optional steps
-        """Take note that an optional step was refused; returns what is sent in its place, if anything."""
+    def refused(self, error: BaseException) -> "Step | None":  # noqa: ARG002  # optional steps look at it
+        """Receive the error of an optional step; returns the step to send in its place, if any."""
         return None

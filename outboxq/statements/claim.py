@@ -173,13 +173,13 @@ class ClaimScript:
         return "; ".join(statement for _, statement in self.statements(limit, cursor))
 
     def statements(self, limit: int, cursor: Cursor | None = None) -> list[tuple[str, str]]:
-        """The same as single statements, each with its owner; "claim" has the jobs."""
+        """Single statements of `text`, each with its owner; "claim" returns the jobs."""
         # With literals in it, the planner knows how few rows are wanted.
         claim = _filled(self.texts.claim, self._arguments(limit, cursor))
         return [*(("lock", statement) for statement in self.lock), ("claim", claim)]
 
     def execution(self, limit: int, cursor: Cursor | None = None) -> list[tuple[str, str]]:
-        """The same by name, for a connection that has prepared the claim, by its index whatever the statistics are.
+        """Statements that execute the claim by name, on a connection that has prepared it, by its index in any case.
 
         Until the transaction ends the planner has the settings of role and database, and no SET of the session's.
         """
@@ -187,7 +187,7 @@ class ClaimScript:
         return [*(("lock", statement) for statement in self.lock), *_PLANNED_ONCE, ("claim", claim), *_AS_BEFORE]
 
     def one(self, job_id: UUID) -> str:
-        """The same claim for one job, which is not run, whatever the queue's limit.
+        """Claim one job by its id, not to run it, also if the queue is at its limit.
 
         Index: the primary key, or the claim's.
         """
@@ -196,7 +196,7 @@ class ClaimScript:
     def clearing(self, limit: int, cursor: Cursor | None = None) -> str:
         """Lock what the same claim would pick, so that a COMMIT overwrites the marks in these rows; returns the ids.
 
-        Index, locks and bound are those of the claim, whatever the queue's limit.
+        Index, locks and bound are those of the claim of a queue without a limit.
         """
         return _filled(self.texts.clearing, self._arguments(limit, cursor))
 

@@ -188,7 +188,7 @@ def test_a_connection_that_is_cut_at_any_byte_shows_no_result_that_is_not_true(
         with written.begin() as connection:
             connection.execute(text("TRUNCATE written"))
         answer = send_cut(cut, direction, count)
-        assert answer.error is not None or count > length - 6, "only the end, ReadyForQuery, is nobody's result"
+        assert answer.error is not None or count > length - 6, "ReadyForQuery, at the end, belongs to no statement"
         assert set(answer.rows) <= set(whole.rows)
         assert all(rows == whole.rows[owner][: len(rows)] for owner, rows in answer.rows.items())
         if answer.is_committed:

@@ -113,7 +113,7 @@ def test_a_claim_that_was_prepared_for_an_empty_table_walks_its_index_in_a_large
                 scanned = {node["Node Type"] for node in nodes if node.get("Relation Name", "job") == "job"}
                 assert scanned.isdisjoint({"Sort", "Incremental Sort", "Seq Scan"}), case
                 walks = [node for node in nodes if node.get("Index Name") in INDEXES.values() and node["Actual Loops"]]
-                # That of the leased jobs, which a limit counts, is another.
+                # Leased jobs, which a limit counts, are found by an index that is not listed.
                 assert [node["Index Name"] for node in walks] == [INDEXES[sort]], case
                 assert (walks[0]["Actual Rows"], walks[0].get("Rows Removed by Filter", 0)) == (limit, 0), case
                 assert nodes[0]["Shared Hit Blocks"] + nodes[0]["Shared Read Blocks"] < 100 + 30 * limit, case
@@ -312,7 +312,7 @@ def test_a_backend_keeps_as_many_claims_for_a_hundred_queues_as_for_one(
 
 @pytest.mark.parametrize("mode", ["transaction", "lease"])
 def test_a_connection_prepares_six_claims_at_most(engine: Engine, mode: str) -> None:
-    """For each sort one with a limit of the queue and one without, whatever the queue, the limit, and the start."""
+    """One for each sort with a limit of the queue and one without, shared by all queues, batch sizes and starts."""
     prepared, is_leasing = PreparedStatements(), mode == "lease"
     sorts = ("lease_ready", "lease_due", "lease_suspect") if is_leasing else ("ready", "due", "lease_suspect")
     with engine.connect() as connection:

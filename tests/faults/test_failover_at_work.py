@@ -178,7 +178,7 @@ def test_a_failover_at_work_loses_and_doubles_nothing(way: str, tmp_path: Path) 
             time.sleep(drawn.uniform(0, 0.5))
             primary.dispose()
             pair.primary.stop_immediately()
-            # A time without a primary, as between a death and its discovery: all others try in vain meanwhile.
+            # A time without a primary, as between a death and its discovery: every try fails until it ends.
             time.sleep(PROMOTED_AFTER)
             assert pair.on_standby("SELECT pg_promote()") is True
             promoted_url = pair.standby_url(database.url)

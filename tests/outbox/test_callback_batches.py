@@ -111,7 +111,7 @@ def test_a_connection_that_ends_in_the_look_hides_no_job_that_is_done(
     claim: Literal["transaction", "lease"],
     count: int,
 ) -> None:
-    """What was committed is known by its own answer; in a transaction, and with the leased jobs that wrote nothing."""
+    """The answer to COMMIT came before: for jobs in a transaction, and for leased jobs that wrote nothing."""
     own, look, ended = Jobs(), FinishBatches.after_commit, []
 
     @own.handler(queue="members", claim=claim)

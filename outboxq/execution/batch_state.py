@@ -18,6 +18,7 @@ from outboxq.execution.claim import Claimed, ClaimTransaction, begin_transaction
 from outboxq.execution.errors import Abandoned, WritesRefused
 from outboxq.execution.failure import Failed
 from outboxq.execution.runtime import Result, UnknownKindResult
+from outboxq.execution.step import Step
 from outboxq.handlers.call import HandlerCall
 from outboxq.handlers.progress import ProgressNotes
 from outboxq.job import Job
@@ -54,6 +55,25 @@ class BatchReport:
 
 
 @dataclass(frozen=True, slots=True)
+class Ended:
+    """How a batch, or the claim of one, has ended.
+
+    Attributes:
+        report: What was committed; None if all of its jobs wait again as they were.
+        claimed: What the claim that went along with COMMIT took; None without one, or if it failed.
+        left: Steps whose statements after COMMIT are still to be sent, by `send_left`.
+        run_alone: How many of the next jobs should run one by one, so that the faulty one shows.
+        was_too_large: The claim took so long that it was cancelled.
+    """
+
+    report: BatchReport | None
+    claimed: Claimed | None = None
+    left: tuple[Step, ...] = ()
+    run_alone: int = 0
+    was_too_large: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class DeadLetters:
     """The dead letters that a recovery has written, whose COMMIT may not have been answered."""
 
@@ -69,6 +89,7 @@ class BatchState:
     """How far a claimed batch has come: what is needed to find out, after an error, what stands of it.
 
     Attributes:
+        claimed: The claim that took the jobs; `jobs` are these, or have what is newest of those they stand for.
         transaction: The batch's transaction, once it has begun; `was_begun`: its BEGIN was tried.
         writes_refused: Its BEGIN was refused, because the server is a standby.
         epoch: The run of the server that knows the transaction.
@@ -90,12 +111,11 @@ class BatchState:
         stands_for: The jobs that were taken along, by the id of the job that runs for them.
     """
 
-    queue: str
+    claimed: Claimed
     jobs: tuple[Job, ...]
-    transaction: ClaimTransaction | None
-    moved: int = 0
-    timeout_seconds: float | None = None
+    transaction: ClaimTransaction | None = None
     epoch: str = ""
+    timeout_seconds: float | None = None
     stands_for: Mapping[UUID, tuple[UUID, ...]] = field(default_factory=dict)
     position: int = field(default=0, init=False)
     together: int = field(default=1, init=False)
@@ -125,8 +145,7 @@ class BatchState:
     @classmethod
     def of(cls, claimed: Claimed, epoch: str) -> "BatchState":
         """The state of jobs that were just claimed in transaction mode."""
-        request = claimed.request
-        return cls(request.queue, claimed.jobs, claimed.transaction, claimed.moved, request.timeout_seconds, epoch)
+        return cls(claimed, claimed.jobs, claimed.transaction, epoch, claimed.request.timeout_seconds)
 
     def __post_init__(self) -> None:
         self.is_plain = True
@@ -139,6 +158,11 @@ class BatchState:
             ):
                 self.is_plain = False
                 return
+
+    @property
+    def queue(self) -> str:
+        """The queue of the jobs."""
+        return self.claimed.request.queue
 
     @property
     def job(self) -> Job:
@@ -284,6 +308,6 @@ class BatchState:
             events += self.coalesced
         if self.decided and (parked := self.parked):
             events.append(JobsParked(self.queue, tuple(sorted({job.kind for job in parked})), len(parked)))
-        if self.moved:
-            events.append(JobsSuspected(self.queue, self.moved))
+        if self.claimed.moved:
+            events.append(JobsSuspected(self.queue, self.claimed.moved))
         return BatchReport(len(self.jobs), (*events, *of_commit))

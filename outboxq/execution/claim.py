@@ -6,9 +6,10 @@ gives its jobs back. In lease mode the claim is committed first, and a token fen
 
 import json
 import secrets
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeAlias, cast
+from typing import Any, TypeAlias, cast
 from uuid import UUID
 
 from sqlalchemy import Connection
@@ -18,7 +19,7 @@ from outboxq.database.driver import Answer, Script, is_lost, run_script
 from outboxq.execution.prepared import PreparedStatements
 from outboxq.job import Job
 from outboxq.statements import limit as statements_of_limits
-from outboxq.statements.claim import ANCHOR, RETURNED, ClaimScript, Cursor, claim_by_id
+from outboxq.statements.claim import ANCHOR, RETURNED, ClaimScript, Cursor, Sort, claim_by_id
 from outboxq.statements.group_claim import GroupScript
 from outboxq.statements.park import clear_marks as marks_cleared
 from outboxq.statements.park import park_head
@@ -60,14 +61,16 @@ class Claimed:
 
     `moved` is the number of jobs that were made suspects instead, because an earlier claim of them died. `transaction`
     is None if nothing was taken, and in lease mode, in which the jobs' transaction begins later. `is_full`: nothing was
-    looked for, because as many jobs of the queue run as its limit allows.
+    looked for, because as many jobs of the queue run as its limit allows. `look`: the groups that a claim of grouped
+    jobs looked at.
     """
 
     request: "ClaimRequest"
-    jobs: tuple[Job, ...]
-    moved: int
-    transaction: ClaimTransaction | None
+    jobs: tuple[Job, ...] = ()
+    moved: int = 0
+    transaction: ClaimTransaction | None = None
     is_full: bool = False
+    look: "GroupLook | None" = None
 
 
 AnyScript: TypeAlias = ClaimScript | GroupScript
@@ -89,33 +92,30 @@ class GroupLook:
     is_back_due: bool
 
 
-class SeesGroups(Protocol):
-    """Receives what each claim of grouped jobs found."""
-
-    def record(self, look: GroupLook) -> None: ...
-
-
 @dataclass(frozen=True, slots=True)
 class ClaimRequest:
-    """A claim of up to `limit` jobs of a queue, of those behind `cursor` only, and the savepoints behind it.
+    """A claim of up to `limit` jobs of a queue, of those after `cursor` only, and the savepoints behind it.
 
     Args:
-        after: The group behind which a claim of grouped jobs starts; `groups` is told what it saw.
+        cursor: A place in the order of the queue, or a group's key; None for the start.
+        sort: Which sort of jobs `script` claims; `alike` are the claims that take jobs of the queue in the same way.
         timeout_seconds: The longest deadline of the queue's handlers. It does not hold for the claim itself, which
             may have far to walk and would never succeed. None for the settings of the role and the database.
         prepared: The connection's prepared claims; None if claims are sent as plain text.
         clock: By which `claimed_at` of its jobs is told.
+        asked_at: When the claim was asked for (monotonic).
     """
 
     script: AnyScript
     limit: int
-    cursor: Cursor | None = None
+    cursor: Cursor | str | None = None
     queue: str = ""
+    sort: Sort = Sort.READY
+    alike: tuple[AnyScript, ...] = ()
     timeout_seconds: float | None = None
     prepared: PreparedStatements | None = None
-    after: str = ""
-    groups: SeesGroups | None = None
     clock: DatabaseClock = field(default_factory=DatabaseClock)
+    asked_at: float = field(default_factory=time.monotonic)
     savepoint: str = field(default_factory=lambda: f"oq_{secrets.token_hex(8)}")
 
     def add_to(self, script: Script) -> None:
@@ -135,17 +135,18 @@ class ClaimRequest:
 
     def _statements(self) -> list[tuple[str, str]]:
         if isinstance(self.script, GroupScript):
-            return self.script.statements(self.limit, self.after)
+            return self.script.statements(self.limit, cast("str | None", self.cursor) or "")
+        cursor = cast("Cursor | None", self.cursor)
         if self.prepared is None or self.prepared.is_plain():
-            return self.script.statements(self.limit, self.cursor)
+            return self.script.statements(self.limit, cursor)
         preparing = [("settings", statement) for statement in self.prepared.preparing(self.script)]
-        return [*preparing, *self.script.execution(self.limit, self.cursor)]
+        return [*preparing, *self.script.execution(self.limit, cursor)]
 
     def clearing(self) -> list[tuple[str, str]]:
         """Lock what the claim would pick, and return the ids."""
         if isinstance(self.script, GroupScript):
-            return self.script.statements(self.limit, self.after, clears=True)
-        return [("claim", self.script.clearing(self.limit, self.cursor))]
+            return self.script.statements(self.limit, cast("str | None", self.cursor) or "", clears=True)
+        return [("claim", self.script.clearing(self.limit, cast("Cursor | None", self.cursor)))]
 
     def failed(self, error: BaseException) -> bool:
         """Return True if the claim failed for how it was sent, so that another try may succeed in a new transaction."""
@@ -161,33 +162,27 @@ class ClaimRequest:
         """
         if answer.error is not None:
             raise answer.error
-        has_room = True
+        look = None
         if isinstance(self.script, GroupScript):
-            has_room = self._read_look(answer.rows["groups"][0])
+            groups, seen, last, is_back_due, has_room = answer.rows["groups"][0]
+            if not has_room:
+                return Claimed(self, is_full=True)
+            look = GroupLook(tuple([str(key) for key, _ in json.loads(groups)]), seen, last, bool(is_back_due))
         elif self.prepared is not None:
             self.prepared.succeeded(self.script)
         rows = answer.rows["claim"]
         moved = cast("int", rows[0][0]) if rows else 0
-        if moved < 0 or not has_room:
-            return Claimed(self, (), 0, None, is_full=True)
+        if moved < 0:
+            return Claimed(self, is_full=True)
         # One row without a job, or a row for each.
         taken = rows if rows and rows[0][1] is not None else ()
         if len(taken) > self.limit:
             raise AssertionError(f"a claim took {len(taken)} jobs where {self.limit} were asked for")
         if self.script.leased or not taken:
-            return Claimed(self, self._in_order(taken), moved, None)
+            return Claimed(self, self._in_order(taken), moved, look=look)
         xid, pid = taken[0][_END_OF_JOB:]
-        return Claimed(
-            self, self._in_order(taken), moved, ClaimTransaction(self.savepoint, cast("str", xid), cast("int", pid))
-        )
-
-    def _read_look(self, row: tuple[Any, ...]) -> bool:
-        """Take note of what the claim saw of the groups; whether it looked, because the queue's limit has room."""
-        groups, seen, last, is_back_due, has_room = row
-        if self.groups is not None and has_room:
-            taken = tuple(str(key) for key, _ in json.loads(groups))
-            self.groups.record(GroupLook(taken, seen, last, bool(is_back_due)))
-        return bool(has_room)
+        transaction = ClaimTransaction(self.savepoint, cast("str", xid), cast("int", pid))
+        return Claimed(self, self._in_order(taken), moved, transaction, look=look)
 
     def _in_order(self, rows: Iterable[tuple[Any, ...]]) -> tuple[Job, ...]:
         # The columns of RETURNED, in order, the token, and the time.

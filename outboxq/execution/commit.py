@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 
 import psycopg
 from psycopg.pq import TransactionStatus
@@ -12,8 +11,8 @@ from outboxq.database.driver import Answer, Script, is_listened_to, is_lost, run
 from outboxq.database.errors import LOCK_NOT_AVAILABLE
 from outboxq.errors import TransactionEndedByHandler
 from outboxq.events import Event
-from outboxq.execution.batch_state import BatchState
-from outboxq.execution.claim import Claimed, ClaimRequest, ClaimTransaction, forgive
+from outboxq.execution.batch_state import BatchReport, BatchState, Ended
+from outboxq.execution.claim import ClaimRequest, ClaimTransaction, forgive
 from outboxq.execution.errors import ESCAPED, ConnectionLost, TransactionEscaped
 from outboxq.execution.failure import Failed
 from outboxq.execution.run import FREE_RETRIES
@@ -27,27 +26,12 @@ from outboxq.fault_points import fault_point
 _STEPS_SAVEPOINT = "oq_steps"
 
 
-@dataclass(frozen=True, slots=True)
-class Committed:
-    """A batch was committed.
-
-    Attributes:
-        claimed: What the claim that went along took; None without one, or if it failed.
-        events: What only the answer to COMMIT has told.
-        left: Steps whose statements behind COMMIT are still to be sent, by `send_left`.
-    """
-
-    claimed: Claimed | None = None
-    events: tuple[Event, ...] = ()
-    left: tuple[Step, ...] = ()
-
-
-_NOTHING_SENT = Committed()
+_NOTHING_SENT = Ended(BatchReport(0, ()))
 
 
 def commit(
     connection: Connection, batch: BatchState, runtime: Runtime, next_claim: ClaimRequest | None
-) -> Committed | None:
+) -> Ended | None:
     """Commit a batch that has run; None if COMMIT was refused and everything undone: its jobs are to run again.
 
     Jobs that ran together then run each by itself. A lone job runs again, `FREE_RETRIES` times for free, after a
@@ -66,7 +50,7 @@ def commit(
         batch.begin_commit()
         return _NOTHING_SENT
     sent = _send(connection, batch, batch.transaction, runtime, next_claim)
-    if isinstance(sent, Committed):
+    if isinstance(sent, Ended):
         return sent
     # If several jobs each passed a check of their own, the one to blame shows when each runs alone. Without an event
     # there is no attempt to charge: a lone job was parked, or put back by its claim.
@@ -80,7 +64,7 @@ def commit(
         return None
     batch.events.append(settle_result(connection, batch.job, failed, runtime, batch.seconds))
     sent = _send(connection, batch, batch.transaction, runtime, None)
-    if isinstance(sent, Committed):
+    if isinstance(sent, Ended):
         return sent
     raise sent
 
@@ -104,7 +88,7 @@ def _send(
     transaction: ClaimTransaction,
     runtime: Runtime,
     next_claim: ClaimRequest | None,
-) -> Committed | psycopg.Error:
+) -> Ended | psycopg.Error:
     """Send COMMIT, the steps and the next claim; returns the error of a COMMIT that was refused.
 
     Raises:
@@ -127,14 +111,14 @@ def _send(
     # Not with COMMIT if users' code listens to the engine: it sets up what each transaction needs.
     left = tuple(steps) if steps and is_listened_to(connection) else ()
     events = tuple(event for step in steps for event in step.committed(answer.rows.get(step.name, ())))
+    report, claimed = batch.report(events), None
     if answer.error is not None:
         # What was committed stands, and so do the answers up to the failure.
         _end_failed(connection, next_claim, answer.error)
-        return Committed(None, events, left)
-    if next_claim is None:
-        return Committed(None, events, left)
-    fault_point("before-claim")
-    return Committed(next_claim.read(answer), events, left)
+    elif next_claim is not None:
+        fault_point("before-claim")
+        claimed = next_claim.read(answer)
+    return Ended(report, claimed, left)
 
 
 def send_commit(

@@ -12,6 +12,7 @@ from sqlalchemy import Connection
 
 from outboxq.database.driver import run_outside_transaction, run_script
 from outboxq.execution.batch_state import BatchState
+from outboxq.execution.coalesce import coalesce
 from outboxq.execution.plan import Handlers
 from outboxq.execution.runtime import CancelledResult, ExpiredResult, Runtime, UnknownKindResult
 from outboxq.job import UNIQUE_HEADER, Job
@@ -21,6 +22,7 @@ from outboxq.statements.transaction import clock_seconds
 def decide(connection: Connection, batch: BatchState, runtime: Runtime) -> Handlers:
     """Fill `batch.decided`, once for a claim; returns the handlers of the others, by kind."""
     if not batch.is_plain:
+        coalesce(connection, batch, runtime.schema)
         batch.expires = _expiries(connection, batch, runtime)
     handlers, decided = runtime.handlers_of(batch.jobs), batch.decided
     if batch.expires or runtime.orders.cancelled or None in handlers.values():

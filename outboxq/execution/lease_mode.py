@@ -33,9 +33,9 @@ from outboxq.database.driver import (
 )
 from outboxq.database.errors import LOCK_NOT_AVAILABLE, sqlstate_of
 from outboxq.events import Event, JobEvent, JobLeaseLost, JobsParked
+from outboxq.execution.batch_state import BatchReport, Ended
 from outboxq.execution.callback_batches import FinishBatches, batch_ids
-from outboxq.execution.claim import ClaimRequest
-from outboxq.execution.commit import Committed
+from outboxq.execution.claim import Claimed, ClaimRequest
 from outboxq.execution.errors import ConnectionLost
 from outboxq.execution.keep import Keeper
 from outboxq.execution.step import Step
@@ -142,7 +142,7 @@ class LeasedBatch:
     Only one of these two settles at a time, and the other waits: jobs that could not be settled come back here.
     """
 
-    queue: str
+    claimed: Claimed
     jobs: tuple[Job, ...]
     limits: LeaseModeLimits = field(default_factory=LeaseModeLimits)
     unknown: list[Job] = field(default_factory=list)
@@ -163,6 +163,11 @@ class LeasedBatch:
         self._waiting = deque(self.jobs)
         self.claimed_at = clock()
         self._release_after = self.claimed_at + self.limits.held_seconds
+
+    @property
+    def queue(self) -> str:
+        """The queue of the jobs."""
+        return self.claimed.request.queue
 
     @property
     def is_worked_off(self) -> bool:
@@ -253,7 +258,7 @@ class LeasedBatch:
 
 def settle_leased(
     connection: Connection, leased: LeasedBatch, schema: str, next_claim: ClaimRequest | None = None
-) -> Committed:
+) -> Ended:
     """Settle the waiting jobs of a claim in the transaction of the next claim; returns their events and that claim.
 
     If the next claim fails, the jobs are settled without it. If another transaction holds the row of a job, the others
@@ -298,9 +303,9 @@ def settle_leased(
     events = (*ended, *(event for step in sent for event in step.committed(answer.rows.get(step.name, ()))))
     if sending.next_claim is None or "claim" not in answer.rows:
         # A claim whose rows cannot be read is committed with the jobs: the lease's beats find what no slot runs.
-        return Committed(None, events, left)
+        return Ended(BatchReport(0, events), None, left)
     fault_point("before-claim")
-    return Committed(sending.next_claim.read(answer), events, left)
+    return Ended(BatchReport(0, events), sending.next_claim.read(answer), left)
 
 
 @dataclass(frozen=True, slots=True)
@@ -359,7 +364,7 @@ def _send(
     return replace(answer, error=None)
 
 
-def release_waiting(connection: Connection, leased: LeasedBatch, schema: str) -> Committed:
+def release_waiting(connection: Connection, leased: LeasedBatch, schema: str) -> Ended:
     """Settle the waiting jobs of a claim, in a transaction of their own.
 
     Raises:
@@ -367,4 +372,4 @@ def release_waiting(connection: Connection, leased: LeasedBatch, schema: str) ->
     """
     end_transaction(connection)
     with connection.begin():
-        return Committed() if leased.is_worked_off else settle_leased(connection, leased, schema)
+        return Ended(None) if leased.is_worked_off else settle_leased(connection, leased, schema)

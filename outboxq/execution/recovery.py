@@ -1,10 +1,12 @@
 """Recovery: find out what stands of a batch that did not end in order, and leave no job lost, doubled or uncounted.
 
-This is the one place that decides on an error of a batch, by what was raised and by how far the batch had come.
+This is the one place that decides on an error of a claim or a batch, by what was raised and by how far it had come.
 """
 
 import logging
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
 from datetime import timedelta
 from uuid import UUID
 
@@ -15,14 +17,14 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from outboxq.clock import clock
 from outboxq.database.driver import end_transaction, is_lost, pause, run_script
-from outboxq.database.errors import LOCK_NOT_AVAILABLE, READ_ONLY, sqlstate_of
+from outboxq.database.errors import LOCK_NOT_AVAILABLE, QUERY_CANCELED, READ_ONLY, sqlstate_of
 from outboxq.error_record import ErrorRecord
 from outboxq.errors import LeaseLost
 from outboxq.events import Event, JobCrashed, JobInterrupted, JobLeaseLost, JobsParked
 from outboxq.execution import settle
-from outboxq.execution.aside import Rows, describe, is_of_a_row, say_of_job, take_one
-from outboxq.execution.batch_state import BatchReport, BatchState
-from outboxq.execution.claim import begin_transaction, claim_one, clear_marks
+from outboxq.execution.aside import Rows, describe, is_of_a_row, say_of_job, set_aside_first, take_one
+from outboxq.execution.batch_state import BatchReport, BatchState, Ended
+from outboxq.execution.claim import AnyScript, ClaimRequest, begin_transaction, claim_one, clear_marks, forgive
 from outboxq.execution.commit import commit_checked
 from outboxq.execution.errors import ConnectionLost, ConnectionSpoiled, TransactionEscaped, WritesRefused
 from outboxq.execution.failure import Failed, count_unfinished
@@ -50,22 +52,45 @@ POSTPONED = timedelta(minutes=5)
 # interrupted by each deployment: so often it runs again as it was, and then as a suspect.
 FREE_INTERRUPTIONS = 10
 _INTERRUPTED = "its relay stopped before the job had ended"
+# How many jobs of each sort are compared with one that cannot be claimed.
+_COMPARED = 10
 
 
-@dataclass(frozen=True, slots=True)
-class Recovered:
-    """The outcome of a recovery.
+def recover_claim(connection: Connection, request: ClaimRequest, error: BaseException, schema: str) -> Ended:
+    """Clear the marks of a claim that was answered with an error: no job had run. No report if it would fail again.
 
-    Attributes:
-        report: What stands of the batch; None if every job waits again as it was.
-        run_alone: How many of the next jobs should run one by one, so that the faulty one shows.
+    If one row of several made it fail, the next claims take one job each, until one of them fails for that row.
     """
+    if request.failed(error):
+        # The next one is sent in another way.
+        return Ended(BatchReport(0, ()))
+    was_too_large = sqlstate_of(error) == QUERY_CANCELED
+    # The cause may make these statements fail, too: then the claim's own error counts.
+    with suppress(psycopg.Error, SQLAlchemyError):
+        picked = _forgive(connection, request)
+        if request.limit > 1 and is_of_a_row(error):
+            return Ended(BatchReport(0, ()), run_alone=request.limit, was_too_large=was_too_large)
+        if picked:
+            others = (other for other in _alike(connection, request) if other[1] != picked[0])
+            events = set_aside_first(connection, schema, (request.script, picked[0]), others, error)
+            if events is not None:
+                return Ended(BatchReport(0, events), was_too_large=was_too_large)
+    return Ended(None, was_too_large=was_too_large)
 
-    report: BatchReport | None
-    run_alone: int = 0
+
+def _alike(connection: Connection, request: ClaimRequest) -> Iterator[tuple[AnyScript, UUID]]:
+    """Jobs that could be claimed in the same way as those of this claim, each with its claim."""
+    for script in request.alike:
+        for job_id in _forgive(connection, ClaimRequest(script, _COMPARED)):
+            yield script, job_id
 
 
-def recover(connection: Connection, batch: BatchState, error: BaseException, runtime: Runtime) -> Recovered:
+def _forgive(connection: Connection, request: ClaimRequest) -> list[UUID]:
+    with connection.begin():
+        return forgive(connection, request)
+
+
+def recover(connection: Connection, batch: BatchState, error: BaseException, runtime: Runtime) -> Ended:
     """Find out what stands of a batch that ended in `error`, and settle what can be settled.
 
     Args:
@@ -77,11 +102,17 @@ def recover(connection: Connection, batch: BatchState, error: BaseException, run
     """
     batch.begin_recovery()
     end_transaction(connection)
+    ended = _recover(connection, batch, error, runtime)
+    # Whatever became of its jobs: some may have ended.
+    return replace(ended, left=tuple(steps_of(connection, batch, (), runtime)))
+
+
+def _recover(connection: Connection, batch: BatchState, error: BaseException, runtime: Runtime) -> Ended:
     match error:
         case JobRowHeld():
-            return Recovered(_take_back_held(connection, batch.job, runtime))
+            return Ended(_take_back_held(connection, batch.job, runtime))
         case LeaseLost():
-            return Recovered(BatchReport(1, (JobLeaseLost(batch.job),)))
+            return Ended(BatchReport(1, (JobLeaseLost(batch.job),)))
         case TransactionEscaped():
             return _recover_escaped(connection, batch, error, runtime)
         case ConnectionSpoiled():
@@ -90,31 +121,29 @@ def recover(connection: Connection, batch: BatchState, error: BaseException, run
         case _:
             outcome = find_outcome(connection, batch)
     if outcome is not None:
-        return Recovered(outcome)
+        return Ended(outcome)
     match error:
         case WritesRefused() if batch.late_result is None:
             # The claim was written, so behind a pooler another connection may lead to the primary again.
-            return Recovered(_release(connection, batch.job))
+            return Ended(_release(connection, batch.job))
         case ConnectionLost() if batch.late_result is not None:
-            return Recovered(settle_on_new_connection(connection, batch, runtime, batch.late_result))
+            return Ended(settle_on_new_connection(connection, batch, runtime, batch.late_result))
         case ConnectionSpoiled() if batch.together == 1:
-            return Recovered(record_failed_attempt(connection, batch, error.failed, runtime, batch.claimed_ids))
+            return Ended(record_failed_attempt(connection, batch, error.failed, runtime, batch.claimed_ids))
         case ConnectionLost() if not isinstance(error, ConnectionSpoiled):
             # Whether a job caused the loss shows when it runs alone; in transaction mode its claim's mark sees to that.
-            return Recovered(return_to_suspects(connection, batch.job, runtime) if batch.is_leased else None)
+            return Ended(return_to_suspects(connection, batch.job, runtime) if batch.is_leased else None)
     return _recover_rolled_back(connection, batch, error, runtime)
 
 
-def _recover_rolled_back(
-    connection: Connection, batch: BatchState, error: BaseException, runtime: Runtime
-) -> Recovered:
+def _recover_rolled_back(connection: Connection, batch: BatchState, error: BaseException, runtime: Runtime) -> Ended:
     """Recover a batch of which nothing stands: a lone job's attempt has failed, several jobs run one by one next."""
     if not batch.is_leased:
         with connection.begin():
             clear_marks(connection, runtime.schema, batch.claimed_ids)
     if not batch.is_lone:
         # Which job was at fault cannot be known, because the jobs shared a transaction.
-        return Recovered(None, run_alone=len(batch.jobs))
+        return Ended(None, run_alone=len(batch.jobs))
     if isinstance(batch.decided.get(batch.job.id), SettledByClaim):
         # It has not run, and waits as before; the slot pauses.
         raise error
@@ -124,12 +153,10 @@ def _recover_rolled_back(
         report = postpone(connection, batch.job, runtime)
     else:
         report = record_failed_attempt(connection, batch, runtime.describe(error, batch.job), runtime)
-    return Recovered(report, run_alone=1)
+    return Ended(report, run_alone=1)
 
 
-def _recover_escaped(
-    connection: Connection, batch: BatchState, escaped: TransactionEscaped, runtime: Runtime
-) -> Recovered:
+def _recover_escaped(connection: Connection, batch: BatchState, escaped: TransactionEscaped, runtime: Runtime) -> Ended:
     """Recover after a handler ended the transaction: jobs whose rows may stand never run again.
 
     Between that handler's COMMIT and ours the jobs behind it are in no table; the death of this process, or of the
@@ -138,21 +165,21 @@ def _recover_escaped(
     failed = runtime.redacted(escaped.job, escaped.failed)
     try:
         if batch.transaction is not None and was_committed(connection, batch.transaction.xid):
-            return Recovered(write_dead_letters(connection, batch, COMMITTED_BY_HANDLER, failed))
+            return Ended(write_dead_letters(connection, batch, COMMITTED_BY_HANDLER, failed))
     except LeftPrepared as left:
-        return Recovered(leave_prepared(connection, batch, failed, left))
+        return Ended(leave_prepared(connection, batch, failed, left))
     if batch.together > 1:
         # One handler ran several jobs, and it is not known for which of them it ended the transaction.
         with connection.begin():
             clear_marks(connection, runtime.schema, batch.claimed_ids)
-        return Recovered(None, run_alone=len(batch.jobs))
+        return Ended(None, run_alone=len(batch.jobs))
     # Rolled back: every job waits again, and the handler's job is charged.
     try:
         events = _settle_anew(connection, batch, escaped.job, escaped.failed, runtime, batch.claimed_ids)
     except LeaseLost:
         end_transaction(connection)
         events = ()
-    return Recovered(BatchReport(len(batch.jobs), events))
+    return Ended(BatchReport(len(batch.jobs), events))
 
 
 def _find_outcome_soon(connection: Connection, batch: BatchState) -> BatchReport | None:

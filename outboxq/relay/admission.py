@@ -7,19 +7,18 @@ has no tokens, is held for a moment, for all slots of the relay. Then one slot l
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import TypeAlias, cast
 
-from sqlalchemy import Connection
-
-from outboxq.database.driver import run_script
+from outboxq.database.driver import Rows
+from outboxq.execution.claim import Claimed
 from outboxq.handlers.options import ClaimMode
 from outboxq.queue_limits import Rate
 from outboxq.relay.flow_settings import FlowSettings
 from outboxq.relay.limits import RelayLimits
 from outboxq.relay.poller import SharedPoller
-from outboxq.relay.rates import TokenHands
+from outboxq.relay.rates import Taken, TokenHands
 from outboxq.statements.limit import room
 from outboxq.statements.rate import begin_rate, reserve_tokens
 
@@ -33,6 +32,20 @@ _LEAST_HOLD_SECONDS = 0.002
 # A single token is for the next claims of its slot: a claim of another sort may have found nothing. A tenth of the time
 # of a token, so that no more than a tenth of a job begins too early.
 _LEAST_KEEP_SECONDS, _MOST_KEEP_SECONDS, _KEPT_SHARE = 0.02, 60.0, 0.1
+
+
+@dataclass
+class Query:
+    """A statement that a slot sends, outside of a transaction, before its next claim.
+
+    Attributes:
+        is_alone: The statement needs no transaction around it.
+        rows: The answer, when the slot has sent it.
+    """
+
+    statement: str
+    is_alone: bool = False
+    rows: Rows = ()
 
 
 @dataclass(eq=False)
@@ -92,42 +105,92 @@ class Admission:
             if self.poller.release(queue):
                 self.wake_another(queue)
 
-    def admits(self, connection: Connection, queue: str, batch_size: int) -> bool:
-        """Whether a claim of this queue may be sent: if it has a rate, tokens are in hand, or can be reserved now.
+    def reserve(self, queue: str, batch_size: int) -> Iterator[Query]:
+        """Reserve tokens before a claim, if the queue has a rate and none are in hand.
 
-        Outside of a transaction. If no token can be had, the queue is held until one is due.
+        If no token can be had, the queue is held until one is due.
         """
         rate = self.flow.limits_of(queue).rate
-        return rate is None or self.hands.has(queue) or self._reserve(connection, queue, rate, batch_size)
-
-    def _reserve(self, connection: Connection, queue: str, rate: Rate, batch_size: int) -> bool:
+        if rate is None or self.hands.has(queue):
+            return
         asked = self.hands.request(queue, rate, batch_size)
         # Tokens that cannot be used must not be reserved.
         most, counts_leases = self.flow.limits_of(queue).running, self.claims.get(queue) == "lease"
         limited = None if most is None else room(self.schema, queue, most, counts_leases=counts_leases)
         statement = reserve_tokens(self.schema, queue, asked, limited)
-        waiting, has_room, tokens, due_seconds = self._send(connection, statement)
+        yield (query := Query(statement))
+        waiting, has_room, tokens, due_seconds = _row(query.rows)
         if waiting and has_room and due_seconds is None:
-            self._send(connection, f"{begin_rate(self.schema, queue)}; COMMIT")
-            waiting, has_room, tokens, due_seconds = self._send(connection, statement)
+            yield Query(begin_rate(self.schema, queue))
+            yield (query := Query(statement))
+            waiting, has_room, tokens, due_seconds = _row(query.rows)
         if tokens:
-            # From the answer on: however long a COMMIT takes, the claim behind it comes in time.
+            # From the answer on: however long a COMMIT takes, the claim after it comes in time.
             keep_seconds = asked.keep_seconds if tokens > 1 else _keep_one_seconds(rate)
             self.hands.add(queue, tokens, time.monotonic() + keep_seconds)
-            return True
-        if not has_room:
+        elif not has_room:
             self.found_full(queue)
         elif waiting:
             self.poller.hold(queue, max(due_seconds or 0.0, _LEAST_HOLD_SECONDS))
         else:
             self.found_room(queue)
-        return False
 
-    def _send(self, connection: Connection, statement: str) -> Row:
-        # The statement ends with COMMIT; leaving the block has nothing more to end.
-        with connection.begin():
-            rows = run_script(connection, statement)
-        return cast("Row", rows[0]) if rows else (0, True, 0, None)
+
+class SlotAdmission:
+    """What one slot may claim now. It holds the tokens that its last claim has taken, until jobs are known to use them.
+
+    A claim of a queue without a limit or a rate costs nothing here.
+    """
+
+    def __init__(self, shared: Admission) -> None:
+        self._shared = shared
+        self._held: tuple[str, Taken] | None = None
+        # Their claim has found nothing, a moment ago: the next one of the queue has them.
+        self._are_left = False
+
+    def reserve(self, queue: str, batch_size: int) -> Iterator[Query]:
+        """What to send before a claim, if the queue has a rate and no tokens are in hand."""
+        return iter(()) if self._are_left_to(queue) else self._shared.reserve(queue, batch_size)
+
+    def take(self, queue: str, limit: int) -> int:
+        """Take tokens for up to `limit` jobs, if the queue has a rate; returns how many jobs may be claimed."""
+        held = self._held
+        if held is not None and self._are_left_to(queue) and held[1].tokens <= limit:
+            self._are_left = False
+            return held[1].tokens
+        self.return_unused()
+        if not self._shared.has_rate(queue):
+            return limit
+        taken = self._shared.hands.take(queue, limit)
+        self._held = (queue, taken) if taken.tokens else None
+        return taken.tokens
+
+    def record(self, claimed: Claimed) -> None:
+        """Record what a claim took, and whether it found its queue at its limit."""
+        queue = claimed.request.queue
+        if claimed.is_full:
+            self._shared.found_full(queue)
+        elif claimed.jobs:
+            self._shared.found_room(queue)
+            self.return_unused(len(claimed.jobs))
+        else:
+            self._shared.found_room(queue)
+            self._are_left = True
+
+    def return_unused(self, used: int = 0) -> None:
+        """Give the tokens of the last claim back that no job has used."""
+        if self._held is not None:
+            queue, taken = self._held
+            self._held, self._are_left = None, False
+            if used < taken.tokens:
+                self._shared.hands.give_back(queue, replace(taken, tokens=taken.tokens - used))
+
+    def _are_left_to(self, queue: str) -> bool:
+        return self._are_left and self._held is not None and self._held[0] == queue
+
+
+def _row(rows: Rows) -> Row:
+    return cast("Row", rows[0]) if rows else (0, True, 0, None)
 
 
 def _keep_one_seconds(rate: Rate) -> float:

@@ -1,7 +1,7 @@
 """Cursors: where a slot's next claim starts in a queue, so that it need not walk over what was claimed before.
 
-A deleted job's index entry stays until vacuum takes it, and behind an old snapshot vacuum takes nothing. So a claim
-starts behind the last job that its slot claimed. Jobs that were committed late, came back or have a higher priority lie
+A deleted job's index entry stays until vacuum takes it, and with an old snapshot open vacuum takes nothing. So a claim
+starts after the last job that its slot claimed. Jobs that were committed late, came back or have a higher priority lie
 before that place: one slot of a relay sweeps for them, by claiming from the start.
 """
 
@@ -9,10 +9,9 @@ import random
 import threading
 import time
 
-from outboxq.execution.claim import ClaimRequest, GroupLook
-from outboxq.job import Job
+from outboxq.execution.claim import Claimed, ClaimRequest, GroupLook
 from outboxq.statements.claim import Cursor
-from outboxq.statements.group_claim import GROUPS_SEEN
+from outboxq.statements.group_claim import GROUPS_SEEN, bring_back
 
 # While claims go on, each queue is claimed from its start at least this often.
 SWEEP_SECONDS = 1.0
@@ -55,77 +54,103 @@ class SweepSchedule:
             self._usual_seconds[queue] = usual + (seconds - usual) * _WEIGHT
 
 
-class QueueCursor:
-    """Where the claims of one slot start in one queue."""
+class Start:
+    """Where the claims of a sort without a cursor start: at the start of the queue, each time."""
+
+    def place(self) -> Cursor | str | None:
+        """The place after which the next claim starts; None for the start of the queue."""
+        return None
+
+    def record(self, claimed: Claimed) -> None:
+        """Move by what a claim took, and looked at."""
+
+    def is_at_end(self, request: ClaimRequest) -> bool:
+        """Whether nothing waits at all, after this claim has found nothing from its place on."""
+        return request.cursor is None
+
+    def bringing_back(self) -> str | None:
+        """A statement to send before the next claim, if the last one has seen that jobs are due to come back."""
+        return None
+
+
+class QueueCursor(Start):
+    """Where the claims of one slot start among the ready jobs of one queue."""
 
     def __init__(self, queue: str, sweeps: SweepSchedule) -> None:
         self._queue = queue
         self._sweeps = sweeps
         self._cursor: Cursor | None = None
-        self._asked_at = 0.0
 
-    def start(self) -> Cursor | None:
-        """The place behind which the next claim starts; None for the start of the queue."""
-        self._asked_at = time.monotonic()
+    def place(self) -> Cursor | None:
+        """The place of the last job that the slot claimed, unless it is the slot's turn to sweep."""
         # Even without a cursor: a claim from the start is the sweep of all slots.
         if self._sweeps.take_turn(self._queue):
             self._cursor = None
         return self._cursor
 
-    def move(self, request: ClaimRequest, jobs: tuple[Job, ...], moved: int) -> None:
-        """Move behind the last job of a claim, or back to the start if the claim was not full."""
-        self._sweeps.record(self._queue, time.monotonic() - self._asked_at, swept=request.cursor is None)
-        is_full = jobs and len(jobs) + moved >= request.limit
-        self._cursor = Cursor(jobs[-1].priority, jobs[-1].seq) if is_full else None
-
-    def move_to_start(self) -> None:
-        """Move to the start of the queue: nothing was found behind the cursor."""
+    def record(self, claimed: Claimed) -> None:
+        """Move to the last job of a claim, or to the start if the claim was not full."""
+        jobs, request = claimed.jobs, claimed.request
+        if claimed.is_full:
+            return
         self._cursor = None
+        if jobs:
+            self._sweeps.record(self._queue, time.monotonic() - request.asked_at, swept=request.cursor is None)
+            if len(jobs) + claimed.moved >= request.limit:
+                self._cursor = Cursor(jobs[-1].priority, jobs[-1].seq)
 
 
-class GroupCursor:
-    """The group behind which a slot's next claim looks, and whether the slot has looked at all groups in vain.
+class GroupCursor(Start):
+    """The group after which a slot's next claim looks, and whether the slot has looked at all groups in vain.
 
     Each claim goes on where the last one ended, so that every group has its turn. Keys are compared as PostgreSQL's
     collation "C" does, by their bytes.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, schema: str, queue: str) -> None:
+        self._schema = schema
+        self._queue = queue
         # At random, so that slots and processes begin with different groups.
-        self.after = chr(random.randint(33, 126))
-        # Where a round without a job has begun, and whether it is over.
+        self._after = chr(random.randint(33, 126))
+        # Where a round without a job has begun, and whether it has ended.
         self._round_from: str | None = None
-        self._is_round_over = False
+        self._has_round_ended = False
         self._is_back_due = False
 
-    def record(self, look: GroupLook) -> None:
-        """Move behind the last group that a claim took, or, if it did not find enough of them, that it looked at."""
-        before, is_whole = self.after, look.seen is None or look.seen < GROUPS_SEEN
+    def place(self) -> str:
+        """The key of the last group that a claim took, or looked at."""
+        return self._after
+
+    def record(self, claimed: Claimed) -> None:
+        """Move to the last group that a claim took, or, if it did not find enough of them, that it looked at."""
+        if claimed.look is not None:
+            self._move(claimed.look)
+        if claimed.jobs:
+            self._round_from = None
+
+    def _move(self, look: GroupLook) -> None:
+        before, is_whole = self._after, look.seen is None or look.seen < GROUPS_SEEN
         self._is_back_due |= look.is_back_due
         last = look.taken[-1] if look.seen is None and look.taken else look.last
         if last is not None:
-            self.after = last
+            self._after = last
         if self._round_from is None:
-            self._round_from, self._is_round_over = before, look.seen is not None and is_whole
+            self._round_from, self._has_round_ended = before, look.seen is not None and is_whole
         else:
-            passes = _is_between(before, self._round_from, self.after)
-            self._is_round_over = passes or (look.seen is not None and is_whole)
+            passes = _is_between(before, self._round_from, self._after)
+            self._has_round_ended = passes or (look.seen is not None and is_whole)
 
-    def found(self) -> None:
-        """Record that the last claim took jobs."""
-        self._round_from = None
-
-    def end_round(self) -> bool:
+    def is_at_end(self, _: ClaimRequest) -> bool:
         """Whether all groups were looked at since jobs were found; if so, the next round begins."""
-        if self._is_round_over and not self._is_back_due:
+        if self._has_round_ended and not self._is_back_due:
             self._round_from = None
             return True
         return False
 
-    def take_back_due(self) -> bool:
-        """Whether jobs that were passed over are due, and the caller is to bring them back."""
+    def bringing_back(self) -> str | None:
+        """Let jobs that were passed over by their groups wait there again, if they are due."""
         is_due, self._is_back_due = self._is_back_due, False
-        return is_due
+        return bring_back(self._schema, self._queue) if is_due else None
 
 
 def _is_between(first: str, key: str, last: str) -> bool:

@@ -285,7 +285,7 @@ class DeadlineEnforcer:
         try:
             report = self._on_connection(settle)
         finally:
-            slot.state.quarantine.end_turn(slot)
+            slot.end_turn()
             runner.abandon()
         if report is not None:
             slot.publish(report)
@@ -294,9 +294,7 @@ class DeadlineEnforcer:
 
     def _release(self, runner: Runner, leased: LeasedBatch, others: tuple[Runner, ...] = ()) -> None:
         """Give back the jobs that wait behind a handler that takes long, or was cut off; wake slots to claim them."""
-        report = self._on_connection(
-            lambda connection: BatchReport(0, release_waiting(connection, leased, self._schema).events)
-        )
+        report = self._on_connection(lambda connection: release_waiting(connection, leased, self._schema).report)
         if report is not None:
             runner.slot.publish(report)
         for other in others:

@@ -57,6 +57,8 @@ class FlowSettings:
         self.seen = Seen()
         self.orders = Orders()
         self.limits: Mapping[str, QueueLimits] = dict(declared or {})
+        # A queue has a limit or a rate, or had one: slots may hold what they let begin.
+        self.restricts = bool(self.limits)
         # Called with the queues whose limits have changed.
         self.on_limits: Callable[[frozenset[str]], None] = lambda _: None
         self._declared = self.limits
@@ -98,6 +100,7 @@ class FlowSettings:
 
     def _take_over(self, limits: Mapping[str, QueueLimits]) -> None:
         before, self.limits = self.limits, limits_in_force(limits, self._declared)
+        self.restricts |= bool(self.limits)
         every = self.limits.keys() | before.keys()
         changed = frozenset(name for name in every if self.limits.get(name) != before.get(name))
         if changed:

@@ -9,11 +9,11 @@ import threading
 import time
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, TypeAlias, get_args
 
+from outboxq.statements.claim import Sort
 from outboxq.statements.wake import ALL_QUEUES, poll_queues
 
-Sort: TypeAlias = Literal["ready", "due", "grouped"]
+_SORTS = (Sort.READY, Sort.DUE, Sort.GROUPED)
 # For so long a queue in which jobs of groups were seen is taken to have some.
 _GROUPS_SECONDS = 60.0
 
@@ -89,7 +89,7 @@ class SharedPoller:
         # The queues whose due jobs a slot has gone to claim.
         self._due_taken: set[str] = set()
         # Until when no slot claims from a queue that is at its limit, or has no tokens of its rate.
-        self._held_until: dict[str, float] = {}
+        self.held_until: dict[str, float] = {}
         # The same for the first jobs of groups; and when jobs of groups were last seen.
         self._grouped_at: dict[str, float] = {}
         self._grouped_taken: set[str] = set()
@@ -229,61 +229,61 @@ class SharedPoller:
             if name is None:
                 return None
             self._try_alone(name)
-            sorts: tuple[Sort, ...] = ("ready", "due", "grouped")
+            sorts = _SORTS
             if name in grouped_first:
-                sorts = ("grouped", "ready", "due")
+                sorts = (Sort.GROUPED, Sort.READY, Sort.DUE)
             elif name in due_first:
-                sorts = ("due", "grouped", "ready")
-            sort: Sort = next(sort for sort in sorts if self._waits(name, sort))
-            if sort == "ready":
+                sorts = (Sort.DUE, Sort.GROUPED, Sort.READY)
+            sort = next(sort for sort in sorts if self._waits(name, sort))
+            if sort is Sort.READY:
                 self._ready.discard(name)
             else:
-                (self._due_taken if sort == "due" else self._grouped_taken).add(name)
+                (self._due_taken if sort is Sort.DUE else self._grouped_taken).add(name)
             return name, sort
 
     def _waits(self, name: str, sort: Sort) -> bool:
-        if sort == "ready":
+        if sort is Sort.READY:
             return name in self._ready
-        return self._is_due(name) if sort == "due" else self._is_grouped(name)
+        return self._is_due(name) if sort is Sort.DUE else self._is_grouped(name)
 
     def waiting(self) -> set[str]:
         """The queues that have a ready job, or one that is due by now, and that no slot has taken or holds back."""
         with self._lock:
             due = {name for name in self._due_at if self._is_due(name)}
             found = self._ready | due | {name for name in self._grouped_at if self._is_grouped(name)}
-            return {name for name in found if not self.is_held(name)} if self._held_until else found
+            return {name for name in found if not self.is_held(name)} if self.held_until else found
 
     def hold(self, queue: str, seconds: float) -> None:
         """Keep all slots from claiming from this queue for a time; then one of them looks whether it may."""
         with self._lock:
-            self._held_until[queue] = time.monotonic() + seconds
+            self.held_until[queue] = time.monotonic() + seconds
             self._ready.add(queue)
 
     def release(self, queue: str) -> bool:
         """Let slots claim from this queue again; whether it was held."""
         # Asked at each claim, mostly in vain. A hold that begins at this moment comes behind this call.
-        if queue not in self._held_until:
+        if queue not in self.held_until:
             return False
         with self._lock:
-            return self._held_until.pop(queue, None) is not None
+            return self.held_until.pop(queue, None) is not None
 
     def is_held(self, queue: str) -> bool:
         """Whether no slot claims from this queue at this moment."""
-        until = self._held_until.get(queue)
+        until = self.held_until.get(queue)
         return until is not None and time.monotonic() < until
 
     def held_seconds(self, queues: Collection[str]) -> float | None:
         """How long the first of these queues is held in which jobs may wait; None if none of them is."""
         with self._lock:
-            held = [name for name in queues if name in self._held_until]
-            waits = (name for name in held if any(self._waits(name, sort) for sort in get_args(Sort)))
-            until = min((self._held_until[name] for name in waits), default=None)
+            held = [name for name in queues if name in self.held_until]
+            waits = (name for name in held if any(self._waits(name, sort) for sort in _SORTS))
+            until = min((self.held_until[name] for name in waits), default=None)
         return None if until is None else max(0.0, until - time.monotonic())
 
     def _try_alone(self, queue: str) -> None:
         """After a hold: one slot finds out whether the queue is to be held again, and the others wait for it."""
-        if queue in self._held_until:
-            self._held_until[queue] = time.monotonic() + _TRIAL_SECONDS
+        if queue in self.held_until:
+            self.held_until[queue] = time.monotonic() + _TRIAL_SECONDS
 
     def _is_due(self, name: str) -> bool:
         due_at = self._due_at.get(name)
@@ -298,12 +298,12 @@ class SharedPoller:
         now = time.monotonic()
         with self._lock:
             times = [
-                max(at[name], self._held_until.get(name, 0.0))
+                max(at[name], self.held_until.get(name, 0.0))
                 for at in (self._due_at, self._grouped_at)
                 for name in queues
                 if name in at
             ]
             # A hold that has just ended is no reason to pause, but for a moment.
-            held = [until for name, until in self._held_until.items() if name in queues and name in self._ready]
+            held = [until for name, until in self.held_until.items() if name in queues and name in self._ready]
             times += [max(until, now + _LEAST_SECONDS) for until in held]
         return min(times, default=float("inf")) - now

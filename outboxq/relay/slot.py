@@ -1,48 +1,70 @@
-"""A slot: it runs one batch at a time, on a connection that it has while something waits.
+"""A slot: it claims, decides, runs, commits and publishes one batch after the other.
 
-The connection is a sync `Connection`, for sync and for async handlers; the loop around the slot is `SlotLoop`.
+It has a connection while something waits: a sync `Connection`, for sync and for async handlers; the loop around the
+slot is `SlotLoop`.
 """
 
 import asyncio
 import logging
 import random
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
+from dataclasses import replace
 
 import psycopg
 from sqlalchemy import Connection
 from sqlalchemy.exc import SQLAlchemyError
 
 from outboxq.codec.text import name_and_line
-from outboxq.database.driver import pause, run_alone, run_script
+from outboxq.database.closing import give_up
+from outboxq.database.driver import is_listened_to, is_lost, pause, run_alone, run_script
 from outboxq.database.errors import (
     INSUFFICIENT_PRIVILEGE,
+    LOCK_NOT_AVAILABLE,
     NoConnection,
     describe_error,
     describe_refusal,
     is_database_unavailable,
     sqlstate_of,
 )
-from outboxq.events import DatabaseBack, DatabaseLost
-from outboxq.execution.batch_state import BatchReport, BatchState
-from outboxq.execution.claim import AnyScript
-from outboxq.execution.errors import ConnectionLost, ConnectionSpoiled
+from outboxq.errors import LeaseLost
+from outboxq.events import (
+    BatchRolledBack,
+    ClaimsEmpty,
+    ClaimsFailed,
+    DatabaseBack,
+    DatabaseLost,
+    Event,
+    JobsClaimed,
+    JobsSuspected,
+)
+from outboxq.execution.batch_state import BatchReport, BatchState, Ended
+from outboxq.execution.claim import Claimed, ClaimRequest, claim
+from outboxq.execution.commit import commit, send_left
+from outboxq.execution.decide import decide
+from outboxq.execution.errors import ConnectionLost, ConnectionSpoiled, TransactionEscaped, WritesRefused
 from outboxq.execution.lease_mode import LeasedBatch
+from outboxq.execution.recovery import recover, recover_claim
+from outboxq.execution.run import run
 from outboxq.execution.runtime import Runtime, is_cancellation
+from outboxq.execution.settle import JobRowHeld
+from outboxq.execution.step import Step
+from outboxq.fault_points import fault_point
 from outboxq.handlers.handler import Flavour
-from outboxq.relay.batch_loop import BatchLoop
-from outboxq.relay.claim_planner import ClaimPlanner
+from outboxq.relay.admission import Query
 from outboxq.relay.connections import SlotConnection
 from outboxq.relay.idle import SlotSleep
+from outboxq.relay.last_suspects import LastSuspects
+from outboxq.relay.leased_loop import LeasedLoop
+from outboxq.relay.parking import park_unknown_kinds
+from outboxq.relay.planner import Planner
 from outboxq.relay.poller import Order
 from outboxq.relay.state import RelayState
-from outboxq.statements.lease import look_around
 
 logger = logging.getLogger("outboxq.relay")
 
-# How often, and how long each time, a drain that meets suspects waits for its lease.
-_LEASE_WAITS, _LEASE_WAIT_SECONDS = 500, 0.02
 _RECONNECT_FIRST_SECONDS = 0.1
 _RECONNECT_CAP_SECONDS = 10.0
 _MOST_DOUBLINGS = 10
@@ -55,6 +77,8 @@ class Slot:
     """The batches of one slot, one after the other.
 
     Attributes:
+        batch: The batch that runs, or whose outcome is not known yet.
+        left: Steps that could not go along with their COMMIT, to be sent after it.
         connected: The connection that the slot works on; None while it sleeps.
         is_abandoned: The slot's task was, or will be, cancelled by the relay.
     """
@@ -73,49 +97,275 @@ class Slot:
         self.queues = queues
         self.in_turns = frozenset(in_turns)
         self.sleep = SlotSleep(state, order, wake)
+        self.batch: BatchState | None = None
+        self.left: list[Step] = []
         self.connected: SlotConnection | None = None
         self.is_abandoned = False
-        self._planner = ClaimPlanner(state, order)
-        self._batches = BatchLoop(state, flavour, self._planner, self.sleep)
-        self._told: set[str] = set()
+        self._planner = Planner(state, order)
+        self._leased = LeasedLoop(self, self._planner)
+        self._last_suspects = LastSuspects(state, queues)
+        sizes = {name: state.registry.batch_size(name, state.config.batch_size) for name in queues}
+        self._sharing_queues = frozenset(name for name, size in sizes.items() if size > 1)
+        # What claims took since their last events. Nothing is counted if no hook is told of it.
+        self._counts_claims = any(map(state.emit.wants, (JobsClaimed, ClaimsEmpty, ClaimsFailed)))
+        self._claims: list[JobsClaimed] = []
+        self._vain_claims: Counter[tuple[type[ClaimsEmpty | ClaimsFailed], str]] = Counter()
+        self._noted: set[str] = set()
         # The slot left its connection for another one, with work to do.
         self._goes_on = False
-        self._is_rested = True
-        self._lease_waits = 0
+        # How often the database was lost since the last batch was committed.
+        self._outages = 0
         self._lost_since: float | None = None
         self._spoiled: ConnectionSpoiled | None = None
 
     @property
-    def batch(self) -> BatchState | None:
-        """The batch that runs, or whose outcome is not known yet."""
-        return self._batches.batch
-
-    @property
     def leased_batch(self) -> LeasedBatch | None:
         """The jobs that are claimed under the lease besides the one that runs."""
-        return self._batches.leased_batch
+        return self._leased.batch
 
     @property
     def running(self) -> int:
         """How many jobs this slot has claimed."""
-        return self._batches.running
+        # Read once each: other threads ask, and the slot's may just end them.
+        batch, leased = self.batch, self.leased_batch
+        own = 0 if batch is None else len(batch.jobs)
+        return own if leased is None else own + leased.unsettled
 
     def is_seized(self) -> bool:
         """Whether the relay has taken the batch away from this slot, which then must neither commit nor report it."""
-        return self._batches.is_seized
-
-    def publish(self, report: BatchReport) -> None:
-        """Count and emit the events of what was committed."""
-        self._batches.publish(report)
-
-    def wants_work(self) -> bool:
-        """Whether there is something to do: to claim, or to find out what became of a lost connection's jobs."""
-        return self.is_in_doubt or self._lost_since is not None or self._goes_on or self.sleep.has_work()
+        return self.batch is not None and self.batch.is_seized
 
     @property
     def is_in_doubt(self) -> bool:
         """Whether a lost connection left jobs of which it is not known what became of them."""
         return self.batch is not None or self.leased_batch is not None
+
+    def wants_work(self) -> bool:
+        """Whether there is something to do: to claim, or to find out what became of a lost connection's jobs."""
+        return self.is_in_doubt or self._lost_since is not None or self._goes_on or self.sleep.has_work()
+
+    def end_turn(self) -> None:
+        """Let another slot run what one slot runs at a time; called when this one was cut off."""
+        self.state.quarantine.end_turn(self._planner)
+
+    # The slot's work: rounds of its queues, each up to the first claim that takes jobs.
+
+    def work_all(self, connected: SlotConnection) -> bool:
+        """Claim and run what waits, until nothing does or the relay stops; False if another connection is needed."""
+        with self._on(connected) as runtime:
+            while self._may_go_on(connected) and self.work_once(connected, runtime):
+                pass
+        return not self._goes_on
+
+    def work_seen(self, connected: SlotConnection) -> bool:
+        """Poll if that is due, and work if something is seen to wait; False if nothing was done."""
+        worked = False
+        with self._on(connected) as runtime:
+            self.sleep.poll(connected.connection)
+            while (worked or self.sleep.has_work()) and self._may_go_on(connected):
+                if not self.work_once(connected, runtime):
+                    break
+                worked = True
+        return worked
+
+    def drain(self, connected: SlotConnection) -> bool:
+        """Work until nothing waits, suspects included; False if another connection is needed."""
+        with self._on(connected) as runtime:
+            while self._may_go_on(connected):
+                if self.work_once(connected, runtime):
+                    continue
+                if self._last_suspects.remain(connected.connection) and self.work_once(connected, runtime):
+                    continue
+                held_seconds = self.state.poller.held_seconds(self.queues)
+                if held_seconds is None:
+                    return True
+                pause(connected.connection, held_seconds)
+            return self.state.stopping.is_set()
+
+    def settle(self, connected: SlotConnection) -> None:
+        """Find out what became of the jobs of a lost connection, and claim nothing."""
+        with self._on(connected):
+            pass
+
+    def work_once(self, connected: SlotConnection, runtime: Runtime) -> bool:
+        """Claim and run the jobs of one round, and those that each COMMIT claims; False if nothing waits."""
+        connection = connected.connection
+        self.sleep.begin_claims()
+        # Closed once its jobs have ended: a turn that it has taken ends then.
+        with closing(self._planner.first(connected)) as asked:
+            for each in asked:
+                if isinstance(each, ClaimRequest):
+                    if self._work(connection, each, runtime):
+                        return True
+                else:
+                    _send(connection, each)
+        return False
+
+    def _work(self, connection: Connection, request: ClaimRequest, runtime: Runtime) -> bool:
+        """Claim and run batches, for as long as each COMMIT claims the next; False if nothing waited."""
+        run_all = self._leased.run if request.script.leased else self._run
+        try:
+            ended = run_all(connection, request, runtime)
+        except BaseException as error:  # noqa: BLE001  # what is not settled here is raised again
+            if self.batch is None:
+                ended = self._recover_claim(connection, request, error)
+            else:
+                ended = self._recover(connection, self.batch, error, runtime)
+        self.batch = None
+        if ended is not None and ended.report is not None:
+            # First: what is left may wait, or meet the end of the connection, and the batch has ended.
+            self._publish_last(connection, ended.report, runtime)
+        self._leased.release(connection)
+        self._send_left(connection)
+        return ended is not None
+
+    def _run(self, connection: Connection, request: ClaimRequest, runtime: Runtime) -> Ended | None:
+        """Run batches in transaction mode: publish all but the last, and return its end; None if nothing waited."""
+        fault_point("before-claim")
+        with connection.begin():
+            # The batches' own scripts commit; leaving the block ends the transaction that the last script began.
+            claimed = self.claim(connection, request)
+            while claimed.jobs:
+                batch = self.batch = BatchState.of(claimed, runtime.epoch)
+                handlers = decide(connection, batch, runtime)
+                fault_point("after-claim")
+                ended = None
+                # None: COMMIT was refused, and all is undone.
+                while ended is None:
+                    run(connection, batch, runtime, handlers, shared=not batch.is_lone)
+                    ended = commit(connection, batch, runtime, self._after(connection, batch, runtime))
+                self.left += ended.left
+                self._planner.record(claimed.request, ended)
+                if ended.claimed is None:
+                    return ended
+                claimed = self.received(ended.claimed)
+                if not (claimed.jobs or claimed.moved):
+                    return ended
+                # Before the slot goes on, because the connection may be lost after this.
+                self.batch = None
+                assert ended.report is not None, "a batch that is committed has a report"
+                self.publish(ended.report)
+        # If this is not committed, a claim finds the suspects again by their marks.
+        return Ended(BatchReport(0, (JobsSuspected(claimed.request.queue, claimed.moved),))) if claimed.moved else None
+
+    def claim(self, connection: Connection, request: ClaimRequest) -> Claimed:
+        """Send a claim by itself, and record the answer."""
+        try:
+            claimed = claim(connection, request)
+        except BaseException:
+            if self._counts_claims:
+                self._vain_claims[ClaimsFailed, request.queue] += 1
+            raise
+        return self.received(claimed)
+
+    def received(self, claimed: Claimed) -> Claimed:
+        """Record the answer to a claim."""
+        request, count = claimed.request, len(claimed.jobs)
+        if self._counts_claims:
+            if count:
+                self._claims.append(JobsClaimed(request.queue, count, _now() - request.asked_at))
+            else:
+                self._vain_claims[ClaimsEmpty, request.queue] += 1
+        calls_another = self._planner.record_claim(claimed, is_called=self.sleep.is_asleep)
+        if count:
+            self.sleep.end()
+        if calls_another:
+            self.state.wake_another(request.queue)
+        return claimed
+
+    def _after(self, connection: Connection, batch: BatchState, runtime: Runtime) -> ClaimRequest | None:
+        """The claim that goes with the COMMIT of a batch, if any should."""
+        return None if is_listened_to(connection) or runtime.guard.left else self._planner.after(batch)
+
+    def publish(self, report: BatchReport, parked: int = 0) -> None:
+        """Count and emit what was committed."""
+        self._outages = 0
+        claims: list[Event] = []
+        if self._counts_claims and (self._claims or self._vain_claims):
+            claims += self._claims
+            claims += (event(queue, count) for (event, queue), count in self._vain_claims.items())
+            self._claims, self._vain_claims = [], Counter()
+        self.state.publish(report, claims, parked)
+
+    def _publish_last(self, connection: Connection, report: BatchReport, runtime: Runtime) -> None:
+        """Publish the last batch of its sort; park its jobs of unknown kinds, with others at the head of the queue."""
+        parked, queue = 0, report.parked_in
+        try:
+            if queue is not None:
+                kinds = runtime.orders.known_kinds(queue, runtime.registry.known_kinds(self.flavour))
+                parked = park_unknown_kinds(connection, self.state.config.schema, queue, kinds)
+        finally:
+            self.publish(report, parked)
+
+    def _send_left(self, connection: Connection) -> None:
+        """Send what could not go along with a COMMIT; SQLAlchemy has no transaction open."""
+        if self.left and not is_lost(connection):
+            left, self.left = self.left, []
+            for event in send_left(connection, left):
+                self.state.emit(event)
+
+    # Errors.
+
+    def _recover_claim(self, connection: Connection, request: ClaimRequest, error: BaseException) -> Ended | None:
+        """What became of a claim that ended in `error`; raises `error` if the next one would, too.
+
+        None if its queue is left alone for a moment, and others are claimed from.
+        """
+        if request.script.leased:
+            request = self._leased.request or request
+        if not isinstance(error, psycopg.Error | SQLAlchemyError) or is_lost(connection):
+            raise error
+        if request.script.lock and sqlstate_of(error) == LOCK_NOT_AVAILABLE:
+            # It gave up because another claim of the queue hangs.
+            self._planner.record_claim(Claimed(request, is_full=True), is_called=False)
+            return None
+        ended = recover_claim(connection, request, error, self.state.config.schema)
+        self._planner.record(request, ended)
+        if ended.report is not None:
+            return ended
+        if self.running or not request.sort.runs_by_itself:
+            raise error
+        # The job was not even claimed: ready jobs do not wait for it. The lease's next beat finds it again.
+        logger.warning("suspects of queue %r could not be claimed: %s", request.queue, describe_refusal(error))
+        self._planner.record_claim(Claimed(request), is_called=False)
+        return None
+
+    def _recover(self, connection: Connection, batch: BatchState, error: BaseException, runtime: Runtime) -> Ended:
+        """What became of a batch that ended in `error`; raises `error` if that does not show on this connection."""
+        running = self.running
+        if isinstance(error, TransactionEscaped | LeaseLost):
+            batch.begin_recovery()
+            if isinstance(error, JobRowHeld):
+                self.state.lease.excuse(batch.job)
+            try:
+                ended = self._find_out(connection, batch, error, runtime)
+            except (psycopg.Error, SQLAlchemyError) as refused:
+                # The recovery's own writes were refused: the job is charged, or put off, as for any database error.
+                error = refused
+            else:
+                if ended.report is None:
+                    self.state.emit(BatchRolledBack(batch.queue, running, describe_error(error)))
+                return replace(ended, report=ended.report or BatchReport(0, ()))
+        elif not isinstance(error, psycopg.Error | SQLAlchemyError | WritesRefused):
+            if runtime.guard.left is None or not runtime.is_failure(error):
+                raise error
+            # The cause is something that a handler left on the connection: a listener, or a type that it registered.
+            give_up(connection)
+            raise ConnectionSpoiled(runtime.describe(error, batch.job)) from error
+        if is_lost(connection) or batch.is_seized:
+            raise error
+        self.state.emit(BatchRolledBack(batch.queue, running, describe_error(error)))
+        ended = self._find_out(connection, batch, error, runtime)
+        if ended.report is None:
+            raise error
+        return ended
+
+    def _find_out(self, connection: Connection, batch: BatchState, error: BaseException, runtime: Runtime) -> Ended:
+        ended = recover(connection, batch, error, runtime)
+        self.batch = None
+        self.left += ended.left
+        self._planner.record(batch.claimed.request, ended)
+        return ended
 
     # The slot's connection.
 
@@ -130,21 +380,17 @@ class Slot:
     def _take(self, connected: SlotConnection) -> Runtime:
         self.connected = connected
         self.state.login.succeeded()
-        self._planner.prepared = connected.prepared
-        if self._goes_on or self._spoiled is not None or self._lost_since is not None:
-            self._planner.begin_anew()
         self._goes_on = False
         runtime = self.runtime_on(connected)
         if self._lost_since is not None:
             self.state.emit(DatabaseBack(_now() - self._lost_since))
             self._lost_since = None
-        connection = connected.connection
-        self._batches.release_waiting(connection)
+        self._leased.release(connected.connection)
         if self.batch is not None:
             lost = self._spoiled or ConnectionLost("the connection was lost while the job ran")
-            report = self._batches.recover(connection, self.batch, lost, runtime)
-            if report is not None:
-                self.publish(report)
+            ended = self._find_out(connected.connection, self.batch, lost, runtime)
+            if ended.report is not None:
+                self.publish(ended.report)
         self._spoiled = None
         return runtime
 
@@ -161,7 +407,7 @@ class Slot:
             state.config.max_crashes,
             connected.epoch,
             runners.sync if self.flavour == "sync" else runners.asynchronous,
-            sharing_queues=self._planner.sharing_queues,
+            sharing_queues=self._sharing_queues,
             is_interruption=self._is_interruption,
             orders=state.flow.orders,
             keeper=state.keeper,
@@ -175,155 +421,18 @@ class Slot:
         # handler can cancel the slot's task too.
         return self.is_abandoned and is_cancellation(error)
 
-    def _needs_connection(self, connected: SlotConnection) -> bool:
-        """Whether the next job has to start on another connection, because a handler left something on this one."""
+    def _may_go_on(self, connected: SlotConnection) -> bool:
+        """Whether to claim again on this connection: not if the relay stops, or if a handler left something on it."""
+        if self.state.stopping.is_set():
+            return False
         left = connected.guard.left
         if left is None:
-            return False
-        self._goes_on = True
-        if left not in self._told:
-            self._told.add(left)
-            logger.info("a handler's %s may outlive its transaction: its slot takes a new connection", left)
-        return True
-
-    def settle(self, connected: SlotConnection) -> None:
-        """Find out what became of the jobs of a lost connection, and claim nothing."""
-        with self._on(connected):
-            pass
-
-    # The slot's claims.
-
-    def work_all(self, connected: SlotConnection) -> bool:
-        """Claim and run what waits, until nothing does or the relay stops; False if another connection is needed."""
-        with self._on(connected) as runtime:
-            self._is_rested = True
-            while not (self.state.stopping.is_set() or self._needs_connection(connected)):
-                if not self.work_once(connected.connection, runtime):
-                    break
-        return not self._goes_on
-
-    def work_seen(self, connected: SlotConnection) -> bool:
-        """Poll if that is due, and work if something is seen to wait; False if nothing was done."""
-        worked = False
-        with self._on(connected) as runtime:
-            self.sleep.poll(connected.connection)
-            self._is_rested = True
-            while self.sleep.has_work() or worked:
-                if self.state.stopping.is_set() or self._needs_connection(connected):
-                    break
-                if not self.work_once(connected.connection, runtime):
-                    break
-                worked = True
-        return worked
-
-    def drain(self, connected: SlotConnection) -> bool:
-        """Work until nothing waits, suspects included; False if another connection is needed."""
-        with self._on(connected) as runtime:
-            connection = connected.connection
-            while not (self.state.stopping.is_set() or self._needs_connection(connected)):
-                if self.work_once(connection, runtime) or self._drain_suspects(connection, runtime):
-                    continue
-                held_seconds = self.state.poller.held_seconds(self.queues)
-                if held_seconds is None:
-                    return True
-                pause(connection, held_seconds)
-            return self.state.stopping.is_set()
-
-    def work_once(self, connection: Connection, runtime: Runtime) -> bool:
-        """Claim and run the jobs of a turn; False if nothing waits."""
-        self._planner.begin_walk()
-        self.sleep.begin_claims()
-        if self._run_suspects(connection, self._suspected(), runtime):
             return True
-        if len(self.queues) == 1:
-            name = self.queues[0]
-            if not self._planner.take_queue(name):
-                return False
-            for script in self._planner.sorts(name):
-                if self._batches.run_claims(connection, name, script, runtime):
-                    return True
-                if self.state.poller.is_held(name):
-                    break
-            return False
-        while (turn := self._next_turn(connection)) is not None:
-            if self._batches.run_claims(connection, *turn, runtime):
-                return True
+        self._goes_on = True
+        if left not in self._noted:
+            self._noted.add(left)
+            logger.info("a handler's %s may outlive its transaction: its slot takes a new connection", left)
         return False
-
-    def _next_turn(self, connection: Connection) -> tuple[str, AnyScript] | None:
-        """Where to claim next, after a poll if the last one is old, or if all that it named was claimed from."""
-        if self._planner.wants_poll() and not self._is_rested:
-            self._poll(connection)
-        self._is_rested = False
-        turn = self._planner.take_turn()
-        if turn is None and self._planner.has_found:
-            self._poll(connection)
-            turn = self._planner.take_turn()
-        return turn
-
-    def _poll(self, connection: Connection) -> None:
-        """Poll the queues of this slot."""
-        poller, started_at = self.state.poller, _now()
-        taken = poller.begin()
-        rows = run_alone(connection, poller.statement_for(self.queues))
-        poller.record(taken, rows, self.queues)
-        self.state.quarantine.record_poll(rows)
-        self._planner.poll_took_seconds = _now() - started_at
-        self._planner.has_found = False
-
-    def _suspected(self) -> tuple[str, ...]:
-        quarantine = self.state.quarantine
-        found = quarantine.queues | quarantine.groups if quarantine.groups else quarantine.queues
-        return tuple(name for name in self.queues if name in found) if found else ()
-
-    def _run_suspects(self, connection: Connection, names: tuple[str, ...], runtime: Runtime) -> bool:
-        """Run one suspect of the first of these queues that has one, if it is this slot's turn."""
-        quarantine = self.state.quarantine
-        for name in names:
-            if self.state.poller.is_held(name) or not quarantine.take_turn(self):
-                continue
-            try:
-                if self.state.lease.want():
-                    scripts = (quarantine.queues, self._planner.suspects), (quarantine.groups, self._planner.in_groups)
-                    for known, script in scripts:
-                        if name in known and self._run_suspect(connection, name, script(name), runtime):
-                            return True
-                        # One that found no room may still be there, also if the hold of its queue is over by now.
-                        if not (self._batches.is_full or self.state.poller.is_held(name)):
-                            known.discard(name)
-            finally:
-                quarantine.end_turn(self)
-        return False
-
-    def _run_suspect(self, connection: Connection, name: str, script: AnyScript, runtime: Runtime) -> bool:
-        try:
-            return self._batches.run_claims(connection, name, script, runtime)
-        except (psycopg.Error, SQLAlchemyError) as error:
-            if not self._batches.claim_failed or self.running:
-                raise
-            # The suspect was not even claimed: ready jobs do not wait for it. The lease's next beat finds it again.
-            logger.warning("suspects of queue %r could not be claimed: %s", name, describe_refusal(error))
-            return False
-
-    def _drain_suspects(self, connection: Connection, runtime: Runtime) -> bool:
-        """Look whether suspects wait, and run one; False if a drain has nothing more to wait for."""
-        with connection.begin():
-            # In all queues of the relay: what is seen stands for all of its slots.
-            rows = run_script(connection, look_around(self.state.config.schema, self.state.lease.queues))
-        seen = self.state.flow.record(rows)
-        quarantine = self.state.quarantine
-        quarantine.queues |= seen.suspects
-        quarantine.groups |= seen.group_suspects
-        names = self._suspected()
-        if names and not self.state.lease.want():
-            self._lease_waits += 1
-            return self.state.lease.wait(_LEASE_WAIT_SECONDS) or self._lease_waits < _LEASE_WAITS
-        return self._run_suspects(connection, names, runtime)
-
-    def pause_seconds(self, *, flagged: bool) -> float:
-        """How long to sleep."""
-        self._planner.expect_ready()
-        return self.sleep.pause_seconds(flagged=flagged)
 
     def lost(self, error: BaseException) -> float:
         """Report a lost or refused connection, or an error of users' code on it; how long to wait before the next try.
@@ -337,9 +446,9 @@ class Slot:
             self._spoiled = error
             return 0.0
         self.sleep.want_poll()
-        longest = min(_RECONNECT_FIRST_SECONDS * 2.0**self._batches.outages, _RECONNECT_CAP_SECONDS)
+        longest = min(_RECONNECT_FIRST_SECONDS * 2.0**self._outages, _RECONNECT_CAP_SECONDS)
         seconds = longest * random.uniform(0.5, 1.0)
-        self._batches.outages = min(self._batches.outages + 1, _MOST_DOUBLINGS)
+        self._outages = min(self._outages + 1, _MOST_DOUBLINGS)
         if not isinstance(error, CONNECTION_ERRORS):
             # A listener of users' on the engine: the connection is closed, and what it had begun is rolled back.
             logger.warning(
@@ -359,6 +468,15 @@ class Slot:
                 extra={"retry_seconds": seconds},
             )
         return seconds
+
+
+def _send(connection: Connection, query: Query) -> None:
+    if query.is_alone:
+        query.rows = run_alone(connection, query.statement)
+    else:
+        # A statement that ends with COMMIT leaves nothing to end for the block.
+        with connection.begin():
+            query.rows = run_script(connection, query.statement)
 
 
 def _now() -> float:

@@ -119,7 +119,7 @@ class SlotLoop:
                 # Not for suspects alone: another slot may run one for long.
                 if sleep.is_behind():
                     continue
-            if self._wake_event.wait(slot.pause_seconds(flagged=flagged)):
+            if self._wake_event.wait(sleep.pause_seconds(flagged=flagged)):
                 sleep.want_poll()
                 return
 

@@ -1,7 +1,12 @@
 """Suspects: jobs that ran when their relay died. They run one at a time per process, under the lease."""
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Generator, Iterable, Iterator
+from typing import TypeVar
+
+from outboxq.statements.claim import Sort
+
+_Asked = TypeVar("_Asked")
 
 
 class QuarantineTurns:
@@ -28,6 +33,36 @@ class QuarantineTurns:
                 self.queues.add(str(name))
             if group_suspected:
                 self.groups.add(str(name))
+
+    def known_in(self, queues: Iterable[str]) -> list[str]:
+        """Those of these queues that are known to have suspects."""
+        return [name for name in queues if name in self.queues or name in self.groups]
+
+    def round(
+        self,
+        holder: object,
+        queues: Iterable[str],
+        is_held: Callable[[str], bool],
+        has_lease: Callable[[], bool],
+        claims: Callable[[str, Sort], Generator[_Asked, None, bool]],
+    ) -> Iterator[_Asked]:
+        """The claims of one suspect: the first one's of these queues that has one, if `holder` may run it now.
+
+        Args:
+            claims: The claims of a sort of jobs; returns whether nothing waits.
+        """
+        for name in self.known_in(queues):
+            if is_held(name) or not self.take_turn(holder):
+                continue
+            try:
+                if not has_lease():
+                    continue
+                for known, sort in ((self.queues, Sort.SUSPECT), (self.groups, Sort.GROUP_SUSPECT)):
+                    # One that found no room may still be there, also if the hold of its queue has ended by now.
+                    if name in known and (yield from claims(name, sort)) and not is_held(name):
+                        known.discard(name)
+            finally:
+                self.end_turn(holder)
 
     def take_turn(self, holder: object) -> bool:
         """Whether `holder` may run a suspect now; never waits."""

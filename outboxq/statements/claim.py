@@ -6,6 +6,7 @@ it, so a slot prepares it on its connection and executes it by name; else it is 
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from enum import Enum, auto
 from functools import lru_cache
 from typing import LiteralString, NamedTuple, TypeAlias
 from uuid import UUID
@@ -106,6 +107,21 @@ _TYPES = "text, int, int, bigint, int"
 _QUEUE, _LIMIT, _PRIORITY, _SEQ, _MOST, _ID = (sql.SQL(mark) for mark in ("\1", "\2", "\3", "\4", "\5", "\6"))
 # As a cursor: the place before every job.
 _START = (-32_769, -1)
+
+
+class Sort(Enum):
+    """A sort of jobs that wait in a queue; each is claimed by a statement of its own."""
+
+    READY = auto()
+    DUE = auto()
+    GROUPED = auto()
+    SUSPECT = auto()
+    GROUP_SUSPECT = auto()
+
+    @property
+    def runs_by_itself(self) -> bool:
+        """Whether a job of this sort runs by itself, under the lease, because it ran when its relay died."""
+        return self in (Sort.SUSPECT, Sort.GROUP_SUSPECT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,7 +260,7 @@ class ClaimStatements:
         counts = None if most is None else counts_leases
         lock = lock_claims(schema, queue) if counts else ()
 
-        def script(owner: UUID | None, sort: Sort) -> ClaimScript:
+        def script(owner: UUID | None, sort: _Eligible) -> ClaimScript:
             texts = _texts(schema, owner, sort, counts)
             return ClaimScript(texts, quote_literal(queue), sort == _READY, owner is not None, most, lock)
 
@@ -257,22 +273,22 @@ class ClaimStatements:
 
 
 # What is eligible, and in which order.
-Sort: TypeAlias = tuple[LiteralString, LiteralString]
+_Eligible: TypeAlias = tuple[LiteralString, LiteralString]
 # Index job_ready (queue, (-priority), seq) WHERE state = 'ready': walked in exactly this order. A row comparison in the
 # index's own terms bounds the walk: (-priority), never priority DESC.
-_READY: Sort = ("state = 'ready' AND ((-priority), seq) > ({priority}, {seq})", BY_PRIORITY)
+_READY: _Eligible = ("state = 'ready' AND ((-priority), seq) > ({priority}, {seq})", BY_PRIORITY)
 # Index job_scheduled (queue, run_at) WHERE state = 'scheduled'. statement_timestamp(), unlike clock_timestamp(), is
 # stable and can bound the index.
-_DUE: Sort = ("state = 'scheduled' AND run_at <= pg_catalog.statement_timestamp()", "run_at")
+_DUE: _Eligible = ("state = 'scheduled' AND run_at <= pg_catalog.statement_timestamp()", "run_at")
 _ALIVE: LiteralString = (
     " AND EXISTS (SELECT FROM {relay} WHERE id = {owner} AND alive_until > pg_catalog.clock_timestamp())"
 )
 # Index job_suspect (queue, seq) WHERE state = 'suspect'.
-_SUSPECT: Sort = ("state = 'suspect'", "seq")
+_SUSPECT: _Eligible = ("state = 'suspect'", "seq")
 
 
 @lru_cache(256)
-def _texts(schema: str, owner: UUID | None, sort: Sort, counts_leases: bool | None) -> ClaimTexts:
+def _texts(schema: str, owner: UUID | None, sort: _Eligible, counts_leases: bool | None) -> ClaimTexts:
     """The texts of the claim of one sort, for queues with a limit unless `counts_leases` is None."""
     eligible, order = sort
     # A relay whose lease ran out, because it was stopped or cut off, claims nothing: others would reap it at once.

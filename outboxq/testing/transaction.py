@@ -300,12 +300,12 @@ def _drain_queue(connection: Connection, name: str, runtime: Runtime) -> list[Ev
     statements = ClaimStatements(runtime.schema, name)
     events: list[Event] = []
     for _ in range(_DRAIN_LIMIT):
-        claimed = claim(connection, ClaimRequest(statements.ready, 1))
+        claimed = claim(connection, ClaimRequest(statements.ready, 1, queue=name))
         if claimed.transaction is None:
-            claimed = claim(connection, ClaimRequest(statements.due, 1))
+            claimed = claim(connection, ClaimRequest(statements.due, 1, queue=name))
         if claimed.transaction is None:
             return events
-        batch = BatchState(name, claimed.jobs, claimed.transaction)
+        batch = BatchState(claimed, claimed.jobs, claimed.transaction)
         run(connection, batch, runtime, decide(connection, batch, runtime), shared=True)
         # Within the test's transaction, which is not committed: no one receives its notifications.
         for step in steps_of(connection, batch, batch.events, runtime):

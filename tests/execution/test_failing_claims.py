@@ -10,8 +10,10 @@ from sqlalchemy.orm import sessionmaker
 
 from outboxq import Backoff, Context, Jobs, OutboxSession, Relay, RelayConfig
 from outboxq.events import ClaimsFailed, DatabaseLost, Event, JobDone, JobsClaimed, JobsSuspected
+from outboxq.execution.batch_state import Ended
+from outboxq.execution.claim import ClaimRequest
 from outboxq.postgres import Database
-from outboxq.relay.claim_planner import ClaimPlanner
+from outboxq.relay.planner import Planner
 from tests.conftest import StartRelay
 from tests.support import app
 from tests.support.waiting import wait_until
@@ -153,14 +155,14 @@ WHERE datname = current_database() AND wait_event = 'PgSleep'"""
 def limits(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """For how many jobs each claim was that was cancelled by itself."""
     found: list[int] = []
-    cancelled = ClaimPlanner.cancelled
+    record = Planner.record
 
-    def note(self: ClaimPlanner) -> None:
-        assert self.request is not None
-        found.append(self.request.limit)
-        cancelled(self)
+    def note(planner: Planner, request: ClaimRequest, ended: Ended) -> None:
+        if ended.was_too_large:
+            found.append(request.limit)
+        record(planner, request, ended)
 
-    monkeypatch.setattr(ClaimPlanner, "cancelled", note)
+    monkeypatch.setattr(Planner, "record", note)
     return found
 
 
@@ -231,7 +233,7 @@ def test_claims_that_fail_are_told_to_hooks_that_ask_for_them(
 def test_a_cancelled_claim_of_a_lease_asks_for_less(
     engine: Engine, sessions: sessionmaker[OutboxSession], start_relay: StartRelay, limits: list[int]
 ) -> None:
-    """The same under a lease: half as many each time, no attempt is counted, and nothing is an outage."""
+    """The same under a lease: one on the next connection, no attempt is counted, and nothing is an outage."""
     jobs = Jobs()
 
     @jobs.handler(queue="lease", claim="lease", retry=Backoff(max_attempts=1))
@@ -257,6 +259,6 @@ def test_a_cancelled_claim_of_a_lease_asks_for_less(
         cancel_claim(engine)
         run(engine, "DROP TRIGGER hesitate ON outboxq.job")
         wait_until(lambda: len(running.of(JobDone)) == 68, "all jobs")
-    assert limits == [8, 4]
+    assert limits == [8, 1]
     assert done(running.events) == [(1, 0)] * 68
     assert not running.of(DatabaseLost)

@@ -11,6 +11,7 @@ from outboxq.database.driver import run_script
 from outboxq.execution.claim import ClaimRequest, claim
 from outboxq.relay.connections import connection_options
 from outboxq.relay.cursors import GroupCursor
+from outboxq.statements.claim import Sort
 from outboxq.statements.group_claim import GROUPS_SEEN, GroupScript
 from outboxq.statements.wake import poll_queues
 
@@ -87,15 +88,14 @@ def test_a_poll_looks_at_the_first_groups_alone(connection: Connection) -> None:
 
 def serve(connection: Connection, limit: int) -> tuple[list[str], int]:
     """Claim until a round is over; the groups of the jobs, and how many claims it took."""
-    cursor, served, claims = GroupCursor(), list[str](), 0
+    cursor, served, claims = GroupCursor("outboxq", "mine"), list[str](), 0
     while True:
         with connection.begin():
             claims += 1
-            found = claim(connection, ClaimRequest(SCRIPT, limit, after=cursor.after, groups=cursor))
+            found = claim(connection, ClaimRequest(SCRIPT, limit, cursor.place(), sort=Sort.GROUPED))
         served += [str(job.group_key) for job in found.jobs]
-        if found.jobs:
-            cursor.found()
-        if cursor.end_round() or len(served) >= 500:
+        cursor.record(found)
+        if cursor.is_at_end(found.request) or len(served) >= 500:
             return served, claims
 
 
@@ -160,10 +160,11 @@ def test_no_group_waits_for_a_million_jobs_of_another(connection: Connection) ->
     """With a million jobs in one group, 10,000 others are all served in one round, by claims that cost the same."""
     fill(connection, 1_000_000, groups=1, prefix="hot")
     fill(connection, 10_000, groups=10_000)
-    cursor, served = GroupCursor(), set[str]()
+    cursor, served = GroupCursor("outboxq", "mine"), set[str]()
     for _ in range(205):
         with connection.begin():
-            found = claim(connection, ClaimRequest(SCRIPT, 50, after=cursor.after, groups=cursor))
+            found = claim(connection, ClaimRequest(SCRIPT, 50, cursor.place(), sort=Sort.GROUPED))
+        cursor.record(found)
         served.update(str(job.group_key) for job in found.jobs)
     assert len(served) == 10_001
     lease = GroupScript("outboxq", "mine", owner=uuid4())

@@ -494,22 +494,22 @@ MUTANTS = (
     ),
     Mutant(
         "the way that a claim gives to another one which holds it up",
-        "outboxq/relay/batch_loop.py",
-        "                if self._gave_way(connection, request, error):\n",
-        "                if 0 == 1:\n",
+        "outboxq/relay/slot.py",
+        "        if request.script.lock and sqlstate_of(error) == LOCK_NOT_AVAILABLE:\n",
+        "        if 0 == 1:\n",
         ("tests/flow/test_limits.py::test_a_claim_under_a_lease_that_another_one_holds_up_gives_way",),
     ),
     Mutant(
         "the slot of a suspect that runs",
-        "outboxq/relay/batch_loop.py",
-        "        if script.most is None or script.lock or not claimed.jobs:\n",
+        "outboxq/relay/leased_loop.py",
+        "        if script.most is None or script.lock or take_slot(connection, schema, request):\n",
         "        if 0 == 0:\n",
         ("tests/flow/test_limits.py::test_a_suspect_waits_for_a_slot_and_nothing_is_counted",),
     ),
     Mutant(
         "tokens before the claim",
-        "outboxq/relay/slot_tokens.py",
-        "        if not self._admission.has_rate(queue):\n",
+        "outboxq/relay/admission.py",
+        "        if not self._shared.has_rate(queue):\n",
         "        if 0 == 0:\n",
         ("tests/flow/test_rates.py::test_jobs_begin_at_the_rate_of_their_queue",),
     ),
@@ -536,8 +536,8 @@ MUTANTS = (
     ),
     Mutant(
         "the tokens that a claim leaves to the next one when it finds nothing",
-        "outboxq/relay/slot_tokens.py",
-        "        self._are_left = True\n",
+        "outboxq/relay/admission.py",
+        "            self._are_left = True\n",
         "",
         ("tests/flow/test_rates.py::test_a_claim_that_finds_nothing_leaves_its_token_to_the_next",),
     ),
@@ -641,8 +641,8 @@ MUTANTS = (
     ),
     Mutant(
         "the pauses of a busy slot, in which the server takes its row statistics",
-        "outboxq/relay/claim_planner.py",
-        " or _now() > self._counts_due_at:\n",
+        "outboxq/relay/planner.py",
+        " or now > self._counts_due_at:\n",
         ":\n",
         ("tests/relay/test_following.py",),
     ),
@@ -780,16 +780,16 @@ MUTANTS = (
     ),
     Mutant(
         "the claim that took the jobs, beside the one that was asked for since",
-        "outboxq/relay/claim_planner.py",
-        "        request = self._claimed\n        assert request is not None\n        self._most = ",
-        "        request = self.request\n        assert request is not None\n        self._most = ",
+        "outboxq/relay/planner.py",
+        "            following = self._ask(request.queue, request.sort)\n",
+        "            following = self._ask(self._last, request.sort)\n",
         ("tests/relay/test_turns.py::test_a_claim_that_was_not_sent_says_nothing_about_the_jobs_that_run",),
     ),
     Mutant(
         "the excuse of a job whose row could not be had",
-        "outboxq/relay/batch_loop.py",
-        "            self._state.lease.excuse(batch.job)\n",
-        "            pass\n",
+        "outboxq/relay/slot.py",
+        "                self.state.lease.excuse(batch.job)\n",
+        "                pass\n",
         ("tests/execution/test_row_held.py::test_a_job_whose_row_is_held_time_after_time_is_never_buried",),
     ),
     Mutant(
@@ -1022,24 +1022,24 @@ MUTANTS = (
     Mutant(
         "no new connection for what a handler left on its own",
         "outboxq/relay/slot.py",
-        "        if left is None:\n            return False\n",
-        "        if left is None or True:\n            return False\n",
+        "        if left is None:\n            return True\n",
+        "        if left is None or True:\n            return True\n",
         (
             "tests/database/test_session_state_left.py::test_nothing_that_a_handler_leaves_on_its_connection_meets_a_later_batch",
         ),
     ),
     Mutant(
         "a claim that follows on a connection with leavings",
-        "outboxq/relay/batch_loop.py",
-        "is_listened_to(connection) or runtime.guard.left:",
-        "is_listened_to(connection):",
+        "outboxq/relay/slot.py",
+        "None if is_listened_to(connection) or runtime.guard.left else",
+        "None if is_listened_to(connection) else",
         (
             "tests/database/test_session_state_left.py::test_nothing_that_a_handler_leaves_on_its_connection_meets_a_later_batch",
         ),
     ),
     Mutant(
         "a leased job behind one that left something",
-        "outboxq/relay/batch_loop.py",
+        "outboxq/relay/leased_loop.py",
         "allowed=not runtime.guard.left and self._may_begin(term)",
         "allowed=self._may_begin(term)",
         (
@@ -1173,9 +1173,9 @@ MUTANTS = (
     ),
     Mutant(
         "the call by a slot that goes where a poll saw jobs, and never slept",
-        "outboxq/relay/batch_loop.py",
-        "self._sleep.is_asleep or (self._planner.is_called and self._state.listener is not None)",
-        "self._sleep.is_asleep",
+        "outboxq/relay/planner.py",
+        "        is_called |= self._is_called and self._state.listener is not None\n",
+        "",
         ("tests/relay/test_lost_wakes.py::test_a_slot_that_never_slept_calls_another_where_a_poll_saw_jobs",),
     ),
     Mutant(
@@ -1187,7 +1187,7 @@ MUTANTS = (
     ),
     Mutant(
         "the claim that is left out behind one that took a queue's only jobs",
-        "outboxq/relay/claim_planner.py",
+        "outboxq/relay/planner.py",
         "0.0 if 0.0 < share_seconds < _LEAST_SHARE_SECONDS else _now() + share_seconds",
         "_now() + share_seconds",
         ("tests/relay/test_turns.py::test_a_job_costs_two_claims_at_most_whatever_the_number_of_queues",),
@@ -1506,35 +1506,35 @@ MUTANTS = (
     ),
     Mutant(
         "the smaller claim behind one that was cancelled",
-        "outboxq/relay/claim_planner.py",
-        "half = max(1, request.limit // 2)",
-        "half = request.limit",
+        "outboxq/relay/planner.py",
+        "self._most = max(1, request.limit // 2)",
+        "self._most = request.limit",
         ("tests/execution/test_failing_claims.py::test_a_cancelled_claim_is_no_death_and_no_outage",),
     ),
     Mutant(
         "the marks of a claim that was cancelled",
-        "outboxq/relay/failed_claims.py",
-        "            picked = self._forgive(connection, request)\n",
-        "            picked = []\n",
+        "outboxq/execution/recovery.py",
+        "        picked = _forgive(connection, request)\n",
+        "        picked = list[UUID]()\n",
         ("tests/execution/test_failing_claims.py::test_a_cancelled_claim_is_no_death_and_no_outage",),
     ),
     Mutant(
         "suspects that cannot be claimed, and the ready jobs behind them",
         "outboxq/relay/slot.py",
-        "            if not self._batches.claim_failed or self.running:\n",
-        "            if name:\n",
+        "        if self.running or not request.sort.runs_by_itself:\n",
+        "        if request:\n",
         ("tests/execution/test_failing_claims.py::test_suspects_that_cannot_be_claimed_keep_no_other_job_waiting",),
     ),
     Mutant(
         "the term of the lease that a claim is of",
-        "outboxq/relay/batch_loop.py",
-        " and lease.want() and lease.term == term\n",
-        " and lease.want()\n",
+        "outboxq/relay/leased_loop.py",
+        " and state.lease.want() and state.lease.term == term\n",
+        " and state.lease.want()\n",
         ("tests/relay/test_lease_mode.py::test_a_claim_of_an_earlier_term_of_the_lease_begins_nothing_more",),
     ),
     Mutant(
         "the second way of a recovery that the database refuses",
-        "outboxq/relay/batch_loop.py",
+        "outboxq/relay/slot.py",
         "            except (psycopg.Error, SQLAlchemyError) as refused:\n",
         "            except ZeroDivisionError as refused:\n",
         ("tests/faults/test_rows_that_refuse.py::test_a_job_that_escaped_and_cannot_be_a_dead_letter_is_put_off",),
@@ -1555,9 +1555,9 @@ MUTANTS = (
     ),
     Mutant(
         "the smaller claim of a lease behind one that was cancelled",
-        "outboxq/relay/claim_planner.py",
-        "            self._most_leased[request.queue] = half\n",
-        "            self._most_leased[request.queue] = request.limit\n",
+        "outboxq/relay/planner.py",
+        "            self._most_leased = dict.fromkeys(self._order.queues, 1)\n",
+        "            pass\n",
         ("tests/execution/test_failing_claims.py::test_a_cancelled_claim_of_a_lease_asks_for_less",),
     ),
     Mutant(
@@ -1928,33 +1928,20 @@ MUTANTS = (
         ("tests/relay/test_expiry.py::test_an_expired_job_is_dropped_and_the_others_run",),
     ),
     Mutant(
-        "jobs of a key taken along behind the handlers, and not before them",
-        "outboxq/relay/batch_loop.py",
-        "                if not batch.is_plain:\n"
-        "                    coalesce(connection, batch, self._state.config.schema)\n"
-        "                handlers = decide(connection, batch, runtime)\n"
-        "                self._has_claimed(batch.queue, claimed.jobs, batch.moved)\n"
-        '                fault_point("after-claim")\n'
-        "                committed = None\n"
-        "                # None: COMMIT was refused, and all is undone.\n"
-        "                while committed is None:\n"
+        "jobs of a key taken along after the handlers too",
+        "outboxq/relay/slot.py",
         "                    run(connection, batch, runtime, handlers, shared=not batch.is_lone)\n",
-        "                handlers = decide(connection, batch, runtime)\n"
-        "                self._has_claimed(batch.queue, claimed.jobs, batch.moved)\n"
-        '                fault_point("after-claim")\n'
-        "                committed = None\n"
-        "                while committed is None:\n"
         "                    run(connection, batch, runtime, handlers, shared=not batch.is_lone)\n"
-        "                    coalesce(connection, batch, self._state.config.schema)\n",
+        "                    decide(connection, batch, runtime)\n",
         ("tests/flow/test_coalesce.py::test_a_job_that_is_added_while_another_of_its_key_runs_is_followed_by_a_run",),
     ),
     Mutant(
-        "jobs of a key taken along under a lease behind the handler too",
-        "outboxq/relay/batch_loop.py",
+        "jobs of a key taken along under a lease after the handler too",
+        "outboxq/relay/leased_loop.py",
         "                        run(connection, batch, runtime, handlers, shared=False)\n",
         "                        run(connection, batch, runtime, handlers, shared=False)\n"
-        "                        one = LeasedBatch(leased.queue, (job,))\n"
-        "                        coalesce_leased(connection, one, self._state.config.schema)\n",
+        "                        one = LeasedBatch(leased.claimed, (job,))\n"
+        "                        coalesce_leased(connection, one, slot.state.config.schema)\n",
         ("tests/flow/test_coalesce.py::test_a_job_that_is_added_while_another_of_its_key_runs_is_followed_by_a_run",),
     ),
     Mutant(

@@ -13,10 +13,12 @@ from outboxq import OutboxSession, RelayConfig
 from outboxq.database.driver import end_transaction
 from outboxq.events import DatabaseBack, DatabaseLost
 from outboxq.execution.batch_state import BatchReport, BatchState
+from outboxq.execution.claim import Claimed, ClaimRequest
 from outboxq.execution.errors import WritesRefused
 from outboxq.execution.recovery import record_result, recover
 from outboxq.outcomes import Done
 from outboxq.postgres import Server
+from outboxq.statements.claim import claim_by_id
 from tests.conftest import StartRelay
 from tests.support import app
 from tests.support.ledger import dead, enqueue, ledger, rows, waiting
@@ -106,7 +108,7 @@ def test_a_job_whose_transaction_begins_on_a_standby_is_not_charged(pair: Pair) 
         job = msgspec.structs.replace(job, lease_token=1)
         pair.wait_for_replay()
         standby_engine = engine_on(pair.standby_url(database.url))
-        batch = BatchState("ledger", (job,), None, epoch="")
+        batch = BatchState(Claimed(ClaimRequest(claim_by_id("outboxq", str(job.id)), 1)), (job,))
         nothing: Any = None
         with standby_engine.connect() as standby:
             # The handler may swallow the first error, and its next statement may reach the primary.

@@ -383,7 +383,7 @@ def test_a_suspect_whose_slot_is_taken_behind_its_claim_goes_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Between the claim's COMMIT and the transaction of the job another claim may come: then the suspect waits on."""
-    import outboxq.relay.batch_loop as batch_loop
+    import outboxq.relay.leased_loop as leased_loop
 
     limit(engine, running=1)
     gate.add(sessions, 1)
@@ -391,7 +391,7 @@ def test_a_suspect_whose_slot_is_taken_behind_its_claim_goes_back(
     with engine.begin() as connection:
         connection.execute(text("UPDATE outboxq.job SET state = 'suspect'"))
     tried: list[tuple[object, ...]] = []
-    real = batch_loop.take_slot
+    real = leased_loop.take_slot
 
     def contested(connection: Connection, schema: str, request: object) -> bool:
         if tried:
@@ -400,16 +400,16 @@ def test_a_suspect_whose_slot_is_taken_behind_its_claim_goes_back(
             tried.append(())
             return real(connection, schema, request)  # type: ignore[arg-type]  # passed on
 
-    monkeypatch.setattr(batch_loop, "take_slot", contested)
+    monkeypatch.setattr(leased_loop, "take_slot", contested)
     crashes = "SELECT crashes, attempt FROM outboxq.job WHERE state = 'suspect'"
     seen: list[tuple[int, int]] = []
-    real_return = batch_loop.return_suspect
+    real_return = leased_loop.return_suspect
 
     def returned(connection: Connection, schema: str, job: object) -> None:
         real_return(connection, schema, job)  # type: ignore[arg-type]  # passed on
         seen.append(tuple(run_script(connection, crashes)[0]))  # type: ignore[arg-type]  # two numbers
 
-    monkeypatch.setattr(batch_loop, "return_suspect", returned)
+    monkeypatch.setattr(leased_loop, "return_suspect", returned)
     # One slot: another one's claim, which finds nothing, would have the queue's place for a moment.
     with start_relay(gate.jobs, relay_of(1)):
         wait_until(lambda: gate.done, "the suspect is done in the end")

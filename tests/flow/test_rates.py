@@ -1,7 +1,7 @@
 """Rates of queues: tokens are reserved before jobs begin, never more than the rate allows, and none for nothing."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import datetime
 
@@ -12,11 +12,11 @@ from sqlalchemy.orm import sessionmaker
 from outboxq import Backoff, Context, Jobs, OutboxSession, Relay, RelayConfig
 from outboxq.admin import queues
 from outboxq.database.driver import run_script
-from outboxq.execution.claim import AnyScript
 from outboxq.postgres import Database, Server
 from outboxq.queue_limits import Rate, make_limits
-from outboxq.relay.claim_planner import ClaimPlanner
+from outboxq.relay.planner import Asked, Planner
 from outboxq.relay.rates import Taken, TokenHands, chunk_of
+from outboxq.statements.claim import Sort
 from outboxq.statements.limit import take_slot
 from outboxq.statements.rate import TokenRequest, begin_rate, reserve_tokens
 from tests.conftest import StartRelay
@@ -255,14 +255,15 @@ def test_a_claim_that_finds_nothing_leaves_its_token_to_the_next(
     jobs = make_jobs()
     limit(engine, rate="1/h", burst=5)
     # Each round of the slot begins with a look for due jobs.
-    monkeypatch.setattr(ClaimPlanner, "sorts", _due_first)
+    monkeypatch.setattr(Planner, "_only_queue", _due_first)
     add(sessions, jobs, 5)
     with start_relay(jobs, RelayConfig(slots_per_queue=1, batch_size=1)):
         wait_until(lambda: len(starts(engine)) == 5, "all of the burst")
 
 
-def _due_first(planner: ClaimPlanner, name: str) -> tuple[AnyScript, ...]:
-    return planner._script(name, "due"), planner._script(name, "ready")
+def _due_first(planner: Planner, name: str) -> Iterator[Asked]:
+    for sort in (Sort.DUE, Sort.READY):
+        yield from planner._claims_of(name, sort)
 
 
 @pytest.mark.large

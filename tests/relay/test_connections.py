@@ -19,8 +19,8 @@ from outboxq.database.engines import EFFECTS_NAME, make_async_engine, make_engin
 from outboxq.effects.transactions import AsyncEngineTransactions, EngineTransactions
 from outboxq.events import DatabaseBack, DatabaseLost, JobDone, RelayStarted
 from outboxq.postgres import Database
+from outboxq.relay.idle import SlotSleep
 from outboxq.relay.limits import RelayLimits
-from outboxq.relay.slot import Slot
 from outboxq.tables import SCHEMA
 from tests.conftest import StartRelay
 from tests.support.waiting import wait_until
@@ -143,15 +143,15 @@ def test_spare_connections_that_were_cut_cost_no_job_and_are_found_out_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The first one that turns out to be lost takes the others with it."""
-    resting: set[Slot] = set()
-    pause_seconds = Slot.pause_seconds
+    resting: set[SlotSleep] = set()
+    pause_seconds = SlotSleep.pause_seconds
 
-    def note(slot: Slot, *, flagged: bool) -> float:
+    def note(sleep: SlotSleep, *, flagged: bool) -> float:
         if flagged:
-            resting.add(slot)
-        return pause_seconds(slot, flagged=flagged)
+            resting.add(sleep)
+        return pause_seconds(sleep, flagged=flagged)
 
-    monkeypatch.setattr(Slot, "pause_seconds", note)
+    monkeypatch.setattr(SlotSleep, "pause_seconds", note)
     gate = Gate()
     jobs = seven_queues(gate, (flavour,))
     work = jobs.resolve().find("kind 1")

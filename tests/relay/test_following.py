@@ -18,15 +18,15 @@ from outboxq import AsyncContext, Backoff, Context, Jobs, OutboxSession, Relay, 
 from outboxq.database.driver import Script, run_script
 from outboxq.events import Event, JobDone, JobsSuspected
 from outboxq.execution.batch_state import BatchState
-from outboxq.execution.claim import ClaimRequest, claim
+from outboxq.execution.claim import Claimed, ClaimRequest, claim
 from outboxq.postgres import Database
-from outboxq.relay.claim_planner import ClaimPlanner
 from outboxq.relay.cursors import QueueCursor, SweepSchedule
 from outboxq.relay.limits import RelayLimits
+from outboxq.relay.planner import Planner
 from outboxq.relay.poller import Order
 from outboxq.relay.state import RelayState
 from outboxq.relay.suspects import QuarantineTurns
-from outboxq.statements.claim import ClaimScript, ClaimStatements, Cursor
+from outboxq.statements.claim import ClaimScript, ClaimStatements, Cursor, Sort
 from outboxq.testing.transaction import unit_test_job as _unit_test_job
 from tests.conftest import StartRelay
 from tests.support import app
@@ -35,7 +35,6 @@ from tests.support.driver_waits import driver_waits
 from tests.support.ledger import dead, ledger, waiting
 from tests.support.limits import FOLLOW_NEVER, FOLLOW_ON, with_limits
 from tests.support.scripts import behind_commit, change_scripts, note_scripts
-from tests.support.slots import make_slot
 from tests.support.waiting import wait_until
 
 
@@ -70,26 +69,44 @@ def test_a_commit_brings_the_next_jobs(
     assert ledger(engine) == Counter(names)
 
 
+# Claims that are asked for, and not sent, need no connection.
+NOWHERE: Any = None
+
+
 def test_a_claim_after_deadlocks_is_for_half_as_many_jobs(make_state: Callable[..., RelayState]) -> None:
     """Deadlocks grow with the locks of a batch. Later claims grow again; all are one statement, prepared once."""
-    planner, requests = ClaimPlanner(make_state("ledger", limits=FOLLOW_ON, batch_size=100), Order(("ledger",))), []
-    script = planner.sorts("ledger")[0]
+    planner, requests = Planner(make_state("ledger", limits=FOLLOW_ON, batch_size=100), Order(("ledger",))), []
+    request = next(each for each in sorts_of_round(planner) if each.sort is Sort.READY)
     for count, has_deadlocked in ((30, True), (15, False), (30, False), (60, False), (100, False)):
-        requests.append(planner.ask("ledger", script))
-        planner.took("ledger", (_unit_test_job(),) * count, 0)
-        batch = BatchState("ledger", (_unit_test_job(),) * count, None)
+        requests.append(request)
+        claimed = Claimed(request, (_unit_test_job(),) * count)
+        planner.record_claim(claimed, is_called=False)
+        batch = BatchState.of(claimed, "")
         batch.has_deadlocked = has_deadlocked
-        planner.next_claim(batch)
+        planner.after(batch)
+        request = next(each for each in sorts_of_round(planner) if each.sort is Sort.READY)
     assert [request.limit for request in requests] == [100, 15, 30, 60, 100]
-    assert len({request.script.name for request in requests}) == 1
+    assert len({request.script.text(1) for request in requests}) == 1
+
+
+def sorts_of_round(planner: Planner, jobs: int = 0) -> list[ClaimRequest]:
+    """The claims of a round, up to the first one, which takes so many jobs, or of which each is empty."""
+    asked = []
+    for each in planner.first(NOWHERE):
+        assert isinstance(each, ClaimRequest)
+        asked.append(each)
+        planner.record_claim(Claimed(each, (_unit_test_job(),) * jobs), is_called=False)
+        if jobs:
+            break
+    return asked
 
 
 def test_a_slot_that_has_slept_asks_for_ready_jobs_first(make_state: Callable[..., RelayState]) -> None:
     """It is these that wake it; awake, it takes turns."""
-    slot, firsts = make_slot(make_state("ledger")), []
+    planner, firsts = Planner(make_state("ledger"), Order(("ledger",))), []
     for turns in (1, 2, 3):
-        slot.pause_seconds(flagged=True)
-        firsts.append([slot._planner.sorts("ledger")[0].is_keyed for _ in range(turns)])
+        sorts_of_round(planner)
+        firsts.append([sorts_of_round(planner, jobs=1)[0].sort is Sort.READY for _ in range(turns)])
     assert firsts == [[True], [True, False], [True, False, True]]
 
 
@@ -305,13 +322,13 @@ def test_looking_for_due_jobs_sends_no_claim_back_to_the_start(
     """There the claim would walk over all that was done since an old snapshot, each time that no job is due."""
     del clock
     starts: list[Cursor | None] = []
-    start = QueueCursor.start
+    start = QueueCursor.place
 
     def noted(position: QueueCursor) -> Cursor | None:
         starts.append(start(position))
         return starts[-1]
 
-    monkeypatch.setattr(QueueCursor, "start", noted)
+    monkeypatch.setattr(QueueCursor, "place", noted)
     monkeypatch.setattr(QuarantineTurns, "wait_in", lambda _suspects, _queues: True)
     jobs = Jobs()
 

@@ -22,7 +22,6 @@ from outboxq.postgres import Database
 from outboxq.relay.idle import FIRST_PAUSE_SECONDS, SlotSleep
 from outboxq.relay.listener import IdleSlot, Listener
 from outboxq.relay.poller import SharedPoller
-from outboxq.relay.slot import Slot
 from outboxq.relay.state import RelayState
 from outboxq.statements.wake import poll_queues
 from tests.conftest import RunningRelay, StartRelay
@@ -46,26 +45,26 @@ def proxy(outboxq_database: Database) -> Iterator[RunningProxy]:
 
 
 @pytest.fixture
-def resting(monkeypatch: pytest.MonkeyPatch) -> set[Slot]:
+def resting(monkeypatch: pytest.MonkeyPatch) -> set[SlotSleep]:
     """The slots that took no job since their pauses have grown as long as they will."""
-    pause_seconds, end, grown = Slot.pause_seconds, SlotSleep.end, set()
+    pause_seconds, end, grown = SlotSleep.pause_seconds, SlotSleep.end, set[SlotSleep]()
 
-    def note(slot: Slot, *, flagged: bool) -> float:
-        seconds = pause_seconds(slot, flagged=flagged)
-        if (flagged and seconds > FIRST_PAUSE_SECONDS) or slot.sleep._pause_seconds >= slot.state.config.poll_seconds:
-            grown.add(slot)
+    def note(sleep: SlotSleep, *, flagged: bool) -> float:
+        seconds = pause_seconds(sleep, flagged=flagged)
+        if (flagged and seconds > FIRST_PAUSE_SECONDS) or sleep._pause_seconds >= sleep._state.config.poll_seconds:
+            grown.add(sleep)
         return seconds
 
     def forget(sleep: SlotSleep) -> None:
         end(sleep)
-        grown.difference_update([slot for slot in grown if slot.sleep is sleep])
+        grown.discard(sleep)
 
-    monkeypatch.setattr(Slot, "pause_seconds", note)
+    monkeypatch.setattr(SlotSleep, "pause_seconds", note)
     monkeypatch.setattr(SlotSleep, "end", forget)
     return grown
 
 
-def wait_until_at_rest(running: RunningRelay, resting: set[Slot]) -> None:
+def wait_until_at_rest(running: RunningRelay, resting: set[SlotSleep]) -> None:
     """From now on its slots do nothing but sleep and poll."""
     slots = wait_until(lambda: running.of(RelayStarted), "the relay's start")[0].slots
     wait_until(lambda: len(resting) == slots, "every slot to rest")
@@ -118,7 +117,12 @@ def eight_queues() -> Jobs:
     ids=["two slots", "twelve slots", "without listening", "under leases", "eight queues"],
 )
 def test_an_idle_relay_sends_three_statements_a_second_at_most(
-    jobs: Jobs, config: RelayConfig, seconds: float, proxy: RunningProxy, start_relay: StartRelay, resting: set[Slot]
+    jobs: Jobs,
+    config: RelayConfig,
+    seconds: float,
+    proxy: RunningProxy,
+    start_relay: StartRelay,
+    resting: set[SlotSleep],
 ) -> None:
     """Whatever the number of its slots and queues: they share their polls."""
     with start_relay(jobs, config, engine=proxy.url) as running:
@@ -131,7 +135,7 @@ def test_a_relay_that_was_busy_is_as_quiet_afterwards_and_starts_the_next_job_at
     engine: Engine,
     sessions: sessionmaker[OutboxSession],
     start_relay: StartRelay,
-    resting: set[Slot],
+    resting: set[SlotSleep],
 ) -> None:
     """Jobs leave nothing behind that goes on asking, and who asks seldom is woken."""
     config = RelayConfig(groups=(SlotGroup(("ledger",), 2),), poll_seconds=600)
@@ -148,7 +152,7 @@ def test_a_relay_that_was_busy_is_as_quiet_afterwards_and_starts_the_next_job_at
 
 
 def test_idle_async_slots_send_no_more(
-    proxy: RunningProxy, sessions: sessionmaker[OutboxSession], start_relay: StartRelay, resting: set[Slot]
+    proxy: RunningProxy, sessions: sessionmaker[OutboxSession], start_relay: StartRelay, resting: set[SlotSleep]
 ) -> None:
     """Tasks share their polls as threads do, and a job that is committed meanwhile is run."""
     jobs = Jobs()
@@ -172,7 +176,11 @@ def test_idle_processes_send_three_statements_a_second_each_at_most(proxy: Runni
 
 @pytest.mark.parametrize("listen", [False, True])
 def test_a_slot_beside_a_suspect_that_runs_long_rests(
-    listen: bool, engine: Engine, sessions: sessionmaker[OutboxSession], start_relay: StartRelay, resting: set[Slot]
+    listen: bool,
+    engine: Engine,
+    sessions: sessionmaker[OutboxSession],
+    start_relay: StartRelay,
+    resting: set[SlotSleep],
 ) -> None:
     """The suspect is known to wait until it has run, and is no reason to claim again and again."""
     jobs, begun, release = Jobs(), threading.Event(), threading.Event()
@@ -270,7 +278,7 @@ def test_a_look_that_does_not_come_back_costs_the_others_one_pause(
         assert taken is not None
         assert not slot.sleep.needs_connection()
         assert not slot.work_seen(slot_connection)
-        assert slot.pause_seconds(flagged=True) < 0.5
+        assert slot.sleep.pause_seconds(flagged=True) < 0.5
         wait_until(slot.sleep.needs_connection, "the end of the slot's patience")
         assert time.monotonic() >= taken.begun_at + 0.5
         assert slot.work_seen(slot_connection)

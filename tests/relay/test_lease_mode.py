@@ -28,11 +28,12 @@ from outboxq.events import (
     JobsParked,
 )
 from outboxq.execution.batch_state import BatchReport
+from outboxq.execution.claim import Claimed
 from outboxq.execution.lease_mode import LeasedBatch, Unsettled
 from outboxq.job import Job
-from outboxq.relay.batch_loop import BatchLoop
 from outboxq.relay.lease import RelayLease
 from outboxq.relay.limits import RelayLimits
+from outboxq.relay.planner import Planner
 from tests.conftest import StartRelay
 from tests.support.app import Child, Effect
 from tests.support.driver_waits import driver_waits
@@ -299,6 +300,18 @@ def test_a_slow_handler_holds_up_nothing_that_was_claimed_with_it(
     assert len(running.of(JobDone)) == BEFORE_EIGHT + 4
 
 
+def note_claims(monkeypatch: pytest.MonkeyPatch, note: Callable[[Claimed], object]) -> None:
+    """Have `note` called with each claim that took jobs."""
+    record = Planner.record_claim
+
+    def noting(planner: Planner, claimed: Claimed, *, is_called: bool) -> bool:
+        if claimed.jobs:
+            note(claimed)
+        return record(planner, claimed, is_called=is_called)
+
+    monkeypatch.setattr(Planner, "record_claim", noting)
+
+
 @pytest.mark.relay_limits(FOLLOW_ON)
 def test_claims_follow_the_pace_of_their_handlers(
     sessions: sessionmaker[OutboxSession],
@@ -315,13 +328,7 @@ def test_claims_follow_the_pace_of_their_handlers(
     def take_time(ctx: Context) -> None:
         now[0] += next(seconds)
 
-    original = BatchLoop._has_claimed
-
-    def noting(loop: BatchLoop, queue: str, claimed: tuple[Job, ...], moved: int) -> None:
-        sizes.append(len(claimed))
-        original(loop, queue, claimed, moved)
-
-    monkeypatch.setattr(BatchLoop, "_has_claimed", noting)
+    note_claims(monkeypatch, lambda claimed: sizes.append(len(claimed.jobs)))
     with sessions.begin() as session:
         session.add_jobs(take_time.job() for _ in range(50))
     drain(jobs, slots_per_queue=1, batch_size=20)
@@ -555,13 +562,7 @@ def test_async_handlers_are_settled_together_too(
 def test_suspects_are_claimed_one_at_a_time(engine: Engine, work: Work, monkeypatch: pytest.MonkeyPatch) -> None:
     """However large the batches are: a suspect that kills its relay takes no other along."""
     sizes: list[tuple[int, int]] = []
-    original = BatchLoop._has_claimed
-
-    def noting(loop: BatchLoop, queue: str, claimed: tuple[Job, ...], moved: int) -> None:
-        sizes.append((len(claimed), claimed[0].crashes))
-        original(loop, queue, claimed, moved)
-
-    monkeypatch.setattr(BatchLoop, "_has_claimed", noting)
+    note_claims(monkeypatch, lambda claimed: sizes.append((len(claimed.jobs), claimed.jobs[0].crashes)))
     work.enqueue(*(f"suspect {number}" for number in range(5)))
     with engine.begin() as connection:
         connection.execute(text("UPDATE outboxq.job SET state = 'suspect', crashes = 1 WHERE args::text ~ 'susp'"))
@@ -610,26 +611,25 @@ def test_a_claim_of_an_earlier_term_of_the_lease_begins_nothing_more(
 ) -> None:
     """A relay whose lease ran out, and was taken again, cannot know which of its jobs another relay has done."""
     leases: list[RelayLease] = []
-    want, has_claimed, claimed = RelayLease.want, BatchLoop._has_claimed, list[list[str]]()
+    want, claims = RelayLease.want, list[list[str]]()
 
     def wanting(lease: RelayLease) -> bool:
         leases.append(lease)
         return want(lease)
 
-    def noting(loop: BatchLoop, queue: str, jobs: tuple[Job, ...], moved: int) -> None:
-        claimed.append([job.args for job in jobs if "quick" not in job.args])
-        has_claimed(loop, queue, jobs, moved)
+    def note(claimed: Claimed) -> None:
+        if names := [job.args for job in claimed.jobs if "quick" not in job.args]:
+            claims.append(names)
 
     def lapse(_ctx: Context) -> None:
         leases[-1].term += 1
 
     monkeypatch.setattr(RelayLease, "want", wanting)
-    monkeypatch.setattr(BatchLoop, "_has_claimed", noting)
+    note_claims(monkeypatch, note)
     work.tasks = {"lapses": lapse}
     work.enqueue("first", "lapses", "third", "last")
     work.drain()
     first, lapses, third, last = (f'{{"name": "{name}"}}' for name in ("first", "lapses", "third", "last"))
-    claims = [jobs for jobs in claimed if jobs]
     assert claims[0] == [first, lapses, third, last]
     # Given back, and claimed again in the term that has begun.
     assert [job for jobs in claims[1:] for job in jobs] == [third, last]

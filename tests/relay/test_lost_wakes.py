@@ -99,7 +99,7 @@ def test_a_slot_that_waits_for_a_poll_does_not_sleep_over_what_it_finds(
     assert not slot.sleep.needs_connection()
     state.poller.record(poll, FOUND)
     state.poller.end_shared(poll)
-    assert slot.pause_seconds(flagged=True) == FIRST_PAUSE_SECONDS
+    assert slot.sleep.pause_seconds(flagged=True) == FIRST_PAUSE_SECONDS
     assert slot.sleep.needs_connection()
 
 
@@ -113,7 +113,7 @@ def test_a_slot_that_waits_for_a_poll_begins_its_own_if_that_one_fails(
     assert poll is not None
     assert not slot.sleep.needs_connection()
     state.poller.end_shared(poll)
-    assert slot.pause_seconds(flagged=True) == FIRST_PAUSE_SECONDS
+    assert slot.sleep.pause_seconds(flagged=True) == FIRST_PAUSE_SECONDS
     assert slot.sleep.needs_connection()
 
 
@@ -138,7 +138,7 @@ def test_a_poll_that_comes_back_while_a_slot_asks_for_it_is_not_taken_for_an_emp
     with monkeypatch.context() as patch:
         patch.setattr(SharedPoller, "waiting", come_back_behind)
         needs_one = slot.sleep.needs_connection()
-    assert needs_one or slot.pause_seconds(flagged=True) == FIRST_PAUSE_SECONDS
+    assert needs_one or slot.sleep.pause_seconds(flagged=True) == FIRST_PAUSE_SECONDS
 
 
 def test_a_slot_that_never_slept_calls_another_where_a_poll_saw_jobs(
@@ -181,6 +181,6 @@ def test_a_slot_does_not_sleep_over_a_suspect_whose_queue_is_held(make_state: Ca
     state.poller.end_shared(poll)
     slot.sleep.begin_claims()
     assert not slot.sleep.has_work()
-    assert slot.pause_seconds(flagged=True) <= UNFLAGGED_PAUSE_SECONDS
+    assert slot.sleep.pause_seconds(flagged=True) <= UNFLAGGED_PAUSE_SECONDS
     state.poller.hold("ledger", 0.0)
     assert slot.sleep.has_work()

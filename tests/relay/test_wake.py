@@ -18,11 +18,10 @@ from outboxq import AsyncContext, Backoff, Context, Jobs, OutboxSession, RelayCo
 from outboxq.events import JobDone, RelayStarted
 from outboxq.outbox.insert import QUEUES_ANNOUNCED
 from outboxq.postgres import Database
-from outboxq.relay.idle import FIRST_PAUSE_SECONDS, UNFLAGGED_PAUSE_SECONDS
+from outboxq.relay.idle import FIRST_PAUSE_SECONDS, UNFLAGGED_PAUSE_SECONDS, SlotSleep
 from outboxq.relay.limits import HistoryLimits, RelayLimits
 from outboxq.relay.listener import IdleSlot, Listener
 from outboxq.relay.poller import SharedPoller
-from outboxq.relay.slot import Slot
 from outboxq.relay.state import RelayState
 from outboxq.statements.wake import ALL_QUEUES
 from tests.conftest import RunningRelay, StartRelay
@@ -55,13 +54,13 @@ def wait_until_asleep(engine: Engine, queue: str = "ledger") -> int:
 @pytest.fixture
 def pauses(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """For each pause that a slot has begun, whether it sleeps under its flags."""
-    pause_seconds, begun = Slot.pause_seconds, []
+    pause_seconds, begun = SlotSleep.pause_seconds, []
 
-    def note(slot: Slot, *, flagged: bool) -> float:
+    def note(sleep: SlotSleep, *, flagged: bool) -> float:
         begun.append(flagged)
-        return pause_seconds(slot, flagged=flagged)
+        return pause_seconds(sleep, flagged=flagged)
 
-    monkeypatch.setattr(Slot, "pause_seconds", note)
+    monkeypatch.setattr(SlotSleep, "pause_seconds", note)
     return begun
 
 
@@ -329,7 +328,7 @@ def test_a_due_job_that_cannot_be_claimed_is_no_reason_to_spin(
         slot_connection, pauses = slot_connection_on(connection), []
         for _ in range(10):
             assert not slot.work_seen(slot_connection)
-            pauses.append(slot.pause_seconds(flagged=True))
+            pauses.append(slot.sleep.pause_seconds(flagged=True))
     assert pauses[0] == FIRST_PAUSE_SECONDS
     assert pauses[-1] == UNFLAGGED_PAUSE_SECONDS
 

@@ -81,13 +81,12 @@ def make_slot(state: RelayState) -> Slot:
 
 def claim_ready(connection: Connection, queue: str, limit: int) -> Claimed:
     """Claim ready jobs of a queue in the connection's transaction."""
-    return claim(connection, ClaimRequest(ClaimStatements("outboxq", queue).ready, limit))
+    return claim(connection, ClaimRequest(ClaimStatements("outboxq", queue).ready, limit, queue=queue))
 
 
 def claim_batch(connection: Connection, queue: str, limit: int, *, epoch: str) -> BatchState:
     """The batch of such a claim, made in this run of the server."""
-    claimed = claim_ready(connection, queue, limit)
-    return BatchState(queue, claimed.jobs, claimed.transaction, epoch=epoch)
+    return BatchState.of(claim_ready(connection, queue, limit), epoch)
 
 
 def slot_connection_on(connection: Connection) -> SlotConnection:

@@ -1,0 +1,280 @@
+"""Planner: what a slot claims next: from which of its queues, which sort of jobs, how many, and after which place.
+
+No I/O: the slot sends what the planner asks for, and records what came of it.
+"""
+
+import random
+import time
+from collections.abc import Generator, Iterator
+from typing import TypeAlias
+
+from outboxq.execution.batch_state import BatchState, Ended
+from outboxq.execution.claim import Claimed, ClaimRequest
+from outboxq.execution.lease_mode import LeasedBatch
+from outboxq.relay.admission import Query, SlotAdmission
+from outboxq.relay.connections import SlotConnection
+from outboxq.relay.cursors import GroupCursor, QueueCursor, Start
+from outboxq.relay.poller import Order
+from outboxq.relay.queue_claims import QueueClaims
+from outboxq.relay.state import RelayState
+from outboxq.statements.claim import Sort
+
+# What a slot sends: a claim, or a query before the next one.
+Asked: TypeAlias = ClaimRequest | Query
+
+# The part of the time that polls of all queues may take: if one takes long (a slow network), they come less often.
+_WALK_SHARE = 0.05
+_LEAST_SHARE_SECONDS = 0.01
+_NO_LIMIT = 1_000_000
+
+
+class Planner:
+    """The claims of one slot, one after the other."""
+
+    def __init__(self, state: RelayState, order: Order) -> None:
+        queues = order.queues
+        self._state = state
+        self._order = order
+        self._claims = QueueClaims(state)
+        self._admission = SlotAdmission(state.admission)
+        self._cursors: dict[tuple[str, Sort], Start] = {(name, sort): Start() for name in queues for sort in Sort}
+        for name in queues:
+            self._cursors[name, Sort.READY] = QueueCursor(name, state.sweep_schedule)
+            self._cursors[name, Sort.GROUPED] = GroupCursor(state.config.schema, name)
+        self._connected: SlotConnection | None = None
+        # At random, so that slots and processes begin with different queues.
+        self._last = random.choice(queues)
+        self._last_claimed: Claimed | None = None
+        # Which sort is next: for a single queue, which is claimed from without a poll, and for several queues.
+        self._ready_first, self._due_next, self._grouped_next = False, set[str](), set[str]()
+        # A COMMIT brings only a claim of the same mode: a claim in lease mode would end the transaction that it begins.
+        self._changes_queues = len(queues) > 1 and all(state.registry.claims[name] != "lease" for name in queues)
+        # How many more jobs run one by one.
+        self._alone_for = 0
+        # The most jobs in a claim: deadlocks grow with the locks that a batch holds.
+        self._most = _NO_LIMIT
+        self._most_leased = dict.fromkeys(queues, 1)
+        # Nothing waited when the slot last claimed: it has slept, and trusts the poll or the call that woke it.
+        self._is_rested = True
+        # Whether jobs were found since the last poll of the slot's queues, and how long that poll took.
+        self._has_found, self._poll_took_seconds = True, 0.0
+        # Whether the slot took a queue in which something was known to wait, and has claimed no jobs since. No other
+        # slot goes there on account of the same poll or call.
+        self._is_called = False
+        # Since when the slot looks for jobs; until when its COMMITs claim more of the sort that it has found.
+        self._walks_since: float | None = None
+        self._follow_until = 0.0
+        self._counts_due_at = 0.0
+
+    def first(self, connected: SlotConnection) -> Generator[Asked, None, None]:
+        """A round of the slot's queues: what to send, one after the other, until a claim takes jobs.
+
+        Outside of a transaction. What a claim took is recorded before the next one is asked for.
+        """
+        if connected is not self._connected:
+            # A handler may have spoiled or lost the last connection, so that the jobs of a claim had to go back; or a
+            # claim took too long there.
+            self._most_leased = dict.fromkeys(self._order.queues, 1)
+        self._connected = connected
+        self._admission.return_unused()
+        self._walks_since = _now()
+        self._counts_due_at = self._walks_since + self._state.limits.counts_seconds
+        state, queues = self._state, self._order.queues
+        yield from state.quarantine.round(self, queues, state.poller.is_held, state.lease.want, self._claims_of)
+        yield from self._only_queue(queues[0]) if len(queues) == 1 else self._queues_in_turns()
+        # Nothing waits: it will be ready jobs that wake the slot.
+        self._is_rested = self._ready_first = True
+        self._due_next.clear()
+
+    def _only_queue(self, name: str) -> Iterator[Asked]:
+        """The claims of a single queue, which tell as much as a poll.
+
+        Ready and due jobs take turns, so that neither backlog starves the other; those of groups are between them, or
+        before them, if the queue is known to have any.
+        """
+        is_known = self._state.poller.take_queue(name)
+        if is_known is None:
+            return
+        self._is_called = is_known
+        sorts = [Sort.READY, Sort.DUE] if self._ready_first else [Sort.DUE, Sort.READY]
+        if self._state.has_groups(name):
+            sorts.insert(1 if self._ready_first else 0, Sort.GROUPED)
+        self._ready_first = not self._ready_first
+        for sort in sorts:
+            yield from self._claims_of(name, sort)
+            if self._state.poller.is_held(name):
+                return
+
+    def _queues_in_turns(self) -> Iterator[Asked]:
+        """The claims of several queues: of those in which something is known to wait."""
+        while True:
+            if not self._is_rested and self._wants_poll():
+                yield from self._poll()
+            self._is_rested = False
+            turn = self._take_turn()
+            if turn is None and self._has_found:
+                # All that the last poll named was claimed from.
+                yield from self._poll()
+                turn = self._take_turn()
+            if turn is None:
+                return
+            yield from self._claims_of(*turn)
+
+    def _wants_poll(self) -> bool:
+        """Whether the last poll is too old to be trusted."""
+        polled_at = self._state.poller.polled_at(self._order.queues[0])
+        return _now() > polled_at + self._follow_seconds(self._poll_took_seconds)
+
+    def _poll(self) -> Iterator[Query]:
+        """Poll the queues of this slot."""
+        poller, queues, started_at = self._state.poller, self._order.queues, _now()
+        taken, query = poller.begin(), Query(poller.statement_for(queues), is_alone=True)
+        yield query
+        poller.record(taken, query.rows, queues)
+        self._state.quarantine.record_poll(query.rows)
+        self._poll_took_seconds = _now() - started_at
+        self._has_found = False
+
+    def _take_turn(self) -> tuple[str, Sort] | None:
+        """The queue and the sort that are next, of those known to wait; None if other slots have taken all of them."""
+        turn = self._state.poller.take_turn(self._order, self._last, self._due_next, self._grouped_next)
+        if turn is None:
+            return None
+        self._last, sort = turn
+        self._is_called = True
+        # The sorts take turns: ready, due, grouped.
+        (self._due_next.add if sort is Sort.READY else self._due_next.discard)(self._last)
+        (self._grouped_next.add if sort is Sort.DUE else self._grouped_next.discard)(self._last)
+        return turn
+
+    def _claims_of(self, name: str, sort: Sort) -> Generator[Asked, None, bool]:
+        """The claims of one sort of jobs of a queue, up to its end; whether nothing waits there."""
+        cursor = self._cursors[name, sort]
+        while True:
+            if self._state.flow.restricts:
+                yield from self._admission.reserve(name, 1 if self._alone_for else self._claims.of(name).batch_size)
+            request = self._ask(name, sort)
+            if request is None:
+                return False
+            yield request
+            if self._last_claimed is None or self._last_claimed.is_full:
+                return False
+            if cursor.is_at_end(request):
+                return True
+            if statement := cursor.bringing_back():
+                yield Query(statement)
+            # Nothing is left after the cursor: claim once more, from the start, or from the next groups.
+
+    def _ask(self, name: str, sort: Sort) -> ClaimRequest | None:
+        """The claim of a sort of jobs; None if none of them may begin now."""
+        claims, state = self._claims.of(name), self._state
+        script = claims.scripts[sort]
+        if self._alone_for or sort.runs_by_itself or claims.by_one:
+            limit = 1
+        else:
+            limit = min(claims.batch_size, self._most_leased[name] if script.leased else self._most)
+        if state.flow.restricts and not (limit := self._admission.take(name, limit)):
+            return None
+        return ClaimRequest(
+            script,
+            limit,
+            self._cursors[name, sort].place(),
+            name,
+            sort,
+            claims.alike[sort],
+            claims.timeout_seconds,
+            None if self._connected is None else self._connected.prepared,
+            state.clock,
+        )
+
+    def record_claim(self, claimed: Claimed, *, is_called: bool) -> bool:
+        """Record what a claim took; whether another slot should come, for jobs that it may have left.
+
+        Args:
+            is_called: The slot slept until now, and so was called by one job for all that may wait.
+        """
+        request, jobs, poller = claimed.request, claimed.jobs, self._state.poller
+        name, sort = request.queue, request.sort
+        self._last_claimed = claimed
+        if claimed.is_full or poller.held_until or self._state.flow.restricts:
+            self._admission.record(claimed)
+        self._cursors[name, sort].record(claimed)
+        if not jobs:
+            return False
+        # Without a listener no slot sleeps for long, and to be called would cost it claims in vain.
+        is_called |= self._is_called and self._state.listener is not None
+        self._is_called = False
+        if sort is Sort.GROUPED:
+            poller.record_groups(name)
+        if self._walks_since is not None:
+            # In a round each queue that takes turns has its share of the time, and one claim at least.
+            shares = 1 + self._order.count_peers(name, poller.waiting())
+            share_seconds = self._follow_seconds(_now() - self._walks_since) / shares
+            # If the share is very small, the next claim goes to another queue: here it would mostly find nothing.
+            self._follow_until = 0.0 if 0.0 < share_seconds < _LEAST_SHARE_SECONDS else _now() + share_seconds
+            self._walks_since = None
+        return is_called and not sort.runs_by_itself and _may_be_more(request, len(jobs) + claimed.moved)
+
+    def after(self, batch: BatchState | LeasedBatch) -> ClaimRequest | None:
+        """The claim that goes with the COMMIT of a batch, or of the last jobs under a lease, if any should.
+
+        Now and then the queues before this one, other sorts of jobs and suspects have their turn.
+        """
+        request = batch.claimed.request
+        if isinstance(batch, LeasedBatch):
+            return self._after_leased(batch)
+        self._most = max(1, len(batch.jobs) // 2) if batch.has_deadlocked else min(self._most * 2, _NO_LIMIT)
+        now = _now()
+        if self._alone_for or (batch.decided and batch.parked) or now > self._counts_due_at:
+            return None
+        if self._state.stopping.is_set():
+            return None
+        if now <= self._follow_until and _may_be_more(request, len(batch.jobs)):
+            following = self._ask(request.queue, request.sort)
+            if following is not None:
+                return following
+        return self._ask_elsewhere() if self._changes_queues else None
+
+    def _ask_elsewhere(self) -> ClaimRequest | None:
+        """The claim from the next queue in which something is known to wait."""
+        if self._state.quarantine.wait_in(self._order.queues) or self._wants_poll():
+            return None
+        # If this claim is not sent, or finds nothing, the poll that ends the slot's turns finds the jobs again.
+        turn = self._take_turn()
+        if turn is None:
+            return None
+        self._walks_since = _now()
+        return self._ask(*turn)
+
+    def _after_leased(self, leased: LeasedBatch) -> ClaimRequest | None:
+        """The claim that goes with the end of the last of these jobs: the faster they ran, the more it takes."""
+        request = leased.claimed.request
+        self._most_leased[leased.queue] = max(1, min(2 * request.limit, leased.fitting()))
+        if self._alone_for or request.sort.runs_by_itself or leased.unknown or self._state.stopping.is_set():
+            return None
+        if _now() > min(self._counts_due_at, self._follow_until):
+            return None
+        is_more = _may_be_more(request, len(leased.jobs) + leased.dropped)
+        return self._ask(request.queue, request.sort) if is_more else None
+
+    def record(self, request: ClaimRequest, ended: Ended) -> None:
+        """Record how a batch, or its claim, has ended."""
+        self._has_found = True
+        claimed = 0 if ended.report is None else ended.report.claimed
+        self._alone_for = max(0, (ended.run_alone or self._alone_for) - claimed)
+        if ended.was_too_large:
+            self._most = max(1, request.limit // 2)
+
+    def _follow_seconds(self, walk_seconds: float) -> float:
+        """How long the slot stays with one sort of jobs, if a poll of all of its queues took `walk_seconds`."""
+        limits = self._state.limits
+        return min(max(walk_seconds / _WALK_SHARE, limits.follow_least_seconds), limits.follow_most_seconds)
+
+
+def _may_be_more(request: ClaimRequest, claimed: int) -> bool:
+    """Whether more jobs may wait after those of a claim: after the first jobs of groups always."""
+    return claimed > 0 if request.sort in (Sort.GROUPED, Sort.GROUP_SUSPECT) else claimed >= request.limit
+
+
+def _now() -> float:
+    return time.monotonic()

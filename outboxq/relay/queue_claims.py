@@ -1,0 +1,76 @@
+"""The claims of a slot's queues: a statement for each sort of jobs, by the limits that the relay saw last."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from outboxq.execution.claim import AnyScript
+from outboxq.queue_limits import QueueLimits
+from outboxq.relay.state import RelayState
+from outboxq.statements.claim import ClaimStatements, Sort
+from outboxq.statements.group_claim import GroupScript
+
+
+@dataclass(frozen=True, slots=True)
+class ClaimsOfQueue:
+    """The claims of one queue.
+
+    Attributes:
+        scripts: The claim of each sort of jobs, in the mode of the queue.
+        alike: For each sort, the claims that take jobs in the same way.
+        limits: The limits that the claims keep.
+        by_one: A claim takes one job: each job under the lease counts for the limit of its queue, and runs by itself.
+        timeout_seconds: The longest deadline of the queue's handlers.
+        batch_size: How many jobs a claim takes at most.
+    """
+
+    scripts: Mapping[Sort, AnyScript]
+    alike: Mapping[Sort, tuple[AnyScript, ...]]
+    limits: QueueLimits
+    by_one: bool
+    timeout_seconds: float | None
+    batch_size: int
+
+
+@dataclass(eq=False, slots=True)
+class QueueClaims:
+    """The claims of the queues of one slot."""
+
+    state: RelayState
+    _made: dict[str, ClaimsOfQueue] = field(default_factory=dict)
+    # The limits of all queues, which each look replaces whole, as they were when the claims of a queue were made.
+    _seen: dict[str, Mapping[str, QueueLimits]] = field(default_factory=dict)
+
+    def of(self, queue: str) -> ClaimsOfQueue:
+        """The claims of a queue, made anew if its limits have changed."""
+        seen = self.state.flow.limits
+        if self._seen.get(queue) is not seen:
+            limits, made = self.state.flow.limits_of(queue), self._made.get(queue)
+            if made is None or made.limits != limits:
+                self._made[queue] = _make(self.state, queue, limits)
+            self._seen[queue] = seen
+        return self._made[queue]
+
+
+def _make(state: RelayState, queue: str, limits: QueueLimits) -> ClaimsOfQueue:
+    schema, owner, registry, most = state.config.schema, state.lease.owner, state.registry, limits.running
+    is_leased = registry.claims[queue] == "lease"
+    of = ClaimStatements(schema, queue, owner, most=most, counts_leases=is_leased)
+    group = GroupScript(schema, queue, owner if is_leased else None, most, is_leased, per_group=limits.per_group or 1)
+    ready, due = (of.lease_ready, of.lease_due) if is_leased else (of.ready, of.due)
+    scripts: dict[Sort, AnyScript] = {
+        Sort.READY: ready,
+        Sort.DUE: due,
+        Sort.GROUPED: group,
+        Sort.SUSPECT: of.lease_suspect,
+        Sort.GROUP_SUSPECT: replace(group, owner=owner, suspects=True),
+    }
+    alike: dict[Sort, tuple[AnyScript, ...]] = dict.fromkeys(Sort, ())
+    alike |= {Sort.READY: (ready, due), Sort.DUE: (ready, due), Sort.GROUPED: (group,)}
+    return ClaimsOfQueue(
+        scripts,
+        alike,
+        limits,
+        is_leased and most is not None,
+        registry.timeout_seconds(queue),
+        registry.batch_size(queue, state.config.batch_size),
+    )

@@ -41,8 +41,8 @@ def call_batch_handler(
         ConnectionLost: the transaction is gone with its connection.
         TransactionEscaped: the handler ended the transaction.
     """
-    batch.position, batch.together = segment.places.start, len(segment.places)
-    savepoint = SharedSavepoint(connection, runtime.guard, batch, batch.position)
+    batch.running.position, batch.running.together = segment.places.start, len(segment.places)
+    savepoint = SharedSavepoint(connection, runtime.guard, batch, batch.running.position)
     session = runtime.invoker.open_session(connection, nothing)
     try:
         returned = _call(connection, batch, runtime, segment.arguments, session, savepoint, locks)
@@ -56,17 +56,17 @@ def call_batch_handler(
     else:
         # A task or thread that the call left behind must not reach the next call's rows.
         runtime.guard.take_back()
-        batch.together = 1
+        batch.running.together = 1
         return returned
     finally:
-        batch.end_call()
+        batch.running.end_call()
         runtime.guard.let_go()
     closed = _close(session, runtime)
     runtime.guard.take_back()
     savepoint.undo_all(failed, closed=closed)
     # No hook hears of it.
     drop_tracebacks(failed)
-    batch.together = 1
+    batch.running.together = 1
     return None
 
 
@@ -88,8 +88,8 @@ def _call(
     args = load() if arounds is None else Surrounded(arounds.all, load, jobs)
     fault_point("before-handler")
     seconds = handler.timeout_seconds
-    batch.deadline = None if seconds is None else time.monotonic() + seconds
-    run = Run(jobs[0], runtime.state, nothing, [], batch.begin_call(jobs, runtime.notes))
+    batch.running.deadline = None if seconds is None else time.monotonic() + seconds
+    run = Run(jobs[0], runtime.state, nothing, [], batch.running.begin_call(jobs, runtime.notes))
     call: Callable[..., object] = runtime.invoker.call
     try:
         returned = call(handler.together, lambda: session, run, args)
@@ -97,7 +97,7 @@ def _call(
         runtime.check_rest(connection, jobs[0], error)
         raise
     runtime.check_rest(connection, jobs[0])
-    batch.deadline = None
+    batch.running.deadline = None
     if run.call.is_cancelled:
         raise HandlerError("a job of the batch was cancelled: the others run by themselves")
     session.check()

@@ -26,6 +26,7 @@ from outboxq.statements.transaction import LOCAL_SETTINGS, local_timeouts
 
 # How long to wait for the lock, which is held for a moment, except while a cancellation is on its way to the server.
 _LOCK_SECONDS = 1.0
+_TAKEN_AWAY = "the relay does not wait for this job any more"
 
 
 class Phase(Enum):
@@ -82,9 +83,128 @@ class DeadLetters:
     failed: Failed
 
 
-# Without slots, so that a default is an attribute of the class until it is set: under a lease a state is made for each
-# job.
-@dataclass
+@dataclass(slots=True)
+class Ownership:
+    """Who decides on a batch; `commit_was_sent`: its COMMIT was sent, and is not known to be refused."""
+
+    commit_was_sent: bool = False
+    phase: Phase = Phase.RUNNING
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    @property
+    def is_seized(self) -> bool:
+        """Whether the relay has taken the batch away from its slot."""
+        return self.phase is Phase.SEIZED
+
+    def begin_commit(self) -> None:
+        """Enter COMMITTING: from here on the server alone decides the outcome."""
+        with self._lock:
+            if self.phase is Phase.SEIZED:
+                raise Abandoned(_TAKEN_AWAY)
+            self.phase, self.commit_was_sent = Phase.COMMITTING, True
+
+    def commit_refused(self) -> None:
+        """Go back to RUNNING: nothing was committed, and the slot goes on with the batch."""
+        with self._lock:
+            self.phase, self.commit_was_sent = Phase.RUNNING, False
+
+    def begin_recovery(self) -> None:
+        """Enter RECOVERING: from here on the batch's slot, and nothing else, finds out what stands of it."""
+        with self._lock:
+            if self.phase is Phase.SEIZED:
+                raise Abandoned(_TAKEN_AWAY)
+            self.phase = Phase.RECOVERING
+
+    def seize(self) -> bool:
+        """Take the batch away from its slot, once; False if its COMMIT, or its recovery, is under way."""
+        if not self._lock.acquire(timeout=_LOCK_SECONDS):
+            return False
+        try:
+            if self.phase is not Phase.RUNNING:
+                return False
+            self.phase = Phase.SEIZED
+            return True
+        finally:
+            self._lock.release()
+
+    @contextmanager
+    def held(self) -> Iterator[bool]:
+        """Whether COMMIT was not sent yet; meanwhile the batch is neither committed nor taken away."""
+        with self._lock:
+            yield not self.commit_was_sent
+
+
+@dataclass(slots=True)
+class Running:
+    """What runs of a batch now, or ran last.
+
+    Attributes:
+        position: The job that runs, until `deadline` (monotonic) if it has one.
+        together: How many jobs, from `position` on, one handler runs.
+        timeout_seconds: How long a statement of the transaction may take, as it is set there.
+        call: The call of a handler.
+    """
+
+    timeout_seconds: float | None = None
+    position: int = 0
+    together: int = 1
+    deadline: float | None = None
+    call: HandlerCall | None = None
+    _began_at: float = 0.0
+    _ran_seconds: float | None = 0.0
+    # Of the calls, which come one after the other.
+    _call_lock: threading.Lock = field(default_factory=threading.Lock)
+
+    @property
+    def seconds(self) -> float:
+        """How long the job that runs has run until now, or the one that ran last did; its share if several run."""
+        ran = self._ran_seconds
+        return (time.perf_counter() - self._began_at if ran is None else ran) / self.together
+
+    @property
+    def seconds_now(self) -> float | None:
+        """How long a handler has been running; None if none runs."""
+        return None if self._ran_seconds is not None else time.perf_counter() - self._began_at
+
+    def begin(self) -> None:
+        """Record that a job, or the jobs of one handler, begin to run."""
+        self._began_at, self._ran_seconds = time.perf_counter(), None
+
+    def end(self) -> float:
+        """Record that they have ended; how long they ran."""
+        seconds = self._ran_seconds = time.perf_counter() - self._began_at
+        return seconds
+
+    def begin_call(self, jobs: tuple[Job, ...], notes: ProgressNotes | None) -> HandlerCall:
+        """The call of a handler that is about to run these jobs."""
+        call = self.call = HandlerCall(jobs, self._call_lock, notes)
+        return call
+
+    def end_call(self) -> None:
+        """Record that the handler has ended: it has no deadline any more, and what is sent is not to be cancelled."""
+        self.deadline = None
+        if self.call is not None and not self.call.is_over:
+            self.call.end()
+
+
+@dataclass(slots=True)
+class Tries:
+    """How the jobs of a batch were tried so far.
+
+    Attributes:
+        together: All jobs run together, to be checked by COMMIT.
+        apart: The jobs ran together and were undone: now each runs alone.
+        refused: How often COMMIT was refused, and a lone job ran again.
+        has_deadlocked: Jobs that ran together were undone by a deadlock or a serialization failure.
+    """
+
+    together: bool = False
+    apart: bool = False
+    refused: int = 0
+    has_deadlocked: bool = False
+
+
+@dataclass(slots=True)
 class BatchState:
     """How far a claimed batch has come: what is needed to find out, after an error, what stands of it.
 
@@ -92,72 +212,35 @@ class BatchState:
         claimed: The claim that took the jobs; `jobs` are these, or have what is newest of those they stand for.
         transaction: The batch's transaction, once it has begun; `was_begun`: its BEGIN was tried.
         writes_refused: Its BEGIN was refused, because the server is a standby.
-        epoch: The run of the server that knows the transaction.
-        position: The job that runs, until `deadline` (monotonic) if it has one.
-        call: The call of a handler that runs, or ran last.
-        is_plain: No job has a key, a group, a batch or an expiry, so that none of what these need is looked for.
-        together: How many jobs, from `position` on, one handler runs now.
-        runs_together: All jobs run together, to be checked by COMMIT.
-        runs_apart: The jobs ran together and were undone: now each runs alone.
-        refused: How often COMMIT was refused, and the jobs ran again.
-        expires: When each of the jobs that expire does (monotonic), by id.
-        events: The events of the jobs before `position`, if the transaction commits.
-        decided: Results that are known without a run, by the job's id; `decide` fills it.
-        late_result: The result of a handler that never used the database, until its settlement has begun.
-        commit_was_sent: COMMIT was sent, and is not known to be refused.
-        blocked: The groups whose next jobs are given back: one of their jobs is put off, and holds them up.
-        has_deadlocked: Jobs that ran together were undone by a deadlock or a serialization failure.
-        dead_letters: The dead letters that a recovery of this batch has written.
         stands_for: The jobs that were taken along, by the id of the job that runs for them.
+        expires: When each of the jobs that expire does (monotonic), by id.
+        decided: Results that are known without a run, by the job's id; `decide` fills it.
+        events: The events of the jobs before the one that runs, if the transaction commits.
+        blocked: The groups whose next jobs are given back: one of their jobs is put off, and holds them up.
+        late_result: The result of a handler that never used the database, until its settlement has begun.
+        dead_letters: The dead letters that a recovery of this batch has written.
     """
 
     claimed: Claimed
     jobs: tuple[Job, ...]
     transaction: ClaimTransaction | None = None
-    epoch: str = ""
-    timeout_seconds: float | None = None
     stands_for: Mapping[UUID, tuple[UUID, ...]] = field(default_factory=dict)
-    position: int = field(default=0, init=False)
-    together: int = field(default=1, init=False)
-    is_plain: bool = field(init=False)
-    deadline: float | None = field(default=None, init=False)
-    call: HandlerCall | None = field(default=None, init=False)
-    runs_together: bool = field(default=False, init=False)
-    runs_apart: bool = field(default=False, init=False)
-    refused: int = field(default=0, init=False)
-    expires: Mapping[UUID, float] = field(default_factory=dict, init=False)
-    events: list[JobEvent] = field(default_factory=list, init=False)
-    decided: dict[UUID, Result] = field(default_factory=dict, init=False)
-    late_result: Result | None = field(default=None, init=False)
-    blocked: set[str] = field(default_factory=set, init=False)
-    was_begun: bool = field(default=False, init=False)
-    writes_refused: WritesRefused | None = field(default=None, init=False)
-    commit_was_sent: bool = field(default=False, init=False)
-    has_deadlocked: bool = field(default=False, init=False)
-    dead_letters: DeadLetters | None = field(default=None, init=False)
-    _began_at: float = field(default=0.0, init=False)
-    _ran_seconds: float | None = field(default=0.0, init=False)
-    _phase: Phase = field(default=Phase.RUNNING, init=False)
-    _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
-    # Of the calls, which come one after the other.
-    _call_lock: threading.Lock = field(default_factory=threading.Lock, init=False)
+    running: Running = field(default_factory=Running)
+    owner: Ownership = field(default_factory=Ownership)
+    tries: Tries = field(default_factory=Tries)
+    expires: Mapping[UUID, float] = field(default_factory=dict)
+    decided: dict[UUID, Result] = field(default_factory=dict)
+    events: list[JobEvent] = field(default_factory=list)
+    blocked: set[str] = field(default_factory=set)
+    was_begun: bool = False
+    writes_refused: WritesRefused | None = None
+    late_result: Result | None = None
+    dead_letters: DeadLetters | None = None
 
     @classmethod
-    def of(cls, claimed: Claimed, epoch: str) -> "BatchState":
+    def of(cls, claimed: Claimed) -> "BatchState":
         """The state of jobs that were just claimed in transaction mode."""
-        return cls(claimed, claimed.jobs, claimed.transaction, epoch, claimed.request.timeout_seconds)
-
-    def __post_init__(self) -> None:
-        self.is_plain = True
-        for job in self.jobs:
-            if (
-                job.unique_key is not None
-                or job.group_key is not None
-                or job.batch_id is not None
-                or job.expires_at is not None
-            ):
-                self.is_plain = False
-                return
+        return cls(claimed, claimed.jobs, claimed.transaction, running=Running(claimed.request.timeout_seconds))
 
     @property
     def queue(self) -> str:
@@ -167,12 +250,13 @@ class BatchState:
     @property
     def job(self) -> Job:
         """The job that runs."""
-        return self.jobs[self.position]
+        return self.jobs[self.running.position]
 
     @property
     def running_jobs(self) -> tuple[Job, ...]:
         """The jobs that one handler runs now."""
-        return self.jobs[self.position : self.position + self.together]
+        running = self.running
+        return self.jobs[running.position : running.position + running.together]
 
     @property
     def claimed_ids(self) -> tuple[UUID, ...]:
@@ -201,25 +285,21 @@ class BatchState:
         """Whether the batch's claim is committed already, under a lease."""
         return self.jobs[0].lease_token is not None
 
-    @property
-    def is_seized(self) -> bool:
-        """Whether the relay has taken the batch away from its slot."""
-        return self._phase is Phase.SEIZED
-
     def begin(self, connection: Connection) -> ClaimTransaction:
         """Begin the batch's transaction, unless it has begun.
 
         Raises:
             WritesRefused: the server takes no writes; also at each later call, if a handler has swallowed that.
         """
-        if self._phase is Phase.SEIZED:
-            raise Abandoned("the relay does not wait for this job any more")
+        if self.owner.phase is Phase.SEIZED:
+            raise Abandoned(_TAKEN_AWAY)
         if self.writes_refused is not None:
             raise self.writes_refused
         if self.transaction is None:
             self.was_begun = True
             try:
-                self.transaction = begin_transaction(connection, *LOCAL_SETTINGS, *local_timeouts(self.timeout_seconds))
+                timeouts = local_timeouts(self.running.timeout_seconds)
+                self.transaction = begin_transaction(connection, *LOCAL_SETTINGS, *timeouts)
             except psycopg.Error as error:
                 if error.sqlstate != READ_ONLY:
                     raise
@@ -227,78 +307,9 @@ class BatchState:
                 raise self.writes_refused from error
         return self.transaction
 
-    @property
-    def seconds(self) -> float:
-        """How long the job that runs has run until now, or the one that ran last did; its share if several run."""
-        ran = self._ran_seconds
-        return (time.perf_counter() - self._began_at if ran is None else ran) / self.together
-
-    @property
-    def running_seconds(self) -> float | None:
-        """How long a handler has been running; None if none runs."""
-        return None if self._ran_seconds is not None else time.perf_counter() - self._began_at
-
-    def begin_run(self) -> None:
-        """Record that a job, or the jobs of one handler, begin to run."""
-        self._began_at, self._ran_seconds = time.perf_counter(), None
-
-    def end_run(self) -> float:
-        """Record that they have ended; how long they ran."""
-        seconds = self._ran_seconds = time.perf_counter() - self._began_at
-        return seconds
-
-    def begin_call(self, jobs: tuple[Job, ...], notes: ProgressNotes | None) -> HandlerCall:
-        """The call of a handler that is about to run these jobs."""
-        call = self.call = HandlerCall(jobs, self._call_lock, notes)
-        return call
-
-    def end_call(self) -> None:
-        """Record that the handler has ended: it has no deadline any more, and what is sent is not to be cancelled."""
-        self.deadline = None
-        if self.call is not None and not self.call.is_over:
-            self.call.end()
-
-    def begin_commit(self) -> None:
-        """Enter COMMITTING: from here on the server alone decides the outcome."""
-        self._leave_running(Phase.COMMITTING)
-
-    def commit_refused(self) -> None:
-        """Go back to RUNNING: nothing was committed, and the slot goes on with the batch."""
-        with self._lock:
-            self._phase, self.commit_was_sent = Phase.RUNNING, False
-
-    def begin_recovery(self) -> None:
-        """Enter RECOVERING: from here on the batch's slot, and nothing else, finds out what stands of it."""
-        self._leave_running(Phase.RECOVERING)
-
-    def _leave_running(self, phase: Phase) -> None:
-        with self._lock:
-            if self._phase is Phase.SEIZED:
-                raise Abandoned("the relay does not wait for this job any more")
-            self._phase = phase
-            self.commit_was_sent |= phase is Phase.COMMITTING
-
-    def seize(self) -> bool:
-        """Take the batch away from its slot, once; False if its COMMIT, or its recovery, is under way."""
-        if not self._lock.acquire(timeout=_LOCK_SECONDS):
-            return False
-        try:
-            if self._phase is not Phase.RUNNING:
-                return False
-            self._phase = Phase.SEIZED
-            return True
-        finally:
-            self._lock.release()
-
-    @contextmanager
-    def while_running(self, deadline: float) -> Iterator[bool]:
-        """Whether the job with this deadline still runs; meanwhile it is neither committed nor taken away."""
-        with self._lock:
-            yield self.deadline == deadline and not self.commit_was_sent
-
     def blame_all(self, places: range) -> None:
         """Drop the events of jobs that ran together: one of them ended the transaction, so none is known to be done."""
-        self.position, self.together = places.start, len(places)
+        self.running.position, self.running.together = places.start, len(places)
         del self.events[places.start :]
 
     def report(self, of_commit: tuple[Event, ...] = ()) -> BatchReport:

@@ -9,7 +9,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias, cast
+from typing import TypeAlias, cast
 from uuid import UUID
 
 from sqlalchemy import Connection
@@ -27,6 +27,11 @@ from outboxq.statements.transaction import BEGIN, NOTE_ROLE, READABLE_DATES, TIM
 
 PARK_LIMIT = 10_000
 _END_OF_JOB = 1 + len(RETURNED) + 1
+# Of a claim's row, whose columns have their types.
+_JOB = cast("Callable[..., Job]", Job)
+# What comes before a claim, in a transaction that has begun or begins there.
+_BEGUN = [("settings", UNTIMED), ("settings", READABLE_DATES)]
+_BEGIN = [("settings", BEGIN), *_BEGUN]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,13 +43,9 @@ class ClaimTransaction:
     """
 
     savepoint: str
+    inner_savepoint: str
     xid: str
     pid: int
-
-    @property
-    def inner_savepoint(self) -> str:
-        """The savepoint behind `savepoint`."""
-        return f"{self.savepoint}_inner"
 
     def reset(self) -> str:
         """Back to where the claim ended. Fails if the transaction is not the claim's any more."""
@@ -52,7 +53,8 @@ class ClaimTransaction:
 
     def renew(self) -> str:
         """Set the savepoints anew, so that all that was written before stands with the claim."""
-        return "; ".join((f"RELEASE SAVEPOINT {self.savepoint}", *_savepoints(self.savepoint)))
+        outer = self.savepoint
+        return f"RELEASE SAVEPOINT {outer}; SAVEPOINT {outer}; SAVEPOINT {self.inner_savepoint}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +64,8 @@ class Claimed:
     `moved` is the number of jobs that were made suspects instead, because an earlier claim of them died. `transaction`
     is None if nothing was taken, and in lease mode, in which the jobs' transaction begins later. `is_full`: nothing was
     looked for, because as many jobs of the queue run as its limit allows. `look`: the groups that a claim of grouped
-    jobs looked at.
+    jobs looked at. `is_plain`: no job has a key, a group, a batch or an expiry, so that none of what these need is
+    looked for.
     """
 
     request: "ClaimRequest"
@@ -71,6 +74,7 @@ class Claimed:
     transaction: ClaimTransaction | None = None
     is_full: bool = False
     look: "GroupLook | None" = None
+    is_plain: bool = True
 
 
 AnyScript: TypeAlias = ClaimScript | GroupScript
@@ -102,6 +106,7 @@ class ClaimRequest:
         timeout_seconds: The longest deadline of the queue's handlers. It does not hold for the claim itself, which
             may have far to walk and would never succeed. None for the settings of the role and the database.
         prepared: The connection's prepared claims; None if claims are sent as plain text.
+        epoch: The run of the server that knows the jobs' transaction.
         clock: By which `claimed_at` of its jobs is told.
         asked_at: When the claim was asked for (monotonic).
     """
@@ -114,33 +119,32 @@ class ClaimRequest:
     alike: tuple[AnyScript, ...] = ()
     timeout_seconds: float | None = None
     prepared: PreparedStatements | None = None
+    epoch: str = ""
     clock: DatabaseClock = field(default_factory=DatabaseClock)
     asked_at: float = field(default_factory=time.monotonic)
     savepoint: str = field(default_factory=lambda: f"oq_{secrets.token_hex(8)}")
 
-    def add_to(self, script: Script) -> None:
-        """Append the claim, for a transaction that has just begun; in lease mode it ends with COMMIT."""
-        script.add("settings", UNTIMED, READABLE_DATES)
-        script.parts += self._statements()
-        if self.script.leased:
-            script.add("claim", "COMMIT")
+    def add_to(self, script: Script, *, begins: bool = False) -> None:
+        """Append the claim, for a transaction that has just begun; in lease mode it ends with COMMIT.
+
+        Args:
+            begins: Begin the transaction, to follow a COMMIT.
+        """
+        claim, prepared, parts = self.script, self.prepared, script.parts
+        parts += _BEGIN if begins else _BEGUN
+        if isinstance(claim, GroupScript):
+            parts += claim.statements(self.limit, cast("str | None", self.cursor) or "")
+        elif prepared is None or prepared.is_plain:
+            parts += claim.statements(self.limit, cast("Cursor | None", self.cursor))
+        else:
+            if claim.texts.name not in prepared.names:
+                parts.append(("settings", claim.texts.definition))
+            parts += claim.execution(self.limit, cast("Cursor | None", self.cursor))
+        if claim.leased:
+            parts.append(("claim", "COMMIT"))
         else:
             settings = local_timeouts(self.timeout_seconds) or (TIMED_AGAIN,)
-            script.add("settings", *settings, *_savepoints(self.savepoint))
-
-    def add_after_commit(self, script: Script) -> None:
-        """Append the claim in a transaction of its own, to follow a COMMIT."""
-        script.add("settings", BEGIN)
-        self.add_to(script)
-
-    def _statements(self) -> list[tuple[str, str]]:
-        if isinstance(self.script, GroupScript):
-            return self.script.statements(self.limit, cast("str | None", self.cursor) or "")
-        cursor = cast("Cursor | None", self.cursor)
-        if self.prepared is None or self.prepared.is_plain():
-            return self.script.statements(self.limit, cursor)
-        preparing = [("settings", statement) for statement in self.prepared.preparing(self.script)]
-        return [*preparing, *self.script.execution(self.limit, cursor)]
+            script.add("settings", *settings, f"SAVEPOINT {self.savepoint}", f"SAVEPOINT {self.savepoint}_inner")
 
     def clearing(self) -> list[tuple[str, str]]:
         """Lock what the claim would pick, and return the ids."""
@@ -152,7 +156,7 @@ class ClaimRequest:
         """Return True if the claim failed for how it was sent, so that another try may succeed in a new transaction."""
         if self.prepared is None or isinstance(self.script, GroupScript):
             return False
-        return self.prepared.failed(error, self.script)
+        return self.prepared.failed(error, self.script.texts.name)
 
     def read(self, answer: Answer) -> Claimed:
         """Read the claimed jobs from the answer to a script with the claim's statements.
@@ -169,7 +173,7 @@ class ClaimRequest:
                 return Claimed(self, is_full=True)
             look = GroupLook(tuple([str(key) for key, _ in json.loads(groups)]), seen, last, bool(is_back_due))
         elif self.prepared is not None:
-            self.prepared.succeeded(self.script)
+            self.prepared.succeeded(self.script.texts.name)
         rows = answer.rows["claim"]
         moved = cast("int", rows[0][0]) if rows else 0
         if moved < 0:
@@ -178,21 +182,29 @@ class ClaimRequest:
         taken = rows if rows and rows[0][1] is not None else ()
         if len(taken) > self.limit:
             raise AssertionError(f"a claim took {len(taken)} jobs where {self.limit} were asked for")
-        if self.script.leased or not taken:
-            return Claimed(self, self._in_order(taken), moved, look=look)
-        xid, pid = taken[0][_END_OF_JOB:]
-        transaction = ClaimTransaction(self.savepoint, cast("str", xid), cast("int", pid))
-        return Claimed(self, self._in_order(taken), moved, transaction, look=look)
-
-    def _in_order(self, rows: Iterable[tuple[Any, ...]]) -> tuple[Job, ...]:
-        # The columns of RETURNED, in order, the token, and the time.
-        at = (self.clock.now(),)
-        job = cast("Callable[..., Job]", Job)
-        # One tuple and no list, which unpacking both would make of it first.
-        jobs = [job(*(row[1:_END_OF_JOB] + at)) for row in rows]
-        # RETURNING has no order.
-        jobs.sort(key=_place_in_group if isinstance(self.script, GroupScript) else _place_in_queue)
-        return tuple(jobs)
+        jobs, is_plain, now = list[Job](), True, (self.clock.now(),)
+        for row in taken:
+            # The columns of RETURNED, in order, the token, and the time. One tuple and no list, which unpacking both
+            # would make of it first.
+            job = _JOB(*(row[1:_END_OF_JOB] + now))
+            jobs.append(job)
+            if (
+                job.unique_key is not None
+                or job.group_key is not None
+                or job.batch_id is not None
+                or job.expires_at is not None
+            ):
+                is_plain = False
+        if len(jobs) > 1:
+            # RETURNING has no order.
+            jobs.sort(key=_place_in_group if isinstance(self.script, GroupScript) else _place_in_queue)
+        transaction = None
+        if jobs and not self.script.leased:
+            xid, pid = taken[0][_END_OF_JOB:]
+            transaction = ClaimTransaction(
+                self.savepoint, f"{self.savepoint}_inner", cast("str", xid), cast("int", pid)
+            )
+        return Claimed(self, tuple(jobs), moved, transaction, look=look, is_plain=is_plain)
 
 
 def _place_in_queue(job: Job) -> tuple[int, int]:
@@ -245,9 +257,10 @@ def return_suspect(connection: Connection, schema: str, job: Job) -> None:
 def begin_transaction(connection: Connection, *settings: str) -> ClaimTransaction:
     """Begin the transaction of a leased job."""
     savepoint = f"oq_{secrets.token_hex(8)}"
-    begun = run_script(connection, *settings, f"SELECT {ANCHOR}, {NOTE_ROLE}", *_savepoints(savepoint))
-    ((xid, pid, _),) = begun
-    return ClaimTransaction(savepoint, xid, pid)
+    inner = f"{savepoint}_inner"
+    anchor = f"SELECT {ANCHOR}, {NOTE_ROLE}"
+    ((xid, pid, _),) = run_script(connection, *settings, anchor, f"SAVEPOINT {savepoint}", f"SAVEPOINT {inner}")
+    return ClaimTransaction(savepoint, inner, xid, pid)
 
 
 def clear_marks(connection: Connection, schema: str, job_ids: Iterable[UUID]) -> None:
@@ -284,7 +297,3 @@ def park_unknown(
     states = ("ready", "scheduled")
     scripts = [park_head(schema, queue, state, known_kinds, limit, only_marks=only_marks) for state in states]
     return sum(parked for (parked,) in run_script(connection, UNTIMED, *scripts))
-
-
-def _savepoints(savepoint: str) -> tuple[str, str]:
-    return f"SAVEPOINT {savepoint}", f"SAVEPOINT {savepoint}_inner"

@@ -111,7 +111,7 @@ def coalesce(connection: Connection, batch: BatchState, schema: str) -> None:
     runs = Runs(tuple(job for job in batch.jobs if job.id not in batch.decided))
     if not runs.keys:
         return
-    settings = local_timeouts(batch.timeout_seconds) or (TIMED_AGAIN,)
+    settings = local_timeouts(batch.running.timeout_seconds) or (TIMED_AGAIN,)
     # The savepoints are set anew, above the deletes.
     script = (UNTIMED, *take_along(schema, runs.keys), *settings, transaction.renew())
     try:

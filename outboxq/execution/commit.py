@@ -47,14 +47,14 @@ def commit(
         TransactionEscaped: a handler had ended the transaction.
     """
     if batch.transaction is None:
-        batch.begin_commit()
+        batch.owner.begin_commit()
         return _NOTHING_SENT
     sent = _send(connection, batch, batch.transaction, runtime, next_claim)
     if isinstance(sent, Ended):
         return sent
     # If several jobs each passed a check of their own, the one to blame shows when each runs alone. Without an event
     # there is no attempt to charge: a lone job was parked, or put back by its claim.
-    if not (batch.is_lone or batch.runs_together) or not batch.events:
+    if not (batch.is_lone or batch.tries.together) or not batch.events:
         raise sent
     if sent.sqlstate == LOCK_NOT_AVAILABLE and transaction_status(connection) == TransactionStatus.IDLE:
         raise sent
@@ -62,7 +62,7 @@ def commit(
     is_conflict = failed.transient or failed.sqlstate == LOCK_NOT_AVAILABLE
     if _runs_again(batch, is_conflict=is_conflict):
         return None
-    batch.events.append(settle_result(connection, batch.job, failed, runtime, batch.seconds))
+    batch.events.append(settle_result(connection, batch.job, failed, runtime, batch.running.seconds))
     sent = _send(connection, batch, batch.transaction, runtime, None)
     if isinstance(sent, Ended):
         return sent
@@ -73,11 +73,11 @@ def _runs_again(batch: BatchState, *, is_conflict: bool) -> bool:
     """Take note that COMMIT was refused; whether the jobs run again for free."""
     if not batch.is_lone:
         # COMMIT made the check for all jobs. When they run apart, each is checked by itself.
-        batch.has_deadlocked |= is_conflict
-        batch.runs_apart = True
+        batch.tries.has_deadlocked |= is_conflict
+        batch.tries.apart = True
         return True
-    if is_conflict and batch.refused < FREE_RETRIES:
-        batch.refused += 1
+    if is_conflict and batch.tries.refused < FREE_RETRIES:
+        batch.tries.refused += 1
         return True
     return False
 
@@ -95,7 +95,7 @@ def _send(
         ConnectionLost: there was no answer.
     """
     fault_point("before-commit")
-    batch.begin_commit()
+    batch.owner.begin_commit()
     riding = steps_of(connection, batch, batch.events, runtime)
     answer, steps = send_commit(connection, transaction.inner_savepoint, riding, next_claim)
     if not answer.is_committed:
@@ -103,14 +103,14 @@ def _send(
         if is_lost(connection):
             raise ConnectionLost("the connection was lost at COMMIT: either everything stands, or none") from error
         # The server answered with an error: nothing was committed.
-        batch.commit_refused()
+        batch.owner.commit_refused()
         if not isinstance(error, psycopg.Error):
             raise error
         return error
     fault_point("after-commit")
     # Not with COMMIT if users' code listens to the engine: it sets up what each transaction needs.
     left = tuple(steps) if steps and is_listened_to(connection) else ()
-    events = tuple(event for step in steps for event in step.committed(answer.rows.get(step.name, ())))
+    events = _events_of(steps, answer) if steps else ()
     report, claimed = batch.report(events), None
     if answer.error is not None:
         # What was committed stands, and so do the answers up to the failure.
@@ -146,7 +146,7 @@ def send_commit(
             for step in steps:
                 script.add(step.name, *step.after_commit())
         if next_claim is not None:
-            next_claim.add_after_commit(script)
+            next_claim.add_to(script, begins=True)
         answer = script.send(connection)
         if answer.error is None or answer.is_committed or is_lost(connection):
             return answer, steps
@@ -213,7 +213,7 @@ def _back_to_claim(
     batch.events.clear()
     batch.blocked.clear()
     # The rollback also undid the time-outs that were set for a handler alone.
-    batch.timeout_seconds = runtime.registry.timeout_seconds(batch.queue)
+    batch.running.timeout_seconds = runtime.registry.timeout_seconds(batch.queue)
     return failed
 
 
@@ -228,4 +228,8 @@ def commit_checked(connection: Connection, inner_savepoint: str, steps: Sequence
         raise answer.error or AssertionError("COMMIT was answered with ROLLBACK")
     if answer.error is not None:
         _end_failed(connection, None, answer.error)
+    return _events_of(steps, answer)
+
+
+def _events_of(steps: Sequence[Step], answer: Answer) -> tuple[Event, ...]:
     return tuple(event for step in steps for event in step.committed(answer.rows.get(step.name, ())))

@@ -175,7 +175,7 @@ class SharedSavepoint(Containment):
 
     def keep_all(self) -> None:
         """Keep the rows behind the savepoint, and check deferred constraints, unless COMMIT does it for all jobs."""
-        self.keep(None if self._batch.runs_together else self.xid)
+        self.keep(None if self._batch.tries.together else self.xid)
 
     def undo_all(self, error: BaseException, *, closed: bool) -> None:
         """Go back to the savepoint, after `error`.
@@ -187,7 +187,7 @@ class SharedSavepoint(Containment):
             ConnectionLost: the transaction is gone with its connection.
             TransactionEscaped: a handler ended the transaction.
         """
-        self._batch.has_deadlocked |= sqlstate_of(error) in TRANSIENT
+        self._batch.tries.has_deadlocked |= sqlstate_of(error) in TRANSIENT
         intact = closed and self.is_intact
         if not (self.undo(intact=intact) and self.is_same_transaction()):
             job = self._batch.job

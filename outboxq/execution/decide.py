@@ -21,7 +21,7 @@ from outboxq.statements.transaction import clock_seconds
 
 def decide(connection: Connection, batch: BatchState, runtime: Runtime) -> Handlers:
     """Fill `batch.decided`, once for a claim; returns the handlers of the others, by kind."""
-    if not batch.is_plain:
+    if not batch.claimed.is_plain:
         coalesce(connection, batch, runtime.schema)
         batch.expires = _expiries(connection, batch, runtime)
     handlers, decided = runtime.handlers_of(batch.jobs), batch.decided

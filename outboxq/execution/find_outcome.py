@@ -52,14 +52,14 @@ def find_outcome(connection: Connection, batch: BatchState) -> BatchReport | Non
 
 
 def _resolve(connection: Connection, batch: BatchState) -> BatchReport | None:
-    if batch.transaction is not None and _server_epoch(connection) != batch.epoch:
+    if batch.transaction is not None and _server_epoch(connection) != batch.claimed.request.epoch:
         return _resolve_by_presence(connection, batch)
     # An earlier recovery's COMMIT was not answered: repeating it would run jobs again that were put back and are done.
     if batch.dead_letters is not None and was_committed(connection, batch.dead_letters.xid):
         return _report_of(batch, batch.dead_letters)
     if batch.transaction is None or not was_committed(connection, batch.transaction.xid):
         return None
-    if batch.commit_was_sent:
+    if batch.owner.commit_was_sent:
         return batch.report()
     failed = describe_failure(TransactionEndedByHandler(), batch.job)
     return write_dead_letters(connection, batch, COMMITTED_BY_HANDLER, failed)
@@ -77,7 +77,7 @@ def _resolve_by_presence(connection: Connection, batch: BatchState) -> BatchRepo
         is_ours = run_script(connection, may_be_committed(batch.transaction.xid))[0][0]
     if still_there:
         return None
-    return batch.report() if batch.commit_was_sent and is_ours else BatchReport(len(batch.jobs), ())
+    return batch.report() if batch.owner.commit_was_sent and is_ours else BatchReport(len(batch.jobs), ())
 
 
 def _server_epoch(connection: Connection) -> str:
@@ -129,14 +129,14 @@ def leave_prepared(connection: Connection, batch: BatchState, failed: Failed, le
 
 def write_dead_letters(connection: Connection, batch: BatchState, reason: str, failed: Failed) -> BatchReport:
     """Make dead letters of the jobs whose rows may stand, and put the jobs behind them back."""
-    jobs, position = batch.jobs, batch.position
+    jobs, position = batch.jobs, batch.running.position
     try:
         with connection.begin():
             if batch.is_leased:
                 run_script(connection, _BRIEFLY)
             for job in batch.running_jobs:
                 settle.dead_letter(connection, job, reason, failed.record)
-            for job in jobs[position + batch.together :]:
+            for job in jobs[position + batch.running.together :]:
                 settle.release(connection, job)
             dead_letters = batch.dead_letters = DeadLetters(str(settle.current_xid(connection)), reason, failed)
     except LeaseLost:
@@ -146,5 +146,5 @@ def write_dead_letters(connection: Connection, batch: BatchState, reason: str, f
 
 def _report_of(batch: BatchState, dead_letters: DeadLetters) -> BatchReport:
     reason, failed = dead_letters.reason, dead_letters.failed
-    died = (settle.died(job, reason, failed.record, failed.error, batch.seconds) for job in batch.running_jobs)
+    died = (settle.died(job, reason, failed.record, failed.error, batch.running.seconds) for job in batch.running_jobs)
     return BatchReport(len(batch.jobs), (*batch.events, *batch.coalesced, *died))

@@ -74,22 +74,23 @@ class FinishedRows(Step):
     def statements(self) -> Sequence[str]:
         """The INSERT, with a patience of its own. PREPARE takes a lock too."""
         given = self.schema, self.jobs, self.keeper.relay
-        if self.prepared is None or self.prepared.is_plain():
+        if self.prepared is None or self.prepared.is_plain:
             insert = [insert_finished(*given)]
         else:
-            insert = [*self.prepared.preparing(prepared_insert(self.schema)), execute_insert(*given)]
+            name, definition = prepared_insert(self.schema)
+            insert = [execute_insert(*given)] if name in self.prepared.names else [definition, execute_insert(*given)]
         return _BRIEFLY, *insert, _AS_LONG_AS_BEFORE
 
     def committed(self, rows: Rows) -> tuple[Event, ...]:  # noqa: ARG002  # the INSERT returns none
         """Take note that the INSERT was executed."""
         if self.prepared is not None:
-            self.prepared.succeeded(prepared_insert(self.schema))
+            self.prepared.succeeded(prepared_insert(self.schema).name)
         return ()
 
     def refused(self, error: BaseException) -> "FinishedRows | None":
         """The same rows as text, if the prepared INSERT was lost or met an earlier row; else none, for a while."""
         if self.prepared is not None and (may_be_of_prepared(error) or sqlstate_of(error) == _UNIQUE_VIOLATION):
-            self.prepared.failed(error, prepared_insert(self.schema))
+            self.prepared.failed(error, prepared_insert(self.schema).name)
             return replace(self, prepared=None)
         self.keeper.refused(error)
         return None

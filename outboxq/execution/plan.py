@@ -34,9 +34,9 @@ def plan_segments(batch: BatchState, handlers: Handlers) -> Sequence[Segment]:
     A job whose arguments or follower cannot be read runs by itself, and costs the others nothing.
     """
     if (
-        batch.runs_apart
+        batch.tries.apart
         or not any(map(_runs_together, handlers.values()))
-        or (not batch.is_plain and _reorders_groups(batch, handlers))
+        or (not batch.claimed.is_plain and _reorders_groups(batch, handlers))
     ):
         return (Segment("alone", range(len(batch.jobs))),)
     shared: list[_Given] = []

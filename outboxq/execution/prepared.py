@@ -1,7 +1,6 @@
 """Prepared statements: those of a slot's connection, by name, as far as the server can be expected to have them."""
 
 import math
-from typing import Protocol
 
 from outboxq.database.errors import sqlstate_of
 
@@ -17,59 +16,45 @@ def may_be_of_prepared(error: BaseException) -> bool:
     return sqlstate_of(error) in (_NO_SUCH, _THERE_ALREADY, _TABLE_CHANGED)
 
 
-class Prepared(Protocol):
-    """A statement that can be prepared: its name on a connection, and its PREPARE statement."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def definition(self) -> str: ...
-
-
 class PreparedStatements:
     """The statements of one sort that a connection has prepared, as far as is known.
 
     The driver drops all prepared statements when it sees a rollback, and behind a transaction pooler each transaction
     may come to another session. A statement that fails for this costs a round trip and nothing else. It is prepared
     again, unless the loss before was a moment ago: then statements are sent as text for a while.
+
+    Attributes:
+        names: The names of the statements that are prepared.
+        is_plain: Statements are sent as plain text for now.
     """
 
     def __init__(self) -> None:
-        self._names: set[str] = set()
+        self.names: set[str] = set()
+        self.is_plain = False
         # Executions since the last loss; below zero while statements are sent as text.
         self._age: float = _WORTHWHILE
 
-    def is_plain(self) -> bool:
-        """Whether statements are sent as plain text for now."""
-        return self._age < 0
-
-    def has(self, statement: Prepared) -> bool:
-        """Whether this statement is prepared, as far as is known."""
-        return statement.name in self._names
-
-    def preparing(self, statement: Prepared) -> list[str]:
-        """The statements in front of the execution of this one; none if it is prepared."""
-        return [] if self.has(statement) else [statement.definition]
-
-    def succeeded(self, statement: Prepared) -> None:
-        """Record that this statement was executed, and so is prepared now, or was sent as text."""
-        if not self.is_plain():
-            self._names.add(statement.name)
+    def succeeded(self, name: str) -> None:
+        """Record that the statement of this name was executed, and so is prepared now, or was sent as text."""
+        if not self.is_plain:
+            self.names.add(name)
         self._age += 1
+        self.is_plain = self._age < 0
 
-    def failed(self, error: BaseException, statement: Prepared) -> bool:
+    def failed(self, error: BaseException, name: str) -> bool:
         """Whether a statement failed because it was prepared, or was not, so that it is worth another try."""
-        if self.is_plain() or not may_be_of_prepared(error):
+        if self.is_plain or not may_be_of_prepared(error):
             return False
         sqlstate = sqlstate_of(error)
         if sqlstate == _THERE_ALREADY:
             # By an earlier try whose transaction was rolled back: a name stands for one text.
-            self._names.add(statement.name)
+            self.names.add(name)
             return True
-        self._names.clear()
+        self.names.clear()
         if sqlstate == _TABLE_CHANGED:
             # The old plan stays under its name.
             self._age = -math.inf
         else:
             self._age = 0 if self._age >= _WORTHWHILE else -_WORTHWHILE
+        self.is_plain = self._age < 0
         return True

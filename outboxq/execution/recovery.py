@@ -100,7 +100,7 @@ def recover(connection: Connection, batch: BatchState, error: BaseException, run
         ConnectionLost: the server has not noticed yet that the transaction's connection is gone.
         Abandoned: the relay has taken the batch away.
     """
-    batch.begin_recovery()
+    batch.owner.begin_recovery()
     end_transaction(connection)
     ended = _recover(connection, batch, error, runtime)
     # Whatever became of its jobs: some may have ended.
@@ -128,7 +128,7 @@ def _recover(connection: Connection, batch: BatchState, error: BaseException, ru
             return Ended(_release(connection, batch.job))
         case ConnectionLost() if batch.late_result is not None:
             return Ended(settle_on_new_connection(connection, batch, runtime, batch.late_result))
-        case ConnectionSpoiled() if batch.together == 1:
+        case ConnectionSpoiled() if batch.running.together == 1:
             return Ended(record_failed_attempt(connection, batch, error.failed, runtime, batch.claimed_ids))
         case ConnectionLost() if not isinstance(error, ConnectionSpoiled):
             # Whether a job caused the loss shows when it runs alone; in transaction mode its claim's mark sees to that.
@@ -168,7 +168,7 @@ def _recover_escaped(connection: Connection, batch: BatchState, escaped: Transac
             return Ended(write_dead_letters(connection, batch, COMMITTED_BY_HANDLER, failed))
     except LeftPrepared as left:
         return Ended(leave_prepared(connection, batch, failed, left))
-    if batch.together > 1:
+    if batch.running.together > 1:
         # One handler ran several jobs, and it is not known for which of them it ended the transaction.
         with connection.begin():
             clear_marks(connection, runtime.schema, batch.claimed_ids)
@@ -252,7 +252,7 @@ def settle_on_new_connection(
                 settle.park(connection, job)
                 events: tuple[Event, ...] = (JobsParked(batch.queue, (job.kind,), 1),)
             else:
-                events = (settle_result(connection, job, result, runtime, batch.seconds),)
+                events = (settle_result(connection, job, result, runtime, batch.running.seconds),)
             events += commit_checked(connection, inner, steps_of(connection, batch, events, runtime))
     except LeaseLost:
         events = (JobLeaseLost(job),)
@@ -418,6 +418,6 @@ def _settle_anew(
             inner = again.transaction.inner_savepoint
         else:
             inner = begin_transaction(connection).inner_savepoint
-        event = settle_result(connection, job, result, runtime, batch.seconds)
+        event = settle_result(connection, job, result, runtime, batch.running.seconds)
         steps = steps_of(connection, batch, [event], runtime, taken_along)
         return event, *commit_checked(connection, inner, steps)

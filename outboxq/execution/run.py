@@ -73,8 +73,8 @@ def _run_several(
 ) -> None:
     """Run the jobs of a batch in the order of its plan."""
     locks, segments = Locks(), plan_segments(batch, handlers)
-    batch.runs_together = len(segments) == 1 and segments[0].kind != "alone"
-    if not batch.runs_together:
+    batch.tries.together = len(segments) == 1 and segments[0].kind != "alone"
+    if not batch.tries.together:
         # Jobs that all run together lock rows when they load them.
         _lock_rows(connection, batch, runtime, handlers, locks)
     for segment in segments:
@@ -91,7 +91,7 @@ def _run_several(
             if decided is None and job.group_key in batch.blocked:
                 settle.release(connection, job)
                 continue
-            batch.position = position
+            batch.running.position = position
             result = _run_alone(connection, batch, job, runtime, handlers, begin, shared=True)
             _settle_alone(connection, batch, job, runtime, result)
 
@@ -105,7 +105,7 @@ def _run_together(
     else:
         is_run = _call_batch_handler(connection, batch, runtime, segment, locks)
     if not is_run:
-        batch.runs_together = False
+        batch.tries.together = False
         # Undoing the segment has released its locks, and the locks taken before it.
         locks.forget()
         _lock_rows(connection, batch, runtime, handlers, locks)
@@ -115,16 +115,16 @@ def _run_together(
 def _call_batch_handler(
     connection: Connection, batch: BatchState, runtime: Runtime, segment: Segment, locks: Locks
 ) -> bool:
-    batch.begin_run()
+    batch.running.begin()
     run_apart = runtime.invoker.apart()
     outcomes = run_apart(call_batch_handler, connection, batch, runtime, segment, locks)
-    batch.end_run()
+    batch.running.end()
     if outcomes is None:
         return False
     _restore(connection, batch, runtime)
-    seconds = batch.seconds / len(segment.places)
+    seconds = batch.running.seconds / len(segment.places)
     for position, outcome in zip(segment.places, outcomes, strict=True):
-        batch.position = position
+        batch.running.position = position
         batch.events.append(settle_result(connection, batch.job, outcome, runtime, seconds))
     return True
 
@@ -175,7 +175,7 @@ def _run_alone(
 ) -> Result:
     """Run the handler of one job, again after a deadlock; returns the last result, or the decided one."""
     # First: the event of a job that is not called says how long that took, and not the time of the job before.
-    batch.begin_run()
+    batch.running.begin()
     decided = batch.decided.get(job.id)
     if decided is None and (batch.expires or runtime.orders.cancelled):
         decided = ended_meanwhile(batch, job, runtime)
@@ -183,15 +183,15 @@ def _run_alone(
         return decided
     handler = handlers[job.kind]
     assert handler is not None, "jobs of unknown kinds are decided"
-    if handler.timeout_seconds != batch.timeout_seconds:
+    if handler.timeout_seconds != batch.running.timeout_seconds:
         _set_timeout(connection, batch, handler.timeout_seconds, shared=shared)
-    seconds = batch.timeout_seconds
-    batch.deadline = None if seconds is None else time.monotonic() + seconds
+    seconds = batch.running.timeout_seconds
+    batch.running.deadline = None if seconds is None else time.monotonic() + seconds
     xid = batch.transaction.xid if shared and batch.transaction is not None else None
     free_retries, prepares = FREE_RETRIES, True
     try:
         while True:
-            call = batch.begin_call((job,), runtime.notes)
+            call = batch.running.begin_call((job,), runtime.notes)
             attempt = Attempt(connection, handler, job, runtime, xid, begin, call)
             with nullcontext() if prepares else unprepared(connection):
                 result: AttemptResult = runtime.invoker.apart()(attempt.run)
@@ -205,7 +205,7 @@ def _run_alone(
                 # No hook hears of it.
                 drop_tracebacks(result.error)
     finally:
-        batch.end_call()
+        batch.running.end_call()
 
 
 def _set_timeout(connection: Connection, batch: BatchState, seconds: float | None, *, shared: bool) -> None:
@@ -215,7 +215,7 @@ def _set_timeout(connection: Connection, batch: BatchState, seconds: float | Non
         # For a lone job, before the inner savepoint: going back to that savepoint must not undo the settings.
         around = () if shared else (f"RELEASE SAVEPOINT {inner}", f"SAVEPOINT {inner}")
         run_script(connection, *around[:1], *settings, *around[1:])
-    batch.timeout_seconds = seconds
+    batch.running.timeout_seconds = seconds
 
 
 def _begin(connection: Connection, batch: BatchState, *, shared: bool) -> str | None:
@@ -228,7 +228,7 @@ def _settle_alone(connection: Connection, batch: BatchState, job: Job, runtime: 
     """Write the outcome of a job that ran, or was decided."""
     if isinstance(result, SettledByClaim):
         return
-    seconds = batch.end_run()
+    seconds = batch.running.end()
     is_idle = runtime.guard.transaction_status == TransactionStatus.IDLE
     if job.lease_token is not None and is_idle and not batch.was_begun:
         # A leased job whose handler wrote nothing is removed together with others.
@@ -240,8 +240,9 @@ def _settle_alone(connection: Connection, batch: BatchState, job: Job, runtime: 
             return
         # The handler worked outside the database: its result must outlive a connection that is gone by now.
         batch.late_result = result
-    batch.begin(connection)
-    batch.late_result = None
+    if batch.transaction is None:
+        batch.begin(connection)
+        batch.late_result = None
     _restore(connection, batch, runtime)
     if isinstance(result, UnknownKindResult):
         settle.park(connection, job)
@@ -265,7 +266,7 @@ def _restore(connection: Connection, batch: BatchState, runtime: Runtime) -> Non
     if not batch.was_begun and is_listened_to(connection):
         # A listener of the user's has set the role of the transaction, perhaps, and it was not noted.
         return
-    script = restored(transaction.inner_savepoint, batch.timeout_seconds, is_noted=batch.was_begun)
+    script = restored(transaction.inner_savepoint, batch.running.timeout_seconds, is_noted=batch.was_begun)
     try:
         run_script(connection, script)
     except psycopg.Error as error:

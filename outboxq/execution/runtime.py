@@ -82,7 +82,6 @@ class Runtime:
     guard: Guard
     schema: str
     max_crashes: int
-    epoch: str
     caller: EffectRunner | AsyncEffectRunner | None
     sharing_queues: frozenset[str]
     is_interruption: Callable[[BaseException], bool]

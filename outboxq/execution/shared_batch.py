@@ -69,7 +69,7 @@ def run_shared(connection: Connection, batch: BatchState, runtime: Runtime, segm
     else:
         return True
     finally:
-        batch.end_call()
+        batch.running.end_call()
         runtime.guard.let_go()
     run.undo(failed)
     # No hook hears of it.
@@ -120,16 +120,16 @@ class _SharedRun:
 
     def run(self) -> None:
         """Run all of them, up to the release of their savepoint."""
-        self._batch.position = self._places.start
+        self._batch.running.position = self._places.start
         jobs = self._batch.jobs[self._places.start : self._places.stop]
-        self._call = self._batch.begin_call(jobs, self._runtime.notes)
+        self._call = self._batch.running.begin_call(jobs, self._runtime.notes)
         self._runtime.catalog.refresh()
         self._runtime.guard.watcher = self
         if any(key.locked for key in entity_keys(self._loaded_ahead)):
             # All rows are locked in one order, before a handler can lock some of them.
             self._load_ahead()
         for position, arguments in zip(self._places, self._arguments, strict=True):
-            self._batch.position = position
+            self._batch.running.position = position
             self._runtime.invoker.apart()(self._run_one, self._batch.jobs[position], arguments)
         self._send()
         self._call.end()
@@ -171,17 +171,17 @@ class _SharedRun:
     def _set_aside_unsent(self) -> None:
         """Move jobs whose writes were not sent behind the job that ended the transaction: nothing of them stands."""
         batch, first = self._batch, self._places.start + self._sent
-        if first > batch.position:
+        if first > batch.running.position:
             # Nothing was unsent but the end of the transaction: its own event is not one of a job that is done.
-            del batch.events[batch.position - first :]
+            del batch.events[batch.running.position - first :]
             return
-        jobs, position = batch.jobs, batch.position
+        jobs, position = batch.jobs, batch.running.position
         batch.jobs = (*jobs[:first], jobs[position], *jobs[first:position], *jobs[position + 1 :])
-        batch.position = first
+        batch.running.position = first
 
     def _run_one(self, job: Job, arguments: Mapping[str, object]) -> None:
         runtime = self._runtime
-        self._batch.begin_run()
+        self._batch.running.begin()
         handler = runtime.registry.find(job.kind)
         self._is_suspicious = self._is_unseen
         self._written.clear()
@@ -192,9 +192,9 @@ class _SharedRun:
             given = load() if arounds is None else Surrounded.of(arounds, opened, load)
             fault_point("before-handler")
             seconds = handler.timeout_seconds
-            self._batch.deadline = None if seconds is None else time.monotonic() + seconds
+            self._batch.running.deadline = None if seconds is None else time.monotonic() + seconds
             returned = self._call_handler(handler, opened, run, given)
-            self._batch.deadline = None
+            self._batch.running.deadline = None
             if self._call.is_cancelled:
                 raise HandlerError("a job of the batch was cancelled: each runs by itself")
             outcome = handler.returned.outcome(returned)
@@ -210,7 +210,7 @@ class _SharedRun:
         self._check()
         if has_follower(job) and (follower := follower_of(job)):
             self._buffer.add_jobs(follower)
-        seconds = self._batch.end_run()
+        seconds = self._batch.running.end()
         self._ended.append((seconds, outcome.result if isinstance(outcome, DoneWithResult) else None))
         if not self._buffer:
             self._mark_sent()
@@ -278,7 +278,7 @@ class _SharedRun:
         each time: the next handler may send something too, and all rows would be dropped.
         """
         self._send()
-        first = self._batch.position - self._places.start
+        first = self._batch.running.position - self._places.start
         with self._runtime.guard.aside():
             self._rows.load(entity_keys(self._loaded_ahead[first : first + self._ahead]))
         self._ahead *= 2

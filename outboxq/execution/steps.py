@@ -32,6 +32,6 @@ def steps_of(
         found += runtime.keeper.steps(runtime.schema, events, stands_for, runtime.prepared_rows)
     if adds := unique_adds(connection):
         found.append(TakeKeys(runtime.schema, adds))
-    if not batch.is_plain and (ids := batch_ids(batch.jobs)):
+    if not batch.claimed.is_plain and (ids := batch_ids(batch.jobs)):
         found.append(FinishBatches(runtime.schema, ids))
     return found

@@ -44,7 +44,7 @@ def keep_windows(connection: Connection, batch: BatchState, transaction: ClaimTr
     throttled = _throttled(batch.jobs)
     if not throttled:
         return
-    settings = local_timeouts(batch.timeout_seconds) or (TIMED_AGAIN,)
+    settings = local_timeouts(batch.running.timeout_seconds) or (TIMED_AGAIN,)
     try:
         put_off = _put_off(connection, throttled, (UNTIMED,), schema)
         # The savepoints are set anew, above what was put back.

@@ -85,7 +85,14 @@ class Aggregate:
         """Count the events of committed jobs."""
         with self._lock:
             if len(events) == 1 and type(events[0]) in RAN:
-                self._add_one(cast("Ended", events[0]))
+                one = cast("Ended", events[0])
+                job, ran, waited = one.job, one.seconds, one.job.waited_seconds
+                counts = self._counts.get((job.queue, job.kind)) or _counts_of(self._counts, job.queue, job.kind)
+                counts.outcomes[RAN[type(one)]] += 1
+                counts.wait_seconds += waited
+                counts.run_seconds += ran
+                counts.wait[bisect_left(BOUNDS, waited)] += 1
+                counts.run[bisect_left(BOUNDS, ran)] += 1
                 return
             ended: Iterable[Event] = events
             if not RAN.keys() >= set(map(type, events)):
@@ -116,15 +123,6 @@ class Aggregate:
             _add_all(found, self._taken)
             _add_all(found, self._counts)
         return found
-
-    def _add_one(self, event: Ended) -> None:
-        job, ran = event.job, event.seconds
-        waited, counts = job.waited_seconds, _counts_of(self._counts, job.queue, job.kind)
-        counts.outcomes[RAN[type(event)]] += 1
-        counts.wait_seconds += waited
-        counts.run_seconds += ran
-        counts.wait[bisect_left(BOUNDS, waited)] += 1
-        counts.run[bisect_left(BOUNDS, ran)] += 1
 
     def _add_alike(self, events: Sequence[Ended]) -> None:
         job = events[0].job

@@ -96,7 +96,7 @@ def activity_of(state: str, slots: Iterable[Slot]) -> RelayActivity:
 
 def _running_on(slot: Slot) -> list[dict[str, object]]:
     batch = slot.batch
-    seconds = None if batch is None else batch.running_seconds
+    seconds = None if batch is None else batch.running.seconds_now
     if batch is None or seconds is None or seconds < _LONG_SECONDS:
         return []
     transaction = batch.transaction

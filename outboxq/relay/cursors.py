@@ -9,7 +9,7 @@ import random
 import threading
 import time
 
-from outboxq.execution.claim import Claimed, ClaimRequest, GroupLook
+from outboxq.execution.claim import Claimed, GroupLook
 from outboxq.statements.claim import Cursor
 from outboxq.statements.group_claim import GROUPS_SEEN, bring_back
 
@@ -23,35 +23,34 @@ _LEAST_SECONDS, _MOST_SECONDS = 0.05, 30.0
 _WEIGHT = 0.1
 
 
-class SweepSchedule:
-    """When a relay's slots sweep; shared by all slots."""
+class Sweep:
+    """When a relay's slots sweep one queue; shared by all slots."""
 
     def __init__(self) -> None:
-        self._due_at: dict[str, float] = {}
-        self._pauses: dict[str, float] = {}
-        self._usual_seconds: dict[str, float] = {}
+        self.due_at = 0.0
+        self._pause_seconds = 0.0
+        self._usual_seconds: float | None = None
         self._lock = threading.Lock()
 
-    def take_turn(self, queue: str) -> bool:
-        """Whether the caller is to sweep this queue now."""
+    def take_turn(self) -> bool:
+        """Whether the caller is to sweep the queue now."""
         now = time.monotonic()
         with self._lock:
-            if now < self._due_at.get(queue, 0.0):
+            if now < self.due_at:
                 return False
             # No other slot sweeps while this sweep lasts.
-            self._due_at[queue] = now + max(SWEEP_SECONDS, self._pauses.get(queue, 0.0))
+            self.due_at = now + max(SWEEP_SECONDS, self._pause_seconds)
             return True
 
-    def record(self, queue: str, seconds: float, *, swept: bool) -> None:
+    def record(self, seconds: float, *, swept: bool) -> None:
         """Record how long a claim took; the less a sweep cost, the sooner the next one is due."""
-        usual = self._usual_seconds.get(queue, seconds)
+        usual = seconds if self._usual_seconds is None else self._usual_seconds
         if swept:
-            pause = min(max((seconds - usual) / _SHARE, _LEAST_SECONDS), _MOST_SECONDS)
+            self._pause_seconds = min(max((seconds - usual) / _SHARE, _LEAST_SECONDS), _MOST_SECONDS)
             with self._lock:
-                self._pauses[queue] = pause
-                self._due_at[queue] = time.monotonic() + pause
+                self.due_at = time.monotonic() + self._pause_seconds
         else:
-            self._usual_seconds[queue] = usual + (seconds - usual) * _WEIGHT
+            self._usual_seconds = usual + (seconds - usual) * _WEIGHT
 
 
 class Start:
@@ -64,9 +63,9 @@ class Start:
     def record(self, claimed: Claimed) -> None:
         """Move by what a claim took, and looked at."""
 
-    def is_at_end(self, request: ClaimRequest) -> bool:
-        """Whether nothing waits at all, after this claim has found nothing from its place on."""
-        return request.cursor is None
+    def is_at_end(self) -> bool:
+        """Whether nothing waits at all, now that the last claim has found nothing from its place on."""
+        return True
 
     def bringing_back(self) -> str | None:
         """A statement to send before the next claim, if the last one has seen that jobs are due to come back."""
@@ -76,15 +75,16 @@ class Start:
 class QueueCursor(Start):
     """Where the claims of one slot start among the ready jobs of one queue."""
 
-    def __init__(self, queue: str, sweeps: SweepSchedule) -> None:
-        self._queue = queue
-        self._sweeps = sweeps
+    def __init__(self, sweep: Sweep) -> None:
+        self._sweep = sweep
         self._cursor: Cursor | None = None
+        # The last claim has swept.
+        self._has_swept = False
 
     def place(self) -> Cursor | None:
         """The place of the last job that the slot claimed, unless it is the slot's turn to sweep."""
         # Even without a cursor: a claim from the start is the sweep of all slots.
-        if self._sweeps.take_turn(self._queue):
+        if time.monotonic() >= self._sweep.due_at and self._sweep.take_turn():
             self._cursor = None
         return self._cursor
 
@@ -93,11 +93,15 @@ class QueueCursor(Start):
         jobs, request = claimed.jobs, claimed.request
         if claimed.is_full:
             return
-        self._cursor = None
+        self._cursor, self._has_swept = None, request.cursor is None
         if jobs:
-            self._sweeps.record(self._queue, time.monotonic() - request.asked_at, swept=request.cursor is None)
+            self._sweep.record(time.monotonic() - request.asked_at, swept=self._has_swept)
             if len(jobs) + claimed.moved >= request.limit:
                 self._cursor = Cursor(jobs[-1].priority, jobs[-1].seq)
+
+    def is_at_end(self) -> bool:
+        """Whether the last claim has started at the start of the queue."""
+        return self._has_swept
 
 
 class GroupCursor(Start):
@@ -140,7 +144,7 @@ class GroupCursor(Start):
             passes = _is_between(before, self._round_from, self._after)
             self._has_round_ended = passes or (look.seen is not None and is_whole)
 
-    def is_at_end(self, _: ClaimRequest) -> bool:
+    def is_at_end(self) -> bool:
         """Whether all groups were looked at since jobs were found; if so, the next round begins."""
         if self._has_round_ended and not self._is_back_due:
             self._round_from = None

@@ -132,7 +132,7 @@ class DeadlineEnforcer:
             batch = runner.slot.batch
             if batch is None or runner in self._acting:
                 continue
-            deadline = batch.deadline
+            deadline = batch.running.deadline
             if deadline is not None and now >= deadline:
                 self._start(self._acting, runner, partial(self._enforce, runner, batch, deadline))
             elif self._orders.cancelled:
@@ -147,7 +147,7 @@ class DeadlineEnforcer:
             self._stuck(_stuck_in([job for *_, jobs in cut for job in jobs]))
 
     def _check_cancelled(self, runner: Runner, batch: BatchState) -> None:
-        call, cancelled = batch.call, self._orders.cancelled
+        call, cancelled = batch.running.call, self._orders.cancelled
         if call is None or call.is_over or not any(job.id in cancelled for job in call.jobs):
             return
         # First: from here on the handler's end is not taken for a success.
@@ -178,7 +178,7 @@ class DeadlineEnforcer:
         while pending and time.monotonic() < deadline:
             for runner in list(pending):
                 batch = runner.slot.batch
-                if batch is not None and batch.seize():
+                if batch is not None and batch.owner.seize():
                     taken += len(batch.jobs)
                     pending.remove(runner)
                     self._start(self._acting, runner, partial(self._end, runner, batch, None, is_crash=False))
@@ -221,15 +221,15 @@ class DeadlineEnforcer:
             self._cancel(batch, deadline)
         while time.monotonic() < until:
             time.sleep(min(_STEP_SECONDS, cut_after_seconds))
-            if batch.deadline != deadline or batch.is_seized:
+            if batch.running.deadline != deadline or batch.owner.is_seized:
                 return
-        if not batch.seize():
+        if not batch.owner.seize():
             return
         self.cuts += 1
         # Only now is it certain which job ran: one that ended a moment ago, or is held up, is not to blame.
         # `together` is read before the deadline, which a call that returns takes down first.
-        is_several = batch.together > 1
-        is_over = batch.deadline == deadline and not runner.is_held_up()
+        is_several = batch.running.together > 1
+        is_over = batch.running.deadline == deadline and not runner.is_held_up()
         blamed = batch.running_jobs if is_over else ()
         try:
             stack = runner.stack() if is_over and not is_several else None
@@ -250,8 +250,8 @@ class DeadlineEnforcer:
 
         def cancel(connection: Connection) -> None:
             # The batch is held as running, so that the cancellation cannot hit the COMMIT either.
-            with batch.while_running(deadline) as runs:
-                if runs:
+            with batch.owner.held() as may_be_cancelled:
+                if may_be_cancelled and batch.running.deadline == deadline:
                     end_other_transaction(connection, batch, terminate=False)
 
         self._on_connection(cancel)
@@ -264,9 +264,9 @@ class DeadlineEnforcer:
             self._on_connection(partial(_cancel_statement, batch, call))
         while time.monotonic() < until:
             time.sleep(min(_STEP_SECONDS, self._limits.cut_after_seconds))
-            if call.is_over or batch.is_seized:
+            if call.is_over or batch.owner.is_seized:
                 return
-        if not batch.seize():
+        if not batch.owner.seize():
             return
         self.cuts += 1
         # Whichever way its call ended since, nothing of the batch was committed, and its cancelled jobs end here.
@@ -354,7 +354,7 @@ def _settle(
     """End the transaction of a seized batch, and settle its jobs; `stack` is that of a handler that was cut off."""
     # The runtime first: once that transaction has ended, other relays find its marks.
     runtime = slot.runtime_on(make_slot_connection(connection, SyncInvoker()))
-    timed_out = HandlerTimedOut(batch.timeout_seconds or 0.0)
+    timed_out = HandlerTimedOut(batch.running.timeout_seconds or 0.0)
     failed = None if stack is None else runtime.describe(timed_out, batch.job, stack=stack)
     try:
         end_other_transaction(connection, batch, terminate=True)

@@ -74,7 +74,7 @@ class LeasedLoop:
                 following, term = None, self._term
                 # If a handler leaves something on the connection, no other job runs there: the rest goes back to wait.
                 while (job := leased.begin(allowed=not runtime.guard.left and self._may_begin(term))) is not None:
-                    batch = BatchState(leased.claimed, (job,), epoch=runtime.epoch, stands_for=leased.stands_for)
+                    batch = BatchState(leased.claimed, (job,), stands_for=leased.stands_for)
                     slot.batch = batch
                     handlers, of_job = decide(connection, batch, runtime), None
                     while of_job is None:

@@ -13,7 +13,7 @@ from outboxq.execution.claim import Claimed, ClaimRequest
 from outboxq.execution.lease_mode import LeasedBatch
 from outboxq.relay.admission import Query, SlotAdmission
 from outboxq.relay.connections import SlotConnection
-from outboxq.relay.cursors import GroupCursor, QueueCursor, Start
+from outboxq.relay.cursors import GroupCursor, QueueCursor, Start, Sweep
 from outboxq.relay.poller import Order
 from outboxq.relay.queue_claims import QueueClaims
 from outboxq.relay.state import RelayState
@@ -39,7 +39,7 @@ class Planner:
         self._admission = SlotAdmission(state.admission)
         self._cursors: dict[tuple[str, Sort], Start] = {(name, sort): Start() for name in queues for sort in Sort}
         for name in queues:
-            self._cursors[name, Sort.READY] = QueueCursor(name, state.sweep_schedule)
+            self._cursors[name, Sort.READY] = QueueCursor(state.sweeps.setdefault(name, Sweep()))
             self._cursors[name, Sort.GROUPED] = GroupCursor(state.config.schema, name)
         self._connected: SlotConnection | None = None
         # At random, so that slots and processes begin with different queues.
@@ -77,7 +77,7 @@ class Planner:
             self._most_leased = dict.fromkeys(self._order.queues, 1)
         self._connected = connected
         self._admission.return_unused()
-        self._walks_since = _now()
+        self._walks_since = time.monotonic()
         self._counts_due_at = self._walks_since + self._state.limits.counts_seconds
         state, queues = self._state, self._order.queues
         yield from state.quarantine.round(self, queues, state.poller.is_held, state.lease.want, self._claims_of)
@@ -123,16 +123,16 @@ class Planner:
     def _wants_poll(self) -> bool:
         """Whether the last poll is too old to be trusted."""
         polled_at = self._state.poller.polled_at(self._order.queues[0])
-        return _now() > polled_at + self._follow_seconds(self._poll_took_seconds)
+        return time.monotonic() > polled_at + self._follow_seconds(self._poll_took_seconds)
 
     def _poll(self) -> Iterator[Query]:
         """Poll the queues of this slot."""
-        poller, queues, started_at = self._state.poller, self._order.queues, _now()
+        poller, queues, started_at = self._state.poller, self._order.queues, time.monotonic()
         taken, query = poller.begin(), Query(poller.statement_for(queues), is_alone=True)
         yield query
         poller.record(taken, query.rows, queues)
         self._state.quarantine.record_poll(query.rows)
-        self._poll_took_seconds = _now() - started_at
+        self._poll_took_seconds = time.monotonic() - started_at
         self._has_found = False
 
     def _take_turn(self) -> tuple[str, Sort] | None:
@@ -159,7 +159,7 @@ class Planner:
             yield request
             if self._last_claimed is None or self._last_claimed.is_full:
                 return False
-            if cursor.is_at_end(request):
+            if cursor.is_at_end():
                 return True
             if statement := cursor.bringing_back():
                 yield Query(statement)
@@ -168,8 +168,8 @@ class Planner:
     def _ask(self, name: str, sort: Sort) -> ClaimRequest | None:
         """The claim of a sort of jobs; None if none of them may begin now."""
         claims, state = self._claims.of(name), self._state
-        script = claims.scripts[sort]
-        if self._alone_for or sort.runs_by_itself or claims.by_one:
+        script, connected = claims.scripts[sort], self._connected
+        if self._alone_for or sort in claims.by_one:
             limit = 1
         else:
             limit = min(claims.batch_size, self._most_leased[name] if script.leased else self._most)
@@ -183,7 +183,8 @@ class Planner:
             sort,
             claims.alike[sort],
             claims.timeout_seconds,
-            None if self._connected is None else self._connected.prepared,
+            None if connected is None else connected.prepared,
+            "" if connected is None else connected.epoch,
             state.clock,
         )
 
@@ -209,9 +210,9 @@ class Planner:
         if self._walks_since is not None:
             # In a round each queue that takes turns has its share of the time, and one claim at least.
             shares = 1 + self._order.count_peers(name, poller.waiting())
-            share_seconds = self._follow_seconds(_now() - self._walks_since) / shares
+            share_seconds = self._follow_seconds(time.monotonic() - self._walks_since) / shares
             # If the share is very small, the next claim goes to another queue: here it would mostly find nothing.
-            self._follow_until = 0.0 if 0.0 < share_seconds < _LEAST_SHARE_SECONDS else _now() + share_seconds
+            self._follow_until = 0.0 if 0.0 < share_seconds < _LEAST_SHARE_SECONDS else time.monotonic() + share_seconds
             self._walks_since = None
         return is_called and not sort.runs_by_itself and _may_be_more(request, len(jobs) + claimed.moved)
 
@@ -223,8 +224,8 @@ class Planner:
         request = batch.claimed.request
         if isinstance(batch, LeasedBatch):
             return self._after_leased(batch)
-        self._most = max(1, len(batch.jobs) // 2) if batch.has_deadlocked else min(self._most * 2, _NO_LIMIT)
-        now = _now()
+        self._most = max(1, len(batch.jobs) // 2) if batch.tries.has_deadlocked else min(self._most * 2, _NO_LIMIT)
+        now = time.monotonic()
         if self._alone_for or (batch.decided and batch.parked) or now > self._counts_due_at:
             return None
         if self._state.stopping.is_set():
@@ -243,7 +244,7 @@ class Planner:
         turn = self._take_turn()
         if turn is None:
             return None
-        self._walks_since = _now()
+        self._walks_since = time.monotonic()
         return self._ask(*turn)
 
     def _after_leased(self, leased: LeasedBatch) -> ClaimRequest | None:
@@ -252,7 +253,7 @@ class Planner:
         self._most_leased[leased.queue] = max(1, min(2 * request.limit, leased.fitting()))
         if self._alone_for or request.sort.runs_by_itself or leased.unknown or self._state.stopping.is_set():
             return None
-        if _now() > min(self._counts_due_at, self._follow_until):
+        if time.monotonic() > min(self._counts_due_at, self._follow_until):
             return None
         is_more = _may_be_more(request, len(leased.jobs) + leased.dropped)
         return self._ask(request.queue, request.sort) if is_more else None
@@ -274,7 +275,3 @@ class Planner:
 def _may_be_more(request: ClaimRequest, claimed: int) -> bool:
     """Whether more jobs may wait after those of a claim: after the first jobs of groups always."""
     return claimed > 0 if request.sort in (Sort.GROUPED, Sort.GROUP_SUSPECT) else claimed >= request.limit
-
-
-def _now() -> float:
-    return time.monotonic()

@@ -1,6 +1,6 @@
 """The claims of a slot's queues: a statement for each sort of jobs, by the limits that the relay saw last."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 
 from outboxq.execution.claim import AnyScript
@@ -18,7 +18,8 @@ class ClaimsOfQueue:
         scripts: The claim of each sort of jobs, in the mode of the queue.
         alike: For each sort, the claims that take jobs in the same way.
         limits: The limits that the claims keep.
-        by_one: A claim takes one job: each job under the lease counts for the limit of its queue, and runs by itself.
+        by_one: The sorts of which a claim takes one job: those that run by themselves, and all of a queue whose limit
+            each job under the lease counts for.
         timeout_seconds: The longest deadline of the queue's handlers.
         batch_size: How many jobs a claim takes at most.
     """
@@ -26,7 +27,7 @@ class ClaimsOfQueue:
     scripts: Mapping[Sort, AnyScript]
     alike: Mapping[Sort, tuple[AnyScript, ...]]
     limits: QueueLimits
-    by_one: bool
+    by_one: Collection[Sort]
     timeout_seconds: float | None
     batch_size: int
 
@@ -70,7 +71,7 @@ def _make(state: RelayState, queue: str, limits: QueueLimits) -> ClaimsOfQueue:
         scripts,
         alike,
         limits,
-        is_leased and most is not None,
+        tuple(Sort) if is_leased and most is not None else (Sort.SUSPECT, Sort.GROUP_SUSPECT),
         registry.timeout_seconds(queue),
         registry.batch_size(queue, state.config.batch_size),
     )

@@ -282,8 +282,7 @@ class RelayRun:
         return leased_jobs(runner.slot for runner in [*serving, *hanging])
 
     def _record_reaped(self, event: JobCrashed) -> None:
-        self._state.count(BatchReport(0, (event,)))
-        self.emit(event)
+        self._state.publish(BatchReport(0, (event,)))
 
     def _serve_to_the_end(self) -> None:
         slots = sum(group.slots for group, _ in self.groups)

@@ -133,7 +133,7 @@ class Slot:
 
     def is_seized(self) -> bool:
         """Whether the relay has taken the batch away from this slot, which then must neither commit nor report it."""
-        return self.batch is not None and self.batch.is_seized
+        return self.batch is not None and self.batch.owner.is_seized
 
     @property
     def is_in_doubt(self) -> bool:
@@ -226,7 +226,7 @@ class Slot:
             # The batches' own scripts commit; leaving the block ends the transaction that the last script began.
             claimed = self.claim(connection, request)
             while claimed.jobs:
-                batch = self.batch = BatchState.of(claimed, runtime.epoch)
+                batch = self.batch = BatchState.of(claimed)
                 handlers = decide(connection, batch, runtime)
                 fault_point("after-claim")
                 ended = None
@@ -267,7 +267,7 @@ class Slot:
             else:
                 self._vain_claims[ClaimsEmpty, request.queue] += 1
         calls_another = self._planner.record_claim(claimed, is_called=self.sleep.is_asleep)
-        if count:
+        if count and self.sleep.is_asleep:
             self.sleep.end()
         if calls_another:
             self.state.wake_another(request.queue)
@@ -334,7 +334,7 @@ class Slot:
         """What became of a batch that ended in `error`; raises `error` if that does not show on this connection."""
         running = self.running
         if isinstance(error, TransactionEscaped | LeaseLost):
-            batch.begin_recovery()
+            batch.owner.begin_recovery()
             if isinstance(error, JobRowHeld):
                 self.state.lease.excuse(batch.job)
             try:
@@ -352,7 +352,7 @@ class Slot:
             # The cause is something that a handler left on the connection: a listener, or a type that it registered.
             give_up(connection)
             raise ConnectionSpoiled(runtime.describe(error, batch.job)) from error
-        if is_lost(connection) or batch.is_seized:
+        if is_lost(connection) or batch.owner.is_seized:
             raise error
         self.state.emit(BatchRolledBack(batch.queue, running, describe_error(error)))
         ended = self._find_out(connection, batch, error, runtime)
@@ -405,7 +405,6 @@ class Slot:
             connected.guard,
             state.config.schema,
             state.config.max_crashes,
-            connected.epoch,
             runners.sync if self.flavour == "sync" else runners.asynchronous,
             sharing_queues=self._sharing_queues,
             is_interruption=self._is_interruption,

@@ -26,7 +26,7 @@ from outboxq.execution.keep import Keeper
 from outboxq.handlers.resolved import Registry
 from outboxq.observability.aggregate import Aggregate
 from outboxq.relay.admission import Admission
-from outboxq.relay.cursors import SweepSchedule
+from outboxq.relay.cursors import Sweep
 from outboxq.relay.effect_runners import EffectRunners
 from outboxq.relay.flow_settings import FlowSettings
 from outboxq.relay.hook_thread import HookThread
@@ -120,7 +120,8 @@ class RelayState:
     limits: RelayLimits = field(default_factory=RelayLimits)
     # What the application's lifespan yielded.
     lifespan_state: object = None
-    sweep_schedule: SweepSchedule = field(default_factory=SweepSchedule)
+    # Of each queue.
+    sweeps: dict[str, Sweep] = field(default_factory=dict)
     counters: RelayCounters = field(default_factory=RelayCounters)
     lock: threading.Lock = field(default_factory=threading.Lock)
     aggregate: Aggregate = field(default_factory=Aggregate)
@@ -137,20 +138,16 @@ class RelayState:
 
     def publish(self, report: BatchReport, claims: Iterable[Event] = (), parked: int = 0) -> None:
         """Count what was committed, and tell it behind the events of claims; with the jobs that were parked besides."""
-        self.count(report)
+        with self.lock:
+            self.counters.add(report)
+        if report.events:
+            self.aggregate.add(report.events)
         emit = self.emit
         # Most events are of jobs that are done, and most relays have no hook that is told of them.
         are_done_wanted = emit.wants(JobDone)
         for event in (*claims, *report.events):
             if are_done_wanted or type(event) is not JobDone:
                 emit(self._noted(event, parked) if isinstance(event, _NOTED) else event)
-
-    def count(self, report: BatchReport) -> None:
-        """Count what was committed."""
-        with self.lock:
-            self.counters.add(report)
-        if report.events:
-            self.aggregate.add(report.events)
 
     def has_groups(self, queue: str) -> bool:
         """Whether a queue is known to have jobs of groups."""

@@ -131,11 +131,6 @@ class Cursor:
     priority: int
     seq: int
 
-    @property
-    def key(self) -> tuple[int, int]:
-        """The place in the index."""
-        return -int(self.priority), int(self.seq)
-
 
 class ClaimTexts(NamedTuple):
     """The texts of a claim, the same for all queues, with marks for its parameters.
@@ -164,7 +159,7 @@ class ClaimScript:
             before and are not vacuumed yet.
         leased: Whether the claim gives jobs a lease instead of deleting their rows.
         most: The queue's limit, if it has one: then the claim takes jobs if there is room for them.
-        lock: Statements to go before the claim: those of a limit that is kept by counting leased jobs.
+        lock: Statements to go before the claim, with their owner: of a limit that is kept by counting leased jobs.
     """
 
     texts: ClaimTexts
@@ -172,17 +167,7 @@ class ClaimScript:
     is_keyed: bool = False
     leased: bool = False
     most: int | None = None
-    lock: tuple[str, ...] = ()
-
-    @property
-    def name(self) -> str:
-        """The name under which a connection prepares the claim."""
-        return self.texts.name
-
-    @property
-    def definition(self) -> str:
-        """The PREPARE statement."""
-        return self.texts.definition
+    lock: tuple[tuple[str, str], ...] = ()
 
     def text(self, limit: int, cursor: Cursor | None = None) -> str:
         """The claim of up to `limit` jobs, of those after `cursor` only."""
@@ -192,7 +177,7 @@ class ClaimScript:
         """Single statements of `text`, each with its owner; "claim" returns the jobs."""
         # With literals in it, the planner knows how few rows are wanted.
         claim = _filled(self.texts.claim, self._arguments(limit, cursor))
-        return [*(("lock", statement) for statement in self.lock), ("claim", claim)]
+        return [*self.lock, ("claim", claim)]
 
     def execution(self, limit: int, cursor: Cursor | None = None) -> list[tuple[str, str]]:
         """Statements that execute the claim by name, on a connection that has prepared it, by its index in any case.
@@ -200,7 +185,7 @@ class ClaimScript:
         Until the transaction ends the planner has the settings of role and database, and no SET of the session's.
         """
         claim = f"EXECUTE {self.texts.name}({', '.join(self._arguments(limit, cursor))})"
-        return [*(("lock", statement) for statement in self.lock), *_PLANNED_ONCE, ("claim", claim), *_AS_BEFORE]
+        return [*self.lock, *_PLANNED_ONCE, ("claim", claim), *_AS_BEFORE]
 
     def one(self, job_id: UUID) -> str:
         """Claim one job by its id, not to run it, also if the queue is at its limit.
@@ -217,7 +202,7 @@ class ClaimScript:
         return _filled(self.texts.clearing, self._arguments(limit, cursor))
 
     def _arguments(self, limit: int, cursor: Cursor | None = None) -> list[str]:
-        priority, seq = cursor.key if cursor else _START
+        priority, seq = (-int(cursor.priority), int(cursor.seq)) if cursor else _START
         return [self.queue, str(int(limit)), str(priority), str(seq), str(int(self.most or 0))]
 
 
@@ -258,7 +243,7 @@ class ClaimStatements:
     ) -> None:
         self.most = most
         counts = None if most is None else counts_leases
-        lock = lock_claims(schema, queue) if counts else ()
+        lock = tuple(("lock", statement) for statement in lock_claims(schema, queue)) if counts else ()
 
         def script(owner: UUID | None, sort: _Eligible) -> ClaimScript:
             texts = _texts(schema, owner, sort, counts)

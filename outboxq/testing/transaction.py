@@ -269,7 +269,6 @@ def _runtimes(
             guard,
             schema,
             max_crashes=1,
-            epoch="",
             caller=runner,
             sharing_queues=frozenset(),
             is_interruption=_is_for_the_test,

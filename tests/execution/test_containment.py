@@ -445,7 +445,7 @@ def test_a_recovery_whose_commit_was_not_answered_is_not_repeated(
 def batch_before_a_failover(connection: Connection) -> BatchState:
     """A batch of one job whose COMMIT was sent to the server that is gone."""
     batch = claim_batch(connection, "ledger", 1, epoch="of the server before the failover")
-    batch.commit_was_sent = True
+    batch.owner.commit_was_sent = True
     batch.events.append(JobDone(batch.job, 0.1))
     return batch
 

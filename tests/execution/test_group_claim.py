@@ -95,7 +95,7 @@ def serve(connection: Connection, limit: int) -> tuple[list[str], int]:
             found = claim(connection, ClaimRequest(SCRIPT, limit, cursor.place(), sort=Sort.GROUPED))
         served += [str(job.group_key) for job in found.jobs]
         cursor.record(found)
-        if cursor.is_at_end(found.request) or len(served) >= 500:
+        if cursor.is_at_end() or len(served) >= 500:
             return served, claims
 
 

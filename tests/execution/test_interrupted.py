@@ -235,20 +235,20 @@ def test_a_claim_that_fails_behind_commit_costs_no_job_that_is_done(
     batch_size: int,
 ) -> None:
     """The answer has COMMIT's own result in front of the failure, so that nothing is asked, and no job runs again."""
-    jobs, struck, sent = Jobs(), [], ClaimRequest.add_after_commit
+    jobs, struck, sent = Jobs(), [], ClaimRequest.add_to
 
     @jobs.handler(queue="q", retry=QUICK, batchable=True)
     def write(ctx: Context, name: str) -> None:
         ctx.session.add(Effect(name=name))
 
-    def failing(request: ClaimRequest, script: Script) -> None:
-        if struck:
-            sent(request, script)
+    def failing(request: ClaimRequest, script: Script, *, begins: bool = False) -> None:
+        if struck or not begins:
+            sent(request, script, begins=begins)
         else:
             struck.append(1)
             script.add("claim", "BEGIN", "SELECT 1 / 0")
 
-    monkeypatch.setattr(ClaimRequest, "add_after_commit", failing)
+    monkeypatch.setattr(ClaimRequest, "add_to", failing)
     monkeypatch.setattr(recovery, "find_outcome", None)
     with sessions.begin() as session:
         session.add_jobs(write.job(name=f"job {number}") for number in range(10))

@@ -350,7 +350,7 @@ def test_a_deferred_constraint_costs_its_own_job_alone(
         original(connection, xid)
 
     def keeping(savepoint: SharedSavepoint) -> None:
-        if not savepoint._batch.runs_together:
+        if not savepoint._batch.tries.together:
             asked.append(savepoint.xid)
         keep_all(savepoint)
 

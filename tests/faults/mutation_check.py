@@ -347,14 +347,14 @@ MUTANTS = (
     Mutant(
         "the share of each job in the time of a batch handler",
         "outboxq/execution/run.py",
-        "    seconds = batch.seconds / len(segment.places)\n",
-        "    seconds = batch.seconds\n",
+        "    seconds = batch.running.seconds / len(segment.places)\n",
+        "    seconds = batch.running.seconds\n",
         ("tests/relay/test_event_times.py",),
     ),
     Mutant(
         "the time of an attempt that failed at COMMIT",
         "outboxq/execution/commit.py",
-        "settle_result(connection, batch.job, failed, runtime, batch.seconds)",
+        "settle_result(connection, batch.job, failed, runtime, batch.running.seconds)",
         "settle_result(connection, batch.job, failed, runtime, 0.0)",
         ("tests/relay/test_event_times.py",),
     ),
@@ -635,7 +635,7 @@ MUTANTS = (
     Mutant(
         "the sweep from the start of a queue",
         "outboxq/relay/cursors.py",
-        "        if self._sweeps.take_turn(self._queue):\n",
+        "        if time.monotonic() >= self._sweep.due_at and self._sweep.take_turn():\n",
         "        if self._cursor is None:\n",
         ("tests/relay/test_following.py",),
     ),
@@ -827,8 +827,8 @@ MUTANTS = (
     Mutant(
         "the check which run of the server knows a transaction",
         "outboxq/execution/find_outcome.py",
-        "_server_epoch(connection) != batch.epoch:",
-        "batch.epoch is None:",
+        "_server_epoch(connection) != batch.claimed.request.epoch:",
+        "batch.claimed.request.epoch is None:",
         (
             "tests/faults/test_torture.py",
             "tests/faults/test_unknown_commit.py",
@@ -1584,15 +1584,15 @@ MUTANTS = (
     Mutant(
         "a call of several jobs, one of which ended the transaction, that is charged to none",
         "outboxq/execution/recovery.py",
-        "    if batch.together > 1:\n",
-        "    if batch.together > 1 and not runtime:\n",
+        "    if batch.running.together > 1:\n",
+        "    if batch.running.together > 1 and not runtime:\n",
         ("tests/execution/test_batch_handlers.py::test_what_fails_with_many_is_tried_with_each_alone",),
     ),
     Mutant(
         "the connection of a batch handler's call, taken back when it is over",
         "outboxq/execution/batch_call.py",
-        "        runtime.guard.take_back()\n        batch.together = 1\n",
-        "        batch.together = 1\n",
+        "        runtime.guard.take_back()\n        batch.running.together = 1\n",
+        "        batch.running.together = 1\n",
         (
             "tests/database/test_session_state_left.py::test_what_runs_together_leaves_its_connection_to_no_job_behind_it",
         ),
@@ -1885,7 +1885,7 @@ MUTANTS = (
     Mutant(
         "beside groups: a call of a batch handler for each of a group's jobs",
         "outboxq/execution/plan.py",
-        "        or (not batch.is_plain and _reorders_groups(batch, handlers))\n",
+        "        or (not batch.claimed.is_plain and _reorders_groups(batch, handlers))\n",
         "",
         ("tests/relay/test_groups_beside.py::test_a_failed_job_of_a_batch_keeps_those_behind_it_waiting",),
     ),
@@ -1982,7 +1982,7 @@ MUTANTS = (
     Mutant(
         "savepoints above what a run takes along",
         "outboxq/execution/claim.py",
-        '        return "; ".join((f"RELEASE SAVEPOINT {self.savepoint}", *_savepoints(self.savepoint)))\n',
+        '        return f"RELEASE SAVEPOINT {outer}; SAVEPOINT {outer}; SAVEPOINT {self.inner_savepoint}"\n',
         '        return "SELECT"\n',
         ("tests/flow/test_coalesce.py::test_a_run_that_fails_is_put_back_as_the_newest_job",),
     ),

@@ -36,7 +36,7 @@ from outboxq.fault_points import FaultPoint, fault_action
 from outboxq.handlers.context import BatchContext, BatchItem
 from outboxq.handlers.options import DEFAULT_TIMEOUT_SECONDS
 from outboxq.postgres import Database
-from outboxq.relay.cursors import SweepSchedule
+from outboxq.relay.cursors import Sweep
 from outboxq.relay.deadlines import DeadlineEnforcer, Runner
 from outboxq.relay.limits import RelayLimits
 from tests.conftest import StartRelay
@@ -221,7 +221,7 @@ def test_who_ends_in_time_pays_nothing(
     driver = psycopg.Connection if flavour == "sync" else psycopg.AsyncConnection
     # When a slot looks at its other queues, and claims from the start, depends on how long these take.
     limits = replace(FOLLOW_ON, cut_after_seconds=LONG, free_after_seconds=LONG)
-    monkeypatch.setattr(SweepSchedule, "take_turn", lambda _sweeps, _queue: False)
+    monkeypatch.setattr(Sweep, "take_turn", lambda _sweep: False)
 
     def statements(seconds: float | None) -> int:
         jobs = Jobs()

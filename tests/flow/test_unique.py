@@ -28,6 +28,7 @@ from outboxq import (
 )
 from outboxq.admin.dead_letters import DeadFilter, count_matching, retry_page
 from outboxq.admin.roles import roles_sql
+from outboxq.database.driver import Script
 from outboxq.errors import AddedNotKnown, EnqueueError, SchemaError
 from outboxq.events import JobDied, JobDone, JobRetried
 from outboxq.execution.claim import ClaimRequest
@@ -462,9 +463,15 @@ def test_a_claim_that_fails_behind_commit_hides_no_answer(
     sessions: Sessions, start_relay: StartRelay, monkeypatch: pytest.MonkeyPatch, claim: str
 ) -> None:
     """The answer to COMMIT says it, and the failure behind it takes nothing of that away."""
-    monkeypatch.setattr(
-        ClaimRequest, "add_after_commit", lambda _, script: script.add("claim", "BEGIN", "SELECT 1 / 0")
-    )
+    add_to = ClaimRequest.add_to
+
+    def failing(request: ClaimRequest, script: Script, *, begins: bool = False) -> None:
+        if begins:
+            script.add("claim", "BEGIN", "SELECT 1 / 0")
+        else:
+            add_to(request, script)
+
+    monkeypatch.setattr(ClaimRequest, "add_to", failing)
     adder = Adder(claim)
     adder.go.set()
     with sessions.begin() as session:

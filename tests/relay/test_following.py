@@ -20,7 +20,7 @@ from outboxq.events import Event, JobDone, JobsSuspected
 from outboxq.execution.batch_state import BatchState
 from outboxq.execution.claim import Claimed, ClaimRequest, claim
 from outboxq.postgres import Database
-from outboxq.relay.cursors import QueueCursor, SweepSchedule
+from outboxq.relay.cursors import QueueCursor, Sweep
 from outboxq.relay.limits import RelayLimits
 from outboxq.relay.planner import Planner
 from outboxq.relay.poller import Order
@@ -81,8 +81,8 @@ def test_a_claim_after_deadlocks_is_for_half_as_many_jobs(make_state: Callable[.
         requests.append(request)
         claimed = Claimed(request, (_unit_test_job(),) * count)
         planner.record_claim(claimed, is_called=False)
-        batch = BatchState.of(claimed, "")
-        batch.has_deadlocked = has_deadlocked
+        batch = BatchState.of(claimed)
+        batch.tries.has_deadlocked = has_deadlocked
         planner.after(batch)
         request = next(each for each in sorts_of_round(planner) if each.sort is Sort.READY)
     assert [request.limit for request in requests] == [100, 15, 30, 60, 100]
@@ -299,17 +299,16 @@ def test_what_lies_before_the_cursor_is_run_while_claims_go_on(
 
 def test_one_slot_sweeps_for_all_and_the_more_rarely_the_more_it_costs(clock: Clock) -> None:
     """At least every second, or a twentieth of the time where what it takes longer than other claims is more."""
-    sweeps = SweepSchedule()
-    assert sweeps.take_turn("q")
-    assert not sweeps.take_turn("q")
-    assert sweeps.take_turn("another")
-    sweeps.record("q", 0.001, swept=False)
+    sweep = Sweep()
+    assert sweep.take_turn()
+    assert not sweep.take_turn()
+    sweep.record(0.001, swept=False)
     for seconds, pause in ((0.0011, 0.05), (0.006, 0.1), (0.031, 0.6), (0.151, 3.0), (0.001, 0.05), (5.0, 30.0)):
-        sweeps.record("q", seconds, swept=True)
+        sweep.record(seconds, swept=True)
         clock.now += pause - 0.001
-        assert not sweeps.take_turn("q"), seconds
+        assert not sweep.take_turn(), seconds
         clock.now += 0.002
-        assert sweeps.take_turn("q"), seconds
+        assert sweep.take_turn(), seconds
 
 
 def test_looking_for_due_jobs_sends_no_claim_back_to_the_start(

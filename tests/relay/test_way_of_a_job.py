@@ -16,8 +16,8 @@ from tests.tools.house import core_figures
 # With Python 3.11, which calls comprehensions as functions.
 WAY_BOUNDS = {
     "producer": Way(81, 61, 14),
-    "plain job, transaction mode": Way(187, 164, 45),
-    "plain job, lease mode": Way(237, 183, 49),
+    "plain job, transaction mode": Way(144, 133, 40),
+    "plain job, lease mode": Way(194, 155, 45),
     "retry": Way(472, 268, 54),
     "dead letter": Way(469, 265, 53),
     "grouped job": Way(253, 177, 48),
@@ -25,7 +25,8 @@ WAY_BOUNDS = {
 # Listeners that other tests have left in this process may cost a call.
 _ROOM = Way(5, 3, 1)
 CORE_BOUNDS = {
-    "fields of BatchState": 29,
+    "fields of BatchState": 15,
+    "fields of its parts": 15,
     "assignments to them in other modules": 30,
     "other modules that assign them": 9,
     "assignments to them outside execution/": 0,
@@ -36,14 +37,14 @@ CORE_BOUNDS = {
     "lines of the core that mention kept rows": 1,
     "lines of the core that mention coalescing and windows": 5,
     "lines of the core that mention cancellation": 26,
-    "lines of the core that mention prepared claims": 19,
+    "lines of the core that mention prepared claims": 20,
     "lines of the core that mention limits": 5,
     "lines of the core that mention rates": 0,
     "lines of the core that mention callback batches": 1,
     "lines of the core that mention unique jobs": 4,
-    "lines of execution/": 6_713,
-    "lines of relay/ without maintenance/": 6_477,
-    "lines of statements/ of claims and outcomes": 1_736,
+    "lines of execution/": 6_723,
+    "lines of relay/ without maintenance/": 6_474,
+    "lines of statements/ of claims and outcomes": 1_721,
 }
 
 

@@ -79,14 +79,14 @@ def make_slot(state: RelayState) -> Slot:
     return Slot(state, "sync", state.poller.queues, lambda: None)
 
 
-def claim_ready(connection: Connection, queue: str, limit: int) -> Claimed:
+def claim_ready(connection: Connection, queue: str, limit: int, epoch: str = "") -> Claimed:
     """Claim ready jobs of a queue in the connection's transaction."""
-    return claim(connection, ClaimRequest(ClaimStatements("outboxq", queue).ready, limit, queue=queue))
+    return claim(connection, ClaimRequest(ClaimStatements("outboxq", queue).ready, limit, queue=queue, epoch=epoch))
 
 
 def claim_batch(connection: Connection, queue: str, limit: int, *, epoch: str) -> BatchState:
     """The batch of such a claim, made in this run of the server."""
-    return BatchState.of(claim_ready(connection, queue, limit), epoch)
+    return BatchState.of(claim_ready(connection, queue, limit, epoch))
 
 
 def slot_connection_on(connection: Connection) -> SlotConnection:

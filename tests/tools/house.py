@@ -124,22 +124,34 @@ def core_figures() -> dict[str, int]:
 
 def _batch_state_figures(texts: dict[str, str]) -> dict[str, int]:
     home = "execution/batch_state.py"
-    state = _classes(texts[home])["BatchState"]
-    fields = {
-        node.target.id for node in state.body if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
-    }
+    classes = _classes(texts[home])
+    fields = _fields(classes["BatchState"])
+    of_parts = {field: _fields(classes[kind]) for field, kind in fields.items() if kind in classes}
     # A producer's batch is of another class, and `outboxq/outbox/` cannot import this one.
     assigned = {
-        path: [name for name in assignments(text, "BatchState", ("batch", "state")) if name in fields]
+        path: [
+            *(name for name in assignments(text, "BatchState", ("batch", "state")) if name in fields),
+            *(name for part, names in of_parts.items() for name in assignments(text, part, (part,)) if name in names),
+        ]
         for path, text in texts.items()
         if path != home and "outboxq.execution" in text
     }
     outside = [names for path, names in assigned.items() if not path.startswith("execution/")]
     return {
         "fields of BatchState": len(fields),
+        "fields of its parts": sum(map(len, of_parts.values())),
         "assignments to them in other modules": sum(map(len, assigned.values())),
         "other modules that assign them": sum(map(bool, assigned.values())),
         "assignments to them outside execution/": sum(map(len, outside)),
+    }
+
+
+def _fields(found: ast.ClassDef) -> dict[str, str]:
+    """The fields of a dataclass, each with its type."""
+    return {
+        node.target.id: ast.unparse(node.annotation)
+        for node in found.body
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
     }
 
 

@@ -200,7 +200,7 @@ class ClaimRequest:
             jobs.sort(key=_place_in_group if isinstance(self.script, GroupScript) else _place_in_queue)
         transaction = None
         if jobs and not self.script.leased:
-            xid, pid = taken[0][_END_OF_JOB:]
+            xid, pid = rows[0][_END_OF_JOB:]
             transaction = ClaimTransaction(
                 self.savepoint, f"{self.savepoint}_inner", cast("str", xid), cast("int", pid)
             )

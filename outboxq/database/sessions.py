@@ -51,8 +51,36 @@ def outbox_bind(session: Session) -> Engine | Connection | None:
             "`outboxq.tables.JobRow: engine` to its binds, with the engine that your business rows use"
         ) from error
     _check_dialect(bind)
-    _refuse_second_transaction(session, bind)
+    binds = binds_of(session)
+    # Two-phase commit makes one of several transactions.
+    if binds and not session.twophase:
+        theirs = [
+            other for key, other in binds.items() if key is not JobRow and getattr(key, "metadata", None) is not ours
+        ]
+        if session.bind is not None:
+            theirs.append(session.bind)
+        if theirs and bind not in theirs:
+            raise EnqueueError(
+                "this session's binds give jobs a transaction of their own, which may commit without your rows, or "
+                "your rows without it: bind outboxq.tables.JobRow to the very engine object that your business rows use"
+            )
     return bind
+
+
+def check_session(session: Session) -> None:
+    """Refuse a session that cannot hold rows of ours, as far as that shows without I/O; each flush checks again.
+
+    Raises:
+        EnqueueError: as `outbox_bind` does, or the session is in AUTOCOMMIT.
+    """
+    bind = outbox_bind(session)
+    if isinstance(bind, Connection):
+        refuse_autocommit(bind)
+    elif bind is not None:
+        options: dict[str, object] = getattr(session, "execution_options", None) or {}
+        level = options.get("isolation_level") or bind.get_execution_options().get("isolation_level")
+        if (level or getattr(bind.dialect, "_on_connect_isolation_level", None)) == "AUTOCOMMIT":
+            raise _autocommit_error()
 
 
 def _check_dialect(bind: Engine | Connection) -> None:
@@ -65,21 +93,6 @@ def binds_of(session: Session) -> Mapping[Any, object]:
     # Named differently in SQLAlchemy 2.0.
     binds: Mapping[Any, object] = getattr(session, "binds", None) or getattr(session, "_Session__binds", {})
     return binds
-
-
-def _refuse_second_transaction(session: Session, bind: Engine | Connection) -> None:
-    """Refuse `binds` by which jobs would have a transaction of their own; two-phase commit makes one of the two."""
-    binds = binds_of(session)
-    if not binds or session.twophase:
-        return
-    theirs = [other for key, other in binds.items() if key is not JobRow and getattr(key, "metadata", None) is not ours]
-    if session.bind is not None:
-        theirs.append(session.bind)
-    if theirs and bind not in theirs:
-        raise EnqueueError(
-            "this session's binds give jobs a transaction of their own, which may commit without your rows, or your "
-            "rows without it: bind outboxq.tables.JobRow to the very engine object that your business rows use"
-        )
 
 
 def transaction_connection(session: Session) -> Connection:
@@ -153,13 +166,6 @@ def outbox_connection(session: Session | Connection, what: str) -> Connection:
     return connection
 
 
-def is_autocommit_by_default(session: Session, engine: Engine) -> bool:
-    """Return True if the settings of the engine or the session ask for AUTOCOMMIT; the flush checks again."""
-    session_options: dict[str, object] = getattr(session, "execution_options", None) or {}
-    level = session_options.get("isolation_level") or engine.get_execution_options().get("isolation_level")
-    return (level or getattr(engine.dialect, "_on_connect_isolation_level", None)) == "AUTOCOMMIT"
-
-
 def refuse_autocommit(connection: Connection) -> None:
     """Refuse a connection on which each statement commits by itself.
 
@@ -170,11 +176,10 @@ def refuse_autocommit(connection: Connection) -> None:
     below = Connection.connection.__get__(connection).dbapi_connection
     # Every PostgreSQL driver has it, or SQLAlchemy's adapter for it does.
     if getattr(below, "autocommit", False):
-        raise autocommit_error()
+        raise _autocommit_error()
 
 
-def autocommit_error() -> EnqueueError:
-    """The refusal of AUTOCOMMIT."""
+def _autocommit_error() -> EnqueueError:
     return EnqueueError(
         "this session is in AUTOCOMMIT: what is written here would not be one with your rows. "
         "Use a session whose engine has a transactional isolation level, such as READ COMMITTED"

@@ -3,19 +3,11 @@
 import weakref
 from collections.abc import Iterable
 
-from sqlalchemy import Connection
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import Session, object_session
 
 from outboxq.clock import uuid7s
-from outboxq.database.sessions import (
-    AnySession,
-    autocommit_error,
-    is_autocommit_by_default,
-    outbox_bind,
-    plain_session,
-    refuse_autocommit,
-)
+from outboxq.database.sessions import AnySession, check_session, plain_session
 from outboxq.errors import ArgumentError, EnqueueError
 from outboxq.new_job import NewJob, has_unique_key, with_answer
 from outboxq.outbox.handle import JobHandle, make_handle
@@ -73,7 +65,7 @@ def add_new(session: Session, jobs: list[NewJob]) -> list[JobHandle]:
     """Add jobs to a plain session, all of them or, if one is refused, none."""
     batch = pending_batch(session)
     if batch is None:
-        _refuse_autocommit(session)
+        check_session(session)
     is_keyed = False
     for new in jobs:
         if not isinstance(new, NewJob) or new.entities:
@@ -104,12 +96,3 @@ def _check(session: Session, new: NewJob) -> None:
                 f"{new.kind!r} was given a new {type(entity).__name__}, which has no primary key yet and is not in "
                 "this session: session.add() it before add_job"
             )
-
-
-def _refuse_autocommit(session: Session) -> None:
-    """Refuse a session in AUTOCOMMIT, as far as that shows without I/O; each flush checks again."""
-    bind = outbox_bind(session)
-    if isinstance(bind, Connection):
-        refuse_autocommit(bind)
-    elif bind is not None and is_autocommit_by_default(session, bind):
-        raise autocommit_error()

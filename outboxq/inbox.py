@@ -21,14 +21,14 @@ from outboxq.config import DEFAULT_RETENTION, check_retention
 from outboxq.database.answers import AsyncTarget, SyncTarget, run_on
 from outboxq.database.errors import LOCK_NOT_AVAILABLE, missing_tables_explained, sqlstate_of
 from outboxq.database.sessions import AnAsyncSession, SyncSession, outbox_connection
-from outboxq.emitter import tell
+from outboxq.emitter import HOOKS_OPTION, tell
 from outboxq.errors import ArgumentError, InvalidKey, MessageConflict, SchemaError
 from outboxq.events import MessageSeen
 from outboxq.names import check_key
 from outboxq.new_job import NewJob
 from outboxq.outbox.handle import JobHandle
 from outboxq.outbox.session import add_jobs
-from outboxq.outbox.told import tell_after_commit, tells
+from outboxq.outbox.told import tell_after_commit
 from outboxq.statements import inbox as statements
 from outboxq.statements.inbox import Outcome
 
@@ -235,9 +235,9 @@ class Inbox:
 
     def _tell(self, target: Session | Connection, connection: Connection, outcomes: Iterable[Outcome]) -> None:
         """Send events to the engine's hooks, if any: for accepted messages after the session's COMMIT, else at once."""
-        if not tells(connection):
-            return
         options = connection.get_execution_options()
+        if not options.get(HOOKS_OPTION):
+            return
         for outcome in outcomes:
             if outcome == "accepted" and isinstance(target, Session):
                 tell_after_commit(target, connection, [MessageSeen(self.consumer, outcome)])

@@ -10,7 +10,8 @@ The jobs that were added in a transaction or savepoint are remembered until it e
 them is refused.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import count
 from weakref import WeakKeyDictionary
@@ -21,11 +22,12 @@ from sqlalchemy.orm.attributes import instance_state
 
 from outboxq.codec.entities import EntityArgument
 from outboxq.database.sessions import refuse_autocommit, transaction_connection
+from outboxq.emitter import HOOKS_OPTION
 from outboxq.errors import EnqueueError
 from outboxq.new_job import NewJob
 from outboxq.outbox.insert import QUEUES_ANNOUNCED, explain_errors_of, insert_all, queues_of
 from outboxq.outbox.sending import sender_of
-from outboxq.outbox.told import tell_of_jobs, tells
+from outboxq.outbox.told import tell_of_jobs
 from outboxq.tables import JobRow, job_mapper
 
 # Attributes of a session, and not keys of its `info`, which belongs to users and may be cleared.
@@ -66,11 +68,25 @@ def pending_batch(session: Session) -> JobRow | None:
     return batch
 
 
-def add_pending(session: Session, batch: JobRow | None, named: Mapping[str, NewJob]) -> None:
-    """Add jobs by their ids to `batch`, the session's `pending_batch`, or to a new one; some of them wait for keys."""
-    ready = _set_aside(session, named) if any(new.entities for new in named.values()) else named
-    if ready:
-        _append(session, batch, ready)
+def add_pending(session: Session, batch: JobRow | None, named: Mapping[str, NewJob], *, has_entities: bool) -> None:
+    """Add jobs by their ids to `batch`, the session's `pending_batch`, or to a new one.
+
+    Args:
+        has_entities: Some of them have entities among their arguments, and may have to wait for the keys of these.
+    """
+    ready = _set_aside(session, named) if has_entities else named
+    if not ready:
+        return
+    if batch is None:
+        job_mapper()
+        batch = JobRow(next(_numbers), _flush_batch)
+        session.add(batch)
+        vars(session)[_BATCH] = batch
+        added = _added.setdefault(_transactions(session)[0], _Added())
+        # Batches that were written are dropped: a long transaction may have many.
+        added.batches = [*(other for other in added.batches if other.jobs is not None), batch]
+    assert batch.jobs is not None
+    batch.jobs.update(ready)
 
 
 def _set_aside(session: Session, named: Mapping[str, NewJob]) -> dict[str, NewJob]:
@@ -98,32 +114,18 @@ def _wait_for_keys(session: Session, job_id: str, new: NewJob) -> None:
         event.listen(session, "after_transaction_end", _after_transaction_end)
 
 
-def _append(session: Session, batch: JobRow | None, jobs: Mapping[str, NewJob]) -> None:
-    if batch is None:
-        job_mapper()
-        batch = JobRow(next(_numbers), _flush_batch)
-        session.add(batch)
-        vars(session)[_BATCH] = batch
-        added = _added.setdefault(next(_transactions(session)), _Added())
-        # Batches that were written are dropped: a long transaction may have many.
-        added.batches = [*(other for other in added.batches if other.jobs is not None), batch]
-    assert batch.jobs is not None
-    batch.jobs.update(jobs)
-
-
-def _transactions(session: Session) -> Iterator[SessionTransaction]:
+def _transactions(session: Session) -> list[SessionTransaction]:
     """The session's open savepoints and its transaction, the innermost first."""
+    found = []
     transaction = session.get_nested_transaction() or session.get_transaction()
     while transaction is not None:
-        yield transaction
+        found.append(transaction)
         transaction = transaction.parent
+    return found
 
 
 def _unwritten(session: Session) -> list[JobRow]:
     """The batches of the session's transaction that were neither rolled back nor written to the table yet."""
-    if _BATCH not in vars(session):
-        # No job was ever added to it.
-        return []
     added = filter(None, map(_added.get, _transactions(session)))
     return [batch for each in added for batch in each.batches if batch.jobs is not None]
 
@@ -180,7 +182,7 @@ def take_jobs(session: Session) -> Mapping[str, NewJob]:
     batch = pending_batch(session)
     if batch is None:
         return {}
-    jobs = _complete(batch.jobs or {}) if _have_entities(batch) else batch.jobs or {}
+    jobs = _complete(batch.jobs or {}) if _has_entities(batch) else batch.jobs or {}
     batch.jobs = None
     Session.expunge(session, batch)
     vars(session)[_BATCH] = None
@@ -200,11 +202,12 @@ def _before_flush(session: Session, context: UOWTransaction, _instances: object)
     refuse_autocommit(connection)
     context.attributes[_CONNECTION] = connection
     if batch is not None:
-        if _have_entities(batch):
+        has_entities = _has_entities(batch)
+        if has_entities:
             # For reading: so that the flush runs to its end, and calls `_write_set_aside`, with nothing else to write.
             context.register_object(instance_state(batch), listonly=True)
         Session.expunge(session, batch)
-        _write(session, connection, batch)
+        _write(session, connection, batch, has_entities=has_entities)
 
 
 def _flush_batch(connection: Connection, batch: JobRow) -> None:
@@ -212,59 +215,43 @@ def _flush_batch(connection: Connection, batch: JobRow) -> None:
     session = object_session(batch)
     assert session is not None
     refuse_autocommit(connection)
-    _write(session, connection, batch)
+    _write(session, connection, batch, has_entities=_has_entities(batch))
 
 
-def _have_entities(batch: JobRow) -> bool:
+def _has_entities(batch: JobRow) -> bool:
     # A list: for plain jobs, which are all checked, it takes half the time of a generator.
     some = [new for new in (batch.jobs or {}).values() if new.entities or new.followers]
-    return any(new.has_entities() for new in some)
+    return any(map(NewJob.has_entities, some))
 
 
-def _write(session: Session, connection: Connection, batch: JobRow) -> None:
+def _write(session: Session, connection: Connection, batch: JobRow, *, has_entities: bool) -> None:
     """Write a batch, or set it aside if it has entities: the flush may change their primary keys, or delete them."""
     if batch not in _unwritten(session):
         raise EnqueueError("jobs that wait in a session cannot be moved to another session: add them there")
     # Jobs that a hook of this flush adds from here on go into the next flush.
     vars(session)[_BATCH] = None
-    if _have_entities(batch):
+    if has_entities:
         vars(session).setdefault(_ASIDE, []).append(batch)
     else:
-        _insert_batch(session, connection, batch)
-
-
-def _insert_batch(session: Session, connection: Connection, batch: JobRow) -> None:
-    _insert(session, connection, batch.jobs or {})
-    # Last: if the INSERT fails, the batch counts as unwritten, and the commit is refused.
-    batch.jobs = None
+        _insert(session, connection, batch.jobs or {})
+        # Last: if the INSERT fails, the batch counts as unwritten, and the commit is refused.
+        batch.jobs = None
 
 
 def _insert(session: Session, connection: Connection, jobs: Mapping[str, NewJob]) -> None:
     explain_errors_of(connection)
     sender = sender_of(session)
-    if sender is None:
-        _send(session, connection, jobs)
-    else:
-        with sender.sending(jobs, connection) as sent:
-            _send(session, connection, sent)
-
-
-def _send(session: Session, connection: Connection, jobs: Mapping[str, NewJob]) -> None:
-    if session.twophase:
-        # PREPARE TRANSACTION refuses a transaction that has notified.
-        insert_all(connection, jobs, wakes="none")
-    else:
-        insert_all(connection, jobs, wakes="all" if _are_too_many(session, jobs) else "by queue")
-    if tells(connection):
-        tell_of_jobs(session, connection, jobs)
-
-
-def _are_too_many(session: Session, jobs: Mapping[str, NewJob]) -> bool:
-    """Return True if, with these jobs, the transaction has jobs in more queues than the server may have locks for."""
-    *_, root = _transactions(session)
-    queues = _added.setdefault(root, _Added()).queues
-    queues.update(queues_of(jobs))
-    return len(queues) > QUEUES_ANNOUNCED
+    with nullcontext(jobs) if sender is None else sender.sending(jobs, connection) as sent:
+        # Of the whole transaction: until its end it has a lock for each queue that it announces.
+        queues = _added.setdefault(_transactions(session)[-1], _Added()).queues
+        queues |= queues_of(sent)
+        if session.twophase:
+            # PREPARE TRANSACTION refuses a transaction that has notified.
+            insert_all(connection, sent, wakes="none")
+        else:
+            insert_all(connection, sent, wakes="by queue" if len(queues) <= QUEUES_ANNOUNCED else "all")
+        if connection.get_execution_options().get(HOOKS_OPTION):
+            tell_of_jobs(session, connection, sent)
 
 
 def _write_set_aside(session: Session, context: UOWTransaction) -> None:
@@ -276,7 +263,9 @@ def _write_set_aside(session: Session, context: UOWTransaction) -> None:
         # The flush has taken it for a row.
         session.identity_map.safe_discard(instance_state(batch))
         batch.jobs = _complete(batch.jobs or {})
-        _insert_batch(session, context.attributes.get(_CONNECTION) or transaction_connection(session), batch)
+        _insert(session, context.attributes.get(_CONNECTION) or transaction_connection(session), batch.jobs)
+        # Last, as in `_write`.
+        batch.jobs = None
 
 
 def _after_flush(session: Session, context: UOWTransaction) -> None:
@@ -302,6 +291,9 @@ def _has_left(session: Session, argument: EntityArgument) -> bool:
 
 def _refuse_to_lose_jobs(session: Session) -> None:
     """Refuse to commit if a job left the session unwritten. Jobs that are still pending are flushed by the commit."""
+    if _BATCH not in vars(session):
+        # No job was ever added to it.
+        return
     lost = [batch.jobs or {} for batch in _unwritten(session) if object_session(batch) is not session]
     if lost:
         count, kinds = sum(map(len, lost)), {new.kind for jobs in lost for new in jobs.values()}

@@ -66,16 +66,17 @@ def add_new(session: Session, jobs: list[NewJob]) -> list[JobHandle]:
     batch = pending_batch(session)
     if batch is None:
         check_session(session)
-    is_keyed = False
+    is_keyed = has_entities = False
     for new in jobs:
         if not isinstance(new, NewJob) or new.entities:
             _check(session, new)
+            has_entities = True
         if new.keys is not None:
             is_keyed = True
     if is_keyed:
         jobs = [with_answer(new) if has_unique_key(new) else new for new in jobs]
     named = dict(zip(uuid7s(len(jobs)), jobs, strict=True))
-    add_pending(session, batch, named)
+    add_pending(session, batch, named, has_entities=has_entities)
     transaction = session.get_transaction()
     # Weak, and one object for all handles of the transaction.
     added_by = None if transaction is None else weakref.ref(transaction)

@@ -10,17 +10,12 @@ from collections.abc import Iterable, Mapping
 from sqlalchemy import Connection, event
 from sqlalchemy.orm import Session, SessionTransaction
 
-from outboxq.emitter import HOOKS_OPTION, tell
+from outboxq.emitter import tell
 from outboxq.events import Event, JobsEnqueued
 from outboxq.new_job import JobKeys, NewJob, UniqueJob
 
 # An attribute of a session: its events that wait, each with the transaction or savepoint that it belongs to.
 _TOLD = "_outboxq_told"
-
-
-def tells(connection: Connection) -> bool:
-    """Return True if the engine of this connection has hooks."""
-    return bool(connection.get_execution_options().get(HOOKS_OPTION))
 
 
 def tell_of_jobs(session: Session, connection: Connection, jobs: Mapping[str, NewJob]) -> None:

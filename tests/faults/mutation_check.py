@@ -361,7 +361,7 @@ MUTANTS = (
     Mutant(
         "the wait for the keys that a flush leaves to entities",
         "outboxq/outbox/pending.py",
-        "    if _have_entities(batch):\n        vars(session)",
+        "    if has_entities:\n        vars(session)",
         "    if False:\n        vars(session)",
         ("tests/outbox/test_enqueue_flush_keys.py",),
     ),

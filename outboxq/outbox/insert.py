@@ -1,6 +1,7 @@
 """Insert: jobs become rows in the caller's transaction, and sleeping relays are notified."""
 
 from collections.abc import Mapping
+from itertools import islice
 from typing import Literal, TypeAlias
 from uuid import UUID
 
@@ -11,9 +12,9 @@ from sqlalchemy.engine import ExceptionContext, ExecutionContext
 from outboxq.database.errors import explain_missing_tables
 from outboxq.new_job import JobKeys, NewJob, UniqueJob, has_unique_key, with_answer
 from outboxq.outbox.stored_job import dump, fold_chain
-from outboxq.outbox.unique import insert_unique, parts
+from outboxq.outbox.unique import insert_unique
 from outboxq.statements.callback_batches import open_batch
-from outboxq.statements.enqueue import insert_jobs
+from outboxq.statements.enqueue import JOBS_PER_INSERT, insert_jobs
 from outboxq.statements.wake import ALL_QUEUES, NOTIFY, NOTIFY_AS_BEFORE, SILENCE, channel_name
 from outboxq.tables import job, mapped_schema
 
@@ -31,28 +32,24 @@ def insert_all(connection: Connection, jobs: Mapping[str, NewJob], *, wakes: Wak
         wakes: The sleeping relays to wake: those of the jobs' queues; all of them, which takes no locks; or none, so
             that the jobs are found when relays poll.
     """
-    if wakes == "by queue":
-        _insert_in_parts(connection, jobs)
-        return
-    # If this fails, the rollback undoes the setting, too.
-    was = connection.execute(SILENCE).scalar_one()
-    _insert_in_parts(connection, jobs)
-    connection.execute(NOTIFY_AS_BEFORE, {"was": was})
-    if wakes == "all" and was != "off":
-        connection.execute(NOTIFY, {"channel": channel_name(mapped_schema(connection)), "payload": ALL_QUEUES})
-
-
-def _insert_in_parts(connection: Connection, jobs: Mapping[str, NewJob]) -> None:
+    # If an INSERT fails, the rollback undoes the setting, too.
+    was = None if wakes == "by queue" else connection.execute(SILENCE).scalar_one()
     unique: dict[str, UniqueJob] = {}
     # A list: for plain jobs, which are all checked, it takes half the time of a generator.
     if [new for new in jobs.values() if new.keys is not None or new.followers]:
         jobs = _without_callbacks(connection, jobs)
         unique = {job_id: with_answer(new) for job_id, new in jobs.items() if has_unique_key(new)}
         jobs = {job_id: new for job_id, new in jobs.items() if job_id not in unique}
-    for some in parts(jobs):
+    rest = iter(jobs.items())
+    while some := dict(islice(rest, JOBS_PER_INSERT)):
         connection.execute(*insert_jobs(some))
-    # Last: from here on other producers of these keys wait for this transaction.
-    insert_unique(connection, unique)
+    if unique:
+        # Last: from here on other producers of these keys wait for this transaction.
+        insert_unique(connection, unique)
+    if was is not None:
+        connection.execute(NOTIFY_AS_BEFORE, {"was": was})
+    if wakes == "all" and was != "off":
+        connection.execute(NOTIFY, {"channel": channel_name(mapped_schema(connection)), "payload": ALL_QUEUES})
 
 
 def _without_callbacks(connection: Connection, jobs: Mapping[str, NewJob]) -> Mapping[str, NewJob]:
@@ -72,7 +69,7 @@ def _without_callbacks(connection: Connection, jobs: Mapping[str, NewJob]) -> Ma
 
 def queues_of(jobs: Mapping[str, NewJob]) -> set[str]:
     """The queues of new jobs."""
-    return {envelope.queue for envelope in {new.envelope for new in jobs.values()}}
+    return {new.envelope.queue for new in jobs.values()}
 
 
 def explain_errors_of(connection: Connection) -> None:

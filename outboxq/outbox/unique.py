@@ -23,18 +23,19 @@ from outboxq.statements.unique import add_unique, insert_without_keys, key_owner
 
 T = TypeVar("T")
 
-# In the state of a connection, which it shares with those that are lent to handlers.
+# In the state of a connection, which it shares with those that are lent to handlers. A collection is made for its
+# first job.
 _COLLECTED = "outboxq_unique_adds"
+_IS_COLLECTING = "outboxq_collects_unique_adds"
 
 
 class UniqueAdds:
     """Unique jobs that were inserted in one transaction, and have no keys yet."""
 
-    __slots__ = ("_jobs", "is_collecting")
+    __slots__ = ("_jobs",)
 
     def __init__(self) -> None:
         self._jobs: dict[str, UniqueJob] = {}
-        self.is_collecting = True
 
     def __bool__(self) -> bool:
         """True if there are any."""
@@ -60,11 +61,12 @@ class UniqueAdds:
 @contextmanager
 def collected_unique_adds(connection: Connection) -> Iterator[None]:
     """Begin a new collection, for `unique_adds`, of the unique jobs inserted on this connection within the block."""
-    adds = connection.__dict__[_COLLECTED] = UniqueAdds()
+    state = connection.__dict__
+    state[_COLLECTED], state[_IS_COLLECTING] = None, True
     try:
         yield
     finally:
-        adds.is_collecting = False
+        state[_IS_COLLECTING] = False
 
 
 def unique_adds(connection: Connection) -> UniqueAdds | None:
@@ -83,13 +85,13 @@ def insert_unique(connection: Connection, jobs: Mapping[str, UniqueJob]) -> None
         EnqueueError: the role may not do that.
         SchemaError: the tables are missing, or too old.
     """
-    if not jobs:
-        return
-    collected = unique_adds(connection)
-    if collected is not None and collected.is_collecting:
+    state = connection.__dict__
+    if state.get(_IS_COLLECTING):
         for some in parts(jobs):
             connection.execute(*insert_without_keys(some))
-        collected.add(jobs)
+        if state[_COLLECTED] is None:
+            state[_COLLECTED] = UniqueAdds()
+        state[_COLLECTED].add(jobs)
         return
     first: dict[str, str] = {}
     for job_id, job in jobs.items():

@@ -47,6 +47,10 @@ class JobKind(Generic[P]):
 
     def signature(self) -> Signature | None:
         """The handler's signature; None if the handler lives in another service."""
+        return self._signature
+
+    @functools.cached_property
+    def _signature(self) -> Signature | None:
         return None
 
     def options(
@@ -90,7 +94,7 @@ class JobKind(Generic[P]):
             ArgumentError: the arguments do not fit, or JSON cannot hold them.
             JobTooLarge: over 256 KiB of JSON.
         """
-        signature = self.signature()
+        signature = self._signature
         args_text = None if signature is None else signature.encode_call(args, kwargs)
         if args_text is not None:
             if signature is not None and signature.takes_entities:
@@ -188,7 +192,8 @@ class _KindWithOptions(JobKind[P]):
         self._base = base
         self.keeps_result = base.keeps_result
 
-    def signature(self) -> Signature | None:
+    @functools.cached_property
+    def _signature(self) -> Signature | None:
         return self._base.signature()
 
 

@@ -70,31 +70,25 @@ def insert_jobs(jobs: Mapping[str, NewJob]) -> tuple[Insert, dict[str, str | Non
         The statement and its parameters.
     """
     new = list(jobs.values())
-    envelopes = [each.envelope for each in new]
-    distinct = set(envelopes)
+    distinct = {each.envelope for each in new}
     # A list: for plain jobs, of which all are looked at, it takes half the time of a generator.
-    keyed = [each for each in new if each.keys is not None]
-    flows = bool(keyed) or any(each.every or each.expires for each in distinct)
-    own = {"id": array_text(jobs), "args": _quoted_array([each.args for each in new]), **(_keys(new) if flows else {})}
-    texts = {envelope: _common_texts(envelope, flows=flows) for envelope in distinct}
-    if len(texts) == 1:
-        return (_FLOW_ALIKE if flows else _INSERT_ALIKE), {**own, **texts[envelopes[0]]}
-    names = [*_COMMON, *_COMMON_FLOW] if flows else [*_COMMON]
-    elements = {envelope: [_element(text) for text in each.values()] for envelope, each in texts.items()}
-    columns = zip(*(elements[envelope] for envelope in envelopes), strict=True)
-    return (_FLOW_MIXED if flows else _INSERT_MIXED), {**own, **dict(zip(names, map(array_text, columns), strict=True))}
+    flows = bool([each for each in new if each.keys is not None or each.envelope.every or each.envelope.expires])
+    if len(distinct) > 1:
+        return (_FLOW_MIXED if flows else _INSERT_MIXED), {**arrays_of(jobs, flows=flows)}
+    (envelope,) = distinct
+    common = _common_texts(envelope, flows=flows)
+    return (_FLOW_ALIKE if flows else _INSERT_ALIKE), {**_own_arrays(jobs, flows=flows), **common}
 
 
-def arrays_of(jobs: Mapping[str, NewJob]) -> dict[str, str]:
-    """Jobs by their ids as the parameters of `ARRAYS`."""
-    new = list(jobs.values())
+def arrays_of(jobs: Mapping[str, NewJob], *, flows: bool = True) -> dict[str, str]:
+    """Jobs by their ids as the parameters of `ARRAYS`; without `flows` those of plain jobs alone."""
     elements = {
-        envelope: [_element(text) for text in _common_texts(envelope, flows=True).values()]
-        for envelope in {each.envelope for each in new}
+        envelope: [_element(text) for text in _common_texts(envelope, flows=flows).values()]
+        for envelope in {each.envelope for each in jobs.values()}
     }
-    columns = zip(*(elements[each.envelope] for each in new), strict=True)
-    own = {"id": array_text(jobs), "args": _quoted_array([each.args for each in new]), **_keys(new)}
-    return {**own, **dict(zip([*_COMMON, *_COMMON_FLOW], map(array_text, columns), strict=True))}
+    columns = zip(*(elements[each.envelope] for each in jobs.values()), strict=True)
+    names = [*_COMMON, *_COMMON_FLOW] if flows else [*_COMMON]
+    return {**_own_arrays(jobs, flows=flows), **dict(zip(names, map(array_text, columns), strict=True))}
 
 
 def text_array(items: Sequence[str | None]) -> str:
@@ -103,9 +97,13 @@ def text_array(items: Sequence[str | None]) -> str:
     return array_text(map(elements.__getitem__, items))
 
 
-def _keys(jobs: Iterable[NewJob]) -> dict[str, str]:
-    keys = [_keys_of(each) for each in jobs]
-    return {
+def _own_arrays(jobs: Mapping[str, NewJob], *, flows: bool) -> dict[str, str]:
+    """The columns that differ from job to job, with `flows` those of their keys too."""
+    own = {"id": array_text(jobs), "args": _quoted_array([each.args for each in jobs.values()])}
+    if not flows:
+        return own
+    keys = [_keys_of(each) for each in jobs.values()]
+    return own | {
         "unique_key": array_text(_element(each.coalesce) for each in keys),
         "group_key": array_text(_element(each.group) for each in keys),
         "batch_id": array_text(_element(each.batch) for each in keys),

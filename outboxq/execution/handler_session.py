@@ -15,7 +15,7 @@ from outboxq.database.answers import note
 from outboxq.database.defects import contain
 from outboxq.errors import HandlerRolledBack
 from outboxq.execution.errors import ROLLED_BACK
-from outboxq.handlers.deferred import Write, defer
+from outboxq.handlers.deferred import Write, defer, send_at_commit
 from outboxq.handlers.unlocked import UnlockedChanges
 from outboxq.outbox.session import AsyncOutboxSession, OutboxSession
 
@@ -83,6 +83,7 @@ def _note_rollback(session: HandlerSession, ended: SessionTransaction) -> None:
         session.is_rolled_back = True
 
 
+send_at_commit(HandlerSession)
 # A session that has not used its connection yet has nothing to undo there: no savepoint says that it was rolled back.
 event.listen(HandlerSession, "after_soft_rollback", _note_rollback)
 

@@ -22,13 +22,14 @@ from outboxq.errors import DeferError
 from outboxq.handlers.row_writes import Statement, is_sqlalchemy_type, only_writes
 from outboxq.handlers.set_based import single_executions
 from outboxq.names import with_article
-from outboxq.outbox.session import OutboxSession
 
 logger = logging.getLogger("outboxq.relay")
 
 # Attributes of a session, and not keys of its `info`, which belongs to users and may be cleared.
 _WAITING = "_outboxq_deferred"
 _FAILED = "_outboxq_deferred_failed"
+# An attribute of a session, or of a class of sessions.
+_IS_SENT_AT_COMMIT = "_outboxq_deferred_is_sent"
 _CONSTANT = PLAIN | {Decimal, UUID, date, time, datetime, timedelta}
 _WRITING_VERBS = frozenset(("INSERT", "UPDATE", "DELETE", "MERGE", "WITH"))
 
@@ -93,9 +94,18 @@ def checked_write(statement: object, parameters: object) -> Write:
 def defer(session: Session, *writes: Write) -> None:
     """Keep writes until the session's transaction is about to be committed."""
     vars(session).setdefault(_WAITING, []).extend(writes)
-    if not (isinstance(session, OutboxSession) or event.contains(session, "before_commit", _before_commit)):
-        event.listen(session, "before_commit", _before_commit)
-        event.listen(session, "after_soft_rollback", _after_rollback)
+    if not getattr(session, _IS_SENT_AT_COMMIT, False):
+        send_at_commit(session)
+
+
+def send_at_commit(sessions: Session | type[Session]) -> None:
+    """Have the writes that are deferred in a session, or in those of a class, sent before COMMIT.
+
+    A class whose sessions often defer needs this once: listening to each session costs more than its writes.
+    """
+    event.listen(sessions, "before_commit", _before_commit)
+    event.listen(sessions, "after_soft_rollback", _after_rollback)
+    setattr(sessions, _IS_SENT_AT_COMMIT, True)
 
 
 def may_all_wait(session: Session) -> bool:
@@ -141,11 +151,6 @@ def _after_rollback(session: Session, previous: SessionTransaction) -> None:
     # A test's own session goes on after a rollback; a handler that rolls its session back has failed in any case.
     if not previous.nested:
         vars(session).pop(_FAILED, None)
-
-
-# For all sessions of the class at once: listening to each costs more than its writes.
-event.listen(OutboxSession, "before_commit", _before_commit)
-event.listen(OutboxSession, "after_soft_rollback", _after_rollback)
 
 
 # Cached, because the same statement object comes again and again.

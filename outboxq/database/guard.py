@@ -23,8 +23,7 @@ from sqlalchemy.exc import InvalidRequestError
 from outboxq.database.defects import contain
 from outboxq.database.driver import driver_connection, transaction_status
 from outboxq.database.job_savepoint import ClaimSavepoint, Savepoint
-from outboxq.database.session_state import left_by
-from outboxq.database.sql_words import refused_verb
+from outboxq.database.sql_text import left_by, refused_verb
 from outboxq.errors import HandlerRolledBack, TransactionVerbRefused
 
 # The fields of a connection that SQLAlchemy has closed for good, and that is in no transaction.

@@ -19,7 +19,7 @@ from sqlalchemy.orm.attributes import instance_state
 
 from outboxq.codec.entities import EntityKey
 from outboxq.database.defects import contain, is_defect, report
-from outboxq.database.sql_words import first_word, may_end_transaction
+from outboxq.database.sql_text import first_word, may_end_transaction
 from outboxq.emitter import drop_tracebacks
 from outboxq.errors import HandlerError, HandlerRolledBack, TransactionEndedByHandler
 from outboxq.events import JobDone

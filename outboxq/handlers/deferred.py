@@ -16,8 +16,7 @@ from sqlalchemy.orm import Session, SessionTransaction
 
 from outboxq.codec.entities import entity_state
 from outboxq.codec.values import PLAIN, is_expression
-from outboxq.database.session_state import left_by
-from outboxq.database.sql_words import first_word, may_end_transaction
+from outboxq.database.sql_text import first_word, left_by, may_end_transaction
 from outboxq.errors import DeferError
 from outboxq.handlers.row_writes import Statement, is_sqlalchemy_type, only_writes
 from outboxq.handlers.set_based import single_executions

@@ -5,7 +5,7 @@ import socket
 import struct
 from collections.abc import Iterator
 
-from outboxq.database.sql_words import without_literals
+from outboxq.database.sql_text import without_literals
 
 _RECEIVE_BYTES = 65_536
 # So many statements the filter `containing` can search; a transaction may send any number.

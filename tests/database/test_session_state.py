@@ -2,7 +2,7 @@
 
 import pytest
 
-from outboxq.database.session_state import Leavings, _read, left_by
+from outboxq.database.sql_text import Leavings, _read, left_by
 from tests.support.growth import LINEAR, growth
 
 

@@ -3,7 +3,7 @@
 import pytest
 from sqlalchemy import text
 
-from outboxq.database.sql_words import first_word, leading_words, refused_verb, without_literals
+from outboxq.database.sql_text import first_word, leading_words, refused_verb, without_literals
 from outboxq.errors import DeferError
 from outboxq.handlers.deferred import checked_write
 from tests.support.growth import LINEAR, growth

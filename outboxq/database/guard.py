@@ -16,13 +16,12 @@ from threading import get_ident
 from typing import Any, Protocol
 
 from psycopg.pq import TransactionStatus
-from sqlalchemy import Connection, ExceptionContext, PoolProxiedConnection, event
+from sqlalchemy import Connection, ExceptionContext, NestedTransaction, PoolProxiedConnection, event
 from sqlalchemy.engine.interfaces import ExecuteStyle, ExecutionContext
 from sqlalchemy.exc import InvalidRequestError
 
 from outboxq.database.defects import contain
-from outboxq.database.driver import driver_connection, transaction_status
-from outboxq.database.job_savepoint import ClaimSavepoint, Savepoint
+from outboxq.database.driver import driver_connection, run_script, transaction_status
 from outboxq.database.sql_text import left_by, refused_verb
 from outboxq.errors import HandlerRolledBack, TransactionVerbRefused
 
@@ -37,6 +36,74 @@ _CLOSED = {
 # A true value, as SQLAlchemy needs it; each listener that is put on a connection replaces it by True.
 _HEARD_BY_US: Any = "outboxq"
 _FACTORIES = ("row_factory", "cursor_factory", "server_cursor_factory")
+# The packages of the driver.
+_DRIVERS = ("psycopg", "psycopg_binary", "psycopg_c")
+
+
+class Savepoint(NestedTransaction):
+    """A running job's own savepoint. Once it `is_released`, what came after it can no longer be undone."""
+
+    __slots__ = ("is_released",)
+
+    def __init__(self, connection: Connection) -> None:
+        super().__init__(connection)
+        self.is_released = False
+
+    @property
+    def name(self) -> str:
+        """Its name in the server."""
+        return self._savepoint
+
+    def undo(self) -> None:
+        """Roll back to the savepoint, even if SQLAlchemy says that it did.
+
+        SQLAlchemy says so also if it could send nothing, and rows may have come after it by the driver's cursor.
+
+        Raises:
+            psycopg.Error, SQLAlchemyError: the savepoint is gone.
+        """
+        if self.is_active:
+            self.rollback()
+        else:
+            run_script(self.connection, f"ROLLBACK TO SAVEPOINT {self.name}")
+
+    def _do_commit(self) -> None:
+        super()._do_commit()
+        self.is_released = True
+
+
+class ClaimSavepoint(Savepoint):
+    """The savepoint of a claim, which is there already and which COMMIT's script releases: neither costs a statement.
+
+    It shows a made-up name, so that a handler cannot name the true one.
+    """
+
+    __slots__ = ("_claim_name",)
+
+    def __init__(self, connection: Connection, name: str) -> None:
+        # As SQLAlchemy's own __init__, but without the SAVEPOINT.
+        self.connection = connection
+        self.is_active = True
+        self.is_released = False
+        self._savepoint = "outboxq_sealed"
+        self._claim_name = name
+        self._previous_nested = connection._nested_transaction  # noqa: SLF001  # where SQLAlchemy's own enters itself
+        connection._nested_transaction = self  # noqa: SLF001  # and leaves again
+
+    @property
+    def name(self) -> str:
+        return self._claim_name
+
+    def _close_impl(self, deactivate_from_connection: bool, warn_already_deactive: bool) -> None:
+        self._savepoint = self._claim_name
+        super()._close_impl(deactivate_from_connection, warn_already_deactive)
+
+    def _do_commit(self) -> None:
+        if not self.is_active:
+            super()._do_commit()
+        self.is_active = False
+        self._deactivate_from_connection()
+        self.is_released = True
 
 
 class Watcher(Protocol):
@@ -215,30 +282,44 @@ class Guard:
         text = statement if isinstance(statement, str) else ""
         if self.watcher is not None:
             self.watcher.sees(text, context)
-        if self.savepoint is not None:
-            self._admit(text, self.savepoint)
-            self._note(_looked_at(text, context), {} if many else parameters)
+        savepoint = self.savepoint
+        if savepoint is not None:
+            verb: str | None = None
+            try:
+                verb = refused_verb(text)
+            except Exception as error:  # noqa: BLE001  # raised again, unless it is a defect
+                self._assume_worst(error)
+            if verb:
+                raise TransactionVerbRefused(
+                    f"the handler sent {verb}, but its transaction is the relay's: return to commit, raise to roll back"
+                )
+            if not savepoint.is_active and not text.startswith("ROLLBACK TO"):
+                # The job's savepoint is gone: rows that the handler wrote now would survive its own failure.
+                raise HandlerRolledBack(
+                    "the handler went on after it rolled its session back: use session.begin_nested()"
+                )
+            compiled = None if context is None else context.compiled
+            if context is not None and compiled is not None and compiled.string is not None:
+                # Sent in pieces. Defaults that are read before an INSERT have its context too.
+                is_piece = context.execute_style is ExecuteStyle.INSERTMANYVALUES and text.startswith("INSERT ")
+                if is_piece or text is context.statement:
+                    # As it was compiled: without all of its values.
+                    text = compiled.string
+            self._note(text, {} if many else parameters)
         # Last: those above may have sent something themselves.
         self._announced = statement
-
-    def _admit(self, statement: str, savepoint: Savepoint) -> None:
-        verb: str | None = None
-        try:
-            verb = refused_verb(statement)
-        except Exception as error:  # noqa: BLE001  # raised again, unless it is a defect
-            self._assume_worst(error)
-        if verb:
-            raise TransactionVerbRefused(
-                f"the handler sent {verb}, but its transaction is the relay's: return to commit, raise to roll back"
-            )
-        if not savepoint.is_active and not statement.startswith("ROLLBACK TO"):
-            # The job's savepoint is gone: rows that the handler wrote now would survive its own failure.
-            raise HandlerRolledBack("the handler went on after it rolled its session back: use session.begin_nested()")
 
     def _note(self, statement: str, parameters: object) -> None:
         """Record what a handler's statement may leave on the connection."""
         try:
-            self._note_left(statement, parameters)
+            leavings = left_by(statement)
+            if leavings is None:
+                return
+            self.is_altered = True
+            given = parameters if isinstance(parameters, Mapping) else {}
+            if any(given.get(name) is not True for name in leavings.only_local):
+                self.left = self.left or "set_config"
+            self.left = self.left or leavings.what
         except Exception as error:  # noqa: BLE001  # raised again, unless it is a defect
             self._assume_worst(error)
 
@@ -246,16 +327,6 @@ class Guard:
         """Report a defect of the code that reads statements, which the handler must not meet: anything may be left."""
         contain(error)
         self.left, self.is_altered = self.left or "a statement that could not be read", True
-
-    def _note_left(self, statement: str, parameters: object) -> None:
-        leavings = left_by(statement)
-        if leavings is None:
-            return
-        self.is_altered = True
-        given = parameters if isinstance(parameters, Mapping) else {}
-        if any(given.get(name) is not True for name in leavings.only_local):
-            self.left = self.left or "set_config"
-        self.left = self.left or leavings.what
 
     def _before_commit(self, _connection: object) -> None:
         if self.is_handlers_turn:
@@ -309,26 +380,17 @@ def keep_cancelled(context: ExceptionContext, own: Connection) -> None:
         context.is_disconnect = False
 
 
-def _looked_at(statement: str, context: ExecutionContext | None) -> str:
-    """The text of a statement to examine: as it was compiled, without all of its values, if it was compiled."""
-    compiled = None if context is None else context.compiled
-    if context is None or compiled is None or compiled.string is None:
-        return statement
-    if statement is context.statement:
-        return compiled.string
-    # Sent in pieces. Defaults that are read before an INSERT have its context too.
-    is_piece = context.execute_style is ExecuteStyle.INSERTMANYVALUES and statement.startswith("INSERT ")
-    return compiled.string if is_piece else statement
-
-
 def _watched_cursor(factory: type[Any], guard: "Guard") -> type[Any]:
     """The driver's cursors, which lead to its connection too, and can be used around SQLAlchemy themselves."""
 
     class Watched(factory):  # type: ignore[misc]  # the user's own, or the driver's
         @property
         def connection(self) -> object:
-            if guard.is_handlers_turn and not _is_asked_by_driver():
-                guard.hands_out()
+            if guard.savepoint is not None or guard.on_first_use is not None:
+                # The driver too reads the connection of its cursors, for the types that it adapts: for each statement.
+                caller = sys._getframe(1).f_globals  # noqa: SLF001  # in the library reference, and cheap
+                if str(caller.get("__name__", "")).partition(".")[0] not in _DRIVERS:
+                    guard.hands_out()
             return super().connection
 
         def execute(self, query: Any, *args: Any, **kwargs: Any) -> Any:
@@ -348,9 +410,3 @@ def _watched_cursor(factory: type[Any], guard: "Guard") -> type[Any]:
             return super().copy(*args, **kwargs)
 
     return Watched
-
-
-def _is_asked_by_driver() -> bool:
-    # The driver too reads the connection of its cursors, for the types that it adapts.
-    caller = sys._getframe(2).f_globals  # noqa: SLF001  # in the library reference, and cheap: each statement passes here
-    return str(caller.get("__name__", "")).partition(".")[0] in ("psycopg", "psycopg_binary", "psycopg_c")

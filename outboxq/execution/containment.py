@@ -9,8 +9,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from outboxq.database.driver import is_lost, run_script
 from outboxq.database.errors import sqlstate_of
-from outboxq.database.guard import Guard
-from outboxq.database.job_savepoint import Savepoint
+from outboxq.database.guard import Guard, Savepoint
 from outboxq.errors import HandlerError, HandlerRolledBack, TransactionEndedByHandler
 from outboxq.execution.batch_state import BatchState
 from outboxq.execution.errors import ROLLED_BACK, ConnectionLost, TransactionEscaped

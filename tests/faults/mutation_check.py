@@ -736,7 +736,7 @@ MUTANTS = (
     Mutant(
         "the settings of a transaction, by which names mean other tables",
         "outboxq/database/guard.py",
-        "        self.is_altered = True\n",
+        "            self.is_altered = True\n",
         "",
         (
             "tests/execution/test_shared_batches_surroundings.py::test_what_is_known_of_tables_is_not_of_another_search_path",

@@ -1,4 +1,4 @@
-"""The guard on a relay's connection. All that a handler does with the connection passes here.
+"""The guard on a relay's connection, and a job's savepoint. All that a handler does with the connection passes here.
 
 While a handler runs, transaction verbs are refused before they are sent. Statements around SQLAlchemy,
 on the driver's own connection, are not seen; the script that commits finds what they did to the transaction.
@@ -141,7 +141,7 @@ class Guard:
 
     `on_first_use` begins it, if a handler runs whose savepoint has not begun: also for statements that a handler
     sends through the connection instead of its session. `watcher` is called before every statement, and when the
-    driver's connection is taken. `thread` is the one that it belongs to.
+    driver's connection is taken. `thread` is the one that it belongs to. `lent` are the connections of the running job.
     """
 
     def __init__(self, connection: Connection) -> None:
@@ -156,7 +156,7 @@ class Guard:
         self._connection = connection
         # A handler can reach the relay's own connection by its transactions; a thread that it has left is refused.
         self.thread = get_ident()
-        self._lent: list[Connection] = []
+        self.lent: list[Connection] = []
         # The statement that SQLAlchemy is about to give to the driver's cursor.
         self._announced: object = None
         # A test's own savepoint, around all of its jobs.
@@ -208,13 +208,13 @@ class Guard:
         lent = object.__new__(type(self._connection))
         # One state for both: SQLAlchemy keeps transaction and savepoints there.
         lent.__dict__ = self._connection.__dict__
-        self._lent.append(lent)
+        self.lent.append(lent)
         return lent
 
     def take_back(self) -> None:
         """Close what was lent, against threads that its job has left, and undo what the job set on it."""
-        while self._lent:
-            self._lent.pop().__dict__ = {**self._connection.__dict__, **_CLOSED}
+        while self.lent:
+            self.lent.pop().__dict__ = {**self._connection.__dict__, **_CLOSED}
         self._connection._execution_options = self._options  # noqa: SLF001  # set in place, and only ever added to
         if self._connection._has_events is not _HEARD_BY_US and self.left is None:  # noqa: SLF001  # event.listen() sets it
             self.left = "a listener on the connection"
@@ -343,20 +343,9 @@ class Guard:
         """Return True if a handler runs."""
         return self.savepoint is not None or self.on_first_use is not None
 
-    @property
-    def is_untouched(self) -> bool:
-        """Return True if the running job has sent nothing, and no job so far has taken the driver's connection."""
-        return (self.on_first_use is not None or not self._lent) and self.left is None
-
     def let_go(self) -> None:
         """Record that no handler runs any more."""
         self.savepoint = self.on_first_use = self.watcher = None
-
-
-def lend(connection: Connection) -> Connection:
-    """The connection for one job: of its guard, if it has one."""
-    guard: Guard | None = connection.__dict__.get("outboxq_guard")
-    return connection if guard is None else guard.lend()
 
 
 def is_same(connection: Connection, other: Connection | None) -> bool:

@@ -9,28 +9,36 @@ from datetime import timedelta
 from functools import partial
 from typing import TypeAlias
 
+import psycopg
 from psycopg.pq import TransactionStatus
 from sqlalchemy import Connection
+from sqlalchemy.exc import InvalidRequestError, SQLAlchemyError
 
 from outboxq.codec.entities import EntityKey
 from outboxq.database.errors import QUERY_CANCELED, sqlstate_of
-from outboxq.errors import EffectInProgress, HandlerTimedOut, TransactionEndedByHandler
+from outboxq.database.guard import Savepoint
+from outboxq.errors import (
+    EffectInProgress,
+    HandlerError,
+    HandlerRolledBack,
+    HandlerTimedOut,
+    TransactionEndedByHandler,
+)
 from outboxq.execution.chain import check_follower
-from outboxq.execution.containment import AttemptSavepoint
-from outboxq.execution.errors import TransactionEscaped
+from outboxq.execution.containment import is_intact, undo
+from outboxq.execution.errors import ROLLED_BACK, SWALLOWED, TransactionEscaped
 from outboxq.execution.failure import Failed
-from outboxq.execution.handler_session import AttemptSession, HandlerSession, hand_over
-from outboxq.execution.invoke import Run
+from outboxq.execution.handler_session import IS_OVER, HandlerSession, hand_over
+from outboxq.execution.invoke import Args, Run
 from outboxq.execution.late_rows import RowsMayBeLate
 from outboxq.execution.preload import load_entity, watch_unlocked
 from outboxq.execution.runtime import CancelledResult, Runtime
-from outboxq.execution.settle import current_xid
+from outboxq.execution.settle import check_shared, current_xid
 from outboxq.execution.surround import Surrounded
 from outboxq.fault_points import fault_point
-from outboxq.handlers.around import Arounds
 from outboxq.handlers.call import HandlerCall
 from outboxq.handlers.handler import AnyHandler, BatchHandler
-from outboxq.job import Job
+from outboxq.job import THEN_HEADER, Job
 from outboxq.outcomes import Done, Outcome, Snooze
 
 _SHORTEST_SNOOZE_SECONDS = 0.05
@@ -59,18 +67,23 @@ class Attempt:
         begin: Callable[[], str | None],
         call: HandlerCall,
     ) -> None:
-        # Without a lease the attempt is in the claim's own transaction.
-        in_transaction = job.lease_token is None or runtime.guard.transaction_status == TransactionStatus.INTRANS
+        self.made: HandlerSession | None = None
         self._connection = connection
         self._handler = handler
         self._job = job
         self._runtime = runtime
+        self._guard = guard = runtime.guard
         self._shared_xid = shared_xid
+        self._begin = begin
         self._call = call
-        self._containment = AttemptSavepoint(connection, runtime.guard, begin, in_transaction=in_transaction)
-        self._session = AttemptSession(self._open_session)
         self._arounds = runtime.registry.arounds.get(job.kind)
         self._began = time.monotonic()
+        self._is_over = False
+        # Without a lease the attempt is in the claim's own transaction.
+        self._in_transaction = job.lease_token is None or guard.transaction_status == TransactionStatus.INTRANS
+        self._root = connection.get_transaction()
+        self._savepoint: Savepoint | None = None
+        guard.savepoint, guard.on_first_use = None, self.open
 
     def run(self) -> AttemptResult:
         """Run the handler; afterwards the transaction holds all of its rows if it is done, and else none.
@@ -79,55 +92,104 @@ class Attempt:
             ConnectionLost: the transaction is gone with its connection.
             TransactionEscaped: the handler ended the transaction.
         """
-        runtime, job = self._runtime, self._job
+        runtime, job, guard, call = self._runtime, self._job, self._guard, self._call
         result: AttemptResult
-        if runtime.invoker.flavour == "async" and self._containment.in_transaction:
-            self._open_for_coroutine()
         try:
-            check_follower(job)
-            arguments = self._arguments() if self._arounds is None else self._surrounded(self._arounds)
-            run = Run(job, runtime.state, partial(runtime.effect_access, self._handler, job), [], self._call)
+            if self._in_transaction and runtime.invoker.flavour == "async":
+                # Now: a coroutine can send nothing when it first names its session.
+                self.open()
+        except BaseException:
+            guard.let_go()
+            raise
+        try:
+            if THEN_HEADER in job.headers:
+                # Before the handler, whose rows would stand without the job that follows.
+                check_follower(job)
+            arguments: Args
+            if self._arounds is None:
+                arguments = self._arguments()
+            else:
+                jobs = (job,) if isinstance(self._handler, BatchHandler) else None
+                arguments = Surrounded.of(self._arounds, self, self._arguments, jobs)
+            run = Run(job, runtime.state, partial(runtime.effect_access, self._handler, job), [], call)
             fault_point("before-handler")
             try:
-                returned = runtime.invoker.call(self._handler, self._session.session, run, arguments)
+                returned = runtime.invoker.call(self._handler, self.session, run, arguments)
             except BaseException as error:
                 runtime.check_rest(self._connection, job, error)
                 raise
             runtime.check_rest(self._connection, job)
-            # Told to end before it did: however it ended, perhaps half done, nothing of it stands.
-            result = _CANCELLED if self._call.is_cancelled else self._handler.returned.outcome(returned)
+            # Cancelled before it ended: whatever it returned, it may be half done, and nothing of it stands.
+            result = _CANCELLED if call.is_cancelled else self._handler.returned.outcome(returned)
             if isinstance(result, Done):
-                self._keep(run)
+                if run.deferred:
+                    hand_over(run.deferred, self.session())
+                if self.made is not None or self._savepoint is not None:
+                    self._keep()
                 # Last: an error after the rows were kept would be a failure whose rows stand.
                 fault_point("after-handler")
         except BaseException as error:
             if not runtime.is_failure(error):
                 raise
-            result = _CANCELLED if self._call.is_cancelled else self._result_of(error)
+            result = _CANCELLED if call.is_cancelled else self._result_of(error)
         finally:
-            self._call.end()
-            runtime.guard.let_go()
-        return self._closed(result)
-
-    def _open_for_coroutine(self) -> None:
-        """Begin the savepoint now: a coroutine can send nothing when it first names its session."""
+            call.end()
+            guard.let_go()
+        closed, self._is_over = True, True
         try:
-            self._containment.open()
+            if self.made is not None:
+                self.made.close()
+        except (SQLAlchemyError, psycopg.Error):
+            # The transaction below it is not as it was.
+            closed = False
+        except BaseException as error:
+            if not runtime.is_failure(error):
+                raise
+            # A listener of the user's raised this. What the handler itself raised says more.
+            result = result if isinstance(result, Failed) else runtime.describe(error, job)
+        guard.take_back()
+        if not (closed and isinstance(result, Done)):
+            self._undo(result, closed=closed)
+        return result
+
+    def open(self) -> None:
+        """Begin the transaction if need be, and set the savepoint, unless that was done.
+
+        That is when the handler first names its session; under a lease, when the session is first used, so that a long
+        call outside the database holds no transaction open. A handler that needs neither pays nothing.
+        """
+        if self._savepoint is not None:
+            return
+        # First: the statements below go through the guarded connection, too.
+        self._guard.on_first_use = None
+        try:
+            inner_savepoint = self._begin()
+            self._in_transaction = True
+            self._guard.begin_savepoint(inner_savepoint)
+            self._savepoint = self._guard.savepoint
         except BaseException:
-            self._runtime.guard.let_go()
+            # The handler may swallow the error, and must not go on without a savepoint.
+            self._guard.on_first_use = self.open
             raise
 
-    def _open_session(self) -> HandlerSession:
-        session = self._runtime.invoker.open_session(self._connection, self._containment.open)
-        if self._containment.in_transaction:
-            # Now: statements that bypass the session, on the driver's cursor, have to lie behind the savepoint too.
-            self._containment.open()
-        return session
+    def session(self) -> HandlerSession:
+        """The session, made when it is first asked for: a handler that needs none does not pay for it.
 
-    def _surrounded(self, arounds: Arounds) -> Surrounded:
-        """The arguments as they are loaded within the arounds."""
-        batch = (self._job,) if isinstance(self._handler, BatchHandler) else None
-        return Surrounded.of(arounds, self._session, self._arguments, batch)
+        Raises:
+            InvalidRequestError: the attempt is over: a session would write into another job's transaction.
+        """
+        if self.made is not None:
+            return self.made
+        if self._is_over:
+            raise InvalidRequestError(IS_OVER)
+        session = self._runtime.invoker.open_session(self._guard.lend())
+        if self._savepoint is None and self._in_transaction:
+            # Now: statements that bypass the session, on the driver's cursor, have to lie behind the savepoint too.
+            self.open()
+        elif self._savepoint is None:
+            session.on_first_use = self.open
+        self.made = session
+        return session
 
     def _arguments(self) -> dict[str, object]:
         """The job's arguments, with its entities loaded."""
@@ -137,29 +199,38 @@ class Attempt:
             return arguments
         keys = {name: value for name, value in arguments.items() if isinstance(value, EntityKey)}
         if keys:
-            session = self._session.session()
+            session = self.session()
             absent = partial(self._runtime.absent, self._connection, self._job)
             arguments |= {name: load_entity(session, name, key, absent) for name, key in keys.items()}
             loaded = [(key, arguments[name]) for name, key in keys.items()]
             watch_unlocked(session, self._handler.unlocked_changes, loaded)
         return arguments
 
-    def _keep(self, run: Run) -> None:
-        """Send the writes that the handler deferred, and keep its rows."""
-        if run.deferred:
-            hand_over(run.deferred, self._session.session())
-        session = self._session.made
-        if session is not None:
-            session.check()
-        if session is None and self._containment.savepoint is None:
-            # The handler never used the database.
+    def _keep(self) -> None:
+        """Keep the rows of a handler that used the database, and returned as if done.
+
+        Raises:
+            HandlerError: they are not there any more.
+            psycopg.Error: a deferred constraint is violated.
+            TransactionEndedByHandler: this is not the claim's transaction any more.
+        """
+        session, savepoint = self.made, self._savepoint
+        if session is not None and session.is_rolled_back:
+            raise HandlerRolledBack(ROLLED_BACK)
+        if savepoint is not None and not savepoint.is_active:
+            raise HandlerRolledBack(ROLLED_BACK)
+        if self._guard.transaction_status == TransactionStatus.INERROR:
+            raise HandlerError(SWALLOWED)
+        if session is None:
             return
-        self._containment.check()
-        if session is not None:
-            # commit() and not flush(): it also ends the handler's open savepoints and flushes until nothing is left.
-            # A session joined by "rollback_only" commits nothing.
-            session.commit()
-            self._containment.keep(self._shared_xid)
+        # commit() and not flush(): it also ends the handler's open savepoints and flushes until nothing is left.
+        # A session joined by "rollback_only" commits nothing.
+        session.commit()
+        # Under a lease the flush may have set it.
+        if self._savepoint is not None:
+            if self._shared_xid is not None:
+                check_shared(self._connection, self._shared_xid)
+            self._savepoint.commit()
 
     def _result_of(self, error: BaseException) -> Outcome | Failed:
         if type(error) is EffectInProgress or type(error) is RowsMayBeLate:
@@ -171,26 +242,24 @@ class Attempt:
             error = HandlerTimedOut(limit).with_traceback(error.__traceback__)
         return self._runtime.describe(error, self._job)
 
-    def _closed(self, result: AttemptResult) -> AttemptResult:
-        """Close the attempt's session, and undo its rows unless the job is done."""
-        closed = True
-        try:
-            closed = self._session.close()
-        except BaseException as error:
-            if not self._runtime.is_failure(error):
-                raise
-            # A listener of the user's raised this. What the handler itself raised says more.
-            result = result if isinstance(result, Failed) else self._runtime.describe(error, self._job)
-        self._runtime.guard.take_back()
-        if closed and isinstance(result, Done):
-            return result
-        intact = closed and self._containment.is_intact
-        if not (self._containment.undo(intact=intact) and self._is_same_transaction()):
+    def _undo(self, result: AttemptResult, *, closed: bool) -> None:
+        """Undo the handler's rows.
+
+        Args:
+            closed: The session could be closed.
+
+        Raises:
+            ConnectionLost: the transaction is gone with its connection.
+            TransactionEscaped: the handler ended the transaction.
+        """
+        intact = closed and is_intact(self._connection, self._root)
+        is_undone = undo(
+            self._connection, self._guard, self._savepoint, intact=intact, in_transaction=self._in_transaction
+        )
+        if is_undone and self._shared_xid is not None:
+            is_undone = current_xid(self._connection) == self._shared_xid
+        if not is_undone:
             # If SQLAlchemy noticed the end of the transaction, its own error says more than ours.
             if intact or not isinstance(result, Failed):
                 result = self._runtime.describe(TransactionEndedByHandler(), self._job)
             raise TransactionEscaped(self._job, result)
-        return result
-
-    def _is_same_transaction(self) -> bool:
-        return self._shared_xid is None or current_xid(self._connection) == self._shared_xid

@@ -15,7 +15,7 @@ from outboxq.emitter import drop_tracebacks
 from outboxq.errors import HandlerError, HandlerRolledBack
 from outboxq.execution.batch_state import BatchState
 from outboxq.execution.containment import SharedSavepoint
-from outboxq.execution.handler_session import HandlerSession, nothing
+from outboxq.execution.handler_session import HandlerSession
 from outboxq.execution.invoke import Run
 from outboxq.execution.plan import Segment
 from outboxq.execution.preload import Locks, entity_keys, load_entity, load_together, watch_unlocked
@@ -43,7 +43,7 @@ def call_batch_handler(
     """
     batch.running.position, batch.running.together = segment.places.start, len(segment.places)
     savepoint = SharedSavepoint(connection, runtime.guard, batch, batch.running.position)
-    session = runtime.invoker.open_session(connection, nothing)
+    session = runtime.invoker.open_session(runtime.guard.lend())
     try:
         returned = _call(connection, batch, runtime, segment.arguments, session, savepoint, locks)
         # Whether closing fails does not matter: COMMIT says what stands.
@@ -89,7 +89,7 @@ def _call(
     fault_point("before-handler")
     seconds = handler.timeout_seconds
     batch.running.deadline = None if seconds is None else time.monotonic() + seconds
-    run = Run(jobs[0], runtime.state, nothing, [], batch.running.begin_call(jobs, runtime.notes))
+    run = Run(jobs[0], runtime.state, lambda: None, [], batch.running.begin_call(jobs, runtime.notes))
     call: Callable[..., object] = runtime.invoker.call
     try:
         returned = call(handler.together, lambda: session, run, args)

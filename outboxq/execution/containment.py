@@ -1,10 +1,11 @@
-"""Containment: a savepoint in the relay's transaction, behind which handlers' rows are kept or undone as a whole."""
+"""Containment: the way back to a savepoint in the relay's transaction, and the savepoint of jobs that run together.
 
-from collections.abc import Callable
+Handlers' rows are kept or undone as a whole.
+"""
 
 import psycopg
 from psycopg.pq import TransactionStatus
-from sqlalchemy import Connection
+from sqlalchemy import Connection, RootTransaction
 from sqlalchemy.exc import SQLAlchemyError
 
 from outboxq.database.driver import is_lost, run_script
@@ -12,132 +13,52 @@ from outboxq.database.errors import sqlstate_of
 from outboxq.database.guard import Guard, Savepoint
 from outboxq.errors import HandlerError, HandlerRolledBack, TransactionEndedByHandler
 from outboxq.execution.batch_state import BatchState
-from outboxq.execution.errors import ROLLED_BACK, ConnectionLost, TransactionEscaped
+from outboxq.execution.errors import ROLLED_BACK, SWALLOWED, ConnectionLost, TransactionEscaped
 from outboxq.execution.failure import TRANSIENT, Describing, describe_failure
 from outboxq.execution.settle import check_shared, current_xid
 
 
-class Containment:
-    """A savepoint for what handlers do, and the way back to it."""
-
-    def __init__(self, connection: Connection, guard: Guard, *, in_transaction: bool = True) -> None:
-        self.savepoint: Savepoint | None = None
-        # Whether the server is in the relay's transaction.
-        self.in_transaction = in_transaction
-        self._connection = connection
-        self._guard = guard
-        self._root = connection.get_transaction()
-        guard.savepoint = None
-
-    def begin(self, inner_savepoint: str | None) -> None:
-        """Set the savepoint; if the claim's inner savepoint is named, use that one, and send nothing."""
-        self._guard.begin_savepoint(inner_savepoint)
-        self.savepoint = self._guard.savepoint
-
-    @property
-    def is_intact(self) -> bool:
-        """Whether SQLAlchemy still knows the relay's transaction as it was."""
-        root = self._root
-        return root is not None and root.is_active and self._connection.get_transaction() is root
-
-    def check(self) -> None:
-        """Check that the rows of a handler that returned as if done are still there.
-
-        Raises:
-            HandlerError: they are not.
-        """
-        if self.savepoint is not None and not self.savepoint.is_active:
-            raise HandlerRolledBack(ROLLED_BACK)
-        if self._guard.transaction_status == TransactionStatus.INERROR:
-            raise HandlerError("the handler swallowed a database error, which had undone its rows: let it raise")
-
-    def keep(self, shared_xid: str | None) -> None:
-        """Keep the rows behind the savepoint.
-
-        Args:
-            shared_xid: The claim's transaction, if other jobs share it: then every deferred constraint is checked now.
-
-        Raises:
-            psycopg.Error: a deferred constraint is violated.
-            TransactionEndedByHandler: this is not the claim's transaction any more.
-        """
-        if self.savepoint is None:
-            return
-        if shared_xid is not None:
-            check_shared(self._connection, shared_xid)
-        self.savepoint.commit()
-
-    def undo(self, *, intact: bool) -> bool:
-        """Go back to the savepoint; False if the transaction is not there any more, or not as the relay left it.
-
-        Args:
-            intact: Whether, as far as SQLAlchemy knows, the transaction is as the relay left it.
-
-        Raises:
-            ConnectionLost: the transaction is gone with its connection.
-        """
-        if is_lost(self._connection):
-            raise ConnectionLost("the connection was lost while a handler ran")
-        if self.savepoint is None:
-            return self._undo_unsaved(intact=intact)
-        status = self._guard.transaction_status
-        # If the handler released the savepoint, its rows stand, and would be committed together with its failure.
-        if not intact or self.savepoint.is_released or status == TransactionStatus.IDLE:
-            return False
-        try:
-            self.savepoint.undo()
-        except (psycopg.Error, SQLAlchemyError) as error:
-            if is_lost(self._connection):
-                raise ConnectionLost("the connection was lost while a handler was undone") from error
-            return False
-        return self._guard.transaction_status == TransactionStatus.INTRANS
-
-    def _undo_unsaved(self, *, intact: bool) -> bool:
-        status = self._guard.transaction_status
-        if self.in_transaction:
-            return intact and status == TransactionStatus.INTRANS
-        if status != TransactionStatus.IDLE:
-            # The handler began a transaction on the driver's own connection: it must not be committed with the job.
-            run_script(self._connection, "ROLLBACK")
-        return intact
+def is_intact(connection: Connection, root: RootTransaction | None) -> bool:
+    """Return True if, as far as SQLAlchemy knows, `root` is still the connection's transaction."""
+    return root is not None and root.is_active and connection.get_transaction() is root
 
 
-class AttemptSavepoint(Containment):
-    """The savepoint of one attempt, set when the handler first needs it: a handler that needs none pays nothing.
-
-    That is when the handler first names its session; under a lease, when the session is first used, so that a long call
-    outside the database holds no transaction open.
+def undo(
+    connection: Connection, guard: Guard, savepoint: Savepoint | None, *, intact: bool, in_transaction: bool = True
+) -> bool:
+    """Go back to a savepoint; False if the transaction is not there any more, or not as the relay left it.
 
     Args:
-        begin: Called first; it begins the transaction if need be, and names the savepoint that stands for the attempt's
-            own, or None.
-        in_transaction: Whether the server is in the relay's transaction already; else `begin` begins it.
+        savepoint: None if it was never set.
+        intact: As far as SQLAlchemy knows, the transaction is as the relay left it.
+        in_transaction: The server was in the relay's transaction when the handler began, or the savepoint was set.
+
+    Raises:
+        ConnectionLost: the transaction is gone with its connection.
     """
-
-    def __init__(
-        self, connection: Connection, guard: Guard, begin: Callable[[], str | None], *, in_transaction: bool
-    ) -> None:
-        super().__init__(connection, guard, in_transaction=in_transaction)
-        self._begin = begin
-        guard.on_first_use = self.open
-
-    def open(self) -> None:
-        """Set the savepoint, unless that was done."""
-        if self.savepoint is not None:
-            return
-        # First: the statements below go through the guarded connection, too.
-        self._guard.on_first_use = None
-        try:
-            inner_savepoint = self._begin()
-            self.in_transaction = True
-            self.begin(inner_savepoint)
-        except BaseException:
-            # The handler may swallow the error, and must not go on without a savepoint.
-            self._guard.on_first_use = self.open
-            raise
+    if is_lost(connection):
+        raise ConnectionLost("the connection was lost while a handler ran")
+    status = guard.transaction_status
+    if savepoint is None and in_transaction:
+        return intact and status == TransactionStatus.INTRANS
+    if savepoint is None:
+        if status != TransactionStatus.IDLE:
+            # The handler began a transaction on the driver's own connection: it must not be committed with the job.
+            run_script(connection, "ROLLBACK")
+        return intact
+    # If the handler released the savepoint, its rows stand, and would be committed together with its failure.
+    if not intact or savepoint.is_released or status == TransactionStatus.IDLE:
+        return False
+    try:
+        savepoint.undo()
+    except (psycopg.Error, SQLAlchemyError) as error:
+        if is_lost(connection):
+            raise ConnectionLost("the connection was lost while a handler was undone") from error
+        return False
+    return guard.transaction_status == TransactionStatus.INTRANS
 
 
-class SharedSavepoint(Containment):
+class SharedSavepoint:
     """The savepoint of several jobs of a batch: of a shared run, or of one call of a batch handler.
 
     The claim's own inner savepoint is used, so nothing is sent for the first jobs of a batch.
@@ -147,15 +68,18 @@ class SharedSavepoint(Containment):
     """
 
     def __init__(self, connection: Connection, guard: Guard, batch: BatchState, first: int) -> None:
-        super().__init__(connection, guard)
         assert batch.transaction is not None
         inner = batch.transaction.inner_savepoint
         if first > 0:
             # Set anew, so that the rows of earlier jobs stay if these jobs are undone.
             run_script(connection, f"RELEASE SAVEPOINT {inner}; SAVEPOINT {inner}")
-        self._batch = batch
         self.xid = batch.transaction.xid
-        self.begin(inner)
+        self._batch = batch
+        self._connection = connection
+        self._guard = guard
+        self._root = connection.get_transaction()
+        guard.begin_savepoint(inner)
+        self.savepoint = guard.savepoint
 
     @property
     def is_whole(self) -> bool:
@@ -168,13 +92,33 @@ class SharedSavepoint(Containment):
             and self._guard.transaction_status == TransactionStatus.INTRANS
         )
 
+    def check(self) -> None:
+        """Check that the rows of a handler that returned as if done are still there.
+
+        Raises:
+            HandlerError: they are not.
+        """
+        if self.savepoint is not None and not self.savepoint.is_active:
+            raise HandlerRolledBack(ROLLED_BACK)
+        if self._guard.transaction_status == TransactionStatus.INERROR:
+            raise HandlerError(SWALLOWED)
+
     def is_same_transaction(self) -> bool:
         """Whether the server still runs the claim's transaction."""
         return current_xid(self._connection) == self.xid
 
     def keep_all(self) -> None:
-        """Keep the rows behind the savepoint, and check deferred constraints, unless COMMIT does it for all jobs."""
-        self.keep(None if self._batch.tries.together else self.xid)
+        """Keep the rows behind the savepoint, and check deferred constraints, unless COMMIT does it for all jobs.
+
+        Raises:
+            psycopg.Error: a deferred constraint is violated.
+            TransactionEndedByHandler: this is not the claim's transaction any more.
+        """
+        if self.savepoint is None:
+            return
+        if not self._batch.tries.together:
+            check_shared(self._connection, self.xid)
+        self.savepoint.commit()
 
     def undo_all(self, error: BaseException, *, closed: bool) -> None:
         """Go back to the savepoint, after `error`.
@@ -187,8 +131,9 @@ class SharedSavepoint(Containment):
             TransactionEscaped: a handler ended the transaction.
         """
         self._batch.tries.has_deadlocked |= sqlstate_of(error) in TRANSIENT
-        intact = closed and self.is_intact
-        if not (self.undo(intact=intact) and self.is_same_transaction()):
+        intact = closed and is_intact(self._connection, self._root)
+        is_undone = undo(self._connection, self._guard, self.savepoint, intact=intact)
+        if not (is_undone and self.is_same_transaction()):
             job = self._batch.job
             # If SQLAlchemy noticed the end of the transaction, its own error says more than ours.
             reason = TransactionEndedByHandler() if intact else error

@@ -8,6 +8,7 @@ ROLLED_BACK = (
     "the handler rolled its session back, then returned as if done: raise instead, "
     "or use session.begin_nested() for the part that may fail"
 )
+SWALLOWED = "the handler swallowed a database error, which had undone its rows: let it raise"
 
 NO_SUCH_SAVEPOINT = "3B001"
 # The inner savepoint is gone, or refused: a handler ended or broke the relay's transaction.

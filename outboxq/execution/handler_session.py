@@ -3,11 +3,9 @@
 import functools
 import inspect
 from collections.abc import Callable, Coroutine, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
-import psycopg
 from sqlalchemy import Connection, Engine, event
-from sqlalchemy.exc import InvalidRequestError, SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import Session, SessionTransaction
 
@@ -20,19 +18,16 @@ from outboxq.handlers.unlocked import UnlockedChanges
 from outboxq.outbox.session import AsyncOutboxSession, OutboxSession
 
 
-def nothing() -> None:
-    """The opener of a session whose transaction and savepoint are there already."""
-
-
 class HandlerSession(OutboxSession):
-    """The session of a handler; calls `on_first_use` before it uses its connection.
+    """The session of a handler.
 
     Attributes:
+        on_first_use: Called before it uses its connection; None if transaction and savepoint are there already.
         watched: Entities whose rows are not locked, with the object that looks at their changes before each flush.
         is_rolled_back: Its transaction was rolled back, and not just a savepoint.
     """
 
-    on_first_use: Callable[[], None]
+    on_first_use: Callable[[], None] | None = None
     is_rolled_back = False
     watched: tuple[UnlockedChanges, Sequence[object]] | None = None
 
@@ -53,7 +48,8 @@ class HandlerSession(OutboxSession):
 
     def get_bind(self, *args: Any, **kwargs: Any) -> Engine | Connection:
         """SQLAlchemy's hook before every use of a connection."""
-        self.on_first_use()
+        if self.on_first_use is not None:
+            self.on_first_use()
         if self.watched is not None and getattr(kwargs.get("clause"), "_for_update_arg", None) is not None:
             # The handler locks rows itself, perhaps those of the watched entities.
             self.watched = None
@@ -61,7 +57,8 @@ class HandlerSession(OutboxSession):
 
     def flush(self, objects: Sequence[Any] | None = None) -> None:
         """SQLAlchemy's hook for every flush, also for an autoflush and that of a commit."""
-        self.look()
+        if self.watched is not None:
+            self.look()
         super().flush(objects)
 
     def peek_bind(self, **kwargs: Any) -> Engine | Connection:
@@ -116,40 +113,7 @@ def hand_over(deferred: list[Write], session: Session) -> None:
         deferred.clear()
 
 
-class AttemptSession:
-    """The session of one attempt, made when it is first asked for: a handler that needs none does not pay for it."""
-
-    def __init__(self, make: Callable[[], HandlerSession]) -> None:
-        self._make = make
-        self.made: HandlerSession | None = None
-
-    def session(self) -> HandlerSession:
-        """The session.
-
-        Raises:
-            InvalidRequestError: the attempt is over: a session would write into another job's transaction.
-        """
-        if self.made is None:
-            self.made = self._make()
-        return self.made
-
-    def close(self) -> bool:
-        """Close the session for good; False if that fails, because the transaction below it is not as it was.
-
-        Errors of users' listeners are raised.
-        """
-        self._make = _refuse
-        try:
-            if self.made is not None:
-                self.made.close()
-        except (SQLAlchemyError, psycopg.Error):
-            return False
-        return True
-
-
-def _refuse() -> NoReturn:
-    raise InvalidRequestError("the job of this context is over: its session cannot be opened any more")
-
+IS_OVER = "the job of this context is over: its session cannot be opened any more"
 
 # close_resets_only=False: a task or thread that the handler left behind must not write into another job's transaction.
 SESSION_OPTIONS: dict[str, Any] = {

@@ -15,7 +15,6 @@ from sqlalchemy.util import await_only, greenlet_spawn, memoized_property
 
 from outboxq.awaited import close_unawaited
 from outboxq.database.answers import count_coroutines
-from outboxq.database.guard import lend
 from outboxq.database.sessions import plain_session
 from outboxq.effects.api import EffectAccess
 from outboxq.errors import HandlerError, HandlerTimedOut
@@ -76,7 +75,9 @@ class _Opening(JobContext[Any, Any]):
     @memoized_property
     def session(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]  # made later
         session = self.__dict__["_session"]()
-        hand_over(self.__dict__["_run"].deferred, plain_session(session, "ctx.session"))
+        deferred = self.__dict__["_run"].deferred
+        if deferred:
+            hand_over(deferred, plain_session(session, "ctx.session"))
         return session
 
 
@@ -103,8 +104,8 @@ class Invoker(Protocol):
         """A function that runs one attempt in a context of its own: the next job sees no context variable of it."""
         ...
 
-    def open_session(self, connection: Connection, on_first_use: Callable[[], None]) -> HandlerSession:
-        """A fresh session that joins the connection's savepoint, which `on_first_use` begins if need be."""
+    def open_session(self, lent: Connection) -> HandlerSession:
+        """A fresh session that joins the savepoint of a connection that is lent to the job."""
         ...
 
     def call(self, handler: AnyHandler, session: Callable[[], Session], run: Run, args: Args) -> object:
@@ -121,11 +122,9 @@ class SyncInvoker:
         """What runs one attempt in a context of its own."""
         return copy_context().run
 
-    def open_session(self, connection: Connection, on_first_use: Callable[[], None]) -> HandlerSession:
+    def open_session(self, lent: Connection) -> HandlerSession:
         """A session joined by "rollback_only": the handler's commit() commits nothing, its rollback() is seen."""
-        session = HandlerSession(bind=lend(connection), **SESSION_OPTIONS)
-        session.on_first_use = on_first_use
-        return session
+        return HandlerSession(bind=lent, **SESSION_OPTIONS)
 
     def call(self, handler: AnyHandler, session: Callable[[], Session], run: Run, args: Args) -> object:
         """Run the handler to its end."""
@@ -164,13 +163,12 @@ class AsyncInvoker:
         finally:
             own.gr_context = before
 
-    def open_session(self, connection: Connection, on_first_use: Callable[[], None]) -> HandlerSession:
+    def open_session(self, lent: Connection) -> HandlerSession:
         """A session joined by "rollback_only", and an async session around it for the handler."""
-        lent = AsyncConnection(self._connection.engine, lend(connection))
-        self._session = AsyncHandlerSession(bind=lent, **SESSION_OPTIONS)
+        bind = AsyncConnection(self._connection.engine, lent)
+        self._session = AsyncHandlerSession(bind=bind, **SESSION_OPTIONS)
         session = self._session.sync_session
         assert isinstance(session, HandlerSession)
-        session.on_first_use = on_first_use
         return session
 
     def call(self, handler: AnyHandler, session: Callable[[], Session], run: Run, args: Args) -> object:

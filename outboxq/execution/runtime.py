@@ -107,7 +107,11 @@ class Runtime:
         Raises:
             ConnectionSpoiled: nothing can be sent on the connection any more, not even to undo the handler.
         """
-        if (error is None and self.guard.is_untouched) or is_at_rest(connection):
+        guard = self.guard
+        # Without an error, nothing can be under way if no job so far has taken the driver's connection, and this one
+        # has sent nothing.
+        is_untouched = guard.left is None and (guard.on_first_use is not None or not guard.lent)
+        if (error is None and is_untouched) or is_at_rest(connection):
             return
         give_up(connection)
         if error is None:

@@ -12,8 +12,10 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 
+import psycopg
 from sqlalchemy import Connection, Table
 from sqlalchemy.engine.interfaces import ExecutionContext
+from sqlalchemy.exc import InvalidRequestError, SQLAlchemyError
 from sqlalchemy.orm import Session
 from sqlalchemy.orm.attributes import instance_state
 
@@ -28,7 +30,7 @@ from outboxq.execution.chain import follower_of, has_follower
 from outboxq.execution.changes import row_changes, row_writes, uses_only
 from outboxq.execution.containment import SharedSavepoint
 from outboxq.execution.errors import SharingEnded, TransactionEscaped
-from outboxq.execution.handler_session import AttemptSession, HandlerSession, hand_over, nothing
+from outboxq.execution.handler_session import IS_OVER, HandlerSession, hand_over
 from outboxq.execution.invoke import Run
 from outboxq.execution.plan import Segment
 from outboxq.execution.preload import Locks, PreloadedEntities, entity_keys, load_entity, watch_unlocked
@@ -76,6 +78,40 @@ def run_shared(connection: Connection, batch: BatchState, runtime: Runtime, segm
     drop_tracebacks(failed)
     del batch.events[events:]
     return False
+
+
+class _JobSession:
+    """The session of one job, made when it is first asked for: a handler that needs none does not pay for it."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        self._is_over = False
+        self.made: HandlerSession | None = None
+
+    def session(self) -> HandlerSession:
+        """The session.
+
+        Raises:
+            InvalidRequestError: the job is over: a session would write into another job's transaction.
+        """
+        if self.made is None:
+            if self._is_over:
+                raise InvalidRequestError(IS_OVER)
+            self.made = self._runtime.invoker.open_session(self._runtime.guard.lend())
+        return self.made
+
+    def close(self) -> bool:
+        """Close the session for good; False if that fails, because the transaction below it is not as it was.
+
+        Errors of users' listeners are raised.
+        """
+        self._is_over = True
+        try:
+            if self.made is not None:
+                self.made.close()
+        except (SQLAlchemyError, psycopg.Error):
+            return False
+        return True
 
 
 class _SharedRun:
@@ -185,7 +221,7 @@ class _SharedRun:
         handler = runtime.registry.find(job.kind)
         self._is_suspicious = self._is_unseen
         self._written.clear()
-        opened = AttemptSession(self._open_session)
+        opened = _JobSession(runtime)
         run = Run(job, runtime.state, partial(runtime.effect_access, handler, job), [], self._call)
         arounds, load = runtime.registry.arounds.get(job.kind), partial(self._given, opened, handler, arguments)
         try:
@@ -217,7 +253,7 @@ class _SharedRun:
         fault_point("after-handler")
 
     def _call_handler(
-        self, handler: AnyHandler, opened: AttemptSession, run: Run, given: dict[str, object] | Surrounded
+        self, handler: AnyHandler, opened: _JobSession, run: Run, given: dict[str, object] | Surrounded
     ) -> object:
         try:
             returned = self._runtime.invoker.call(handler, opened.session, run, given)
@@ -227,10 +263,7 @@ class _SharedRun:
         self._runtime.check_rest(self._connection, run.job)
         return returned
 
-    def _open_session(self) -> HandlerSession:
-        return self._runtime.invoker.open_session(self._connection, nothing)
-
-    def _given(self, opened: AttemptSession, handler: AnyHandler, arguments: Mapping[str, object]) -> dict[str, object]:
+    def _given(self, opened: _JobSession, handler: AnyHandler, arguments: Mapping[str, object]) -> dict[str, object]:
         """The arguments of one job, with its entities in its own session, in their present state."""
         given, found = dict(arguments), dict[object, object]()
         loaded: list[tuple[EntityKey, object]] = []
@@ -246,7 +279,7 @@ class _SharedRun:
             watch_unlocked(opened.session(), handler.unlocked_changes, loaded)
         return given
 
-    def _finder(self, opened: AttemptSession) -> Callable[[Session, str, EntityKey], object]:
+    def _finder(self, opened: _JobSession) -> Callable[[Session, str, EntityKey], object]:
         """What finds a job's entities: rows that were loaded ahead are not for a session that its arounds have used.
 
         They may have loaded these rows, have put listeners on the session, or have set what is visible.
@@ -283,7 +316,7 @@ class _SharedRun:
             self._rows.load(entity_keys(self._loaded_ahead[first : first + self._ahead]))
         self._ahead *= 2
 
-    def _keep(self, opened: AttemptSession, run: Run) -> None:
+    def _keep(self, opened: _JobSession, run: Run) -> None:
         """Put the job's unsent writes into the buffer; those that may not wait are sent at once."""
         self._check()
         if self._is_suspicious and not self._savepoint.is_same_transaction():

@@ -8,14 +8,20 @@ answer, an error stays the error of the attempt.
 import inspect
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from outboxq.errors import HandlerError
-from outboxq.execution.handler_session import AttemptSession
+from outboxq.execution.handler_session import HandlerSession
 from outboxq.forks import await_here, call_here
 from outboxq.handlers.around import Around, Arounds, Wrapping
 from outboxq.handlers.context import AsyncBatchContext, AsyncContext, BatchContext, JobContext
 from outboxq.job import Job
+
+
+class HasSession(Protocol):
+    """One job's attempt; its session is made when it is first asked for, and None before."""
+
+    made: HandlerSession | None
 
 
 class Surrounded(NamedTuple):
@@ -34,14 +40,14 @@ class Surrounded(NamedTuple):
     def of(
         cls,
         arounds: Arounds,
-        session: AttemptSession,
+        attempt: HasSession,
         load: Callable[[], dict[str, object]],
         batch: Sequence[Job] | None = None,
     ) -> "Surrounded":
-        """Those of one job's attempt, whose session tells whether arounds use it."""
+        """Those of one job's attempt, whose session shows if arounds use it."""
 
         def note_and_load() -> dict[str, object]:
-            arounds.use_sessions |= session.made is not None
+            arounds.use_sessions |= attempt.made is not None
             return load()
 
         return cls(arounds.all, note_and_load, batch)

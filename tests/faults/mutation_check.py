@@ -607,8 +607,8 @@ MUTANTS = (
     Mutant(
         "the check of changes of unlocked rows before they are flushed",
         "outboxq/execution/handler_session.py",
-        "        self.look()\n        super().flush(objects)\n",
-        "        super().flush(objects)\n",
+        "            self.look()\n        super().flush(objects)\n",
+        "            pass\n        super().flush(objects)\n",
         ("tests/handlers/test_unlocked.py",),
     ),
     Mutant(
@@ -1049,8 +1049,8 @@ MUTANTS = (
     Mutant(
         "a connection that is lent and not closed",
         "outboxq/database/guard.py",
-        "            self._lent.pop().__dict__ = {",
-        "            self._lent.pop().__dict__ == {",
+        "            self.lent.pop().__dict__ = {",
+        "            self.lent.pop().__dict__ == {",
         (
             "tests/database/test_session_state_left.py::test_a_thread_left_behind_cannot_use_its_connection_in_a_later_job",
         ),
@@ -1650,9 +1650,9 @@ MUTANTS = (
     Mutant(
         "the arounds, entered before their job's rows are loaded",
         "outboxq/execution/attempt.py",
-        "        return Surrounded.of(arounds, self._session, self._arguments, batch)\n",
-        "        given = self._arguments()\n"
-        "        return Surrounded.of(arounds, self._session, lambda: given, batch)\n",
+        "                arguments = Surrounded.of(self._arounds, self, self._arguments, jobs)\n",
+        "                given = self._arguments()\n"
+        "                arguments = Surrounded.of(self._arounds, self, lambda: given, jobs)\n",
         ("tests/execution/test_arounds_tenant.py::test_rows_are_loaded_and_locked_under_their_tenant",),
     ),
     Mutant(

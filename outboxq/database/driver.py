@@ -123,7 +123,8 @@ def driver_connection(connection: Connection) -> DriverConnection:
     Raises:
         TypeError: another driver.
     """
-    below = dbapi_connection(connection)
+    proxied = connection._dbapi_connection  # noqa: SLF001  # as in `dbapi_connection`
+    below = dbapi_connection(connection) if proxied is None else proxied.dbapi_connection
     if isinstance(below, _DRIVERS):
         return below
     # An async adapter names the one it wraps; the pool's `driver_connection` is gone once a connection is detached.
@@ -195,31 +196,31 @@ async def _send_async(driver: "psycopg.AsyncConnection[Any]", script: str, *, be
 
 def _sent(driver: DriverConnection, script: str, *, begins: bool) -> PQGen[list[PGresult]]:
     # Below the driver's cursor, whose work for each statement of a string would take as long as that statement.
-    begin = _begin(driver) if begins else ""
-    driver.pgconn.send_query(f"{begin}{script}".encode(_encoding(driver)))
-    results: list[PGresult] = yield from execute(driver.pgconn)
-    return results[1:] if begin and len(results) > 1 else results
+    pgconn = driver.pgconn
+    begins = begins and not driver.autocommit and pgconn.transaction_status == TransactionStatus.IDLE
+    if begins:
+        script = f"{_begin(driver)}; {script}"
+    pgconn.send_query(script.encode(_encoding(driver)))
+    results: list[PGresult] = yield from execute(pgconn)
+    return results[1:] if begins and len(results) > 1 else results
 
 
 def _begin(driver: DriverConnection) -> str:
-    if driver.autocommit or driver.pgconn.transaction_status != TransactionStatus.IDLE:
-        return ""
+    """The statement by which the driver would begin a transaction."""
     level, read_only, deferrable = driver.isolation_level, driver.read_only, driver.deferrable
     modes = [
         "" if level is None else f" ISOLATION LEVEL {level.name.replace('_', ' ')}",
         "" if read_only is None else f" READ {'ONLY' if read_only else 'WRITE'}",
         "" if deferrable is None else f" {'' if deferrable else 'NOT '}DEFERRABLE",
     ]
-    return f"BEGIN{''.join(modes)}; "
+    return f"BEGIN{''.join(modes)}"
 
 
 def _encoding(driver: DriverConnection) -> str:
-    return "utf-8" if _is_utf8(driver) else driver.info.encoding
-
-
-def _is_utf8(driver: DriverConnection) -> bool:
+    """Python's name for the encoding of the connection's texts."""
     # As the server reported to libpq: by the driver it takes several times as long. Some poolers report nothing.
-    return driver.pgconn.parameter_status(b"client_encoding") in (b"UTF8", None)
+    is_utf8 = driver.pgconn.parameter_status(b"client_encoding") in (b"UTF8", None)
+    return "utf-8" if is_utf8 else driver.info.encoding
 
 
 class _Reader(threading.local):
@@ -246,7 +247,7 @@ def _all_rows(driver: DriverConnection, results: Sequence[PGresult]) -> Rows:
 
 
 def _rows_of(driver: DriverConnection, result: PGresult) -> Rows:
-    transformer = _reader.transformer if _is_utf8(driver) else Transformer(driver)
+    transformer = _reader.transformer if _encoding(driver) == "utf-8" else Transformer(driver)
     transformer.set_pgresult(result)
     rows: Rows = transformer.load_rows(0, result.ntuples, tuple)
     return rows

@@ -24,7 +24,7 @@ from outboxq.events import (
     JobRetried,
     JobSnoozed,
 )
-from outboxq.execution.chain import add_follower, has_follower
+from outboxq.execution.chain import add_follower
 from outboxq.execution.failure import Failed, kept_errors
 from outboxq.execution.runtime import (
     CancelledResult,
@@ -35,7 +35,7 @@ from outboxq.execution.runtime import (
     UnknownKindResult,
 )
 from outboxq.handlers.returned import DoneWithResult
-from outboxq.job import Job
+from outboxq.job import THEN_HEADER, Job
 from outboxq.outcomes import DeadLetter, Discard, Done, Retry, Snooze
 from outboxq.statements import cancel, transaction
 from outboxq.statements import settle as statements
@@ -48,8 +48,10 @@ _GAVE_UP_WAITING = frozenset({"55P03", "57014", "40P01"})
 def settle_result(connection: Connection, job: Job, result: Result, runtime: Runtime, seconds: float) -> JobEvent:
     """Write the job's outcome, and return the event to send once that is committed."""
     if isinstance(result, Done):
-        finish(connection, job)
-        if has_follower(job):
+        # In transaction mode the job's claim has removed it already.
+        if job.lease_token is not None:
+            _write(connection, job, remove(job))
+        if THEN_HEADER in job.headers:
             add_follower(connection, job)
         return event_of_end(job, result, runtime, seconds)
     result = runtime.redacted(job, result)

@@ -40,6 +40,8 @@ class Awaited:
 def close_unawaited(made: Mapping[Coroutine[Any, Any, Any], str]) -> str:
     """Close the coroutines that were not begun; the calls that made them, in words."""
     forgotten = [each for each in made if inspect.getcoroutinestate(each) == inspect.CORO_CREATED]
+    if not forgotten:
+        return ""
     for coroutine in forgotten:
         # Otherwise Python warns of it wherever it is collected.
         coroutine.close()

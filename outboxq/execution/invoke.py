@@ -1,7 +1,6 @@
-"""Invoke: give a handler its context, and call it: plain functions directly, coroutines through `run_sync`."""
+"""Invoke: give a handler its context, and call it: plain functions directly, coroutines in tasks of their own."""
 
 import asyncio
-import functools
 from collections.abc import Awaitable, Callable, Coroutine
 from contextvars import Context as ContextVars
 from contextvars import copy_context
@@ -91,6 +90,8 @@ class _OpeningAsyncContext(_Opening, AsyncContext[Any]):  # pyright: ignore[repo
 
 # The arguments of a call; if there are arounds, what makes them within these.
 Args: TypeAlias = dict[str, object] | Surrounded
+# What a coroutine returned, and None; or None, and its error.
+_Ended: TypeAlias = tuple[object, BaseException | None]
 # Runs a function, with its arguments, in a context of its own.
 Apart: TypeAlias = Callable[..., Any]
 
@@ -182,24 +183,13 @@ class AsyncInvoker:
             assert self._session.sync_session is plain
             return self._session
 
-        async def begin() -> object:
-            if run.call.is_cancelled:
-                # Cancelled before there was a task.
-                raise asyncio.CancelledError
-            made = count_coroutines()
-            try:
-                returned = await _within(
-                    handler.timeout_seconds, _awaited(handler, _OpeningAsyncContext(run, opened), args)
-                )
-            finally:
-                forgotten = close_unawaited(made)
-            if forgotten:
-                raise HandlerError(_UNAWAITED.format(forgotten))
-            return returned
-
-        ended: list[Callable[[], object]] = []
-        await_only(self._in_task(self._note_end(begin, ended), self._greenlet().gr_context, ended))
-        return ended[0]()
+        ended: list[_Ended] = []
+        running = self._run(handler, _OpeningAsyncContext(run, opened), args, ended)
+        await_only(self._in_task(running, self._greenlet().gr_context, ended))
+        returned, error = ended[0]
+        if error is not None:
+            raise error
+        return returned
 
     def cancel(self, call: HandlerCall) -> None:
         """Cancel the task of this call, if it runs; called in the event loop."""
@@ -208,7 +198,7 @@ class AsyncInvoker:
             self.task.cancel()
 
     async def _in_task(
-        self, running: Coroutine[Any, Any, None], context: ContextVars | None, ended: list[Callable[[], object]]
+        self, running: Coroutine[Any, Any, None], context: ContextVars | None, ended: list[_Ended]
     ) -> None:
         own = asyncio.current_task()
         assert own is not None
@@ -222,30 +212,39 @@ class AsyncInvoker:
             if not ended or own.cancelling() > cancelled:
                 raise
 
-    async def _note_end(self, begin: Callable[[], Awaitable[object]], ended: list[Callable[[], object]]) -> None:
-        """Await a handler, and append a function that returns its result or raises its error.
+    async def _run(self, handler: AnyHandler, ctx: AsyncContext[Any], args: Args, ended: list[_Ended]) -> None:
+        """Await a handler, and append what it returned, or its error.
 
-        Not raised here: a KeyboardInterrupt or a SystemExit that comes out of a task ends the event loop.
+        The error is not raised here: a KeyboardInterrupt or a SystemExit that comes out of a task ends the event loop.
         """
         try:
-            returned = await begin()
-        except BaseException as error:  # noqa: BLE001  # raised again by what waits
-            ended.append(functools.partial(_raise, error))
+            if ctx.call is not None and ctx.call.is_cancelled:
+                # Cancelled before there was a task.
+                raise asyncio.CancelledError
+            made = count_coroutines()
+            try:
+                returned = await _within(handler.timeout_seconds, _awaited(handler, ctx, args))
+            finally:
+                forgotten = close_unawaited(made)
+            if forgotten:
+                raise HandlerError(_UNAWAITED.format(forgotten))
+        except BaseException as error:  # noqa: BLE001  # raised again by `call`
+            ended.append((None, error))
         else:
-            ended.append(lambda: returned)
+            ended.append((returned, None))
         if self._session is not None:
             # Tasks that the handler left behind run before the relay goes on, and would use the session beside it.
-            self._session.sync_session = self._session._proxied = cast("Session", _ENDED)  # noqa: SLF001  # what add() and its like go by
+            self._session.sync_session = self._session._proxied = cast("Session", _REFUSING)  # noqa: SLF001  # what add() and its like go by
 
 
-class _Ended:
+class _Refusing:
     """Replaces the plain session of an async session when its handler has ended."""
 
     def __getattr__(self, name: str) -> NoReturn:
         raise InvalidRequestError(_HAS_ENDED)
 
 
-_ENDED = _Ended()
+_REFUSING = _Refusing()
 
 
 def _awaited(handler: AnyHandler, ctx: AsyncContext[Any], args: Args) -> Awaitable[object]:
@@ -262,35 +261,25 @@ def _awaited(handler: AnyHandler, ctx: AsyncContext[Any], args: Args) -> Awaitab
 
 async def _within(seconds: float | None, running: Awaitable[object]) -> object:
     """Await a handler, cancelled at its deadline; one that swallows the cancellation has failed all the same."""
-    running = _with_its_cancellations(running)
-    if seconds is None:
-        return await running
-    deadline = asyncio.timeout(seconds)
+    task, deadline = asyncio.current_task(), asyncio.timeout(seconds)
+    assert task is not None
     try:
         async with deadline:
-            returned = await running
+            try:
+                returned = await await_here(running)
+            finally:
+                if task.cancelling():
+                    # A cancellation of its own task that the handler asked for, and did not wait for, comes here.
+                    await asyncio.sleep(0)
     except BaseException as error:
         # A CancelledError that the timeout let through is not its own cancellation.
         if not deadline.expired() or isinstance(error, asyncio.CancelledError):
             raise
+        assert seconds is not None
         # The TimeoutError was raised here; its cause was raised where the handler stood.
         stood = error.__cause__ or error
         raise HandlerTimedOut(seconds).with_traceback(stood.__traceback__) from error
     if deadline.expired():
+        assert seconds is not None
         raise HandlerTimedOut(seconds)
     return returned
-
-
-async def _with_its_cancellations(running: Awaitable[object]) -> object:
-    """Await a handler, and then any cancellation of its task that the handler asked for and did not wait for."""
-    task = asyncio.current_task()
-    assert task is not None
-    try:
-        return await await_here(running)
-    finally:
-        if task.cancelling():
-            await asyncio.sleep(0)
-
-
-def _raise(error: BaseException) -> NoReturn:
-    raise error

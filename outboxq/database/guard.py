@@ -193,15 +193,17 @@ class Guard:
         yield "commit", self._before_commit
         yield "rollback", self._before_rollback
 
-    def begin_savepoint(self, claimed: str | None) -> None:
-        """Begin the running job's own savepoint.
+    def begin_savepoint(self, claimed: str | None) -> Savepoint:
+        """Begin the running job's own savepoint, and return it.
 
         Args:
             claimed: The name of the claim's own, which exists already and is used instead: nothing is sent.
         """
         # An earlier handler may have left a savepoint open: these would become a chain, for as long as claims follow.
         self._connection._nested_transaction = self._around  # noqa: SLF001  # nothing else drops them without a statement
-        self.savepoint = Savepoint(self._connection) if claimed is None else ClaimSavepoint(self._connection, claimed)
+        savepoint = Savepoint(self._connection) if claimed is None else ClaimSavepoint(self._connection, claimed)
+        self.savepoint = savepoint
+        return savepoint
 
     def lend(self) -> Connection:
         """The connection for one job, until `take_back`: the same in all but that it can be closed by itself."""

@@ -165,8 +165,7 @@ class Attempt:
         try:
             inner_savepoint = self._begin()
             self._in_transaction = True
-            self._guard.begin_savepoint(inner_savepoint)
-            self._savepoint = self._guard.savepoint
+            self._savepoint = self._guard.begin_savepoint(inner_savepoint)
         except BaseException:
             # The handler may swallow the error, and must not go on without a savepoint.
             self._guard.on_first_use = self.open
@@ -215,9 +214,8 @@ class Attempt:
             TransactionEndedByHandler: this is not the claim's transaction any more.
         """
         session, savepoint = self.made, self._savepoint
-        if session is not None and session.is_rolled_back:
-            raise HandlerRolledBack(ROLLED_BACK)
-        if savepoint is not None and not savepoint.is_active:
+        is_session_gone = session is not None and session.is_rolled_back
+        if is_session_gone or (savepoint is not None and not savepoint.is_active):
             raise HandlerRolledBack(ROLLED_BACK)
         if self._guard.transaction_status == TransactionStatus.INERROR:
             raise HandlerError(SWALLOWED)

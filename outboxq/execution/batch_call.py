@@ -101,7 +101,7 @@ def _call(
     if run.call.is_cancelled:
         raise HandlerError("a job of the batch was cancelled: the others run by themselves")
     session.check()
-    if savepoint.savepoint is None or not savepoint.savepoint.is_active:
+    if not savepoint.savepoint.is_active:
         raise HandlerRolledBack("the batch handler rolled its session back, then returned as if done")
     if transaction_status(connection) == TransactionStatus.INERROR:
         raise HandlerError("the batch handler swallowed a database error, which had undone its rows")

@@ -78,17 +78,14 @@ class SharedSavepoint:
         self._connection = connection
         self._guard = guard
         self._root = connection.get_transaction()
-        guard.begin_savepoint(inner)
-        self.savepoint = guard.savepoint
+        self.savepoint = guard.begin_savepoint(inner)
 
     @property
     def is_whole(self) -> bool:
         """Whether this is still the innermost savepoint, in a transaction that works. No I/O."""
-        savepoint = self.savepoint
         return (
-            savepoint is not None
-            and savepoint.is_active
-            and self._connection.get_nested_transaction() is savepoint
+            self.savepoint.is_active
+            and self._connection.get_nested_transaction() is self.savepoint
             and self._guard.transaction_status == TransactionStatus.INTRANS
         )
 
@@ -98,7 +95,7 @@ class SharedSavepoint:
         Raises:
             HandlerError: they are not.
         """
-        if self.savepoint is not None and not self.savepoint.is_active:
+        if not self.savepoint.is_active:
             raise HandlerRolledBack(ROLLED_BACK)
         if self._guard.transaction_status == TransactionStatus.INERROR:
             raise HandlerError(SWALLOWED)
@@ -114,8 +111,6 @@ class SharedSavepoint:
             psycopg.Error: a deferred constraint is violated.
             TransactionEndedByHandler: this is not the claim's transaction any more.
         """
-        if self.savepoint is None:
-            return
         if not self._batch.tries.together:
             check_shared(self._connection, self.xid)
         self.savepoint.commit()

@@ -273,13 +273,11 @@ async def _within(seconds: float | None, running: Awaitable[object]) -> object:
                     await asyncio.sleep(0)
     except BaseException as error:
         # A CancelledError that the timeout let through is not its own cancellation.
-        if not deadline.expired() or isinstance(error, asyncio.CancelledError):
+        if seconds is None or not deadline.expired() or isinstance(error, asyncio.CancelledError):
             raise
-        assert seconds is not None
         # The TimeoutError was raised here; its cause was raised where the handler stood.
         stood = error.__cause__ or error
         raise HandlerTimedOut(seconds).with_traceback(stood.__traceback__) from error
-    if deadline.expired():
-        assert seconds is not None
+    if seconds is not None and deadline.expired():
         raise HandlerTimedOut(seconds)
     return returned

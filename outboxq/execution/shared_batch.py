@@ -81,7 +81,7 @@ def run_shared(connection: Connection, batch: BatchState, runtime: Runtime, segm
 
 
 class _JobSession:
-    """The session of one job, made when it is first asked for: a handler that needs none does not pay for it."""
+    """The session of one job, made when it is first asked for, as that of an `Attempt`."""
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
@@ -89,11 +89,7 @@ class _JobSession:
         self.made: HandlerSession | None = None
 
     def session(self) -> HandlerSession:
-        """The session.
-
-        Raises:
-            InvalidRequestError: the job is over: a session would write into another job's transaction.
-        """
+        """The session; InvalidRequestError if the job is over."""
         if self.made is None:
             if self._is_over:
                 raise InvalidRequestError(IS_OVER)

@@ -14,7 +14,7 @@ from sqlalchemy.orm import sessionmaker
 
 from outboxq import Backoff, Context, Jobs, OutboxSession, RelayConfig
 from outboxq.database.driver import Script
-from outboxq.database.guard import Guard
+from outboxq.database.guard import Guard, Savepoint
 from outboxq.errors import DeferError
 from outboxq.events import Event, JobDone, JobRetried
 from outboxq.execution import recovery
@@ -120,11 +120,11 @@ def test_a_transaction_that_could_not_begin_leaves_no_handler_unguarded(
     """The handler swallows the error, and goes on by the connection: what it writes is undone with its failure."""
     begin, struck, jobs = Guard.begin_savepoint, [], Jobs()
 
-    def strike(guard: Guard, seal: str | None) -> None:
+    def strike(guard: Guard, seal: str | None) -> Savepoint:
         if not struck:
             struck.append(error)
             raise error
-        begin(guard, seal)
+        return begin(guard, seal)
 
     @jobs.handler(queue="q", retry=Backoff(max_attempts=1), claim="lease")
     def write(ctx: Context) -> None:

@@ -7,10 +7,10 @@ value, such as a slice or a hash of it, and the rest of a value that the text re
 """
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from datetime import date, datetime
-from itertools import chain, islice
+from itertools import chain
 from operator import itemgetter
 from typing import Any
 
@@ -56,25 +56,51 @@ class Redactor:
     """
 
     def __init__(self, args: Sequence[str], errors: Iterable[BaseException] = ()) -> None:
-        values = (named for each in args for named in _named_values(each))
-        withheld = ((text, "(text withheld)") for text in _quoting_texts(errors))
-        pairs = chain(withheld, values)
-        labels: dict[str, str] = {}
-        for value, label in islice(pairs, MOST_VALUES):
-            labels.setdefault(value[:READ_CHARACTERS], label)
+        quoting = _quoting_texts(errors)
+        self._labels, found = dict.fromkeys(quoting, "(text withheld)"), len(quoting)
+        for value, name in chain.from_iterable(map(_leaves, args)):
+            label = f"<{name[:_LABEL_CHARACTERS]}>"
+            for spelling in _spellings(value):
+                self._labels.setdefault(spelling[:READ_CHARACTERS], label)
+                found += 1
+            if found > MOST_VALUES:
+                break
+        self._has_too_many = found > MOST_VALUES
         # The longest first: a short value is a word of its own also beside a longer one.
-        self._labels = sorted(labels.items(), key=lambda pair: -len(pair[0]))
-        self._has_too_many = next(pairs, None) is not None
+        self._values = sorted(self._labels, key=len, reverse=True)
 
     def redact(self, text: str, kept_characters: int = READ_CHARACTERS) -> str:
-        """The beginning of a text without quoted rows, and with the names of arguments in place of their values."""
+        """The beginning of a text without quoted rows, and with the names of arguments in place of their values.
+
+        All values are found in the original text, so no value is missed because another one overlaps it, or in a label.
+        A value shorter than _LONG_VALUE counts as a word of its own only: "order" is not replaced in "ordered".
+        """
         if self._has_too_many:
             return _TOO_MANY
         quoted = _QUOTED_ROWS.search(text, 0, kept_characters)
         end = quoted.start() if quoted else kept_characters
         kept = _INPUT.sub("(withheld)", text[:end])
         # With as much after it as a value that the cut goes through may have.
-        return _replaced(kept + text[end : end + READ_CHARACTERS], self._labels, len(kept)).rstrip()
+        read = kept + text[end : end + READ_CHARACTERS]
+        is_word = bytearray([character.isalnum() or character == "_" for character in read]) + b"\0"
+        found: list[tuple[int, int, str]] = []
+        for value in self._values:
+            last = len(kept) - 1 + len(value)
+            start = read.find(value, 0, last)
+            while start >= 0:
+                end = start + len(value)
+                is_replaced = len(value) >= _LONG_VALUE or not (is_word[start - 1] or is_word[end])
+                if is_replaced:
+                    found.append((start, end, self._labels[value]))
+                    is_word[start:end] = bytes(len(value))
+                start = read.find(value, end if is_replaced else start + 1, last)
+        parts, reached = list[str](), 0
+        # Of those that begin at one place, the longest is first, as it was found first.
+        for start, end, label in sorted(found, key=itemgetter(0)):
+            if end > reached:
+                parts += read[reached:start], label
+                reached = end
+        return "".join((*parts, read[reached : len(kept)])).rstrip()
 
     def message(self, error: BaseException, kept_characters: int = READ_CHARACTERS) -> str:
         """The text of an exception without the payload."""
@@ -82,20 +108,17 @@ class Redactor:
             return str(error).replace(error.reason, self.redact(error.reason)) if error.reason else str(error)
         kind = type(error)
         # Our own texts never quote a value. A PermanentError is raised by handlers, as are classes that they derive.
-        is_ours = isinstance(error, OutboxqError) and kind.__module__.startswith("outboxq.")
-        if is_ours and kind is not PermanentError:
+        if isinstance(error, OutboxqError) and kind.__module__.startswith("outboxq.") and kind is not PermanentError:
             return str(error)
-        return self._foreign_message(original_of(error), kept_characters)
-
-    def _foreign_message(self, error: BaseException, kept_characters: int) -> str:
-        sqlstate = sqlstate_of(error)
+        original = original_of(error)
+        sqlstate = sqlstate_of(original)
         if sqlstate is not None and sqlstate.startswith(_DATA_EXCEPTION):
             return f"SQLSTATE {sqlstate} (its text is withheld, because it may quote data)"
-        if isinstance(error, psycopg.Error):
-            if not sqlstate:
-                return "the driver failed"
-            return f"{self.redact(text_of(error.diag.message_primary), kept_characters)} (SQLSTATE {sqlstate})"
-        return self.redact(text_of(error), kept_characters)
+        if not isinstance(original, psycopg.Error):
+            return self.redact(text_of(original), kept_characters)
+        if not sqlstate:
+            return "the driver failed"
+        return f"{self.redact(text_of(original.diag.message_primary), kept_characters)} (SQLSTATE {sqlstate})"
 
 
 def redact(message: str, args: str) -> str:
@@ -103,50 +126,19 @@ def redact(message: str, args: str) -> str:
     return Redactor([args]).redact(message)
 
 
-def _named_values(args: str) -> Iterator[tuple[str, str]]:
-    for value, name in _leaves(args):
-        label = f"<{name[:_LABEL_CHARACTERS]}>"
-        yield from ((spelling, label) for spelling in set(_spellings(value)))
-
-
-def _replaced(text: str, labels: Iterable[tuple[str, str]], kept_characters: int) -> str:
-    """The first `kept_characters` of a text, with a label in place of every value that begins there.
-
-    All values are found in the original text, so no value is missed because another one overlaps it, or in a label.
-    A value that is shorter than _LONG_VALUE counts as a word of its own only: "order" is not replaced in "ordered".
-    """
-    is_word = bytearray(character.isalnum() or character == "_" for character in text) + b"\0"
-    found: list[tuple[int, int, str]] = []
-    for value, label in labels:
-        last = kept_characters - 1 + len(value)
-        start = text.find(value, 0, last)
-        while start >= 0:
-            end = start + len(value)
-            is_replaced = len(value) >= _LONG_VALUE or not (is_word[start - 1] or is_word[end])
-            if is_replaced:
-                found.append((start, end, label))
-                is_word[start:end] = bytes(len(value))
-            start = text.find(value, end if is_replaced else start + 1, last)
-    parts, reached = list[str](), 0
-    # Of those that begin at one place, the longest is first, as it was found first.
-    for start, end, label in sorted(found, key=itemgetter(0)):
-        if end > reached:
-            parts += text[reached:start], label
-            reached = end
-    return "".join((*parts, text[reached:kept_characters]))
-
-
-def _quoting_texts(errors: Iterable[BaseException]) -> Iterator[str]:
+def _quoting_texts(errors: Iterable[BaseException]) -> list[str]:
+    """The texts of the failure that quote rows and data, which other texts may repeat."""
+    quoting: list[object] = []
     for error in errors:
-        quoting: list[object] = []
         # Users' classes can call something else so, and raise when it is looked at.
         with suppress(BaseException):
             # The server's report, of psycopg; other drivers have the same fields in their text, with English titles.
             report: Any = getattr(error, "diag", None)
-            quoting.extend(getattr(report, name, None) for name in _QUOTING_FIELDS)
+            for name in _QUOTING_FIELDS:
+                quoting.append(getattr(report, name, None))  # noqa: PERF401  # kept if the next one raises
             if (sqlstate_of(error) or "").startswith(_DATA_EXCEPTION):
                 quoting.append(report.message_primary if isinstance(error, psycopg.Error) else text_of(error))
-        yield from (text for text in quoting if type(text) is str and text)
+    return [text[:READ_CHARACTERS] for text in quoting if type(text) is str and text]
 
 
 def original_of(error: BaseException) -> BaseException:
@@ -167,37 +159,37 @@ def text_of(value: object) -> str:
         return f"(the text of this {type(value).__name__} cannot be read)"
 
 
-def _leaves(args: str) -> Iterator[tuple[str, str]]:
+def _leaves(args: str) -> list[tuple[str, str]]:
     """The values in the stored arguments that can identify anything, each with its argument's name."""
     try:
         fields = msgspec.json.decode(args.encode(), type=dict[str, object])
     except (msgspec.DecodeError, RecursionError):
-        return
-    pending = list(fields.items())
-    while pending:
+        return []
+    pending, found = list(fields.items()), list[tuple[str, str]]()
+    while pending and len(found) <= MOST_VALUES:
         name, value = pending.pop()
-        if isinstance(value, str) and len(value) >= 2:
-            yield value, name
-        elif isinstance(value, int | float) and not isinstance(value, bool) and len(str(value)) >= 2:
-            yield str(value), name
-        elif isinstance(value, dict):
-            pending.extend((name, item) for pair in value.items() for item in pair)
+        if isinstance(value, dict):
+            for key, item in value.items():
+                pending += (name, key), (name, item)
         elif isinstance(value, list):
-            pending.extend((name, item) for item in value)
+            for item in value:
+                pending.append((name, item))
+        elif isinstance(value, str | int | float) and not isinstance(value, bool) and len(str(value)) >= 2:
+            found.append((str(value), name))
+    return found
 
 
-def _spellings(value: str) -> Iterator[str]:
-    yield value
+def _spellings(value: str) -> set[str]:
+    """The value as it is stored, and as Python and JSON write it in a longer text."""
+    found = {value}
     if not (value.isascii() and value.isprintable()) or _ESCAPED.search(value):
         # As repr(), ascii() and JSON write it, with quotes, backslashes and newlines escaped.
-        yield repr(value)[1:-1]
-        yield ascii(value)[1:-1]
-        yield msgspec.json.encode(value).decode()[1:-1]
-    if _DATE.fullmatch(value):
-        with suppress(ValueError):
-            yield repr(date.fromisoformat(value))
-    if _DATETIME.fullmatch(value):
-        # A text may look like a time without being one: 30 February.
-        with suppress(ValueError):
+        found |= {repr(value)[1:-1], ascii(value)[1:-1], msgspec.json.encode(value).decode()[1:-1]}
+    # A text may look like a time without being one: 30 February.
+    with suppress(ValueError):
+        if _DATE.fullmatch(value):
+            found.add(repr(date.fromisoformat(value)))
+        if _DATETIME.fullmatch(value):
             written = datetime.fromisoformat(value)
-            yield from (str(written), repr(written), written.isoformat())
+            found |= {str(written), repr(written), written.isoformat()}
+    return found

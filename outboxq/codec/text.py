@@ -3,8 +3,11 @@
 from collections.abc import Callable
 from pathlib import PurePath
 from types import TracebackType
+from typing import ParamSpec
 
 from outboxq.names import type_name
+
+P = ParamSpec("P")
 
 MAX_MESSAGE_CHARACTERS = 2_000
 
@@ -49,17 +52,17 @@ def storable(text: str) -> str:
     return kept.encode(errors="replace").decode()
 
 
-def storable_or_withheld(describe: Callable[[], str]) -> str:
+def storable_or_withheld(describe: Callable[P, str], /, *args: P.args, **kwargs: P.kwargs) -> str:
     """A storable description, even if users' code fails while it is made: a job must always be settled."""
     try:
-        return storable(describe())
+        return storable(describe(*args, **kwargs))
     except BaseException:  # noqa: BLE001  # the error is still recorded, by its type and place
         return "(text withheld: it could not be redacted)"
 
 
 def name_of(error: BaseException) -> str:
     """The exception's class, as a storable text."""
-    return storable_or_withheld(lambda: type_name(type(error)))
+    return storable_or_withheld(type_name, type(error))
 
 
 def name_and_line(error: BaseException) -> str:

@@ -5,8 +5,7 @@ messages="withheld" no texts are kept; of one with messages="whole" they are kep
 """
 
 import sys
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
@@ -14,7 +13,7 @@ from typing import TypeAlias, TypeVar
 
 import msgspec
 
-from outboxq.codec.text import MAX_MESSAGE_CHARACTERS, name_of, storable, storable_or_withheld
+from outboxq.codec.text import name_of, storable, storable_or_withheld
 from outboxq.database.errors import is_of_prepared, sqlstate_of
 from outboxq.error_record import ErrorRecord, StoredException
 from outboxq.errors import PermanentError
@@ -25,7 +24,7 @@ from outboxq.outcomes import DeadLetter, Discard, Retry
 from outboxq.statements.lease import INTERRUPTED, RELAY_DIED
 
 R = TypeVar("R")
-_Links: TypeAlias = list[tuple[BaseException, bool]]
+_Chain: TypeAlias = tuple[StoredException, ...]
 
 KEPT_ERRORS = 25
 # Stands for the text of a handler with messages="withheld".
@@ -39,8 +38,11 @@ _NEWEST, _OLDEST = 6, 4
 _LONGEST_CHAIN = 1_000
 _MEMBERS, _DEPTH, _MOST_EXCEPTIONS = 5, 3, 30
 _FRAMES, _NOTES, _TEXT_CHARACTERS = 20, 5, 500
-# What a chain is cut down to until it fits: frames of each exception, and characters of each text.
+# What a chain that does not fit is cut down to: frames of each exception, and characters of each text.
 _SHORTER = ((10, 300), (5, 150), (2, 80))
+# Attributes of exceptions, read as Python does: users' classes can give them other meanings.
+_CAUSE, _CONTEXT = vars(BaseException)["__cause__"], vars(BaseException)["__context__"]
+_SUPPRESSES_CONTEXT = vars(BaseException)["__suppress_context__"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,16 +99,15 @@ def describe_failure(
         stack: The handler's call stack, if it did not raise the error itself.
     """
     how = describing or Describing([job.args])
-    original, texts = original_of(error), _Texts(how.args, error)
-    message = storable_or_withheld(lambda: texts.of(error, READ_CHARACTERS))
-    frames = texts.frames(frames_of(error) if stack is None else stack)
-    record = ErrorRecord(
-        attempt=job.attempt,
-        type=texts.type_of(original),
-        message=message,
-        where=where(frames, how.homes),
-        chain=_stored_chain(error, texts, how.homes, message, frames),
-    )
+    original, describer = original_of(error), _Describer(how, error)
+    frames = describer.frames(frames_of(error) if stack is None else stack)
+    kind, message = describer.type_of(original), describer.message(error, READ_CHARACTERS)
+    chain: tuple[StoredException, ...] = ()
+    # Users' classes: the attempt is recorded all the same.
+    with suppress(BaseException):
+        first = StoredException(type=kind, message=message, frames=stored_frames(frames, how.homes, _FRAMES))
+        chain = _fitting(describer.chain(error, _DEPTH, first))
+    record = ErrorRecord(job.attempt, kind, message, where(frames, how.homes), chain)
     sqlstate, permanent = sqlstate_of(original), issubclass(type(original), PermanentError)
     prepared = is_of_prepared(original)
     return Failed(record, prepared or sqlstate in TRANSIENT, prepared, permanent, sqlstate, error)
@@ -114,7 +115,7 @@ def describe_failure(
 
 def describe_reason(reason: object, args: str | None) -> str:
     """The reason of a handler that asked for a retry, a dead letter or to discard a job; whole if `args` is None."""
-    return storable_or_withheld(lambda: text_of(reason) if args is None else Redactor([args]).redact(text_of(reason)))
+    return storable_or_withheld(lambda: Redactor(None if args is None else [args]).redact(text_of(reason)))
 
 
 def kept_errors(stored: str) -> str:
@@ -139,34 +140,35 @@ class _Typed(msgspec.Struct):
     type: str
 
 
-class _Texts:
-    """The texts of a failure, as its handler wants them kept."""
+class _Describer:
+    """Describes the exceptions of one failure, up to a number of them, as its handler wants them kept."""
 
-    def __init__(self, args: Sequence[str] | None, error: BaseException) -> None:
-        self._redactor = None if args is None else Redactor(args, _reachable(error))
-
-    def of(self, error: BaseException, characters: int) -> str:
-        """The message of an exception."""
-        if self._redactor is None:
-            return text_of(original_of(error))[:characters]
-        return self._redactor.message(error, characters)
+    def __init__(self, how: Describing, error: BaseException) -> None:
+        self._redactor = Redactor(how.args, () if how.args is None else _reachable(error))
+        self._homes = how.homes
+        self._left = _MOST_EXCEPTIONS
 
     def type_of(self, error: BaseException) -> str:
         """The name of an exception's class, which can be made from values."""
-        name, redactor = name_of(error), self._redactor
-        return name if redactor is None or _is_declared(type(error)) else storable(redactor.redact(name))
+        kind, name = type(error), name_of(error)
+        with suppress(BaseException):
+            # Found in its module under its name, so it was not made while a job ran.
+            if attrgetter(kind.__qualname__)(sys.modules[kind.__module__]) is kind:
+                return name
+        return storable(self._redactor.redact(name))
 
-    def frames(self, frames: Sequence[Frame]) -> Sequence[Frame]:
+    def message(self, error: BaseException, characters: int) -> str:
+        """The message of an exception."""
+        return storable_or_withheld(self._redactor.message, error, characters)[:characters]
+
+    def frames(self, frames: Sequence[Frame]) -> list[Frame]:
         """Frames, without the values that names of generated code can be made from."""
-        redactor = self._redactor
-        if redactor is None or not any(frame.is_made for frame in frames):
-            return frames
-        return [
-            frame._replace(path=redactor.redact(frame.path), name=redactor.redact(frame.name))
-            if frame.is_made
-            else frame
-            for frame in frames
-        ]
+        kept = list(frames)
+        for place, frame in enumerate(frames):
+            if frame.is_made:
+                path, name = self._redactor.redact(frame.path), self._redactor.redact(frame.name)
+                kept[place] = frame._replace(path=path, name=name)
+        return kept
 
     def notes(self, error: BaseException) -> tuple[str, ...]:
         """What `add_note` added to an exception; anything may stand in that attribute."""
@@ -174,33 +176,41 @@ class _Texts:
         with suppress(BaseException):
             notes = getattr(error, "__notes__", ())
             for note in notes[:_NOTES] if isinstance(notes, list | tuple) else ():
-                text = text_of(note)
-                redacted = text if self._redactor is None else self._redactor.redact(text, _TEXT_CHARACTERS)
-                kept.append(storable(redacted[:_TEXT_CHARACTERS]))
+                text = self._redactor.redact(text_of(note), _TEXT_CHARACTERS)
+                kept.append(storable(text[:_TEXT_CHARACTERS]))
         return tuple(kept)
 
+    def chain(self, error: BaseException, depth: int, first: StoredException | None = None) -> _Chain:
+        """An exception and those that led to it, without those in the middle of a long chain.
 
-def _is_declared(kind: type) -> bool:
-    """Whether a class is found in its module under its name, and was not made while a job ran."""
-    with suppress(BaseException):
-        return attrgetter(kind.__qualname__)(sys.modules[kind.__module__]) is kind
-    return False
-
-
-def _cause(error: BaseException) -> BaseException | None:
-    # This and the next three are read as Python does: users' classes can give the attributes other meanings.
-    cause: BaseException | None = vars(BaseException)["__cause__"].__get__(error)
-    return cause
-
-
-def _context(error: BaseException) -> BaseException | None:
-    context: BaseException | None = vars(BaseException)["__context__"].__get__(error)
-    return context
-
-
-def _suppresses_context(error: BaseException) -> bool:
-    suppresses: bool = vars(BaseException)["__suppress_context__"].__get__(error)
-    return suppresses
+        Args:
+            depth: To which depth the members of groups are described.
+            first: The type, message and frames of the exception itself, if they are known.
+        """
+        links = _links(error)
+        gap = max(0, len(links) - _NEWEST - _OLDEST)
+        kept = links if not gap else links[:_NEWEST] + links[-_OLDEST:]
+        stored: list[StoredException] = []
+        for each, is_context in kept:
+            self._left -= 1
+            members = _members(each)
+            shown = members[: min(_MEMBERS, max(0, self._left))] if depth else ()
+            alone = first
+            if stored or alone is None:
+                kind, message = self.type_of(original_of(each)), self.message(each, _TEXT_CHARACTERS)
+                frames = stored_frames(self.frames(frames_of(each)), self._homes, _FRAMES)
+                alone = StoredException(type=kind, message=message, frames=frames)
+            stored.append(
+                msgspec.structs.replace(
+                    alone,
+                    notes=self.notes(each),
+                    members=tuple(self.chain(member, depth - 1) for member in shown),
+                    more_members=len(members) - len(shown),
+                    is_context=is_context,
+                    left_out=gap if len(stored) == _NEWEST else 0,
+                )
+            )
+        return tuple(stored)
 
 
 def _members(error: BaseException) -> tuple[BaseException, ...]:
@@ -211,79 +221,40 @@ def _members(error: BaseException) -> tuple[BaseException, ...]:
     return members
 
 
-def _links(error: BaseException) -> _Links:
+def _links(error: BaseException) -> list[tuple[BaseException, bool]]:
     """The exceptions of a chain, the last that was raised first, and whether each is the context of the one before."""
     found, seen = [(error, False)], {id(error)}
     while len(found) < _LONGEST_CHAIN:
         last = original_of(found[-1][0])
         seen.add(id(last))
-        cause = _cause(last)
-        before = cause if cause is not None or _suppresses_context(last) else _context(last)
+        before: BaseException | None = _CAUSE.__get__(last)
+        is_context = before is None
+        if is_context and not _SUPPRESSES_CONTEXT.__get__(last):
+            before = _CONTEXT.__get__(last)
         if before is None or id(before) in seen:
             break
         seen.add(id(before))
-        found.append((before, cause is None))
+        found.append((before, is_context))
     return found
 
 
-def _reachable(error: BaseException) -> Iterator[BaseException]:
+def _reachable(error: BaseException) -> list[BaseException]:
     """All exceptions that led to an error, up to a number: also those that its chain does not show."""
-    pending, seen = deque([error]), {id(error)}
-    while pending:
-        each = pending.popleft()
-        yield each
-        for before in (original_of(each), _cause(each), _context(each), *_members(each)[:_LONGEST_CHAIN]):
-            if before is not None and id(before) not in seen and len(seen) < _LONGEST_CHAIN:
+    found, seen = [error], {id(error)}
+    for each in found:
+        nearest = (original_of(each), _CAUSE.__get__(each), _CONTEXT.__get__(each), *_members(each)[:_LONGEST_CHAIN])
+        for before in nearest:
+            if before is not None and id(before) not in seen and len(found) < _LONGEST_CHAIN:
                 seen.add(id(before))
-                pending.append(before)
+                found.append(before)
+    return found
 
 
-def _stored_chain(
-    error: BaseException, texts: _Texts, homes: tuple[str, ...], message: str, frames: Sequence[Frame]
-) -> tuple[StoredException, ...]:
-    try:
-        chain = _Describer(texts, homes).chain(_links(error), _DEPTH)
-        first = msgspec.structs.replace(chain[0], message=message, frames=stored_frames(frames, homes, _FRAMES))
-        return _fitting((first, *chain[1:]))
-    except BaseException:  # noqa: BLE001  # users' classes; the attempt is recorded all the same
-        return ()
-
-
-class _Describer:
-    """Describes the exceptions of one failure, up to a number of them."""
-
-    def __init__(self, texts: _Texts, homes: tuple[str, ...]) -> None:
-        self._texts = texts
-        self._homes = homes
-        self._left = _MOST_EXCEPTIONS
-
-    def chain(self, links: _Links, depth: int) -> list[StoredException]:
-        """A chain of exceptions, without those in the middle of a long one."""
-        gap = max(0, len(links) - _NEWEST - _OLDEST)
-        kept = links if not gap else links[:_NEWEST] + links[-_OLDEST:]
-        stored = [self._exception(error, is_context, depth) for error, is_context in kept]
-        if gap:
-            stored[_NEWEST] = msgspec.structs.replace(stored[_NEWEST], left_out=gap)
-        return stored
-
-    def _exception(self, error: BaseException, is_context: bool, depth: int) -> StoredException:
-        self._left -= 1
-        members = _members(error)
-        shown = members[: min(_MEMBERS, max(0, self._left))] if depth else ()
-        return StoredException(
-            type=self._texts.type_of(original_of(error)),
-            message=storable_or_withheld(lambda: self._texts.of(error, _TEXT_CHARACTERS)[:_TEXT_CHARACTERS]),
-            notes=self._texts.notes(error),
-            frames=stored_frames(self._texts.frames(frames_of(error)), self._homes, _FRAMES),
-            members=tuple(tuple(self.chain(_links(member), depth - 1)) for member in shown),
-            more_members=len(members) - len(shown),
-            is_context=is_context,
-        )
-
-
-def _fitting(chain: tuple[StoredException, ...]) -> tuple[StoredException, ...]:
+def _fitting(chain: _Chain) -> _Chain:
     """The chain, cut down until it fits into what is stored of an attempt."""
-    for most_frames, characters in ((_FRAMES, MAX_MESSAGE_CHARACTERS), *_SHORTER):
+    if len(msgspec.json.encode(chain)) <= _CHAIN_BYTES:
+        return chain
+    for most_frames, characters in _SHORTER:
         shorter = tuple(_shorter(error, most_frames, characters) for error in chain)
         if len(msgspec.json.encode(shorter)) <= _CHAIN_BYTES:
             return shorter

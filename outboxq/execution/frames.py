@@ -5,19 +5,15 @@ import importlib.metadata
 import re
 import sys
 import sysconfig
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from itertools import groupby, islice
 from os import path
 from pathlib import PurePath
 from types import FrameType, TracebackType
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 from outboxq.codec.text import storable
 from outboxq.error_record import StoredFrame
-
-T = TypeVar("T")
 
 _FOLDED = ("outboxq", "the standard library")
 
@@ -45,62 +41,78 @@ class Frame(NamedTuple):
 
 def frames_of(error: BaseException) -> list[Frame]:
     """The frames of an exception's traceback, the innermost last."""
-
-    def steps() -> Iterator[TracebackType]:
-        # Read as Python does: users' classes can give the attribute another meaning.
-        step: TracebackType | None = vars(BaseException)["__traceback__"].__get__(error)
-        while step is not None:
-            yield step
-            step = step.tb_next
-
-    return _ends(steps(), lambda step: _frame_of(step.tb_frame, step.tb_lineno))
+    steps: list[FrameType | TracebackType] = []
+    # Read as Python does: users' classes can give the attribute another meaning.
+    step: TracebackType | None = vars(BaseException)["__traceback__"].__get__(error)
+    while step is not None:
+        steps.append(step)
+        step = step.tb_next
+    return _ends(steps)
 
 
 def frames_of_stack(innermost: FrameType) -> list[Frame]:
     """The frames of a call stack that is looked at from outside, the innermost last."""
-    found: list[FrameType] = []
+    steps: list[FrameType | TracebackType] = []
     step: FrameType | None = innermost
     while step is not None:
-        found.append(step)
+        steps.append(step)
         step = step.f_back
-    return _ends(reversed(found), lambda step: _frame_of(step, step.f_lineno))
+    return _ends(steps[::-1])
 
 
-def _ends(steps: Iterable[T], frame_of: Callable[[T], Frame]) -> list[Frame]:
+def _ends(steps: list[FrameType | TracebackType]) -> list[Frame]:
     """Both ends of a stack; between them, if it is that of an endless recursion, the number of those left out."""
-    following = iter(steps)
-    outer = list(map(frame_of, islice(following, _OUTER_FRAMES)))
-    inner, number = deque[T](maxlen=_INNER_FRAMES), 0
-    for step in following:
-        inner.append(step)
-        number += 1
-    gap = [Frame("", number - len(inner), "")] if number > len(inner) else []
-    return [*outer, *gap, *map(frame_of, inner)]
-
-
-def _frame_of(frame: FrameType, line: int | None) -> Frame:
-    code, file, module = frame.f_code, frame.f_globals.get("__file__"), frame.f_globals.get("__name__")
-    is_of_module = type(file) is type(module) is str and file == code.co_filename and module in sys.modules
-    return Frame(code.co_filename or "?", line or 0, code.co_name, not is_of_module)
+    left_out = len(steps) - _OUTER_FRAMES - _INNER_FRAMES
+    found: list[Frame] = []
+    for step in steps if left_out <= 0 else (*steps[:_OUTER_FRAMES], *steps[-_INNER_FRAMES:]):
+        frame, line = (step, step.f_lineno) if isinstance(step, FrameType) else (step.tb_frame, step.tb_lineno)
+        code, file, module = frame.f_code, frame.f_globals.get("__file__"), frame.f_globals.get("__name__")
+        is_of_module = type(file) is type(module) is str and file == code.co_filename and module in sys.modules
+        found.append(Frame(code.co_filename or "?", line or 0, code.co_name, not is_of_module))
+    if left_out > 0:
+        found.insert(_OUTER_FRAMES, Frame("", left_out, ""))
+    return found
 
 
 def where(frames: Sequence[Frame], homes: tuple[str, ...]) -> tuple[str, ...]:
     """The innermost frames of users' code, `app/jobs.py:12 in credit`; if there are none, of libraries."""
     own = [frame for frame in frames if _owner(frame.path, homes) == "user"]
     named = own or [frame for frame in frames if _owner(frame.path, homes) not in ("outboxq", "")]
-    return tuple(
-        storable(f"{'/'.join(PurePath(frame.path).parts[-3:])}:{frame.line} in {frame.name}")
-        for frame in named[-_NAMED_FRAMES:]
-    )
+    found: list[str] = []
+    for frame in named[-_NAMED_FRAMES:]:
+        file = "/".join(PurePath(frame.path).parts[-3:])
+        found.append(storable(f"{file}:{frame.line} in {frame.name}"))
+    return tuple(found)
 
 
 def stored_frames(frames: Sequence[Frame], homes: tuple[str, ...], most: int) -> tuple[StoredFrame, ...]:
     """The frames of a handler's failure, from the handler's on; all but users' are folded.
 
+    Before the handler's are the start of a thread, the relay, and what drives a coroutine. Of a library, the frames
+    where it was called and where it failed are kept.
+
     Args:
         most: How many frames are kept at most, two thirds of them at the inner end.
     """
-    return shortened(tuple(_folded(_without_relay(frames, homes), homes)), most)
+    owners = [_owner(frame.path, homes) for frame in frames]
+    start = owners.index("user") if "user" in owners else 0
+    while start < len(owners) and owners[start] in _FOLDED:
+        start += 1
+    found: list[StoredFrame] = []
+    for place in range(start, len(frames)):
+        frame, owner = frames[place], owners[place]
+        is_first = place == start or owners[place - 1] != owner
+        is_last = place == len(frames) - 1 or owners[place + 1] != owner
+        if not owner:
+            found.append(StoredFrame("", frame.line, ""))
+        elif owner == "user" or (owner not in _FOLDED and (is_first or is_last)):
+            path, name = storable(frame.path[-_PATH_CHARACTERS:]), storable(frame.name)[:_PATH_CHARACTERS]
+            found.append(StoredFrame(path, frame.line, name))
+        elif not found or found[-1].path or found[-1].name != owner:
+            found.append(StoredFrame("", 1, owner))
+        else:
+            found[-1] = StoredFrame("", found[-1].line + 1, owner)
+    return shortened(tuple(found), most)
 
 
 def shortened(frames: tuple[StoredFrame, ...], most: int) -> tuple[StoredFrame, ...]:
@@ -111,36 +123,6 @@ def shortened(frames: tuple[StoredFrame, ...], most: int) -> tuple[StoredFrame, 
     gap = frames[outer : outer - most]
     left_out = StoredFrame("", sum(1 if frame.path else frame.line for frame in gap), "")
     return (*frames[:outer], left_out, *frames[outer - most :])
-
-
-def _without_relay(frames: Sequence[Frame], homes: tuple[str, ...]) -> Sequence[Frame]:
-    """The frames without those before the handler: the start of a thread, the relay, and what drives a coroutine."""
-    owners = [_owner(frame.path, homes) for frame in frames]
-    foreign = [number for number, owner in enumerate(owners) if owner not in _FOLDED]
-    first = owners.index("user") if "user" in owners else min(foreign, default=len(frames))
-    return frames[first:]
-
-
-def _folded(frames: Sequence[Frame], homes: tuple[str, ...]) -> Iterator[StoredFrame]:
-    for owner, grouped in groupby(frames, key=lambda frame: _owner(frame.path, homes)):
-        run = list(grouped)
-        if owner == "user":
-            yield from map(_stored, run)
-        elif not owner:
-            yield StoredFrame("", run[0].line, "")
-        elif owner in _FOLDED:
-            yield StoredFrame("", len(run), owner)
-        else:
-            # Of a library, where it was called and where it failed.
-            yield _stored(run[0])
-            if len(run) > 2:
-                yield StoredFrame("", len(run) - 2, owner)
-            yield from map(_stored, run[1:][-1:])
-
-
-def _stored(frame: Frame) -> StoredFrame:
-    name, shown = storable(frame.name)[:_PATH_CHARACTERS], storable(frame.path[-_PATH_CHARACTERS:])
-    return StoredFrame(shown or "?", frame.line, name)
 
 
 @functools.lru_cache(maxsize=1_000)

@@ -45,20 +45,21 @@ _TOO_MANY = "(text withheld: there are too many values that it may quote)"
 
 
 class Redactor:
-    """Takes the payload out of the texts of one failure: of an exception, and of those that led to it.
+    """Takes the payload out of the texts of one failure, unless its handler wants them whole.
 
     Its work is bounded: it reads READ_CHARACTERS of a text and of a value, and withholds all texts if there are more
     than MOST_VALUES.
 
     Args:
-        args: The stored arguments, of all jobs of the call that failed.
+        args: The stored arguments, of all jobs of the call that failed; None if texts are kept whole.
         errors: The exceptions of the failure. The texts of some must not appear in the texts of others.
     """
 
-    def __init__(self, args: Sequence[str], errors: Iterable[BaseException] = ()) -> None:
+    def __init__(self, args: Sequence[str] | None, errors: Iterable[BaseException] = ()) -> None:
+        self._is_whole = args is None
         quoting = _quoting_texts(errors)
         self._labels, found = dict.fromkeys(quoting, "(text withheld)"), len(quoting)
-        for value, name in chain.from_iterable(map(_leaves, args)):
+        for value, name in chain.from_iterable(map(_leaves, args or ())):
             label = f"<{name[:_LABEL_CHARACTERS]}>"
             for spelling in _spellings(value):
                 self._labels.setdefault(spelling[:READ_CHARACTERS], label)
@@ -75,6 +76,8 @@ class Redactor:
         All values are found in the original text, so no value is missed because another one overlaps it, or in a label.
         A value shorter than _LONG_VALUE counts as a word of its own only: "order" is not replaced in "ordered".
         """
+        if self._is_whole:
+            return text[:kept_characters]
         if self._has_too_many:
             return _TOO_MANY
         quoted = _QUOTED_ROWS.search(text, 0, kept_characters)
@@ -104,6 +107,8 @@ class Redactor:
 
     def message(self, error: BaseException, kept_characters: int = READ_CHARACTERS) -> str:
         """The text of an exception without the payload."""
+        if self._is_whole:
+            return text_of(original_of(error))[:kept_characters]
         if isinstance(error, EffectFailed | CallRefused):
             return str(error).replace(error.reason, self.redact(error.reason)) if error.reason else str(error)
         kind = type(error)

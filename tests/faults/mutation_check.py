@@ -593,8 +593,8 @@ MUTANTS = (
     Mutant(
         "the look at errors that a chain does not show, for what they quote",
         "outboxq/execution/failure.py",
-        "(original_of(each), _cause(each), _context(each), *_members(each)[:_LONGEST_CHAIN])",
-        "(original_of(each), _cause(each), *_members(each)[:_LONGEST_CHAIN])",
+        "(original_of(each), _CAUSE.__get__(each), _CONTEXT.__get__(each), *_members(each)[:_LONGEST_CHAIN])",
+        "(original_of(each), _CAUSE.__get__(each), *_members(each)[:_LONGEST_CHAIN])",
         ("tests/execution/test_redaction.py",),
     ),
     Mutant(

@@ -122,7 +122,7 @@ def drop_tracebacks(error: BaseException) -> None:
         each = pending.pop()
         # As Python itself does it: frozen classes refuse it, and users' can give these attributes other meanings.
         _OF_EXCEPTIONS["__traceback__"].__set__(each, None)
-        before = [_OF_EXCEPTIONS[name].__get__(each) for name in ("__cause__", "__context__")]
+        before = [_OF_EXCEPTIONS["__cause__"].__get__(each), _OF_EXCEPTIONS["__context__"].__get__(each)]
         if issubclass(type(each), BaseExceptionGroup):
             before += vars(BaseExceptionGroup)["exceptions"].__get__(each)
         for one in before:

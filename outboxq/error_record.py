@@ -77,35 +77,28 @@ _FROM = "The above exception was the direct cause of the following exception:"
 _WHILE = "During handling of the above exception, another exception occurred:"
 
 
-def _lines_of(chain: tuple[StoredException, ...]) -> Iterator[str]:
+def _lines_of(chain: tuple[StoredException, ...]) -> list[str]:
+    lines: list[str] = []
     for number in range(len(chain) - 1, -1, -1):
         error = chain[number]
-        yield from _exception_lines(error)
+        bar = "  | " if error.members else ""
+        if error.frames:
+            lines.append(f"  + Exception Group {_HEADER}" if error.members else _HEADER)
+        texts = "\n".join((f"{error.type}: {error.message}" if error.message else error.type, *error.notes))
+        lines += [f"{bar}{line}" for line in (*error.frames, *texts.split("\n"))]
+        for place, member in enumerate(error.members, start=1):
+            lines.append(f"{'  +-+' if place == 1 else '    +'}---------------- {place} ----------------")
+            lines += [f"    | {line}" for line in _lines_of(member)]
+        if error.members:
+            if error.more_members:
+                lines.append(f"    | and {error.more_members:,} more exceptions")
+            lines.append("    +------------------------------------")
         if number:
             if error.left_out:
                 several = "1 exception" if error.left_out == 1 else f"{error.left_out:,} exceptions"
-                yield from ("", f"[{several} between the one above and the one below left out]")
-            yield from ("", _WHILE if error.is_context else _FROM, "")
-
-
-def _exception_lines(error: StoredException) -> Iterator[str]:
-    bar = "  | " if error.members else ""
-    if error.frames:
-        yield f"  + Exception Group {_HEADER}" if error.members else _HEADER
-    for frame in error.frames:
-        yield f"{bar}{frame}"
-    message = error.message.split("\n")
-    yield f"{bar}{error.type}: {message[0]}" if error.message else f"{bar}{error.type}"
-    for line in [*message[1:], *(line for note in error.notes for line in note.split("\n"))]:
-        yield f"{bar}{line}"
-    for number, member in enumerate(error.members, start=1):
-        yield f"{'  +-+' if number == 1 else '    +'}---------------- {number} ----------------"
-        for line in _lines_of(member):
-            yield f"    | {line}"
-    if error.members:
-        if error.more_members:
-            yield f"    | and {error.more_members:,} more exceptions"
-        yield "    +------------------------------------"
+                lines += "", f"[{several} between the one above and the one below left out]"
+            lines += "", _WHILE if error.is_context else _FROM, ""
+    return lines
 
 
 def read_attempts(errors: str) -> list[StoredAttempt]:

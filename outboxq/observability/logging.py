@@ -107,28 +107,27 @@ def log_event(event: Event, *, tracebacks: bool = True) -> None:
     level, message = _MESSAGES[type(event)]
     if not logger.isEnabledFor(level):
         return
-    values = event_fields(event)
-    detail = " ".join(f"{name}={_shown(value)}" for name, value in values.items() if not _says_nothing(name, value))
-    extra: dict[str, object] = {f"outboxq_{name}": value for name, value in values.items()}
+    extra: dict[str, object] = {}
+    said: dict[str, object] = {}
+    for name, value in event_fields(event).items():
+        extra[f"outboxq_{name}"] = value
+        says_nothing = value in ("", ()) or (value == 0 and name.startswith("hook_"))
+        if not says_nothing:
+            said[name] = value
     extra[_EVENT] = type(event).__name__
-    trace_id = _trace_id_of(event)
+    job = getattr(event, "job", None)
+    trace_id = trace_id_of(job.headers) if isinstance(job, Job) else None
     if trace_id is not None:
         extra[_TRACE] = trace_id
     record = logger.makeRecord(
-        logger.name, level, __file__, 0, _EVENT_MESSAGE, (message, detail), None, "log_event", extra
+        logger.name, level, __file__, 0, _EVENT_MESSAGE, (message, _shown(said)), None, "log_event", extra
     )
     if tracebacks and isinstance(event, events.JobRetried | events.JobDied) and event.record is not None:
         # Formatters print this after the message, as they would the exception's own traceback. Indented, no line of an
         # error's text can pass for a line of the log.
         lines = event.record.traceback().split("\n") if event.record.chain else ()
-        record.exc_text = "\n".join(f"{_INDENT}{printable(line)}".rstrip() for line in lines) or None
+        record.exc_text = "\n".join([f"{_INDENT}{printable(line)}".rstrip() for line in lines]) or None
     logger.handle(record)
-
-
-def _trace_id_of(event: Event) -> str | None:
-    """The trace to which the job belongs by its `traceparent` header."""
-    job = getattr(event, "job", None)
-    return trace_id_of(job.headers) if isinstance(job, Job) else None
 
 
 def _in_utc(record: logging.LogRecord) -> str:
@@ -187,7 +186,7 @@ class LineFormatter(logging.Formatter):
         kind, job_id = getattr(record, "job_kind", None), getattr(record, "job_id", None)
         if kind is not None and job_id is not None:
             # Of `ctx.log`, whose message is the handler's.
-            record.message = f"{record.message}: kind={_shown(kind)} id={_shown(job_id)}"
+            record.message = f"{record.message}: {_shown({'kind': kind, 'id': job_id})}"
         return printable(super().formatMessage(record))
 
     def formatException(self, ei: _ExceptionInfo) -> str:  # noqa: N802  # the name that logging calls
@@ -278,15 +277,13 @@ def event_fields(event: Event) -> dict[str, object]:
     return found
 
 
-def _says_nothing(name: str, value: object) -> bool:
-    return value in ("", ()) or (value == 0 and name.startswith("hook_"))
-
-
-def _shown(value: object) -> str:
-    if isinstance(value, float):
-        return f"{value:.3g}"
-    if isinstance(value, tuple):
-        return ",".join(map(_shown, value))
-    text = str(value)
-    # Quoted, nothing in it can pass for another field or another line, nor act on a terminal.
-    return text if _BARE.fullmatch(text) else repr(text)
+def _shown(values: dict[str, object]) -> str:
+    """The values in one line, as `name=value`. Quoted, nothing in one can pass for another, nor act on a terminal."""
+    shown: list[str] = []
+    for name, value in values.items():
+        texts: list[str] = []
+        for each in value if isinstance(value, tuple) else (value,):
+            text = f"{each:.3g}" if isinstance(each, float) else str(each)
+            texts.append(text if _BARE.fullmatch(text) else repr(text))
+        shown.append(f"{name}={','.join(texts)}")
+    return " ".join(shown)

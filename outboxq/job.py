@@ -1,4 +1,4 @@
-"""A claimed job."""
+"""A claimed job, and what its headers say."""
 
 import re
 from datetime import datetime
@@ -19,6 +19,8 @@ ADDED_HEADER = "outboxq.added"
 # Longer headers, which no producer of ours writes, leave no room for it.
 MAX_STAMPED_BYTES = 1_000_000
 _NUMBER = re.compile("[0-9]{1,18}")
+# https://www.w3.org/TR/trace-context/#traceparent-header: version, trace-id, parent-id, flags.
+_TRACEPARENT = re.compile(r"(?!ff)[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}(?:-.*)?")
 # Headers that belong to one job alone: a copy would make another job followed, called back or unique as this one.
 OWN_HEADERS = frozenset({THEN_HEADER, BATCH_HEADER, BATCH_FAILED_HEADER, UNIQUE_HEADER, EVERY_HEADER, ADDED_HEADER})
 
@@ -102,3 +104,19 @@ def with_added_order(headers: str, seq: int) -> str:
         return headers
     rest = headers[1:].lstrip()
     return f'{{"{ADDED_HEADER}": "{seq}"{"" if rest.startswith("}") else ", "}{rest}'
+
+
+class _Traced(msgspec.Struct):
+    traceparent: str
+
+
+def trace_id_of(headers: str) -> str | None:
+    """The trace id in a job's headers, which are JSON text; None without a valid `traceparent`."""
+    if '"traceparent"' not in headers:
+        return None
+    try:
+        found = msgspec.json.decode(headers.encode(), type=_Traced).traceparent
+    except (msgspec.DecodeError, RecursionError):
+        return None
+    match = _TRACEPARENT.fullmatch(found)
+    return match[1] if match else None

@@ -9,7 +9,6 @@ from typing import Any, Generic
 import msgspec
 from typing_extensions import TypeVar
 
-from outboxq.codec.traceparent import trace_id_of
 from outboxq.database.sessions import plain_session
 from outboxq.effects.api import AsyncCallsOnce, CallsOnce, EffectAccess, HasEffectAccess
 from outboxq.errors import EffectRefused
@@ -17,7 +16,7 @@ from outboxq.handlers.call import HandlerCall
 from outboxq.handlers.deferred import Write, checked_write, defer
 from outboxq.handlers.progress import checked_note
 from outboxq.handlers.row_writes import Statement
-from outboxq.job import OWN_HEADERS, Job
+from outboxq.job import OWN_HEADERS, Job, trace_id_of
 from outboxq.outbox.callback_batch import FinishedBatch, JobBatch, batch_of, finished_batch
 from outboxq.outbox.session import AsyncOutboxSession, OutboxSession
 

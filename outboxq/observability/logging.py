@@ -16,9 +16,8 @@ import msgspec
 
 from outboxq import events
 from outboxq.codec.text import escaped_json, printable
-from outboxq.codec.traceparent import trace_id_of
 from outboxq.events import Event
-from outboxq.job import Job
+from outboxq.job import Job, trace_id_of
 
 logger = logging.getLogger("outboxq.relay")
 

@@ -39,9 +39,9 @@ from outboxq import (
     Retry,
     add_job,
 )
-from outboxq.codec.traceparent import trace_id_of
 from outboxq.errors import ArgumentError
 from outboxq.events import Event, JobDied, JobDone, JobRetried
+from outboxq.job import trace_id_of
 from outboxq.observability.otel import instrument, instrument_jobs
 from outboxq.postgres import Database
 from tests.support.ledger import of

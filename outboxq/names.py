@@ -4,7 +4,6 @@ import difflib
 import functools
 import inspect
 import re
-import sys
 from collections.abc import Callable, Collection, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, ParamSpec, TypeVar
@@ -24,22 +23,6 @@ _CONTROL_CHARACTER = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 def with_article(noun: str) -> str:
     """The noun after "a" or "an", as in English: "an actor", "a unique key", "an int"."""
     return f"{'an' if noun[:1] in 'aeioAEIO' else 'a'} {noun}"
-
-
-def type_name(annotation: object) -> str:
-    """The module and the name that a type is documented under; of a builtin its name alone; another annotation as is.
-
-    Python 3.13 defines `pathlib.Path` in the private module `pathlib._local`, and `queue.Empty` is from `_queue`.
-    """
-    if not isinstance(annotation, type):
-        return repr(annotation)
-    module, name = annotation.__module__, annotation.__qualname__
-    if not isinstance(module, str) or module == "builtins":
-        return name
-    before, _, private = f".{module}".partition("._")
-    public = before[1:] or private
-    is_public = private and public in sys.modules and vars(sys.modules[public]).get(name) is annotation
-    return f"{public if is_public else module}.{name}"
 
 
 def check_keywords(

@@ -27,9 +27,10 @@ from outboxq.codec.entities import (
 from outboxq.codec.readable import unreadable_in
 from outboxq.codec.sameness import as_jsonb_has_it, certain_types, change_of_argument, refusal_of
 from outboxq.codec.signature import declared_signature, resolve_annotation
+from outboxq.codec.text import type_name
 from outboxq.codec.values import ENCODER, UNREADABLE, encode_value, json_decoder, problem_of
 from outboxq.errors import ArgumentError, PayloadError, RegistryError
-from outboxq.names import type_name, with_article
+from outboxq.names import with_article
 
 _NEVER_ENTITIES = frozenset({bool, int, float, str, bytes, list, dict, tuple, UUID, Decimal, datetime, date})
 _EMPTY = inspect.Parameter.empty

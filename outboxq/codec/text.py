@@ -1,11 +1,10 @@
-"""Texts from anywhere, made safe: for a terminal, for a line of a log, and for PostgreSQL's text and jsonb."""
+"""Texts from anywhere, made safe for a terminal, a line of a log, and PostgreSQL's text and jsonb; types' names."""
 
+import sys
 from collections.abc import Callable
 from pathlib import PurePath
 from types import TracebackType
 from typing import ParamSpec
-
-from outboxq.names import type_name
 
 P = ParamSpec("P")
 
@@ -58,6 +57,22 @@ def storable_or_withheld(describe: Callable[P, str], /, *args: P.args, **kwargs:
         return storable(describe(*args, **kwargs))
     except BaseException:  # noqa: BLE001  # the error is still recorded, by its type and place
         return "(text withheld: it could not be redacted)"
+
+
+def type_name(annotation: object) -> str:
+    """The module and the name that a type is documented under; of a builtin its name alone; another annotation as is.
+
+    Python 3.13 defines `pathlib.Path` in the private module `pathlib._local`, and `queue.Empty` is from `_queue`.
+    """
+    if not isinstance(annotation, type):
+        return repr(annotation)
+    module, name = annotation.__module__, annotation.__qualname__
+    if not isinstance(module, str) or module == "builtins":
+        return name
+    before, _, private = f".{module}".partition("._")
+    public = before[1:] or private
+    is_public = private and public in sys.modules and vars(sys.modules[public]).get(name) is annotation
+    return f"{public if is_public else module}.{name}"
 
 
 def name_of(error: BaseException) -> str:

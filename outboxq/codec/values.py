@@ -14,8 +14,8 @@ import msgspec
 from sqlalchemy.sql.elements import ClauseElement
 
 from outboxq.codec.entities import entity_mapper, entity_state, primary_key_of
+from outboxq.codec.text import type_name
 from outboxq.errors import ArgumentError, ConfigError, PayloadError
-from outboxq.names import type_name
 
 MAX_ARGS_BYTES = 256 * 1024
 MAX_HEADERS_BYTES = 64 * 1024

@@ -11,8 +11,7 @@ import socket
 import pydantic
 import pytest
 
-from outboxq.codec.text import name_of
-from outboxq.names import type_name
+from outboxq.codec.text import name_of, type_name
 
 
 class Nested:

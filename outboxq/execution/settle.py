@@ -124,7 +124,7 @@ def _retry_or_dead_letter(
     error: BaseException | None,
     seconds: float,
 ) -> JobEvent:
-    policy = runtime.registry.find(job.kind).retry
+    policy = runtime.registry.handlers[job.kind].retry
     limit = job.max_attempts or policy.max_attempts
     if job.attempt >= limit:
         reason = f"gave up after {job.attempt} of {limit} attempts: {record.type}"

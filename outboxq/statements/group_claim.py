@@ -15,7 +15,7 @@ be alone, and the one whose number is N minus the leased jobs, which no transact
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import LiteralString
+from typing import LiteralString, NamedTuple
 from uuid import UUID
 
 from psycopg import sql
@@ -24,7 +24,7 @@ from outboxq.statements import claim
 from outboxq.statements.added import headers_with_order
 from outboxq.statements.limit import lock_claims, room
 from outboxq.statements.numbers import next_token, one_more, one_more_attempt
-from outboxq.statements.render import compose, render
+from outboxq.statements.render import compose, quote_literal, render
 from outboxq.statements.wake import channel_name
 
 # How many groups one claim looks at, at most: those whose first job may not run yet cost a look each.
@@ -233,18 +233,43 @@ class GroupScript:
 
     def statements(self, limit: int, after: str = "", *, clears: bool = False) -> list[tuple[str, str]]:
         """The statements of `text` with their owners, or of `clearing`: "groups" has the look, "claim" the jobs."""
-        action = _CLEARING if clears else _action(self.schema, self.owner, self.suspects)
-        lock = _locking(self, after, int(limit))
-        pick = _picking(self.schema, self.queue, self.owner, int(limit), self.per_group, suspects=self.suspects)
-        limited = [("lock", statement) for statement in self.lock]
-        return [*limited, *claim.BY_INDEX, ("groups", lock), ("claim", pick + action), *claim.AS_EVERYWHERE]
+        texts, number = _texts(self), str(int(limit))
+        # The cursor last, as a key of a group may hold any character.
+        lock = texts.lock.replace(_LIMIT, number).replace(_AFTER, quote_literal(after))
+        pick = (texts.clearing if clears else texts.claim).replace(_LIMIT, number)
+        return [*texts.limited, *claim.BY_INDEX, ("groups", lock), ("claim", pick), *claim.AS_EVERYWHERE]
 
 
-def _locking(script: GroupScript, after: str, limit: int) -> str:
+class _Texts(NamedTuple):
+    """The texts of a script, with marks for its limit and its cursor."""
+
+    limited: tuple[tuple[str, str], ...]
+    lock: str
+    claim: str
+    clearing: str
+
+
+# As in claim.py: control characters, which no name has.
+_LIMIT: LiteralString = "\1"
+_AFTER: LiteralString = "\2"
+
+
+@lru_cache(256)
+def _texts(script: GroupScript) -> _Texts:
+    pick = _picking(script)
+    return _Texts(
+        limited=tuple(("lock", statement) for statement in script.lock),
+        lock=_locking(script),
+        claim=pick + _action(script.schema, script.owner, script.suspects),
+        clearing=pick + _CLEARING,
+    )
+
+
+def _locking(script: GroupScript) -> str:
     schema, queue, suspects, most = script.schema, sql.Literal(script.queue), script.suspects, script.most
     has_room: LiteralString = "true" if most is None else "EXISTS (SELECT FROM room)"
     limited = None if most is None else room(schema, queue, most, counts_leases=script.counts_leases)
-    heads = _suspect_heads(schema, queue, has_room) if suspects else _heads(schema, queue, after, has_room)
+    heads = _suspect_heads(schema, queue, has_room) if suspects else _heads(schema, queue, has_room)
     return render(
         schema,
         _LOCK,
@@ -254,7 +279,7 @@ def _locking(script: GroupScript, after: str, limit: int) -> str:
         per_group=script.per_group,
         heads=heads,
         lock=lock_class(schema),
-        groups=limit,
+        groups=sql.SQL(_LIMIT),
         state="group_suspect" if suspects else "grouped",
         is_suspect=suspects,
         first_slot=sql.SQL("(SELECT most FROM setting)") if script.leased else 1,
@@ -270,9 +295,9 @@ def _suspect_heads(schema: str, queue: sql.Literal, has_room: LiteralString) -> 
     return compose(schema, _SUSPECT_HEADS, queue=queue, seen=GROUPS_SEEN, has_room=sql.SQL(has_room))
 
 
-def _heads(schema: str, queue: sql.Literal, after: str, has_room: LiteralString) -> sql.Composable:
+def _heads(schema: str, queue: sql.Literal, has_room: LiteralString) -> sql.Composable:
     def first(lap: int, where: LiteralString, if_lap: LiteralString = "") -> sql.Composable:
-        bounds = compose(schema, where, after=after)
+        bounds = compose(schema, where, after=sql.SQL(_AFTER))
         return compose(schema, _FIRST, queue=queue, lap=lap, where=bounds, if_lap=sql.SQL(if_lap))
 
     up_to: LiteralString = 'AND group_key COLLATE "C" <= {after}'
@@ -290,8 +315,8 @@ def _heads(schema: str, queue: sql.Literal, after: str, has_room: LiteralString)
     )
 
 
-@lru_cache(256)
-def _picking(schema: str, queue: str, owner: UUID | None, limit: int, per_group: int, *, suspects: bool) -> str:
+def _picking(script: GroupScript) -> str:
+    schema, queue, owner, suspects = script.schema, script.queue, script.owner, script.suspects
     is_open = (
         sql.SQL(_OPEN)
         if owner is None
@@ -301,7 +326,7 @@ def _picking(schema: str, queue: str, owner: UUID | None, limit: int, per_group:
         "1" if owner is not None else "(SELECT greatest(1, {limit} / greatest(pg_catalog.count(*), 1)) FROM open)"
     )
     locked = (
-        compose(schema, _LOCKED, limit=limit, died=sql.SQL(claim.DIED))
+        compose(schema, _LOCKED, limit=sql.SQL(_LIMIT), died=sql.SQL(claim.DIED))
         if owner is None
         else compose(schema, _LOCKED_FIRST, state="group_suspect" if suspects else "grouped")
     )
@@ -309,15 +334,14 @@ def _picking(schema: str, queue: str, owner: UUID | None, limit: int, per_group:
         schema,
         _PICK,
         queue=queue,
-        per_group=per_group,
+        per_group=script.per_group,
         is_open=is_open,
         free=sql.SQL(_FREE_SUSPECT if suspects else _FREE),
-        each=compose(schema, each, limit=limit),
+        each=compose(schema, each, limit=sql.SQL(_LIMIT)),
     ) + locked.as_string(None)
 
 
-@lru_cache(64)
-def _action(schema: str, owner: UUID | None, suspects: bool) -> str:  # cached by position
+def _action(schema: str, owner: UUID | None, suspects: bool) -> str:
     if owner is None:
         return render(schema, _DELETING, columns=sql.SQL(claim.COLUMNS), anchor=sql.SQL(claim.ANCHOR))
     return render(

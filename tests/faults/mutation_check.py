@@ -1835,9 +1835,9 @@ MUTANTS = (
     Mutant(
         "the second snapshot of a group's claim: both statements see the same",
         "outboxq/statements/group_claim.py",
-        'return [*limited, *claim.BY_INDEX, ("groups", lock)',
+        'return [*texts.limited, *claim.BY_INDEX, ("groups", lock)',
         'return [("settings", "SET TRANSACTION ISOLATION LEVEL REPEATABLE READ"), '
-        '*limited, *claim.BY_INDEX, ("groups", lock)',
+        '*texts.limited, *claim.BY_INDEX, ("groups", lock)',
         ("tests/relay/test_groups.py::test_a_lease_that_is_committed_while_a_claim_begins_is_seen",),
     ),
     Mutant(

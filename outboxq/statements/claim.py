@@ -4,7 +4,7 @@ There is one statement for each sort of jobs, mode and kind of limit. Parsing an
 it, so a slot prepares it on its connection and executes it by name; else it is sent as text.
 """
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from functools import lru_cache
@@ -206,8 +206,11 @@ class ClaimScript:
         return [self.queue, str(int(limit)), str(priority), str(seq), str(int(self.most or 0))]
 
 
-def _filled(text: str, arguments: Iterable[str]) -> str:
-    return text.translate(dict(enumerate(arguments, 1)))
+def _filled(text: str, arguments: Sequence[str]) -> str:
+    # The queue last: its name is the one argument that is written by users.
+    for number in range(len(arguments), 0, -1):
+        text = text.replace(chr(number), arguments[number - 1])
+    return text
 
 
 # With sorts and sequential scans off, the planner can choose nothing but a walk of the claim's own index, and of the
@@ -297,7 +300,7 @@ def _texts(schema: str, owner: UUID | None, sort: _Eligible, counts_leases: bool
     if counts_leases is not None:
         limited = room(schema, _QUEUE, _MOST, counts_leases=counts_leases)
         claim = picked(_IF_ROOM, limited) + _action(schema, owner, _MOVED_IF_ROOM, crashed=sort == _SUSPECT)
-    name, definition = named(_filled(claim, (f"${number}" for number in range(1, 6))), _TYPES)
+    name, definition = named(_filled(claim, [f"${number}" for number in range(1, 6)]), _TYPES)
     return ClaimTexts(claim, picked() + _CLEARING, picked(" AND id = {id}") + action, name, definition)
 
 

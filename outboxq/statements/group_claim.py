@@ -85,12 +85,12 @@ WITH RECURSIVE {room}setting AS MATERIALIZED (
         pg_catalog.hashtext(pg_catalog.concat_ws(pg_catalog.chr(31), {queue}::text, heads.group_key, slot.number)))
       ELSE false END
     LIMIT 1) AS taken
-  LIMIT {groups}
+  LIMIT {limit}
 )
 SELECT pg_catalog.set_config('outboxq.groups', coalesce((
     SELECT pg_catalog.json_agg(pg_catalog.json_build_array(group_key, slot)) FROM mine)::text, '[]'), true),
-  CASE WHEN (SELECT pg_catalog.count(*) FROM mine) < {groups} THEN (SELECT pg_catalog.max(place) FROM heads) END,
-  CASE WHEN (SELECT pg_catalog.count(*) FROM mine) < {groups}
+  CASE WHEN (SELECT pg_catalog.count(*) FROM mine) < {limit} THEN (SELECT pg_catalog.max(place) FROM heads) END,
+  CASE WHEN (SELECT pg_catalog.count(*) FROM mine) < {limit}
     THEN (SELECT group_key FROM heads WHERE place = (SELECT pg_catalog.max(place) FROM heads)) END,
   EXISTS (SELECT FROM {job} WHERE state = 'group_waiting' AND queue = {queue}
     AND run_at <= pg_catalog.statement_timestamp()),
@@ -117,6 +117,7 @@ WITH setting AS MATERIALIZED (
     ORDER BY group_key COLLATE "C", seq
     LIMIT {each} * (SELECT most FROM setting)) AS next
 ), """
+_EACH: LiteralString = "(SELECT greatest(1, {limit} / greatest(pg_catalog.count(*), 1)) FROM open)"
 _FREE: LiteralString = "next.state = 'grouped' AND next.run_at <= pg_catalog.statement_timestamp()"
 _FREE_SUSPECT: LiteralString = "next.state = 'group_suspect'"
 _OPEN: LiteralString = "mine.slot <= (SELECT most FROM setting) - coalesce(leased.jobs, 0)"
@@ -256,89 +257,54 @@ _AFTER: LiteralString = "\2"
 
 @lru_cache(256)
 def _texts(script: GroupScript) -> _Texts:
-    pick = _picking(script)
-    return _Texts(
-        limited=tuple(("lock", statement) for statement in script.lock),
-        lock=_locking(script),
-        claim=pick + _action(script.schema, script.owner, script.suspects),
-        clearing=pick + _CLEARING,
-    )
-
-
-def _locking(script: GroupScript) -> str:
-    schema, queue, suspects, most = script.schema, sql.Literal(script.queue), script.suspects, script.most
+    schema, owner, most, suspects = script.schema, script.owner, script.most, script.suspects
     has_room: LiteralString = "true" if most is None else "EXISTS (SELECT FROM room)"
-    limited = None if most is None else room(schema, queue, most, counts_leases=script.counts_leases)
-    heads = _suspect_heads(schema, queue, has_room) if suspects else _heads(schema, queue, has_room)
-    return render(
-        schema,
-        _LOCK,
-        queue=queue,
-        room=sql.SQL("") if limited is None else limited + sql.SQL(", "),
-        has_room=sql.SQL(has_room),
-        per_group=script.per_group,
-        heads=heads,
-        lock=lock_class(schema),
-        groups=sql.SQL(_LIMIT),
-        state="group_suspect" if suspects else "grouped",
-        is_suspect=suspects,
-        first_slot=sql.SQL("(SELECT most FROM setting)") if script.leased else 1,
+    common: dict[str, object] = {
+        "queue": sql.Literal(script.queue),
+        "per_group": script.per_group,
+        "owner": owner,
+        "lock": lock_class(schema),
+        "limit": sql.SQL(_LIMIT),
+        "after": sql.SQL(_AFTER),
+        "has_room": sql.SQL(has_room),
+        "seen": GROUPS_SEEN,
+        "state": "group_suspect" if suspects else "grouped",
+        "is_suspect": suspects,
+    }
+
+    def part(text: LiteralString, **values: object) -> sql.Composed:
+        return compose(schema, text, **common, **values)
+
+    def first(lap: int, where: LiteralString, if_lap: LiteralString = "") -> sql.Composed:
+        return part(_FIRST, lap=lap, where=part(where), if_lap=sql.SQL(if_lap))
+
+    heads = part(
+        _SUSPECT_HEADS if suspects else _HEADS,
+        ahead=first(0, "> {after}"),
+        around=first(1, "<= {after}"),
+        next=first(0, "> heads.group_key", "heads.lap = 0 AND "),
+        next_around=first(1, '> heads.group_key AND group_key COLLATE "C" <= {after}', "heads.lap = 1 AND "),
+        begin_around=first(1, "<= {after}", "heads.lap = 0 AND "),
     )
+    limited: sql.Composable = sql.SQL("")
+    if most is not None:
+        limited = room(schema, common["queue"], most, counts_leases=script.counts_leases) + sql.SQL(", ")
+    first_slot: LiteralString = "1" if owner is None else "(SELECT most FROM setting)"
+    lock = part(_LOCK, room=limited, heads=heads, first_slot=sql.SQL(first_slot)).as_string(None)
+    pick = part(
+        _PICK,
+        is_open=part(_OPEN if owner is None else _OPEN_LEASED),
+        free=part(_FREE_SUSPECT if suspects else _FREE),
+        each=part(_EACH if owner is None else "1"),
+    ) + part(_LOCKED if owner is None else _LOCKED_FIRST, died=sql.SQL(claim.DIED))
+    claimed = pick.as_string(None) + _action(schema, owner, suspects)
+    before = tuple(("lock", statement) for statement in script.lock)
+    return _Texts(before, lock, claimed, pick.as_string(None) + _CLEARING)
 
 
 def lock_class(schema: str) -> str:
     """The name of the advisory locks of an installation's groups; its hash is their first key."""
     return f"{channel_name(schema)} group"
-
-
-def _suspect_heads(schema: str, queue: sql.Literal, has_room: LiteralString) -> sql.Composable:
-    return compose(schema, _SUSPECT_HEADS, queue=queue, seen=GROUPS_SEEN, has_room=sql.SQL(has_room))
-
-
-def _heads(schema: str, queue: sql.Literal, has_room: LiteralString) -> sql.Composable:
-    def first(lap: int, where: LiteralString, if_lap: LiteralString = "") -> sql.Composable:
-        bounds = compose(schema, where, after=sql.SQL(_AFTER))
-        return compose(schema, _FIRST, queue=queue, lap=lap, where=bounds, if_lap=sql.SQL(if_lap))
-
-    up_to: LiteralString = 'AND group_key COLLATE "C" <= {after}'
-    return compose(
-        schema,
-        _HEADS,
-        queue=queue,
-        seen=GROUPS_SEEN,
-        has_room=sql.SQL(has_room),
-        ahead=first(0, "> {after}"),
-        around=first(1, "<= {after}"),
-        next=first(0, "> heads.group_key", "heads.lap = 0 AND "),
-        next_around=first(1, "> heads.group_key " + up_to, "heads.lap = 1 AND "),
-        begin_around=first(1, "<= {after}", "heads.lap = 0 AND "),
-    )
-
-
-def _picking(script: GroupScript) -> str:
-    schema, queue, owner, suspects = script.schema, script.queue, script.owner, script.suspects
-    is_open = (
-        sql.SQL(_OPEN)
-        if owner is None
-        else compose(schema, _OPEN_LEASED, owner=owner, lock=lock_class(schema), queue=queue)
-    )
-    each: LiteralString = (
-        "1" if owner is not None else "(SELECT greatest(1, {limit} / greatest(pg_catalog.count(*), 1)) FROM open)"
-    )
-    locked = (
-        compose(schema, _LOCKED, limit=sql.SQL(_LIMIT), died=sql.SQL(claim.DIED))
-        if owner is None
-        else compose(schema, _LOCKED_FIRST, state="group_suspect" if suspects else "grouped")
-    )
-    return render(
-        schema,
-        _PICK,
-        queue=queue,
-        per_group=script.per_group,
-        is_open=is_open,
-        free=sql.SQL(_FREE_SUSPECT if suspects else _FREE),
-        each=compose(schema, each, limit=sql.SQL(_LIMIT)),
-    ) + locked.as_string(None)
 
 
 def _action(schema: str, owner: UUID | None, suspects: bool) -> str:

@@ -149,8 +149,8 @@ def _write(claimed: Job, changed: dict[str, object]) -> Insert | Update:
     if claimed.lease_token is None:
         expiry = {} if claimed.expires_at is None else {"expires_at": claimed.expires_at}
         if in_group:
-            return _InsertInPlace(job).values(**_kept(claimed), **expiry, **changed, seq=claimed.seq)
-        return insert(job).values(**_kept_with_order(claimed), **expiry, **changed)
+            return _InsertInPlace(job).values(**_kept(claimed, in_place=True), **expiry, **changed, seq=claimed.seq)
+        return insert(job).values(**_kept(claimed), **expiry, **changed)
     # `crashes` takes back the crash that the claim of a suspect counted. A new token: the old one is good for nothing.
     fenced = update(job).where(job.c.id == claimed.id, job.c.lease_token == claimed.lease_token)
     released: dict[str, object] = {"lease_owner": None, "lease_token": _NEXT_TOKEN}
@@ -171,7 +171,7 @@ def insert_dead(claimed: Job, *, reason: str, errors: "str | ColumnElement[str]"
     is_other = or_(dead_job.c.queue != claimed.queue, dead_job.c.kind != claimed.kind)
     is_taken = exists().where(dead_job.c.id == claimed.id, is_other)
     own_id = case((is_taken, pg.gen_random_uuid()), else_=literal(claimed.id, dead_job.c.id.type))
-    values = _kept_with_order(claimed) | {"id": own_id, "attempt": claimed.attempt, "errors": errors, "reason": reason}
+    values = _kept(claimed) | {"id": own_id, "attempt": claimed.attempt, "errors": errors, "reason": reason}
     statement = postgresql_insert(dead_job).values(**values)
     changed = {name: statement.excluded[name] for name in values if name != "id"}
     return statement.on_conflict_do_update(
@@ -201,13 +201,12 @@ def errors_with(kept: str, record: str) -> "ColumnElement[str]":
     return cast(literal(kept, Text), JSONB).op("||")(pg.jsonb_build_array(stamped))
 
 
-def _kept(claimed: Job) -> dict[str, object]:
-    return {name: getattr(claimed, name) for name in _KEPT}
+def _kept(claimed: Job, *, in_place: bool = False) -> dict[str, object]:
+    """What is written back as it was claimed.
 
-
-def _kept_with_order(claimed: Job) -> dict[str, object]:
-    """With the order in which a coalesced job was added, as its next row draws a new `seq`."""
-    kept = _kept(claimed)
-    if claimed.unique_key is not None:
+    Unless `in_place`, with the order in which a coalesced job was added, as its next row draws a new `seq`.
+    """
+    kept: dict[str, object] = {name: getattr(claimed, name) for name in _KEPT}
+    if claimed.unique_key is not None and not in_place:
         kept["headers"] = with_added_order(claimed.headers, claimed.seq)
     return kept

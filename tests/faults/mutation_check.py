@@ -1850,8 +1850,8 @@ MUTANTS = (
     Mutant(
         "the place of a group's job that is put back",
         "outboxq/statements/settle.py",
-        "            return _InsertInPlace(job).values(**_kept(claimed), **expiry, **changed, seq=claimed.seq)\n",
-        "            return insert(job).values(**_kept(claimed), **expiry, **changed)\n",
+        "_InsertInPlace(job).values(**_kept(claimed, in_place=True), **expiry, **changed, seq=claimed.seq)\n",
+        "insert(job).values(**_kept(claimed, in_place=True), **expiry, **changed)\n",
         ("tests/relay/test_groups.py::test_a_failed_job_holds_up_its_group_until_its_retry_is_due",),
     ),
     Mutant(

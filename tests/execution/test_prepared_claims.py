@@ -101,7 +101,7 @@ def test_a_claim_that_was_prepared_for_an_empty_table_walks_its_index_in_a_large
         with connection.begin():
             for claims, sort in dict.fromkeys((claims, sort) for claims, sort, _, _ in CASES):
                 script: ClaimScript = getattr(claims, sort)
-                run_script(connection, script.definition, *execution(script, 1))
+                run_script(connection, script.texts.definition, *execution(script, 1))
         with connection.begin():
             connection.execute(text(FILL))
         for analyze in ("SELECT", "ANALYZE outboxq.job"):
@@ -252,7 +252,7 @@ def test_a_name_that_is_taken_is_used(
 
     @event.listens_for(own, "connect")
     def prepare(connection: object, _record: object) -> None:
-        connection.cursor().execute(script.definition)  # type: ignore[attr-defined]  # the driver's cursor
+        connection.cursor().execute(script.texts.definition)  # type: ignore[attr-defined]  # the driver's cursor
         connection.commit()  # type: ignore[attr-defined]
 
     jobs = recording(lambda _ctx, _name: None)

@@ -488,7 +488,7 @@ MUTANTS = (
     Mutant(
         "the lock of claims that count leased jobs",
         "outboxq/statements/claim.py",
-        "        lock = lock_claims(schema, queue) if counts else ()\n",
+        '        lock = tuple(("lock", statement) for statement in lock_claims(schema, queue)) if counts else ()\n',
         "        lock = ()\n",
         ("tests/flow/test_limits.py::test_a_claim_under_a_lease_waits_for_the_count_of_the_one_before",),
     ),
@@ -1188,8 +1188,8 @@ MUTANTS = (
     Mutant(
         "the claim that is left out behind one that took a queue's only jobs",
         "outboxq/relay/planner.py",
-        "0.0 if 0.0 < share_seconds < _LEAST_SHARE_SECONDS else _now() + share_seconds",
-        "_now() + share_seconds",
+        "0.0 if 0.0 < share_seconds < _LEAST_SHARE_SECONDS else time.monotonic() + share_seconds",
+        "time.monotonic() + share_seconds",
         ("tests/relay/test_turns.py::test_a_job_costs_two_claims_at_most_whatever_the_number_of_queues",),
     ),
     Mutant(
@@ -1476,8 +1476,8 @@ MUTANTS = (
     Mutant(
         "a claim that no time-out of the role cuts short",
         "outboxq/execution/claim.py",
-        'script.add("settings", UNTIMED, READABLE_DATES)',
-        'script.add("settings", READABLE_DATES)',
+        '_BEGUN = [("settings", UNTIMED), ("settings", READABLE_DATES)]',
+        '_BEGUN = [("settings", READABLE_DATES)]',
         (
             "tests/execution/test_failing_claims.py::test_claims_are_not_under_the_time_out_of_the_role",
             "tests/execution/test_failing_claims.py::test_claims_of_a_lease_are_not_under_the_time_out_of_the_role",

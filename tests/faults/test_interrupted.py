@@ -22,7 +22,7 @@ from outboxq.events import (
     JobsSuspected,
     RelayStopped,
 )
-from outboxq.execution.batch_state import BatchState
+from outboxq.execution.batch_state import Ownership
 from outboxq.execution.recovery import FREE_INTERRUPTIONS
 from outboxq.fault_points import FaultPoint, fault_action
 from outboxq.postgres import Database
@@ -319,13 +319,13 @@ def test_a_job_that_is_committing_is_let_finish(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The time to drain is over while its COMMIT waits for an answer: it stands, and it is told."""
-    seize, refused = BatchState.seize, []
+    seize, refused = Ownership.seize, []
 
-    def note(batch: BatchState) -> bool:
-        refused.append(seize(batch))
+    def note(owner: Ownership) -> bool:
+        refused.append(seize(owner))
         return refused[-1]
 
-    monkeypatch.setattr(BatchState, "seize", note)
+    monkeypatch.setattr(Ownership, "seize", note)
     hanging = Hanging("sync", "transaction", release)
     release.set()
     with engine.begin() as connection:

@@ -105,7 +105,7 @@ def test_claims_of_queues_without_a_limit_know_nothing_of_limits(name: str) -> N
     owner = UUID(int=7)
     plain = getattr(ClaimStatements("outboxq", "mail", owner), name)
     limited = getattr(ClaimStatements("outboxq", "mail", owner, most=3), name)
-    for text_of in (lambda script: script.text(5), lambda script: script.definition):
+    for text_of in (lambda script: script.text(5), lambda script: script.texts.definition):
         assert not any(word in text_of(plain) for word in (";", "room", "advisory", "wanted"))
         assert "pg_try_advisory_xact_lock" in text_of(limited)
     assert plain.clearing(5) == limited.clearing(5)

@@ -304,6 +304,6 @@ def _claims() -> Iterator[str]:
 def _of_script(script: ClaimScript) -> Iterator[str]:
     cursor = Cursor(0, 7) if script.is_keyed else None
     yield from (script.text(5), script.text(5, cursor), script.clearing(5))
-    if script.definition:
+    if script.texts.definition:
         execution = [statement for _, statement in script.execution(5, cursor)]
-        yield "; ".join((script.definition, *execution))
+        yield "; ".join((script.texts.definition, *execution))

@@ -4,12 +4,12 @@ In transaction mode the delete and the handlers' rows are one transaction: if th
 gives its jobs back. In lease mode the claim is committed first, and a token fences off earlier holders of the job.
 """
 
-import json
 import secrets
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import TypeAlias, cast
+from operator import attrgetter
+from typing import Any, TypeAlias, cast
 from uuid import UUID
 
 from sqlalchemy import Connection
@@ -18,14 +18,11 @@ from outboxq.clock import DatabaseClock
 from outboxq.database.driver import Answer, Script, is_lost, run_script
 from outboxq.execution.prepared import PreparedStatements
 from outboxq.job import Job
-from outboxq.statements import limit as statements_of_limits
-from outboxq.statements.claim import ANCHOR, RETURNED, ClaimScript, Cursor, Sort, claim_by_id
-from outboxq.statements.group_claim import GroupScript
+from outboxq.statements.claim import ANCHOR, RETURNED, ClaimScript, Sort, claim_by_id
+from outboxq.statements.group_claim import GroupScript, Look
 from outboxq.statements.park import clear_marks as marks_cleared
-from outboxq.statements.park import park_head
 from outboxq.statements.transaction import BEGIN, NOTE_ROLE, READABLE_DATES, TIMED_AGAIN, UNTIMED, local_timeouts
 
-PARK_LIMIT = 10_000
 _END_OF_JOB = 1 + len(RETURNED) + 1
 # Of a claim's row, whose columns have their types.
 _JOB = cast("Callable[..., Job]", Job)
@@ -63,9 +60,8 @@ class Claimed:
 
     `moved` is the number of jobs that were made suspects instead, because an earlier claim of them died. `transaction`
     is None if nothing was taken, and in lease mode, in which the jobs' transaction begins later. `is_full`: nothing was
-    looked for, because as many jobs of the queue run as its limit allows. `look`: the groups that a claim of grouped
-    jobs looked at. `is_plain`: no job has a key, a group, a batch or an expiry, so that none of what these need is
-    looked for.
+    looked for, because as many jobs of the queue run as its limit allows. `look`: what the claim says besides.
+    `is_plain`: no job has a key, a group, a batch or an expiry, so that none of what these need is looked for.
     """
 
     request: "ClaimRequest"
@@ -73,7 +69,7 @@ class Claimed:
     moved: int = 0
     transaction: ClaimTransaction | None = None
     is_full: bool = False
-    look: "GroupLook | None" = None
+    look: Look | None = None
     is_plain: bool = True
 
 
@@ -81,27 +77,11 @@ AnyScript: TypeAlias = ClaimScript | GroupScript
 
 
 @dataclass(frozen=True, slots=True)
-class GroupLook:
-    """The groups of a queue that a claim of grouped jobs looked at.
-
-    Attributes:
-        taken: The keys of the groups that it had locked, in the order of its walk.
-        seen: How many groups it looked at, and `last` the last of them; None if it did not walk to its end.
-        is_back_due: Whether jobs that were passed over are due, and to be brought back.
-    """
-
-    taken: tuple[str, ...]
-    seen: int | None
-    last: str | None
-    is_back_due: bool
-
-
-@dataclass(frozen=True, slots=True)
 class ClaimRequest:
     """A claim of up to `limit` jobs of a queue, of those after `cursor` only, and the savepoints behind it.
 
     Args:
-        cursor: A place in the order of the queue, or a group's key; None for the start.
+        cursor: A place in the order of the script; None for the start.
         sort: Which sort of jobs `script` claims; `alike` are the claims that take jobs of the queue in the same way.
         timeout_seconds: The longest deadline of the queue's handlers. It does not hold for the claim itself, which
             may have far to walk and would never succeed. None for the settings of the role and the database.
@@ -113,7 +93,7 @@ class ClaimRequest:
 
     script: AnyScript
     limit: int
-    cursor: Cursor | str | None = None
+    cursor: Any = None
     queue: str = ""
     sort: Sort = Sort.READY
     alike: tuple[AnyScript, ...] = ()
@@ -132,14 +112,8 @@ class ClaimRequest:
         """
         claim, prepared, parts = self.script, self.prepared, script.parts
         parts += _BEGIN if begins else _BEGUN
-        if isinstance(claim, GroupScript):
-            parts += claim.statements(self.limit, cast("str | None", self.cursor) or "")
-        elif prepared is None or prepared.is_plain:
-            parts += claim.statements(self.limit, cast("Cursor | None", self.cursor))
-        else:
-            if claim.texts.name not in prepared.names:
-                parts.append(("settings", claim.texts.definition))
-            parts += claim.execution(self.limit, cast("Cursor | None", self.cursor))
+        names = None if prepared is None or prepared.is_plain else prepared.names
+        parts += claim.parts(self.limit, self.cursor, names)
         if claim.leased:
             parts.append(("claim", "COMMIT"))
         else:
@@ -148,15 +122,12 @@ class ClaimRequest:
 
     def clearing(self) -> list[tuple[str, str]]:
         """Lock what the claim would pick, and return the ids."""
-        if isinstance(self.script, GroupScript):
-            return self.script.statements(self.limit, cast("str | None", self.cursor) or "", clears=True)
-        return [("claim", self.script.clearing(self.limit, cast("Cursor | None", self.cursor)))]
+        return self.script.clearing(self.limit, self.cursor)
 
     def failed(self, error: BaseException) -> bool:
         """Return True if the claim failed for how it was sent, so that another try may succeed in a new transaction."""
-        if self.prepared is None or isinstance(self.script, GroupScript):
-            return False
-        return self.prepared.failed(error, self.script.texts.name)
+        name = self.script.name
+        return self.prepared is not None and bool(name) and self.prepared.failed(error, name)
 
     def read(self, answer: Answer) -> Claimed:
         """Read the claimed jobs from the answer to a script with the claim's statements.
@@ -166,17 +137,12 @@ class ClaimRequest:
         """
         if answer.error is not None:
             raise answer.error
-        look = None
-        if isinstance(self.script, GroupScript):
-            groups, seen, last, is_back_due, has_room = answer.rows["groups"][0]
-            if not has_room:
-                return Claimed(self, is_full=True)
-            look = GroupLook(tuple([str(key) for key, _ in json.loads(groups)]), seen, last, bool(is_back_due))
-        elif self.prepared is not None:
-            self.prepared.succeeded(self.script.texts.name)
+        name, look = self.script.name, self.script.look(answer.rows)
+        if name and self.prepared is not None:
+            self.prepared.succeeded(name)
         rows = answer.rows["claim"]
         moved = cast("int", rows[0][0]) if rows else 0
-        if moved < 0:
+        if moved < 0 or (look is not None and not look.has_room):
             return Claimed(self, is_full=True)
         # One row without a job, or a row for each.
         taken = rows if rows and rows[0][1] is not None else ()
@@ -197,7 +163,7 @@ class ClaimRequest:
                 is_plain = False
         if len(jobs) > 1:
             # RETURNING has no order.
-            jobs.sort(key=_place_in_group if isinstance(self.script, GroupScript) else _place_in_queue)
+            jobs.sort(key=attrgetter("seq") if self.script.by_seq else _place_in_queue)
         transaction = None
         if jobs and not self.script.leased:
             xid, pid = rows[0][_END_OF_JOB:]
@@ -209,11 +175,6 @@ class ClaimRequest:
 
 def _place_in_queue(job: Job) -> tuple[int, int]:
     return -job.priority, job.seq
-
-
-def _place_in_group(job: Job) -> int:
-    # Priorities do not count within a group.
-    return job.seq
 
 
 def claim(connection: Connection, request: ClaimRequest) -> Claimed:
@@ -230,28 +191,6 @@ def claim(connection: Connection, request: ClaimRequest) -> Claimed:
 def claim_one(connection: Connection, schema: str, job_id: str) -> Claimed:
     """Claim one job by its id; nothing if it is gone, leased, or held by another transaction."""
     return claim(connection, ClaimRequest(claim_by_id(schema, job_id), 1))
-
-
-def take_slot(connection: Connection, schema: str, request: ClaimRequest) -> bool:
-    """Begin a transaction that holds a slot of the limit of the request's queue to its end; False if none is free.
-
-    The server's deadlines are those of a job that is about to run in it.
-    """
-    most = request.script.most
-    assert most is not None
-    slot = statements_of_limits.take_slot(schema, request.queue, most)
-    return bool(run_script(connection, *local_timeouts(request.timeout_seconds), slot)[0][0])
-
-
-def return_suspect(connection: Connection, schema: str, job: Job) -> None:
-    """Put a suspect back that was claimed, and has not begun, in the connection's transaction."""
-    assert job.lease_token is not None
-    run_script(
-        connection,
-        statements_of_limits.return_suspect(
-            schema, job.id, job.lease_token, job.crashes, in_group=job.group_key is not None
-        ),
-    )
 
 
 def begin_transaction(connection: Connection, *settings: str) -> ClaimTransaction:
@@ -278,22 +217,3 @@ def forgive(connection: Connection, request: ClaimRequest) -> list[UUID]:
     if answer.error is not None:
         raise answer.error
     return [job_id for (job_id,) in answer.rows["claim"]]
-
-
-def park_unknown(
-    connection: Connection,
-    schema: str,
-    queue: str,
-    known_kinds: tuple[str, ...],
-    limit: int = PARK_LIMIT,
-    *,
-    only_marks: bool = False,
-) -> int:
-    """Park the jobs of unknown kinds among the next jobs of a queue, ready and due. Returns how many.
-
-    Args:
-        only_marks: Only clear the marks that a failed parking left in their rows.
-    """
-    states = ("ready", "scheduled")
-    scripts = [park_head(schema, queue, state, known_kinds, limit, only_marks=only_marks) for state in states]
-    return sum(parked for (parked,) in run_script(connection, UNTIMED, *scripts))

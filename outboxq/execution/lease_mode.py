@@ -41,11 +41,12 @@ from outboxq.execution.keep import Keeper
 from outboxq.execution.step import Step
 from outboxq.fault_points import fault_point
 from outboxq.job import Job
+from outboxq.statements import limit
 from outboxq.statements.by_index import NO_SCANS
 from outboxq.statements.done import insert_finished
 from outboxq.statements.lease_mode import finish_leased, release_leased, standing
 from outboxq.statements.results import tell_waiters
-from outboxq.statements.transaction import LOCAL_SETTINGS
+from outboxq.statements.transaction import LOCAL_SETTINGS, local_timeouts
 
 # A release that failed is tried again so much later.
 _AGAIN_SECONDS = 1.0
@@ -373,3 +374,23 @@ def release_waiting(connection: Connection, leased: LeasedBatch, schema: str) ->
     end_transaction(connection)
     with connection.begin():
         return Ended(None) if leased.is_worked_off else settle_leased(connection, leased, schema)
+
+
+def take_slot(connection: Connection, schema: str, request: ClaimRequest) -> bool:
+    """Begin a transaction that holds a slot of the limit of the request's queue to its end; False if none is free.
+
+    The server's deadlines are those of a job that is about to run in it.
+    """
+    most = request.script.most
+    assert most is not None
+    slot = limit.take_slot(schema, request.queue, most)
+    return bool(run_script(connection, *local_timeouts(request.timeout_seconds), slot)[0][0])
+
+
+def return_suspect(connection: Connection, schema: str, job: Job) -> None:
+    """Put a suspect back that was claimed, and has not begun, in the connection's transaction."""
+    assert job.lease_token is not None
+    run_script(
+        connection,
+        limit.return_suspect(schema, job.id, job.lease_token, job.crashes, in_group=job.group_key is not None),
+    )

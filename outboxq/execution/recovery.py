@@ -3,7 +3,6 @@
 This is the one place that decides on an error of a claim or a batch, by what was raised and by how far it had come.
 """
 
-import logging
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -18,16 +17,15 @@ from sqlalchemy.exc import SQLAlchemyError
 from outboxq.clock import clock
 from outboxq.database.driver import end_transaction, is_lost, pause, run_script
 from outboxq.database.errors import LOCK_NOT_AVAILABLE, QUERY_CANCELED, READ_ONLY, sqlstate_of
-from outboxq.error_record import ErrorRecord
 from outboxq.errors import LeaseLost
-from outboxq.events import Event, JobCrashed, JobInterrupted, JobLeaseLost, JobsParked
+from outboxq.events import Event, JobCrashed, JobLeaseLost, JobsParked
 from outboxq.execution import settle
-from outboxq.execution.aside import Rows, describe, is_of_a_row, say_of_job, set_aside_first, take_one
+from outboxq.execution.aside import Rows, is_of_a_row, set_aside_first, take_one
 from outboxq.execution.batch_state import BatchReport, BatchState, Ended
 from outboxq.execution.claim import AnyScript, ClaimRequest, begin_transaction, claim_one, clear_marks, forgive
 from outboxq.execution.commit import commit_checked
 from outboxq.execution.errors import ConnectionLost, ConnectionSpoiled, TransactionEscaped, WritesRefused
-from outboxq.execution.failure import Failed, count_unfinished
+from outboxq.execution.failure import Failed
 from outboxq.execution.find_outcome import (
     COMMITTED_BY_HANDLER,
     LeftPrepared,
@@ -36,22 +34,15 @@ from outboxq.execution.find_outcome import (
     was_committed,
     write_dead_letters,
 )
-from outboxq.execution.runtime import CancelledResult, Result, Runtime, SettledByClaim, UnknownKindResult
+from outboxq.execution.runtime import Result, Runtime, SettledByClaim, UnknownKindResult
 from outboxq.execution.settle import JobRowHeld, settle_result
 from outboxq.execution.steps import steps_of
 from outboxq.job import Job
-from outboxq.statements.lease import INTERRUPTED, note_interrupted, take_back, take_back_locked
-from outboxq.statements.transaction import end_backend
-
-logger = logging.getLogger("outboxq.relay")
+from outboxq.statements.lease import take_back, take_back_locked
 
 # How long, and how often, the server is asked for the end of a transaction whose connection the relay has closed.
 _OUTCOME_SECONDS, _RETRY_SECONDS = 10.0, 0.005
 POSTPONED = timedelta(minutes=5)
-# A job that stops its relay, and does not end in the time to drain, could do so for ever. One that only takes longer is
-# interrupted by each deployment: so often it runs again as it was, and then as a suspect.
-FREE_INTERRUPTIONS = 10
-_INTERRUPTED = "its relay stopped before the job had ended"
 # How many jobs of each sort are compared with one that cannot be claimed.
 _COMPARED = 10
 
@@ -117,7 +108,7 @@ def _recover(connection: Connection, batch: BatchState, error: BaseException, ru
             return _recover_escaped(connection, batch, error, runtime)
         case ConnectionSpoiled():
             # The relay has closed the connection: the server is about to see it.
-            outcome = _find_outcome_soon(connection, batch)
+            outcome = find_outcome_soon(connection, batch)
         case _:
             outcome = find_outcome(connection, batch)
     if outcome is not None:
@@ -182,7 +173,7 @@ def _recover_escaped(connection: Connection, batch: BatchState, escaped: Transac
     return Ended(BatchReport(len(batch.jobs), events))
 
 
-def _find_outcome_soon(connection: Connection, batch: BatchState) -> BatchReport | None:
+def find_outcome_soon(connection: Connection, batch: BatchState) -> BatchReport | None:
     """Find out what stands, once the server has seen that the transaction's connection is closed."""
     deadline = clock() + _OUTCOME_SECONDS
     while True:
@@ -316,88 +307,6 @@ def crashed(row: tuple[object, ...]) -> JobCrashed:
     """The event of one row of a reaping statement, with the driver's values or libpq's texts."""
     job_id, queue, kind, crashes, died = row
     return JobCrashed(UUID(str(job_id)), str(queue), str(kind), int(str(crashes)), str(died) in ("t", "True"))
-
-
-def settle_aborted(
-    connection: Connection, batch: BatchState, runtime: Runtime, failed: Failed | None, *, is_crash: bool
-) -> BatchReport:
-    """Settle a batch that the relay took away from its slot, and whose transaction the relay has ended.
-
-    Args:
-        failed: The attempt of the job that ran; None if the relay is stopping, or if it is not known which job ran.
-        is_crash: Whether this job may be about to kill the relay: it is treated as if the relay had died already, so
-            that it runs alone next, and its crash is counted then. So is one that was interrupted too often.
-
-    Raises:
-        ConnectionLost: the server has not ended the transaction yet.
-    """
-    report = _find_outcome_soon(connection, batch)
-    if report is not None:
-        return report
-    if failed is not None:
-        return record_failed_attempt(connection, batch, failed, runtime, batch.claimed_ids)
-    if is_crash or any(count_unfinished(job.errors) >= FREE_INTERRUPTIONS for job in batch.running_jobs):
-        if batch.is_leased:
-            why = "the event loop was blocked while the job ran" if is_crash else _INTERRUPTED
-            return return_to_suspects(connection, batch.job, runtime, why)
-        # The claim's mark makes the job a suspect: those of the others go.
-        running = {job.id for job in batch.running_jobs}
-        with connection.begin():
-            clear_marks(connection, runtime.schema, [each for each in batch.claimed_ids if each not in running])
-    elif not batch.is_leased:
-        _clear_and_note(connection, batch, runtime)
-    else:
-        try:
-            with connection.begin():
-                settle.release(connection, batch.job, ErrorRecord(batch.job.attempt, INTERRUPTED, _INTERRUPTED))
-        except LeaseLost:
-            return BatchReport(0, (JobLeaseLost(batch.job),))
-    return BatchReport(0, (JobInterrupted(batch.job),))
-
-
-def _clear_and_note(connection: Connection, batch: BatchState, runtime: Runtime) -> None:
-    """Clear the marks of a batch that was interrupted, and note that in the rows of the jobs that ran, if they let it.
-
-    In one transaction: another relay may take the jobs at once.
-    """
-    running = [str(job.id) for job in batch.running_jobs]
-    with connection.begin():
-        clear_marks(connection, runtime.schema, batch.claimed_ids)
-        run_script(connection, "SAVEPOINT oq_noted")
-        try:
-            run_script(connection, note_interrupted(runtime.schema, running, _INTERRUPTED))
-        except psycopg.Error as error:
-            if is_lost(connection) or not is_of_a_row(error):
-                raise
-            run_script(connection, "ROLLBACK TO SAVEPOINT oq_noted")
-            message = "that a job was interrupted could not be noted"
-            say_of_job(logging.WARNING, message, batch.job.kind, batch.job.id, describe(error))
-
-
-def settle_cancelled(
-    connection: Connection, batch: BatchState, cancelled: tuple[Job, ...], runtime: Runtime
-) -> BatchReport:
-    """End the cancelled jobs of a batch that the relay took away from its slot, and whose transaction it has ended.
-
-    The other jobs of the batch wait again as they were.
-
-    Raises:
-        ConnectionLost: the server has not ended the transaction yet.
-    """
-    report = _find_outcome_soon(connection, batch)
-    if report is not None:
-        return report
-    events: tuple[Event, ...] = ()
-    for job in cancelled:
-        events += record_result(connection, batch, job, CancelledResult(), runtime, batch.claimed_ids).events
-    return BatchReport(len(batch.jobs), events)
-
-
-def end_other_transaction(connection: Connection, batch: BatchState, *, terminate: bool) -> None:
-    """Cancel what a slot's backend runs, or terminate it, so that no late write can land."""
-    if batch.transaction is not None:
-        with connection.begin():
-            run_script(connection, end_backend(batch.transaction.pid, batch.transaction.xid, terminate=terminate))
 
 
 def _settle_anew(

@@ -9,9 +9,9 @@ import random
 import threading
 import time
 
-from outboxq.execution.claim import Claimed, GroupLook
+from outboxq.execution.claim import Claimed
 from outboxq.statements.claim import Cursor
-from outboxq.statements.group_claim import GROUPS_SEEN, bring_back
+from outboxq.statements.group_claim import GROUPS_SEEN, Look, bring_back
 
 # While claims go on, each queue is claimed from its start at least this often.
 SWEEP_SECONDS = 1.0
@@ -132,7 +132,7 @@ class GroupCursor(Start):
         if claimed.jobs:
             self._round_from = None
 
-    def _move(self, look: GroupLook) -> None:
+    def _move(self, look: Look) -> None:
         before, is_whole = self._after, look.seen is None or look.seen < GROUPS_SEEN
         self._is_back_due |= look.is_back_due
         last = look.taken[-1] if look.seen is None and look.taken else look.last

@@ -5,11 +5,15 @@ import logging
 import psycopg
 from sqlalchemy import Connection
 
+from outboxq.database.driver import run_script
 from outboxq.database.errors import describe_error
 from outboxq.execution.aside import is_of_a_row
-from outboxq.execution.claim import park_unknown
+from outboxq.statements.park import park_head
+from outboxq.statements.transaction import UNTIMED
 
 logger = logging.getLogger("outboxq.relay")
+
+PARK_LIMIT = 10_000
 
 
 def park_unknown_kinds(connection: Connection, schema: str, queue: str, known_kinds: tuple[str, ...]) -> int:
@@ -25,3 +29,22 @@ def park_unknown_kinds(connection: Connection, schema: str, queue: str, known_ki
     with connection.begin():
         park_unknown(connection, schema, queue, known_kinds, only_marks=True)
     return 0
+
+
+def park_unknown(
+    connection: Connection,
+    schema: str,
+    queue: str,
+    known_kinds: tuple[str, ...],
+    limit: int = PARK_LIMIT,
+    *,
+    only_marks: bool = False,
+) -> int:
+    """Park the jobs of unknown kinds among the next jobs of a queue, ready and due. Returns how many.
+
+    Args:
+        only_marks: Only clear the marks that a failed parking left in their rows.
+    """
+    states = ("ready", "scheduled")
+    scripts = [park_head(schema, queue, state, known_kinds, limit, only_marks=only_marks) for state in states]
+    return sum(parked for (parked,) in run_script(connection, UNTIMED, *scripts))

@@ -4,11 +4,11 @@ There is one statement for each sort of jobs, mode and kind of limit. Parsing an
 it, so a slot prepares it on its connection and executes it by name; else it is sent as text.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from functools import lru_cache
-from typing import LiteralString, NamedTuple, TypeAlias
+from typing import ClassVar, LiteralString, NamedTuple, TypeAlias
 from uuid import UUID
 
 from psycopg import sql
@@ -162,12 +162,20 @@ class ClaimScript:
         lock: Statements to go before the claim, with their owner: of a limit that is kept by counting leased jobs.
     """
 
+    # Its jobs run in the order of their priorities.
+    by_seq: ClassVar[bool] = False
+
     texts: ClaimTexts
     queue: str = ""
     is_keyed: bool = False
     leased: bool = False
     most: int | None = None
     lock: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def name(self) -> str:
+        """The name under which a connection prepares the claim."""
+        return self.texts.name
 
     def text(self, limit: int, cursor: Cursor | None = None) -> str:
         """The claim of up to `limit` jobs, of those after `cursor` only."""
@@ -179,13 +187,23 @@ class ClaimScript:
         claim = _filled(self.texts.claim, self._arguments(limit, cursor))
         return [*self.lock, ("claim", claim)]
 
-    def execution(self, limit: int, cursor: Cursor | None = None) -> list[tuple[str, str]]:
-        """Statements that execute the claim by name, on a connection that has prepared it, by its index in any case.
+    def parts(self, limit: int, cursor: Cursor | None, prepared: Collection[str] | None) -> list[tuple[str, str]]:
+        """Statements that send the claim: its text, or its execution by name, which walks its index in any case.
 
         Until the transaction ends the planner has the settings of role and database, and no SET of the session's.
+
+        Args:
+            prepared: The names that the connection has prepared; None to send text.
         """
-        claim = f"EXECUTE {self.texts.name}({', '.join(self._arguments(limit, cursor))})"
-        return [*self.lock, *_PLANNED_ONCE, ("claim", claim), *_AS_BEFORE]
+        if prepared is None:
+            return self.statements(limit, cursor)
+        name = self.texts.name
+        preparing = [] if name in prepared else [("settings", self.texts.definition)]
+        claim = f"EXECUTE {name}({', '.join(self._arguments(limit, cursor))})"
+        return [*preparing, *self.lock, *_PLANNED_ONCE, ("claim", claim), *_AS_BEFORE]
+
+    def look(self, _: Mapping[str, object]) -> None:
+        """What the claim says besides the jobs that it took: nothing."""
 
     def one(self, job_id: UUID) -> str:
         """Claim one job by its id, not to run it, also if the queue is at its limit.
@@ -194,12 +212,12 @@ class ClaimScript:
         """
         return _filled(self.texts.one, [*self._arguments(1), f"'{job_id}'"])
 
-    def clearing(self, limit: int, cursor: Cursor | None = None) -> str:
-        """Lock what the same claim would pick, so that a COMMIT overwrites the marks in these rows; returns the ids.
+    def clearing(self, limit: int, cursor: Cursor | None = None) -> list[tuple[str, str]]:
+        """Lock what the same claim would pick, so that a COMMIT overwrites their marks; "claim" returns the ids.
 
         Index, locks and bound are those of the claim of a queue without a limit.
         """
-        return _filled(self.texts.clearing, self._arguments(limit, cursor))
+        return [("claim", _filled(self.texts.clearing, self._arguments(limit, cursor)))]
 
     def _arguments(self, limit: int, cursor: Cursor | None = None) -> list[str]:
         priority, seq = (-int(cursor.priority), int(cursor.seq)) if cursor else _START

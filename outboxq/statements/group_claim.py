@@ -13,9 +13,11 @@ first on, and takes nothing if its number is above N minus the leased jobs. A cl
 be alone, and the one whose number is N minus the leased jobs, which no transaction may use from then on.
 """
 
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import LiteralString, NamedTuple
+from typing import Any, ClassVar, LiteralString, NamedTuple
 from uuid import UUID
 
 from psycopg import sql
@@ -174,6 +176,24 @@ SELECT id FROM picked"""
 
 
 @dataclass(frozen=True, slots=True)
+class Look:
+    """The groups of a queue that a claim looked at.
+
+    Attributes:
+        taken: The keys of the groups that it had locked, in the order of its walk.
+        seen: How many groups it looked at, and `last` the last of them; None if it did not walk to its end.
+        is_back_due: Whether jobs that were passed over are due, and to be brought back.
+        has_room: Whether it looked at all: the queue's limit has room.
+    """
+
+    taken: tuple[str, ...]
+    seen: int | None
+    last: str | None
+    is_back_due: bool
+    has_room: bool
+
+
+@dataclass(frozen=True, slots=True)
 class GroupScript:
     """The claim of jobs of a queue's groups; sent as text, because the planner has to see the groups' cursor.
 
@@ -183,6 +203,10 @@ class GroupScript:
         most: The limit of jobs of the queue that run at a time; with `counts_leases` it is kept by counting them.
         suspects: Whether to claim a suspect, and nothing else: only if it is the first of its group.
     """
+
+    # No connection prepares it. Priorities do not count within a group.
+    name: ClassVar[str] = ""
+    by_seq: ClassVar[bool] = True
 
     schema: str
     queue: str
@@ -196,11 +220,6 @@ class GroupScript:
     def leased(self) -> bool:
         """Whether the claim gives jobs a lease instead of deleting their rows."""
         return self.owner is not None
-
-    @property
-    def limits(self) -> tuple[int | None, int]:
-        """How many jobs of the queue run at a time, and how many of a group."""
-        return self.most, self.per_group
 
     @property
     def lock(self) -> tuple[str, ...]:
@@ -217,12 +236,22 @@ class GroupScript:
         """
         return "; ".join(statement for _, statement in self.statements(limit, after))
 
-    def clearing(self, limit: int, after: str = "") -> str:
-        """Lock what the same claim would pick, so that a COMMIT overwrites the marks in these rows; returns the ids.
+    def clearing(self, limit: int, after: str | None = None) -> list[tuple[str, str]]:
+        """Lock what the same claim would pick, so that a COMMIT overwrites their marks; "claim" returns the ids.
 
         Indexes, locks and bound are those of the claim.
         """
-        return "; ".join(statement for _, statement in self.statements(limit, after, clears=True))
+        return self.statements(limit, after or "", clears=True)
+
+    def parts(self, limit: int, after: str | None, _: object) -> list[tuple[str, str]]:
+        """Statements that send the claim."""
+        return self.statements(limit, after or "")
+
+    def look(self, rows: Mapping[str, Sequence[tuple[Any, ...]]]) -> Look:
+        """What the first of its statements says."""
+        groups, seen, last, is_back_due, has_room = rows["groups"][0]
+        taken = [str(key) for key, _ in json.loads(groups)] if has_room else []
+        return Look(tuple(taken), seen, last, bool(is_back_due), bool(has_room))
 
     def one(self, job_id: UUID) -> str:
         """Take one job in the same way, whatever its group does: to see whether its row can be taken at all."""

@@ -10,8 +10,9 @@ import pytest
 from sqlalchemy import Connection, Engine, text
 
 from outboxq.database.driver import run_script
-from outboxq.execution.claim import ClaimRequest, claim, park_unknown
+from outboxq.execution.claim import ClaimRequest, claim
 from outboxq.relay.connections import connection_options
+from outboxq.relay.parking import park_unknown
 from outboxq.statements.claim import ClaimStatements
 from tests.support.slots import claim_ready
 from tests.support.waiting import wait_until

@@ -120,7 +120,7 @@ def test_a_claim_that_was_prepared_for_an_empty_table_walks_its_index_in_a_large
 
 
 def execution(script: ClaimScript, limit: int, cursor: Cursor | None = None) -> list[str]:
-    return [statement for _, statement in script.execution(limit, cursor)]
+    return [statement for _, statement in script.parts(limit, cursor, {script.name})]
 
 
 def explained(connection: Connection, *execution: str) -> list[dict[str, object]]:

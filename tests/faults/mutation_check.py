@@ -1685,14 +1685,14 @@ MUTANTS = (
     ),
     Mutant(
         "the note of an interrupted run",
-        "outboxq/execution/recovery.py",
+        "outboxq/execution/seized.py",
         "            run_script(connection, note_interrupted(runtime.schema, running, _INTERRUPTED))\n",
         "            pass\n",
         ("tests/faults/test_interrupted.py::test_a_job_whose_relays_stop_again_and_again_runs_as_a_suspect_and_ends",),
     ),
     Mutant(
         "the bound of interrupted runs",
-        "outboxq/execution/recovery.py",
+        "outboxq/execution/seized.py",
         "    if is_crash or any(count_unfinished(job.errors) >= FREE_INTERRUPTIONS for job in batch.running_jobs):\n",
         "    if is_crash:\n",
         ("tests/faults/test_interrupted.py::test_a_job_whose_relays_stop_again_and_again_runs_as_a_suspect_and_ends",),

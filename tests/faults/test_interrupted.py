@@ -23,7 +23,7 @@ from outboxq.events import (
     RelayStopped,
 )
 from outboxq.execution.batch_state import Ownership
-from outboxq.execution.recovery import FREE_INTERRUPTIONS
+from outboxq.execution.seized import FREE_INTERRUPTIONS
 from outboxq.fault_points import FaultPoint, fault_action
 from outboxq.postgres import Database
 from outboxq.relay.limits import RelayLimits

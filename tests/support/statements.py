@@ -6,7 +6,7 @@ A new statement is found by itself. One with a new sort of parameter is refused,
 import importlib
 import inspect
 import pkgutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import UTC, datetime, timedelta
 from types import FunctionType, ModuleType
 from typing import Any
@@ -297,13 +297,16 @@ def _claims() -> Iterator[str]:
             yield from _of_script(script)
     for limit in ((None, False), (3, False), (3, True)):
         for groups in (GroupScript("outboxq", "mail", None, *limit), GroupScript("outboxq", "mail", _ID, *limit)):
-            yield from (groups.text(5, "a"), groups.clearing(5), groups.one(_ID))
+            yield from (groups.text(5, "a"), _text(groups.clearing(5)), groups.one(_ID))
         yield GroupScript("outboxq", "mail", _ID, *limit, suspects=True).text(1)
 
 
 def _of_script(script: ClaimScript) -> Iterator[str]:
     cursor = Cursor(0, 7) if script.is_keyed else None
-    yield from (script.text(5), script.text(5, cursor), script.clearing(5))
+    yield from (script.text(5), script.text(5, cursor), _text(script.clearing(5)))
     if script.texts.definition:
-        execution = [statement for _, statement in script.execution(5, cursor)]
-        yield "; ".join((script.texts.definition, *execution))
+        yield _text(script.parts(5, cursor, ()))
+
+
+def _text(parts: Iterable[tuple[str, str]]) -> str:
+    return "; ".join(statement for _, statement in parts)

@@ -1,0 +1,108 @@
+"""Batches that the relay has taken away from their slots: each job of one is settled in a transaction of its own."""
+
+import logging
+
+import psycopg
+from sqlalchemy import Connection
+
+from outboxq.database.driver import is_lost, run_script
+from outboxq.error_record import ErrorRecord
+from outboxq.errors import LeaseLost
+from outboxq.events import Event, JobInterrupted, JobLeaseLost
+from outboxq.execution import settle
+from outboxq.execution.aside import describe, is_of_a_row, say_of_job
+from outboxq.execution.batch_state import BatchReport, BatchState
+from outboxq.execution.claim import clear_marks
+from outboxq.execution.failure import Failed, count_unfinished
+from outboxq.execution.recovery import find_outcome_soon, record_failed_attempt, record_result, return_to_suspects
+from outboxq.execution.runtime import CancelledResult, Runtime
+from outboxq.job import Job
+from outboxq.statements.lease import INTERRUPTED, note_interrupted
+from outboxq.statements.transaction import end_backend
+
+# A job that stops its relay, and does not end in the time to drain, could do so for ever. One that only takes longer is
+# interrupted by each deployment: so often it runs again as it was, and then as a suspect.
+FREE_INTERRUPTIONS = 10
+_INTERRUPTED = "its relay stopped before the job had ended"
+
+
+def settle_aborted(
+    connection: Connection, batch: BatchState, runtime: Runtime, failed: Failed | None, *, is_crash: bool
+) -> BatchReport:
+    """Settle a batch that the relay took away from its slot, and whose transaction the relay has ended.
+
+    Args:
+        failed: The attempt of the job that ran; None if the relay is stopping, or if it is not known which job ran.
+        is_crash: Whether this job may be about to kill the relay: it is treated as if the relay had died already, so
+            that it runs alone next, and its crash is counted then. So is one that was interrupted too often.
+
+    Raises:
+        ConnectionLost: the server has not ended the transaction yet.
+    """
+    report = find_outcome_soon(connection, batch)
+    if report is not None:
+        return report
+    if failed is not None:
+        return record_failed_attempt(connection, batch, failed, runtime, batch.claimed_ids)
+    if is_crash or any(count_unfinished(job.errors) >= FREE_INTERRUPTIONS for job in batch.running_jobs):
+        if batch.is_leased:
+            why = "the event loop was blocked while the job ran" if is_crash else _INTERRUPTED
+            return return_to_suspects(connection, batch.job, runtime, why)
+        # The claim's mark makes the job a suspect: those of the others go.
+        running = {job.id for job in batch.running_jobs}
+        with connection.begin():
+            clear_marks(connection, runtime.schema, [each for each in batch.claimed_ids if each not in running])
+    elif not batch.is_leased:
+        _clear_and_note(connection, batch, runtime)
+    else:
+        try:
+            with connection.begin():
+                settle.release(connection, batch.job, ErrorRecord(batch.job.attempt, INTERRUPTED, _INTERRUPTED))
+        except LeaseLost:
+            return BatchReport(0, (JobLeaseLost(batch.job),))
+    return BatchReport(0, (JobInterrupted(batch.job),))
+
+
+def _clear_and_note(connection: Connection, batch: BatchState, runtime: Runtime) -> None:
+    """Clear the marks of a batch that was interrupted, and note that in the rows of the jobs that ran, if they let it.
+
+    In one transaction: another relay may take the jobs at once.
+    """
+    running = [str(job.id) for job in batch.running_jobs]
+    with connection.begin():
+        clear_marks(connection, runtime.schema, batch.claimed_ids)
+        run_script(connection, "SAVEPOINT oq_noted")
+        try:
+            run_script(connection, note_interrupted(runtime.schema, running, _INTERRUPTED))
+        except psycopg.Error as error:
+            if is_lost(connection) or not is_of_a_row(error):
+                raise
+            run_script(connection, "ROLLBACK TO SAVEPOINT oq_noted")
+            message = "that a job was interrupted could not be noted"
+            say_of_job(logging.WARNING, message, batch.job.kind, batch.job.id, describe(error))
+
+
+def settle_cancelled(
+    connection: Connection, batch: BatchState, cancelled: tuple[Job, ...], runtime: Runtime
+) -> BatchReport:
+    """End the cancelled jobs of a batch that the relay took away from its slot, and whose transaction it has ended.
+
+    The other jobs of the batch wait again as they were.
+
+    Raises:
+        ConnectionLost: the server has not ended the transaction yet.
+    """
+    report = find_outcome_soon(connection, batch)
+    if report is not None:
+        return report
+    events: tuple[Event, ...] = ()
+    for job in cancelled:
+        events += record_result(connection, batch, job, CancelledResult(), runtime, batch.claimed_ids).events
+    return BatchReport(len(batch.jobs), events)
+
+
+def end_other_transaction(connection: Connection, batch: BatchState, *, terminate: bool) -> None:
+    """Cancel what a slot's backend runs, or terminate it, so that no late write can land."""
+    if batch.transaction is not None:
+        with connection.begin():
+            run_script(connection, end_backend(batch.transaction.pid, batch.transaction.xid, terminate=terminate))

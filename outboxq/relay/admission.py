@@ -177,6 +177,15 @@ class SlotAdmission:
             self._shared.found_room(queue)
             self._are_left = True
 
+    def ended(self, queue: str, following: Claimed | None) -> None:
+        """Record that jobs of a queue have ended: there is room for others, unless the slot's next claim has taken it.
+
+        Args:
+            following: The claim that went along with their COMMIT.
+        """
+        if following is None or following.request.queue != queue or not (following.jobs or following.is_full):
+            self._shared.ended(queue)
+
     def return_unused(self, used: int = 0) -> None:
         """Give the tokens of the last claim back that no job has used."""
         if self._held is not None:

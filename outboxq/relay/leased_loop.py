@@ -88,7 +88,8 @@ class LeasedLoop:
                     following = settled.claimed and slot.received(settled.claimed)
                     # Now: the connection may be lost already, and then this transaction ends with an error.
                     self._committed(settled)
-                ended = Ended(BatchReport(len(leased.jobs), leased.parked()))
+                ended = Ended(BatchReport(len(leased.jobs), leased.parked()), following)
+                self._planner.record(leased.claimed.request, ended)
                 self.batch = None
                 if following is not None and following.jobs:
                     self._committed(ended)

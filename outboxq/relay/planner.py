@@ -261,6 +261,8 @@ class Planner:
     def record(self, request: ClaimRequest, ended: Ended) -> None:
         """Record how a batch, or its claim, has ended."""
         self._has_found = True
+        if self._state.flow.restricts:
+            self._admission.ended(request.queue, ended.claimed)
         claimed = 0 if ended.report is None else ended.report.claimed
         self._alone_for = max(0, (ended.run_alone or self._alone_for) - claimed)
         if ended.was_too_large:

@@ -245,8 +245,12 @@ class Slot:
                 self.batch = None
                 assert ended.report is not None, "a batch that is committed has a report"
                 self.publish(ended.report)
-        # If this is not committed, a claim finds the suspects again by their marks.
-        return Ended(BatchReport(0, (JobsSuspected(claimed.request.queue, claimed.moved),))) if claimed.moved else None
+            if not claimed.moved:
+                return None
+            # If this is not committed, a claim finds the suspects again by their marks.
+            ended = Ended(BatchReport(0, (JobsSuspected(claimed.request.queue, claimed.moved),)))
+            self._planner.record(claimed.request, ended)
+        return ended
 
     def claim(self, connection: Connection, request: ClaimRequest) -> Claimed:
         """Send a claim by itself, and record the answer."""

@@ -507,6 +507,13 @@ MUTANTS = (
         ("tests/flow/test_limits.py::test_a_suspect_waits_for_a_slot_and_nothing_is_counted",),
     ),
     Mutant(
+        "the room that jobs make when they end",
+        "outboxq/relay/planner.py",
+        "            self._admission.ended(request.queue, ended.claimed)\n",
+        "            pass\n",
+        ("tests/relay/test_following.py::test_jobs_that_end_make_room_for_another_slot_unless_their_own_takes_it",),
+    ),
+    Mutant(
         "tokens before the claim",
         "outboxq/relay/admission.py",
         "        if not self._shared.has_rate(queue):\n",

@@ -17,9 +17,10 @@ import outboxq.relay.cursors as cursors
 from outboxq import AsyncContext, Backoff, Context, Jobs, OutboxSession, Relay, RelayConfig, SlotGroup
 from outboxq.database.driver import Script, run_script
 from outboxq.events import Event, JobDone, JobsSuspected
-from outboxq.execution.batch_state import BatchState
+from outboxq.execution.batch_state import BatchReport, BatchState, Ended
 from outboxq.execution.claim import Claimed, ClaimRequest, claim
 from outboxq.postgres import Database
+from outboxq.queue_limits import QueueLimits
 from outboxq.relay.cursors import QueueCursor, Sweep
 from outboxq.relay.limits import RelayLimits
 from outboxq.relay.planner import Planner
@@ -108,6 +109,30 @@ def test_a_slot_that_has_slept_asks_for_ready_jobs_first(make_state: Callable[..
         sorts_of_round(planner)
         firsts.append([sorts_of_round(planner, jobs=1)[0].sort is Sort.READY for _ in range(turns)])
     assert firsts == [[True], [True, False], [True, False, True]]
+
+
+@pytest.mark.parametrize("goes_on", ["with no job", "with others", "elsewhere", "full"])
+def test_jobs_that_end_make_room_for_another_slot_unless_their_own_takes_it(
+    make_state: Callable[..., RelayState], goes_on: str
+) -> None:
+    """A queue that was held because it was at its limit is not held any longer than its jobs run."""
+    state = make_state("ledger")
+    state.flow.limits, state.flow.restricts = {"ledger": QueueLimits(running=1)}, True
+    planner = Planner(state, Order(("ledger",)))
+    (request, other) = (
+        ClaimRequest(ClaimStatements("outboxq", name).ready, 1, queue=name) for name in ("ledger", "mail")
+    )
+    following = {
+        "with no job": Claimed(request),
+        "with others": Claimed(request, (_unit_test_job(),)),
+        "elsewhere": Claimed(other, (_unit_test_job(),)),
+        "full": Claimed(request, is_full=True),
+    }
+    state.poller.hold("ledger", 60)
+    planner.record(request, Ended(BatchReport(1, ()), following[goes_on]))
+    assert state.poller.is_held("ledger") == (goes_on in ("with others", "full"))
+    planner.record(request, Ended(BatchReport(1, ())))
+    assert not state.poller.is_held("ledger")
 
 
 def test_a_batch_of_jobs_that_write_nothing_costs_one_round_trip(

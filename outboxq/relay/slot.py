@@ -242,7 +242,7 @@ class Slot:
                 if not (claimed.jobs or claimed.moved):
                     return ended
                 # Before the slot goes on, because the connection may be lost after this.
-                self.batch = None
+                self.batch, self._outages = None, 0
                 assert ended.report is not None, "a batch that is committed has a report"
                 self.publish(ended.report)
             if not claimed.moved:
@@ -283,7 +283,6 @@ class Slot:
 
     def publish(self, report: BatchReport, parked: int = 0) -> None:
         """Count and emit what was committed."""
-        self._outages = 0
         claims: list[Event] = []
         if self._counts_claims and (self._claims or self._vain_claims):
             claims += self._claims
@@ -293,6 +292,7 @@ class Slot:
 
     def _publish_last(self, connection: Connection, report: BatchReport, runtime: Runtime) -> None:
         """Publish the last batch of its sort; park its jobs of unknown kinds, with others at the head of the queue."""
+        self._outages = 0
         parked, queue = 0, report.parked_in
         try:
             if queue is not None:

@@ -1,8 +1,7 @@
-"""Set aside: a job that no statement of a relay can take becomes a dead letter, so that no other job waits for it.
+"""Set aside: a job whose row no statement can take becomes a dead letter or is put off, so that no other job waits.
 
-A claim or a reaper's sweep is one statement for many jobs, and fails for all of them if it fails for one: for a row
-that cannot be read or changed, because it is damaged, because its text is more than there can be, or because a trigger
-of the users' refuses it.
+A claim or a reaper's sweep is one statement for many jobs, and one row makes it fail for all of them: a row that is
+damaged, whose text is too long, or that a trigger of the users' refuses.
 """
 
 import logging
@@ -28,25 +27,25 @@ logger = logging.getLogger("outboxq.relay")
 Rows: TypeAlias = "Sequence[tuple[object, ...]]"
 _PUT_OFF_SECONDS = 300.0
 # Classes of PostgreSQL (manual, appendix A) for errors of a statement, a session or the server: no job is to blame.
-# One row may cause any other: data, constraints, limits, a damaged page, whatever code a trigger of the users raises.
+# One row may cause any other: data, constraints, limits, a damaged page, any code that a user's trigger raises.
 _OF_NO_ROW = (
     *("00", "01", "02", "03", "08", "0A", "0B", "0F", "0L", "0P", "0Z", "10", "24", "25", "26", "28", "2B", "2D"),
     *("34", "3B", "3D", "3F", "40", "42", "53", "55", "57", "58", "72", "F0", "HV"),
 )
-# Of these, the classes that the row will cause for good.
+# Classes of errors that the row will cause again and again.
 _FOR_GOOD = ("22", "54", "XX")
 
 
 def take_one(
     run: Callable[[str], Rows], taking: Callable[[int], str], max_crashes: int, schema: str, job_id: UUID
 ) -> Rows:
-    """Take back one lost job: as a suspect or a dead letter, or, if that fails, as a suspect whatever its crashes.
+    """Take back one lost job: as a suspect or a dead letter, or, if that fails, as a suspect for any number of crashes.
 
-    No rows if its row allows neither: the job stays where it is, and is tried again later.
+    Return no rows if its row allows neither: the job stays as it is, and is tried again later.
 
     Args:
         run: Runs a statement in a transaction of its own.
-        taking: Makes the statement that takes the job back, given after how many crashes it becomes a dead letter.
+        taking: Makes the statement that takes the job back, from the number of crashes that makes a dead letter.
 
     Raises:
         psycopg.Error: the cause is not the row.
@@ -94,11 +93,10 @@ def set_aside_first(
     others: Iterable[tuple[AnyScript, UUID]],
     error: BaseException,
 ) -> tuple[JobSetAside, ...] | None:
-    """Set aside the job of a claim that failed, if that job is to blame.
+    """Set aside the job of a claim that failed, if that job is to blame; None if nothing was done.
 
-    It is to blame if its claim fails again, and the claim of another job does not. A cause that all of them share, such
-    as a trigger that looks for a missing partition, will be mended: the jobs wait for that. None if nothing was done:
-    the claim would fail again.
+    A job is to blame if its claim fails again, and the claim of another job does not. A cause that all of them share,
+    such as a trigger that needs a missing partition, will be mended: the jobs wait for that.
 
     Args:
         first: The claim, and the job that it would have taken.
@@ -107,11 +105,11 @@ def set_aside_first(
     """
     if not is_of_a_row(error) or all(_failure(connection, schema, *other) for other in others):
         return None
-    # After the others: a cause that made both fail may have been mended before another one passed.
+    # After the others: a shared cause may have been mended just before another one passed.
     failure = _failure(connection, schema, *first)
     if failure is None:
         return None
-    # An error for what the row holds will come again; an error of users' code may be mended.
+    # An error of users' code may be mended.
     ways = (_dead_letter, _postpone) if _of(failure, _FOR_GOOD) else (_postpone, _dead_letter)
     job_id = first[1]
     for way in ways:
@@ -125,7 +123,7 @@ def set_aside_first(
 
 
 def _failure(connection: Connection, schema: str, script: AnyScript, job_id: UUID) -> psycopg.Error | None:
-    """The error of a claim of this job alone, or None. The claim is undone, and the mark that it leaves is cleared."""
+    """Claim this job alone, and return the error, or None. The claim is undone, and its mark is cleared."""
     failure = None
     with connection.begin():
         run_script(connection, UNTIMED, READABLE_DATES, "SAVEPOINT oq_probe")
@@ -165,7 +163,7 @@ def _try(connection: Connection, statement: str) -> Rows:
 
 
 def is_of_a_row(error: BaseException) -> bool:
-    """Whether a statement may have failed because of one of its rows."""
+    """Return True if one row may have made a statement fail."""
     return sqlstate_of(error) is not None and not _of(error, _OF_NO_ROW)
 
 

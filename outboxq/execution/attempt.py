@@ -1,6 +1,6 @@
 """One attempt: a handler runs inside the relay's transaction, contained by a session and a savepoint of its own.
 
-Whatever a handler does, its rows are either all in the transaction or none of them, and the claim stands.
+Either all or none of a handler's rows are in the transaction, and the claim is not undone.
 """
 
 import time
@@ -53,7 +53,7 @@ class Attempt:
     Args:
         shared_xid: The claim's transaction, if other jobs share it. Then the deferred constraints are checked after
             this job, so that a violation fails it alone; for a lone job COMMIT checks them.
-        begin: Begins the relay's transaction if need be; names the savepoint that stands for the attempt's, or None.
+        begin: Begins the relay's transaction if need be; returns the savepoint to use as the attempt's, or None.
         call: The call of the handler, which an operator may cancel.
     """
 
@@ -86,7 +86,7 @@ class Attempt:
         guard.savepoint, guard.on_first_use = None, self.open
 
     def run(self) -> AttemptResult:
-        """Run the handler; afterwards the transaction holds all of its rows if it is done, and else none.
+        """Run the handler; afterwards the transaction holds all of its rows if the job is done, else none.
 
         Raises:
             ConnectionLost: the transaction is gone with its connection.
@@ -96,14 +96,13 @@ class Attempt:
         result: AttemptResult
         try:
             if self._in_transaction and runtime.invoker.flavour == "async":
-                # Now: a coroutine can send nothing when it first names its session.
+                # Now: a coroutine cannot send anything when it first names its session.
                 self.open()
         except BaseException:
             guard.let_go()
             raise
         try:
             if THEN_HEADER in job.headers:
-                # Before the handler, whose rows would stand without the job that follows.
                 check_follower(job)
             arguments: Args
             if self._arounds is None:
@@ -119,14 +118,14 @@ class Attempt:
                 runtime.check_rest(self._connection, job, error)
                 raise
             runtime.check_rest(self._connection, job)
-            # Cancelled before it ended: whatever it returned, it may be half done, and nothing of it stands.
+            # A cancelled handler may be half done, whatever it returned: none of its rows is kept.
             result = _CANCELLED if call.is_cancelled else self._handler.returned.outcome(returned)
             if isinstance(result, Done):
                 if run.deferred:
                     hand_over(run.deferred, self.session())
                 if self.made is not None or self._savepoint is not None:
                     self._keep()
-                # Last: an error after the rows were kept would be a failure whose rows stand.
+                # Last: an error after the rows were kept would be a failure with rows.
                 fault_point("after-handler")
         except BaseException as error:
             if not runtime.is_failure(error):
@@ -140,12 +139,12 @@ class Attempt:
             if self.made is not None:
                 self.made.close()
         except (SQLAlchemyError, psycopg.Error):
-            # The transaction below it is not as it was.
+            # The transaction is not as it was.
             closed = False
         except BaseException as error:
             if not runtime.is_failure(error):
                 raise
-            # A listener of the user's raised this. What the handler itself raised says more.
+            # A listener of the user's raised this. The handler's own error says more.
             result = result if isinstance(result, Failed) else runtime.describe(error, job)
         guard.take_back()
         if not (closed and isinstance(result, Done)):
@@ -155,7 +154,7 @@ class Attempt:
     def open(self) -> None:
         """Begin the transaction if need be, and set the savepoint, unless that was done.
 
-        That is when the handler first names its session; under a lease, when the session is first used, so that a long
+        Called when the handler first names its session; under a lease, when the session is first used, so that a long
         call outside the database holds no transaction open. A handler that needs neither pays nothing.
         """
         if self._savepoint is not None:
@@ -172,10 +171,10 @@ class Attempt:
             raise
 
     def session(self) -> HandlerSession:
-        """The session, made when it is first asked for: a handler that needs none does not pay for it.
+        """Return the session, made at the first call: a handler that needs none does not pay for it.
 
         Raises:
-            InvalidRequestError: the attempt is over: a session would write into another job's transaction.
+            InvalidRequestError: the attempt ended: a session would write into another job's transaction.
         """
         if self.made is not None:
             return self.made
@@ -183,7 +182,7 @@ class Attempt:
             raise InvalidRequestError(IS_OVER)
         session = self._runtime.invoker.open_session(self._guard.lend())
         if self._savepoint is None and self._in_transaction:
-            # Now: statements that bypass the session, on the driver's cursor, have to lie behind the savepoint too.
+            # Now: statements that bypass the session, on the driver's cursor, must come after the savepoint too.
             self.open()
         elif self._savepoint is None:
             session.on_first_use = self.open
@@ -191,7 +190,7 @@ class Attempt:
         return session
 
     def _arguments(self) -> dict[str, object]:
-        """The job's arguments, with its entities loaded."""
+        """Decode the job's arguments, and load its entities."""
         signature = self._handler.signature()
         arguments = signature.decode(self._job.args)
         if not signature.takes_entities:
@@ -209,7 +208,7 @@ class Attempt:
         """Keep the rows of a handler that used the database, and returned as if done.
 
         Raises:
-            HandlerError: they are not there any more.
+            HandlerError: the rows were undone.
             psycopg.Error: a deferred constraint is violated.
             TransactionEndedByHandler: this is not the claim's transaction any more.
         """
@@ -224,7 +223,7 @@ class Attempt:
         # commit() and not flush(): it also ends the handler's open savepoints and flushes until nothing is left.
         # A session joined by "rollback_only" commits nothing.
         session.commit()
-        # Under a lease the flush may have set it.
+        # Read again: under a lease the flush may set it.
         if self._savepoint is not None:
             if self._shared_xid is not None:
                 check_shared(self._connection, self._shared_xid)
@@ -232,11 +231,11 @@ class Attempt:
 
     def _result_of(self, error: BaseException) -> Outcome | Failed:
         if type(error) is EffectInProgress or type(error) is RowsMayBeLate:
-            # Not counted: attempts that wait for a killed predecessor's lock could use up the job's attempts.
+            # Not counted: waiting for a killed predecessor's lock could use up the job's attempts.
             return Snooze(timedelta(seconds=max(error.retry_after_seconds, _SHORTEST_SNOOZE_SECONDS)))
         limit, seconds = self._handler.timeout_seconds, time.monotonic() - self._began
         if limit is not None and sqlstate_of(error) == QUERY_CANCELED and seconds >= limit * 0.99:
-            # The server cancelled a statement because of the handler's deadline.
+            # The server cancelled a statement at the handler's deadline.
             error = HandlerTimedOut(limit).with_traceback(error.__traceback__)
         return self._runtime.describe(error, self._job)
 
@@ -244,7 +243,7 @@ class Attempt:
         """Undo the handler's rows.
 
         Args:
-            closed: The session could be closed.
+            closed: The session was closed without an error.
 
         Raises:
             ConnectionLost: the transaction is gone with its connection.
@@ -257,7 +256,7 @@ class Attempt:
         if is_undone and self._shared_xid is not None:
             is_undone = current_xid(self._connection) == self._shared_xid
         if not is_undone:
-            # If SQLAlchemy noticed the end of the transaction, its own error says more than ours.
+            # If SQLAlchemy noticed the end of the transaction, its error says more than ours.
             if intact or not isinstance(result, Failed):
                 result = self._runtime.describe(TransactionEndedByHandler(), self._job)
             raise TransactionEscaped(self._job, result)

@@ -35,7 +35,7 @@ def call_batch_handler(
     segment: Segment,
     locks: Locks,
 ) -> Sequence[Outcome] | None:
-    """Call a batch handler with the jobs of a segment; None if all is undone, and each job is to run by itself.
+    """Call a batch handler with the jobs of a segment; return None if all is undone, and each job is to run alone.
 
     Raises:
         ConnectionLost: the transaction is gone with its connection.
@@ -46,12 +46,12 @@ def call_batch_handler(
     session = runtime.invoker.open_session(runtime.guard.lend())
     try:
         returned = _call(connection, batch, runtime, segment.arguments, session, savepoint, locks)
-        # Whether closing fails does not matter: COMMIT says what stands.
+        # It does not matter if closing fails: COMMIT decides.
         _close(session, runtime)
     except BaseException as error:
         if not runtime.is_failure(error):
             raise
-        # The error will show again when each job runs alone.
+        # The error will come again when each job runs alone.
         failed = error
     else:
         # A task or thread that the call left behind must not reach the next call's rows.
@@ -64,7 +64,7 @@ def call_batch_handler(
     closed = _close(session, runtime)
     runtime.guard.take_back()
     savepoint.undo_all(failed, closed=closed)
-    # No hook hears of it.
+    # No hook receives it.
     drop_tracebacks(failed)
     batch.running.together = 1
     return None
@@ -108,7 +108,7 @@ def _call(
     session.commit()
     savepoint.keep_all()
     fault_point("after-handler")
-    # An around that gave an outcome in place of the call gave it for all jobs.
+    # An around that returned an outcome in place of the call did so for all jobs.
     return returned if isinstance(returned, list) else [handler.returned.outcome(returned)] * len(jobs)
 
 
@@ -120,7 +120,7 @@ def _load_items(
     locks: Locks,
     absent: Callable[[Job], None],
 ) -> dict[str, object]:
-    """What the handler is called with: each job with its arguments, and with its entities loaded."""
+    """Make the handler's items: each job with its arguments, and with its entities loaded."""
     keys = entity_keys(arguments)
     # A reference keeps the entities: the session's identity map is weak.
     loaded = load_together(session, keys, locks)
@@ -163,6 +163,6 @@ def _close(session: Session, runtime: Runtime) -> bool:
     except BaseException as error:
         if not runtime.is_failure(error):
             raise
-        # A listener of the user's raised, or the connection is lost.
+        # From a listener of the user's, or from a lost connection.
         return False
     return True

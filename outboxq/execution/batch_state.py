@@ -24,16 +24,16 @@ from outboxq.handlers.progress import ProgressNotes
 from outboxq.job import Job
 from outboxq.statements.transaction import LOCAL_SETTINGS, local_timeouts
 
-# How long to wait for the lock, which is held for a moment, except while a cancellation is on its way to the server.
+# The wait for the lock, which is held for a moment, or for as long as a cancellation is on its way to the server.
 _LOCK_SECONDS = 1.0
 _TAKEN_AWAY = "the relay does not wait for this job any more"
 
 
 class Phase(Enum):
-    """Whether the slot or the relay decides on a batch: the first of them to leave RUNNING.
+    """Phases of a batch. Its slot or the relay decides on it: the first to leave RUNNING.
 
-    The slot sends COMMIT (and goes back to RUNNING if that is refused), or finds out what stands after an error; the
-    relay takes the batch away from the slot.
+    The slot sends COMMIT (and goes back to RUNNING if that is refused), or finds out what was committed after an
+    error; the relay takes the batch away from the slot.
     """
 
     RUNNING = auto()
@@ -44,26 +44,26 @@ class Phase(Enum):
 
 @dataclass(frozen=True, slots=True)
 class BatchReport:
-    """What was committed of a batch."""
+    """Number of jobs and events of a committed batch."""
 
     claimed: int
     events: tuple[Event, ...]
 
     @property
     def parked_in(self) -> str | None:
-        """The queue in which jobs were found that this relay cannot run, if any were."""
+        """The queue, if it has jobs that this relay cannot run."""
         return next((event.queue for event in self.events if isinstance(event, JobsParked)), None)
 
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """How a batch, or the claim of one, has ended.
+    """The end of a batch, or of the claim of one.
 
     Attributes:
-        report: What was committed; None if all of its jobs wait again as they were.
-        claimed: What the claim that went along with COMMIT took; None without one, or if it failed.
+        report: None if all of its jobs wait again as they were.
+        claimed: The answer to the claim that went along with COMMIT; None without one, or if it failed.
         left: Steps whose statements after COMMIT are still to be sent, by `send_left`.
-        run_alone: How many of the next jobs should run one by one, so that the faulty one shows.
+        run_alone: The number of next jobs that should run one by one, so that the faulty one shows.
         was_too_large: The claim took so long that it was cancelled.
     """
 
@@ -76,7 +76,7 @@ class Ended:
 
 @dataclass(frozen=True, slots=True)
 class DeadLetters:
-    """The dead letters that a recovery has written, whose COMMIT may not have been answered."""
+    """The dead letters that a recovery wrote; the answer to their COMMIT may be lost."""
 
     xid: str
     reason: str
@@ -85,7 +85,7 @@ class DeadLetters:
 
 @dataclass(slots=True)
 class Ownership:
-    """Who decides on a batch; `commit_was_sent`: its COMMIT was sent, and is not known to be refused."""
+    """The right to decide on a batch; `commit_was_sent`: its COMMIT was sent, and is not known to be refused."""
 
     commit_was_sent: bool = False
     phase: Phase = Phase.RUNNING
@@ -93,7 +93,7 @@ class Ownership:
 
     @property
     def is_seized(self) -> bool:
-        """Whether the relay has taken the batch away from its slot."""
+        """Return True if the relay has taken the batch away from its slot."""
         return self.phase is Phase.SEIZED
 
     def begin_commit(self) -> None:
@@ -109,7 +109,7 @@ class Ownership:
             self.phase, self.commit_was_sent = Phase.RUNNING, False
 
     def begin_recovery(self) -> None:
-        """Enter RECOVERING: from here on the batch's slot, and nothing else, finds out what stands of it."""
+        """Enter RECOVERING: from here on the slot alone finds out what was committed of the batch."""
         with self._lock:
             if self.phase is Phase.SEIZED:
                 raise Abandoned(_TAKEN_AWAY)
@@ -129,19 +129,19 @@ class Ownership:
 
     @contextmanager
     def held(self) -> Iterator[bool]:
-        """Whether COMMIT was not sent yet; meanwhile the batch is neither committed nor taken away."""
+        """Yield True if COMMIT was not sent; inside, the batch is neither committed nor taken away."""
         with self._lock:
             yield not self.commit_was_sent
 
 
 @dataclass(slots=True)
 class Running:
-    """What runs of a batch now, or ran last.
+    """The run of a batch's job now, or the last one.
 
     Attributes:
         position: The job that runs, until `deadline` (monotonic) if it has one.
-        together: How many jobs, from `position` on, one handler runs.
-        timeout_seconds: How long a statement of the transaction may take, as it is set there.
+        together: The number of jobs, from `position` on, that one handler runs.
+        timeout_seconds: The longest time of a statement, as it is set in the transaction.
         call: The call of a handler.
     """
 
@@ -152,18 +152,18 @@ class Running:
     call: HandlerCall | None = None
     _began_at: float = 0.0
     _ran_seconds: float | None = 0.0
-    # Of the calls, which come one after the other.
+    # Shared by the calls, which come one after the other.
     _call_lock: threading.Lock = field(default_factory=threading.Lock)
 
     @property
     def seconds(self) -> float:
-        """How long the job that runs has run until now, or the one that ran last did; its share if several run."""
+        """The time that the job runs, or that the last one ran; its share if several run."""
         ran = self._ran_seconds
         return (time.perf_counter() - self._began_at if ran is None else ran) / self.together
 
     @property
     def seconds_now(self) -> float | None:
-        """How long a handler has been running; None if none runs."""
+        """The time that a handler has been running; None if none runs."""
         return None if self._ran_seconds is not None else time.perf_counter() - self._began_at
 
     def begin(self) -> None:
@@ -171,17 +171,17 @@ class Running:
         self._began_at, self._ran_seconds = time.perf_counter(), None
 
     def end(self) -> float:
-        """Record that they have ended; how long they ran."""
+        """Record that they have ended; return their time."""
         seconds = self._ran_seconds = time.perf_counter() - self._began_at
         return seconds
 
     def begin_call(self, jobs: tuple[Job, ...], notes: ProgressNotes | None) -> HandlerCall:
-        """The call of a handler that is about to run these jobs."""
+        """Make the call of a handler that is about to run these jobs."""
         call = self.call = HandlerCall(jobs, self._call_lock, notes)
         return call
 
     def end_call(self) -> None:
-        """Record that the handler has ended: it has no deadline any more, and what is sent is not to be cancelled."""
+        """Record that the handler has ended: it has no deadline any more, and later statements are not cancelled."""
         self.deadline = None
         if self.call is not None and not self.call.is_over:
             self.call.end()
@@ -189,12 +189,12 @@ class Running:
 
 @dataclass(slots=True)
 class Tries:
-    """How the jobs of a batch were tried so far.
+    """The tries so far to run the jobs of a batch.
 
     Attributes:
         together: All jobs run together, to be checked by COMMIT.
         apart: The jobs ran together and were undone: now each runs alone.
-        refused: How often COMMIT was refused, and a lone job ran again.
+        refused: The number of times that COMMIT was refused, and a lone job ran again.
         has_deadlocked: Jobs that ran together were undone by a deadlock or a serialization failure.
     """
 
@@ -206,14 +206,14 @@ class Tries:
 
 @dataclass(slots=True)
 class BatchState:
-    """How far a claimed batch has come: what is needed to find out, after an error, what stands of it.
+    """The progress of a claimed batch, from which a recovery finds out, after an error, what was committed.
 
     Attributes:
-        claimed: The claim that took the jobs; `jobs` are these, or have what is newest of those they stand for.
+        claimed: The claim that took the jobs; `jobs` are these, with the newest content of those they run for.
         transaction: The batch's transaction, once it has begun; `was_begun`: its BEGIN was tried.
-        writes_refused: Its BEGIN was refused, because the server is a standby.
+        writes_refused: The refusal of its BEGIN, because the server is a standby.
         stands_for: The jobs that were taken along, by the id of the job that runs for them.
-        expires: When each of the jobs that expire does (monotonic), by id.
+        expires: The time (monotonic) at which jobs expire, by id.
         decided: Results that are known without a run, by the job's id; `decide` fills it.
         events: The events of the jobs before the one that runs, if the transaction commits.
         blocked: The groups whose next jobs are given back: one of their jobs is put off, and holds them up.
@@ -239,7 +239,7 @@ class BatchState:
 
     @classmethod
     def of(cls, claimed: Claimed) -> "BatchState":
-        """The state of jobs that were just claimed in transaction mode."""
+        """Make the state of jobs that were just claimed in transaction mode."""
         return cls(claimed, claimed.jobs, claimed.transaction, running=Running(claimed.request.timeout_seconds))
 
     @property
@@ -265,31 +265,31 @@ class BatchState:
 
     @property
     def parked(self) -> Sequence[Job]:
-        """The jobs of kinds that no handler here can run."""
+        """The jobs whose kind has no handler here."""
         decided = self.decided
         return [job for job in self.jobs if isinstance(decided.get(job.id), UnknownKindResult)]
 
     @property
     def coalesced(self) -> list[JobsCoalesced]:
-        """The events of jobs that are taken along if the transaction commits; under a lease they have gone before."""
+        """The events of the jobs that were taken along; under a lease they were sent before."""
         others = {} if self.is_leased else self.stands_for
         return [JobsCoalesced(job, len(others[job.id])) for job in self.jobs if job.id in others]
 
     @property
     def is_lone(self) -> bool:
-        """Whether the batch has one job only."""
+        """Return True if the batch has one job only."""
         return len(self.jobs) == 1
 
     @property
     def is_leased(self) -> bool:
-        """Whether the batch's claim is committed already, under a lease."""
+        """Return True if the batch's claim is committed already, under a lease."""
         return self.jobs[0].lease_token is not None
 
     def begin(self, connection: Connection) -> ClaimTransaction:
         """Begin the batch's transaction, unless it has begun.
 
         Raises:
-            WritesRefused: the server takes no writes; also at each later call, if a handler has swallowed that.
+            WritesRefused: the server takes no writes; also at each later call, if a handler swallowed the first.
         """
         if self.owner.phase is Phase.SEIZED:
             raise Abandoned(_TAKEN_AWAY)
@@ -313,7 +313,7 @@ class BatchState:
         del self.events[places.start :]
 
     def report(self, of_commit: tuple[Event, ...] = ()) -> BatchReport:
-        """The report of the batch, once its transaction is known to be committed; with what its COMMIT has told."""
+        """Make the report of a batch that is known to be committed, with the events of its COMMIT."""
         events: list[Event] = [*self.events]
         if self.stands_for:
             events += self.coalesced

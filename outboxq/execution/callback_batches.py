@@ -1,6 +1,6 @@
 """The step of callback batches (`jobs.batch`): after the COMMIT of members, those that have ended get their callbacks.
 
-Nothing depends on it: if it fails, or its relay dies before it, the pruner's sweep comes to the batch.
+If it fails, or its relay dies before it, the pruner's sweep finds the callback batch.
 """
 
 from collections.abc import Iterable
@@ -20,21 +20,21 @@ _FOUND = list[tuple[UUID, str, str, int]]
 
 @dataclass(frozen=True, slots=True)
 class FinishBatches(Step):
-    """Adds the callbacks of the batches that these were the last members of."""
+    """Add the callbacks of the callback batches that have ended."""
 
     schema: str
     ids: frozenset[UUID]
     name = "callback batches"
 
     def after_commit(self) -> tuple[str, ...]:
-        """A transaction of its own: before COMMIT two members that end at the same time would each see the other."""
+        """Check in a transaction of its own: before COMMIT two members that end at once would each see the other."""
         return finish_batches(self.schema, self.ids)
 
     def committed(self, rows: Rows) -> tuple[BatchFinished, ...]:
-        """The batches that have ended; none if the look failed."""
+        """Return the callback batches that have ended; none if the check failed."""
         return tuple(BatchFinished(*found) for (text,) in rows for found in msgspec.json.decode(str(text), type=_FOUND))
 
 
 def batch_ids(jobs: Iterable[Job]) -> frozenset[UUID]:
-    """The batches that these jobs are members of."""
+    """Ids of the callback batches of these jobs."""
     return frozenset(job.batch_id for job in jobs if job.batch_id is not None)

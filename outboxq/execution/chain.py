@@ -15,7 +15,7 @@ from outboxq.outbox.stored_job import unfold_chain
 
 
 class _FollowerAnswer(UniqueAnswer):
-    """What became of a unique job that follows another: no handle tells it, so an event does."""
+    """The answer for a unique job that follows another: it has no handle, so an event reports it."""
 
     __slots__ = ("behind",)
 
@@ -25,12 +25,12 @@ class _FollowerAnswer(UniqueAnswer):
 
 
 def has_follower(job: Job) -> bool:
-    """Whether another job follows this one."""
+    """Return True if another job follows this one."""
     return THEN_HEADER in job.headers
 
 
 def follower_of(job: Job) -> Mapping[str, NewJob]:
-    """The job that follows this one, by its id in hex, in the same batch; empty if its header has none.
+    """Read the job that follows this one, by its id in hex, in the same callback batch; empty if none does.
 
     Raises:
         PayloadError: it cannot be read.
@@ -52,7 +52,7 @@ def follower_of(job: Job) -> Mapping[str, NewJob]:
 
 
 def check_follower(job: Job) -> None:
-    """Check that the job that follows this one can be read: before a handler runs, whose rows would stand without it.
+    """Check, before the handler runs, that the job that follows can be read: else its rows would have no follower.
 
     Raises:
         PayloadError: it cannot.
@@ -62,13 +62,13 @@ def check_follower(job: Job) -> None:
 
 
 def suppressed_followers(refused: Iterable[UniqueJob]) -> Iterator[FollowerSuppressed]:
-    """The events of those of these unique jobs, which were not added, that follow others in their chains."""
+    """Yield the events of those refused unique jobs that follow others in their chains."""
     for new in refused:
         if isinstance(new.answer, _FollowerAnswer):
             yield FollowerSuppressed(new.answer.behind, new.kind, new.answer.existing_id)
 
 
 def add_follower(connection: Connection, job: Job) -> None:
-    """Add the job that follows one that is done, if there is one, in the transaction of its rows."""
+    """Add the job that follows one that is done, if any, in the transaction of its rows."""
     if follower := follower_of(job):
         insert_all(connection, follower, wakes="by queue")

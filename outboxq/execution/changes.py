@@ -18,10 +18,10 @@ from outboxq.execution.write_buffer import RowChange
 from outboxq.handlers.row_writes import COMPUTING_FUNCTIONS, RowWrite, TableFacts, row_write
 from outboxq.handlers.set_based import FactsOf, python_type
 
-# The listeners for several events, of a session's dispatch.
+# Returns the listeners for several events, from a dispatch.
 Listeners: TypeAlias = Callable[[object], tuple[Iterable[object], ...]]
 
-# Users' listeners for these see where a session begins, a flush or a commit, and may change what it writes.
+# Users' listeners for these see a session begin, flush or commit, and may change what it writes.
 _AT_FLUSH: Listeners = attrgetter(
     "after_begin", "before_flush", "after_flush", "after_flush_postexec", "before_commit", "after_commit"
 )
@@ -33,7 +33,7 @@ _WRITES = frozenset(("INSERT", "UPDATE", "DELETE"))
 
 @dataclass(frozen=True, slots=True)
 class _Writable:
-    """A mapped class whose plain columns can be written by UPDATEs of ours, to the effect of a flush."""
+    """A mapped class whose plain columns UPDATEs of ours can write with the effect of a flush."""
 
     mapper: Mapper[Any]
     table: Table
@@ -42,7 +42,7 @@ class _Writable:
     columns: Mapping[str, tuple[Column[Any], type[object]]]
 
     def is_allowed_by(self, facts: TableFacts | None) -> bool:
-        """Whether an UPDATE of one row has no other effects, and finds just the row of the primary key."""
+        """Return True if an UPDATE by primary key changes that row only, and has no other effect."""
         if facts is None or not (facts.is_plain and facts.is_inert):
             return False
         hooks = self.mapper.dispatch
@@ -51,9 +51,9 @@ class _Writable:
 
 
 def row_changes(session: Session, facts_of: FactsOf) -> list[RowChange] | None:
-    """The UPDATEs that a flush of the session's changed rows would send; None if a flush would do more than that.
+    """Make the UPDATEs that a flush of the session's changed rows would send; None if a flush would do more.
 
-    New objects are not looked at.
+    New objects are ignored.
     """
     if session._deleted or is_listened_to(session, _AT_FLUSH):  # noqa: SLF001  # `deleted` builds a set of objects each time
         return None
@@ -77,7 +77,7 @@ def row_changes(session: Session, facts_of: FactsOf) -> list[RowChange] | None:
 
 
 def is_listened_to(session: Session, events: Listeners) -> bool:
-    """Whether users' code listens to one of these events of the session, or of all sessions."""
+    """Return True if users' code listens to one of these events of the session, or of all sessions."""
     return not all(map(_is_ours, chain.from_iterable(events(session.dispatch))))
 
 
@@ -86,7 +86,7 @@ def _is_ours(listener: object) -> bool:
 
 
 def row_writes(verb: str, context: ExecutionContext | None) -> tuple[RowWrite, ...] | None:
-    """The rows that a statement, which is about to be sent, writes; None if they are not known."""
+    """Find the rows that a statement is about to write; None if they are not known."""
     compiled: Any = getattr(context, "compiled", None)
     if context is None or compiled is None or isinstance(compiled.statement, TextClause) or _is_translated(context):
         return None
@@ -94,26 +94,26 @@ def row_writes(verb: str, context: ExecutionContext | None) -> tuple[RowWrite, .
         return None
     if verb in _READS_OR_MARKS:
         return ()
-    # A CTE, which may write too, would come first.
+    # Not WITH: a CTE may write too.
     write = row_write(compiled.statement, compiled.column_keys or ()) if verb in _WRITES else None
     return None if write is None else (write,)
 
 
 @lru_cache(1024)
 def _calls_others(sql: str) -> bool:
-    """Check whether a compiled statement calls a function that may write."""
-    # SQLAlchemy puts no blank after a function's name, and one after all else that may precede a parenthesis.
+    """Return True if a compiled statement calls a function that may write."""
+    # SQLAlchemy puts no blank after a function's name, but after anything else before a parenthesis.
     return not COMPUTING_FUNCTIONS.issuperset(map(str.lower, _CALLED.findall(sql)))
 
 
 def _is_translated(context: ExecutionContext) -> bool:
-    """Whether a statement was sent with another `schema_translate_map` than its connection's."""
+    """Return True if a statement has another `schema_translate_map` than its connection."""
     name = "schema_translate_map"
     return context.execution_options.get(name) != context.root_connection.get_execution_options().get(name)
 
 
 def uses_only(session: Session, connection: Connection) -> bool:
-    """Whether all that a session sends goes to this connection: it was bound to no other one."""
+    """Return True if the session sends to this connection alone."""
     bind = session.bind
     if binds_of(session) or not (isinstance(bind, Connection) and is_same(connection, bind)):
         return False
@@ -123,7 +123,7 @@ def uses_only(session: Session, connection: Connection) -> bool:
 
 
 def _has_its_key(state: InstanceState[Any], writable: _Writable) -> bool:
-    """Whether a flush would look for the row by this key, and to the server no other value equals it."""
+    """Return True if a flush would find the row by this key, and to the server no other value equals it."""
     assert state.key is not None
     for (name, type_), key in zip(writable.keys, state.key[1], strict=True):
         value = state.dict.get(name, _MISSING)
@@ -133,12 +133,12 @@ def _has_its_key(state: InstanceState[Any], writable: _Writable) -> bool:
 
 
 def _changed_values(state: InstanceState[Any], writable: _Writable, facts: TableFacts) -> dict[str, object] | None:
-    """The new values by attribute, in the order of their names; None if one cannot wait."""
+    """Return the new values by attribute, sorted by name; None if one cannot wait."""
     values: dict[str, object] = {}
     for name in sorted(state.committed_state):
         column, type_ = writable.columns.get(name, (None, None))
         value = state.dict.get(name, _MISSING)
-        # An expression, a mutable value, or a value that the type would convert: left to a flush.
+        # An expression, a mutable value, or a value that the type would convert is left to a flush.
         if column is None or not (type(value) is type_ or value is None) or column.name in facts.bound_columns:
             return None
         # Compared as a flush does it.
@@ -184,7 +184,7 @@ def _plain_columns(mapper: Mapper[Any], table: Table) -> dict[str, tuple[Column[
 
 @lru_cache(1024)
 def _update(mapper: Mapper[Any], attributes: tuple[str, ...]) -> tuple[Update, tuple[str, ...]]:
-    """An UPDATE of these attributes by primary key, and the names of its parameters: the key's, then the values'."""
+    """Make an UPDATE by primary key, and return it with the names of its parameters: the key's, then the values'."""
     table: Any = mapper.local_table
     columns = [mapper.column_attrs[name].columns[0] for name in attributes]
     keys = [bindparam(f"oq_key_{n}", type_=column.type) for n, column in enumerate(mapper.primary_key)]

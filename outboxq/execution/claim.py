@@ -1,4 +1,4 @@
-"""Claim: take waiting jobs out of the table, and set the savepoint behind which they stay claimed.
+"""Claim: take waiting jobs out of the table, and set the savepoint after which they stay claimed.
 
 In transaction mode the delete and the handlers' rows are one transaction: if the relay dies, the server's rollback
 gives its jobs back. In lease mode the claim is committed first, and a token fences off earlier holders of the job.
@@ -24,19 +24,19 @@ from outboxq.statements.park import clear_marks as marks_cleared
 from outboxq.statements.transaction import BEGIN, NOTE_ROLE, READABLE_DATES, TIMED_AGAIN, UNTIMED, local_timeouts
 
 _END_OF_JOB = 1 + len(RETURNED) + 1
-# Of a claim's row, whose columns have their types.
+# A claim's columns have the types of Job's fields.
 _JOB = cast("Callable[..., Job]", Job)
-# What comes before a claim, in a transaction that has begun or begins there.
+# Statements before a claim, in a transaction that has begun or begins there.
 _BEGUN = [("settings", UNTIMED), ("settings", READABLE_DATES)]
 _BEGIN = [("settings", BEGIN), *_BEGUN]
 
 
 @dataclass(frozen=True, slots=True)
 class ClaimTransaction:
-    """Which transaction a batch runs in: what to ask the server about it, and which backend holds it.
+    """The transaction of a batch: its id, its backend and its savepoints.
 
-    Two savepoints lie behind the claim, under names that no handler can guess. Releasing the inner one proves that the
-    transaction is still the claim's; the outer one, `savepoint`, stands for as long as it is not committed.
+    Two savepoints follow the claim, under names that no handler can guess. Releasing the inner one proves that the
+    transaction is still the claim's; the outer one, `savepoint`, exists until COMMIT.
     """
 
     savepoint: str
@@ -45,23 +45,23 @@ class ClaimTransaction:
     pid: int
 
     def reset(self) -> str:
-        """Back to where the claim ended. Fails if the transaction is not the claim's any more."""
+        """Go back to the end of the claim. Fails if the transaction is not the claim's any more."""
         return f"ROLLBACK TO SAVEPOINT {self.savepoint}; SAVEPOINT {self.inner_savepoint}"
 
     def renew(self) -> str:
-        """Set the savepoints anew, so that all that was written before stands with the claim."""
+        """Set the savepoints again: a reset keeps all that was written before."""
         outer = self.savepoint
         return f"RELEASE SAVEPOINT {outer}; SAVEPOINT {outer}; SAVEPOINT {self.inner_savepoint}"
 
 
 @dataclass(frozen=True, slots=True)
 class Claimed:
-    """What one claim took: jobs in the order in which they should run, their `attempt` counted up to include this one.
+    """The jobs of one claim, in the order in which they should run; `attempt` includes this one.
 
     `moved` is the number of jobs that were made suspects instead, because an earlier claim of them died. `transaction`
     is None if nothing was taken, and in lease mode, in which the jobs' transaction begins later. `is_full`: nothing was
-    looked for, because as many jobs of the queue run as its limit allows. `look`: what the claim says besides.
-    `is_plain`: no job has a key, a group, a batch or an expiry, so that none of what these need is looked for.
+    claimed, because as many jobs of the queue run as its limit allows. `look`: what else the claim found. `is_plain`:
+    no job has a key, a group, a callback batch or an expiry, so that checks for these are left out.
     """
 
     request: "ClaimRequest"
@@ -78,17 +78,17 @@ AnyScript: TypeAlias = ClaimScript | GroupScript
 
 @dataclass(frozen=True, slots=True)
 class ClaimRequest:
-    """A claim of up to `limit` jobs of a queue, of those after `cursor` only, and the savepoints behind it.
+    """A claim of up to `limit` jobs of a queue, of those after `cursor` only, and the savepoints after it.
 
     Args:
         cursor: A place in the order of the script; None for the start.
-        sort: Which sort of jobs `script` claims; `alike` are the claims that take jobs of the queue in the same way.
+        sort: The sort of jobs that `script` claims; `alike` are the claims that take jobs of the queue in the same way.
         timeout_seconds: The longest deadline of the queue's handlers. It does not hold for the claim itself, which
             may have far to walk and would never succeed. None for the settings of the role and the database.
         prepared: The connection's prepared claims; None if claims are sent as plain text.
         epoch: The run of the server that knows the jobs' transaction.
-        clock: By which `claimed_at` of its jobs is told.
-        asked_at: When the claim was asked for (monotonic).
+        clock: The clock of the jobs' `claimed_at`.
+        asked_at: When the claim was requested (monotonic).
     """
 
     script: AnyScript
@@ -108,7 +108,7 @@ class ClaimRequest:
         """Append the claim, for a transaction that has just begun; in lease mode it ends with COMMIT.
 
         Args:
-            begins: Begin the transaction, to follow a COMMIT.
+            begins: Begin the transaction: the claim follows a COMMIT.
         """
         claim, prepared, parts = self.script, self.prepared, script.parts
         parts += _BEGIN if begins else _BEGUN
@@ -121,7 +121,7 @@ class ClaimRequest:
             script.add("settings", *settings, f"SAVEPOINT {self.savepoint}", f"SAVEPOINT {self.savepoint}_inner")
 
     def clearing(self) -> list[tuple[str, str]]:
-        """Lock what the claim would pick, and return the ids."""
+        """Statements that lock what the claim would pick, and return the ids."""
         return self.script.clearing(self.limit, self.cursor)
 
     def failed(self, error: BaseException) -> bool:
@@ -150,8 +150,7 @@ class ClaimRequest:
             raise AssertionError(f"a claim took {len(taken)} jobs where {self.limit} were asked for")
         jobs, is_plain, now = list[Job](), True, (self.clock.now(),)
         for row in taken:
-            # The columns of RETURNED, in order, the token, and the time. One tuple and no list, which unpacking both
-            # would make of it first.
+            # The columns of RETURNED, in order, the token, and the time. Added: unpacking both would make a list first.
             job = _JOB(*(row[1:_END_OF_JOB] + now))
             jobs.append(job)
             if (
@@ -183,7 +182,7 @@ def claim(connection: Connection, request: ClaimRequest) -> Claimed:
     request.add_to(script)
     answer = script.send(connection)
     if answer.error is not None and request.prepared is not None and not is_lost(connection):
-        # As a statement: after a rollback of its own the driver drops all prepared statements.
+        # As a statement: after its own rollback the driver drops all prepared statements.
         run_script(connection, "ROLLBACK")
     return request.read(answer)
 
@@ -203,15 +202,15 @@ def begin_transaction(connection: Connection, *settings: str) -> ClaimTransactio
 
 
 def clear_marks(connection: Connection, schema: str, job_ids: Iterable[UUID]) -> None:
-    """Clear the marks of these jobs, once committed: their claim was rolled back on purpose, and killed no relay."""
+    """Clear these jobs' marks, once committed: their claim was rolled back on purpose, and killed no relay."""
     run_script(connection, marks_cleared(schema, [str(job_id) for job_id in job_ids]))
 
 
 def forgive(connection: Connection, request: ClaimRequest) -> list[UUID]:
-    """Clear the marks of a claim that failed, once committed; returns the ids of the jobs that it would have taken.
+    """Clear the marks of a claim that failed, once committed; return the ids of the jobs that it would have taken.
 
-    No handler ran, and no relay died. Before this commits, another slot may find the marks: then the jobs run one by
-    one, once.
+    No handler ran, and no relay died. If another slot finds the marks before this commits, the jobs run one by one,
+    once.
     """
     answer = Script([("settings", UNTIMED), *request.clearing()]).send(connection)
     if answer.error is not None:

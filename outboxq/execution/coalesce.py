@@ -1,8 +1,8 @@
-"""Coalesce: before the handlers of a claim run, the jobs of their keys that wait are taken along.
+"""Coalesce: before the handlers of a claim run, the waiting jobs of their keys are taken along.
 
-In transaction mode they are deleted below the claim's savepoints: whatever a handler does, they go and come back with
-the claim. Under a lease that is a transaction of its own, in which the leased row takes over the newest arguments: if
-the relay dies before it, they wait on, and if it dies after it, the row runs again with what is newest.
+In transaction mode they are deleted before the claim's savepoints, so that they go and come back with the claim. Under
+a lease that is a transaction of its own, in which the leased row takes over the newest arguments: if the relay dies
+before it, they wait on, and if it dies after it, the row runs again with the newest arguments.
 
 Two runs of a key may overlap, as two slots may claim two of its jobs in the same moment. Only a group excludes that. Of
 jobs with `every`, those whose window another job has are put back first (`windows`).
@@ -39,7 +39,7 @@ _place = attrgetter("added_order")
 
 @dataclass(slots=True)
 class Runs:
-    """Of each key among claimed jobs, the one that runs, with what is newest; and the jobs that it stands for.
+    """The job that runs for each key among claimed jobs, with the newest content; and the jobs that it runs for.
 
     Attributes:
         dropped: Claimed jobs for which a newer one of the same claim runs.
@@ -69,13 +69,13 @@ class Runs:
         return list(self._runs.values())
 
     def keep(self, job_ids: set[UUID]) -> None:
-        """Have these jobs, of those that were to be dropped, run by themselves."""
+        """Let these jobs, which were to be dropped, run by themselves."""
         self._kept |= job_ids
         for ids in self._others.values():
             ids[:] = [job_id for job_id in ids if job_id not in job_ids]
 
     def add(self, rows: Iterable[Sequence[object]]) -> int:
-        """Take over what a statement has taken along; returns how many jobs that were."""
+        """Add the jobs that a statement has taken along; return their number."""
         count = 0
         for row in rows:
             key, ids, seq, *content = cast("tuple[str, list[UUID], int, *tuple[Any, ...]]", row)
@@ -83,27 +83,27 @@ class Runs:
             count += len(ids)
             run, newest = self._runs[key], dict(zip(CONTENT, content, strict=True))
             if added_order(newest["headers"], seq) > run.added_order:
-                # Its `id` and `seq` stay: by them it is found again if the answer to COMMIT is lost.
+                # Its `id` and `seq` stay: they find it again if the answer to COMMIT is lost.
                 self._runs[key] = msgspec.structs.replace(run, **newest)
         return count
 
     def running(self) -> tuple[Job, ...]:
-        """The jobs that run, in the order in which they were claimed."""
+        """Return the jobs that run, in the order in which they were claimed."""
         by_id = {job.id: job for job in self._runs.values()}
         alone = {job.id for job in self.jobs if job.unique_key is None} | self._kept
         return tuple(by_id.get(job.id, job) for job in self.jobs if job.id in by_id or job.id in alone)
 
     def stands_for(self) -> dict[UUID, tuple[UUID, ...]]:
-        """The jobs for which others run, by the id of the job that runs."""
+        """Return the jobs for which others run, by the id of the job that runs."""
         return {self._runs[key].id: tuple(ids) for key, ids in self._others.items() if ids}
 
     def events(self) -> tuple[JobsCoalesced, ...]:
-        """The events, once the taking is committed."""
+        """Return the events, for after COMMIT."""
         return tuple(JobsCoalesced(self._runs[key], len(ids)) for key, ids in self._others.items() if ids)
 
 
 def coalesce(connection: Connection, batch: BatchState, schema: str) -> None:
-    """Take along what waits for the keys of a batch in transaction mode; sends nothing if no job has a key."""
+    """Take along the jobs that wait for a batch's keys in transaction mode; send nothing if no job has a key."""
     transaction = batch.transaction
     if transaction is None or not has_keys(batch.jobs):
         return
@@ -112,7 +112,7 @@ def coalesce(connection: Connection, batch: BatchState, schema: str) -> None:
     if not runs.keys:
         return
     settings = local_timeouts(batch.running.timeout_seconds) or (TIMED_AGAIN,)
-    # The savepoints are set anew, above the deletes.
+    # The savepoints are set again, after the deletes.
     script = (UNTIMED, *take_along(schema, runs.keys), *settings, transaction.renew())
     try:
         while runs.add(run_script(connection, *script)) == TAKEN_AT_ONCE:
@@ -120,7 +120,7 @@ def coalesce(connection: Connection, batch: BatchState, schema: str) -> None:
     except psycopg.Error as error:
         if is_lost(connection):
             raise
-        # A row that cannot be read or deleted, mostly: jobs that are left behind run by themselves.
+        # Usually a row that cannot be read or deleted: jobs that are left run by themselves.
         _warn(error)
         run_script(connection, transaction.reset())
     newest = {job.id: job for job in runs.running()}
@@ -130,7 +130,7 @@ def coalesce(connection: Connection, batch: BatchState, schema: str) -> None:
 
 
 def coalesce_leased(connection: Connection, leased: LeasedBatch, schema: str) -> tuple[JobsCoalesced, ...]:
-    """Take along what waits for the keys of leased jobs, and commit that; returns the events."""
+    """Take along the jobs that wait for the keys of leased jobs, commit, and return the events."""
     if not has_keys(leased.jobs):
         return ()
     keep_windows_leased(connection, leased, schema)
@@ -155,22 +155,22 @@ def _take_along_leased(connection: Connection, runs: Runs, schema: str) -> int:
     dropped = runs.dropped
     script = Script().add("settings", UNTIMED, READABLE_DATES)
     if dropped:
-        # They were committed before their claim, and the run begins behind it: also if it is another relay's by now.
+        # Free of the lease: the run begins after their claim, so it covers them even if another relay has them by now.
         script.add("dropped", finish_leased(schema, dropped, free=True))
     script.add("taken along", *take_along_leased(schema, runs.running_with_keys)).add("settings", "COMMIT")
-    # Users' listeners set up what each transaction needs.
+    # Users' listeners set up each transaction.
     with nullcontext() if connection.in_transaction() else connection.begin():
         answer = script.send(connection)
         if answer.error is not None:
             raise answer.error
     runs.dropped = ()
-    # Jobs whose rows another transaction holds.
+    # These are jobs whose rows another transaction holds.
     runs.keep({job_id for (job_id,) in answer.rows.get("dropped", ())})
     return runs.add(answer.rows["taken along"])
 
 
 def has_keys(jobs: Iterable[Job]) -> bool:
-    """Whether one of these jobs has a key to be coalesced by."""
+    """Return True if one of these jobs has a key to coalesce by."""
     return bool([job for job in jobs if job.unique_key is not None])
 
 

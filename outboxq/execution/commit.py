@@ -22,7 +22,7 @@ from outboxq.execution.step import Step
 from outboxq.execution.steps import steps_of
 from outboxq.fault_points import fault_point
 
-# If an optional step is refused, the transaction goes back to before the steps, and no further.
+# If an optional step is refused, only the steps are undone.
 _STEPS_SAVEPOINT = "oq_steps"
 
 
@@ -32,17 +32,17 @@ _NOTHING_SENT = Ended(BatchReport(0, ()))
 def commit(
     connection: Connection, batch: BatchState, runtime: Runtime, next_claim: ClaimRequest | None
 ) -> Ended | None:
-    """Commit a batch that has run; None if COMMIT was refused and everything undone: its jobs are to run again.
+    """Commit a batch that has run; return None if COMMIT was refused and all undone: its jobs are to run again.
 
     Jobs that ran together then run each by itself. A lone job runs again, `FREE_RETRIES` times for free, after a
-    deadlock, a serialization failure, or a lock_timeout, mostly of a unique job's key that another transaction is just
-    taking. Any other refusal is a failed attempt of the lone job, and committed as such. Only if COMMIT itself gets no
-    lock, which is never one of its rows, nothing is counted.
+    deadlock, a serialization failure, or a lock_timeout, usually at a unique job's key that another transaction takes.
+    Any other refusal is a failed attempt of the lone job, and committed as such. If COMMIT itself gets no lock, which
+    is never for one of its rows, nothing is counted.
 
     A leased job whose handler wrote nothing has no transaction: it is removed later, with others.
 
     Raises:
-        ConnectionLost: the answer to COMMIT was lost: either everything stands, or nothing.
+        ConnectionLost: the answer to COMMIT was lost: all is committed, or nothing.
         psycopg.Error: COMMIT was refused, and it is not known which of several jobs is the cause, or none is.
         TransactionEscaped: a handler had ended the transaction.
     """
@@ -52,8 +52,8 @@ def commit(
     sent = _send(connection, batch, batch.transaction, runtime, next_claim)
     if isinstance(sent, Ended):
         return sent
-    # If several jobs each passed a check of their own, the one to blame shows when each runs alone. Without an event
-    # there is no attempt to charge: a lone job was parked, or put back by its claim.
+    # If several jobs each passed their own check, the one to blame shows when each runs alone. Without an event there
+    # is no attempt to charge: a lone job was parked, or put back by its claim.
     if not (batch.is_lone or batch.tries.together) or not batch.events:
         raise sent
     if sent.sqlstate == LOCK_NOT_AVAILABLE and transaction_status(connection) == TransactionStatus.IDLE:
@@ -70,9 +70,9 @@ def commit(
 
 
 def _runs_again(batch: BatchState, *, is_conflict: bool) -> bool:
-    """Take note that COMMIT was refused; whether the jobs run again for free."""
+    """Record that COMMIT was refused; return True if the jobs run again for free."""
     if not batch.is_lone:
-        # COMMIT made the check for all jobs. When they run apart, each is checked by itself.
+        # COMMIT checked all jobs. When they run apart, each is checked by itself.
         batch.tries.has_deadlocked |= is_conflict
         batch.tries.apart = True
         return True
@@ -89,7 +89,7 @@ def _send(
     runtime: Runtime,
     next_claim: ClaimRequest | None,
 ) -> Ended | psycopg.Error:
-    """Send COMMIT, the steps and the next claim; returns the error of a COMMIT that was refused.
+    """Send COMMIT, the steps and the next claim; return the error of a COMMIT that was refused.
 
     Raises:
         ConnectionLost: there was no answer.
@@ -108,12 +108,12 @@ def _send(
             raise error
         return error
     fault_point("after-commit")
-    # Not with COMMIT if users' code listens to the engine: it sets up what each transaction needs.
+    # Not with COMMIT if users' code listens to the engine: it sets up each transaction.
     left = tuple(steps) if steps and is_listened_to(connection) else ()
     events = _events_of(steps, answer) if steps else ()
     report, claimed = batch.report(events), None
     if answer.error is not None:
-        # What was committed stands, and so do the answers up to the failure.
+        # The batch is committed, and the answers up to the failure hold.
         _end_failed(connection, next_claim, answer.error)
     elif next_claim is not None:
         fault_point("before-claim")
@@ -124,15 +124,15 @@ def _send(
 def send_commit(
     connection: Connection, inner_savepoint: str, steps: Sequence[Step], next_claim: ClaimRequest | None = None
 ) -> tuple[Answer, Sequence[Step]]:
-    """Commit a transaction of ours in one round trip, only if everything in it holds, with those steps that may be.
+    """Commit a transaction of ours in one round trip, with its steps, if its checks pass.
 
     PostgreSQL stops at the first failure. The savepoint comes first: a transaction that a handler ended has lost it
-    (3B001, 25P01), and one in which an error was swallowed refuses it (25P02), so that any later error is of the
-    relay's own transaction: a deferred constraint, mostly. Drivers report success when `commit()` ends a failed
+    (3B001, 25P01), and one in which an error was swallowed refuses it (25P02), so that any later error, usually a
+    deferred constraint, is of the relay's own transaction. Drivers report success when `commit()` ends a failed
     transaction; the command tag of COMMIT does not.
 
     Returns:
-        The answer, and the steps that were sent with it: an optional step that is refused is left out.
+        The answer, and the steps that were sent with it: a refused optional step is replaced or left out.
     """
     check = f"RELEASE SAVEPOINT {inner_savepoint}"
     while True:
@@ -153,14 +153,14 @@ def send_commit(
         refused = next((step for step in steps if step.is_optional and step.name == answer.failed_at), None)
         if refused is None:
             return answer, steps
-        # A transaction whose rows stand is not undone, nor are its handlers run again, for what rides on it.
+        # For an optional step the transaction is not undone, nor do its handlers run again.
         instead = refused.refused(answer.error)
         rest = [step if step is not refused else instead for step in steps]
         steps, check = [step for step in rest if step is not None], f"ROLLBACK TO SAVEPOINT {_STEPS_SAVEPOINT}"
 
 
 def send_left(connection: Connection, steps: Sequence[Step]) -> tuple[Event, ...]:
-    """Send what steps have behind a COMMIT that they could not go along with; SQLAlchemy has no transaction open."""
+    """Send the steps' statements that could not go along with COMMIT; SQLAlchemy has no transaction open."""
     events: tuple[Event, ...] = ()
     for step in steps:
         script = Script().add(step.name, *step.after_commit())
@@ -175,10 +175,9 @@ def send_left(connection: Connection, steps: Sequence[Step]) -> tuple[Event, ...
 
 
 def _end_failed(connection: Connection, request: ClaimRequest | None, error: psycopg.Error) -> None:
-    """End the transaction of what failed behind COMMIT, and clear the marks of the claim; it shows its error when it is
-    sent again, by itself.
+    """End the transaction that failed after COMMIT, and clear the claim's marks; sent again alone, it shows its error.
 
-    ROLLBACK and COMMIT are sent as statements: SQLAlchemy's transaction is over on the server, but not for SQLAlchemy.
+    ROLLBACK and COMMIT are sent as statements: SQLAlchemy's transaction ended on the server, but not for SQLAlchemy.
     """
     with suppress(psycopg.Error):
         run_script(connection, "ROLLBACK")
@@ -195,7 +194,7 @@ def _end_failed(connection: Connection, request: ClaimRequest | None, error: psy
 def _back_to_claim(
     connection: Connection, batch: BatchState, transaction: ClaimTransaction, runtime: Runtime, error: psycopg.Error
 ) -> Failed:
-    """Undo all rows behind the claim after a refused COMMIT (mostly a deferred constraint); returns its error.
+    """Undo all rows after the claim, for a refused COMMIT (usually a deferred constraint); return its error.
 
     Raises:
         TransactionEscaped: a handler had ended the transaction.
@@ -218,7 +217,7 @@ def _back_to_claim(
 
 
 def commit_checked(connection: Connection, inner_savepoint: str, steps: Sequence[Step]) -> tuple[Event, ...]:
-    """Commit by `send_commit`, and check that it is done; returns the events of the steps.
+    """Commit by `send_commit`, check that it is done, and return the events of the steps.
 
     Raises:
         psycopg.Error: nothing was committed, unless the connection was lost on the way.

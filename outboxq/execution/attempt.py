@@ -118,7 +118,7 @@ class Attempt:
                 runtime.check_rest(self._connection, job, error)
                 raise
             runtime.check_rest(self._connection, job)
-            # A cancelled handler may be half done, whatever it returned: none of its rows is kept.
+            # A cancelled handler may be half done even if it returned: none of its rows is kept.
             result = _CANCELLED if call.is_cancelled else self._handler.returned.outcome(returned)
             if isinstance(result, Done):
                 if run.deferred:

@@ -265,7 +265,7 @@ class BatchState:
 
     @property
     def parked(self) -> Sequence[Job]:
-        """The jobs whose kind has no handler here."""
+        """The jobs of kinds that cannot run here now."""
         decided = self.decided
         return [job for job in self.jobs if isinstance(decided.get(job.id), UnknownKindResult)]
 

@@ -69,7 +69,7 @@ class Runs:
         return list(self._runs.values())
 
     def keep(self, job_ids: set[UUID]) -> None:
-        """Let these jobs, which were to be dropped, run by themselves."""
+        """Run these jobs, which were to be dropped, by themselves."""
         self._kept |= job_ids
         for ids in self._others.values():
             ids[:] = [job_id for job_id in ids if job_id not in job_ids]
@@ -155,7 +155,7 @@ def _take_along_leased(connection: Connection, runs: Runs, schema: str) -> int:
     dropped = runs.dropped
     script = Script().add("settings", UNTIMED, READABLE_DATES)
     if dropped:
-        # Free of the lease: the run begins after their claim, so it covers them even if another relay has them by now.
+        # They were committed before their claim, and the run begins after it. Locked ones are left, and run alone.
         script.add("dropped", finish_leased(schema, dropped, free=True))
     script.add("taken along", *take_along_leased(schema, runs.running_with_keys)).add("settings", "COMMIT")
     # Users' listeners set up each transaction.
@@ -164,7 +164,7 @@ def _take_along_leased(connection: Connection, runs: Runs, schema: str) -> int:
         if answer.error is not None:
             raise answer.error
     runs.dropped = ()
-    # These are jobs whose rows another transaction holds.
+    # Jobs that are locked, or another relay's by now.
     runs.keep({job_id for (job_id,) in answer.rows.get("dropped", ())})
     return runs.add(answer.rows["taken along"])
 

@@ -26,7 +26,7 @@ def is_intact(connection: Connection, root: RootTransaction | None) -> bool:
 def undo(
     connection: Connection, guard: Guard, savepoint: Savepoint | None, *, intact: bool, in_transaction: bool = True
 ) -> bool:
-    """Go back to a savepoint; False if the transaction is not there any more, or not as the relay left it.
+    """Go back to a savepoint; return False if the transaction has ended, or is not as the relay left it.
 
     Args:
         savepoint: None if it was never set.
@@ -46,7 +46,7 @@ def undo(
             # The handler began a transaction on the driver's own connection: it must not be committed with the job.
             run_script(connection, "ROLLBACK")
         return intact
-    # If the handler released the savepoint, its rows stand, and would be committed together with its failure.
+    # If the handler released the savepoint, its rows would be committed together with its failure.
     if not intact or savepoint.is_released or status == TransactionStatus.IDLE:
         return False
     try:
@@ -71,7 +71,7 @@ class SharedSavepoint:
         assert batch.transaction is not None
         inner = batch.transaction.inner_savepoint
         if first > 0:
-            # Set anew, so that the rows of earlier jobs stay if these jobs are undone.
+            # Set again: the rows of earlier jobs stay if these jobs are undone.
             run_script(connection, f"RELEASE SAVEPOINT {inner}; SAVEPOINT {inner}")
         self.xid = batch.transaction.xid
         self._batch = batch
@@ -82,7 +82,7 @@ class SharedSavepoint:
 
     @property
     def is_whole(self) -> bool:
-        """Whether this is still the innermost savepoint, in a transaction that works. No I/O."""
+        """Return True if this is still the innermost savepoint of a working transaction. No I/O."""
         return (
             self.savepoint.is_active
             and self._connection.get_nested_transaction() is self.savepoint
@@ -90,10 +90,10 @@ class SharedSavepoint:
         )
 
     def check(self) -> None:
-        """Check that the rows of a handler that returned as if done are still there.
+        """Check that the rows of a handler that returned as if done were not undone.
 
         Raises:
-            HandlerError: they are not.
+            HandlerError: they were.
         """
         if not self.savepoint.is_active:
             raise HandlerRolledBack(ROLLED_BACK)
@@ -101,11 +101,11 @@ class SharedSavepoint:
             raise HandlerError(SWALLOWED)
 
     def is_same_transaction(self) -> bool:
-        """Whether the server still runs the claim's transaction."""
+        """Return True if the open transaction is still the claim's."""
         return current_xid(self._connection) == self.xid
 
     def keep_all(self) -> None:
-        """Keep the rows behind the savepoint, and check deferred constraints, unless COMMIT does it for all jobs.
+        """Keep the rows after the savepoint; check deferred constraints, unless COMMIT does it for all jobs.
 
         Raises:
             psycopg.Error: a deferred constraint is violated.
@@ -119,7 +119,7 @@ class SharedSavepoint:
         """Go back to the savepoint, after `error`.
 
         Args:
-            closed: Whether the handlers' sessions could be closed.
+            closed: The handlers' sessions were closed without an error.
 
         Raises:
             ConnectionLost: the transaction is gone with its connection.
@@ -130,7 +130,7 @@ class SharedSavepoint:
         is_undone = undo(self._connection, self._guard, self.savepoint, intact=intact)
         if not (is_undone and self.is_same_transaction()):
             job = self._batch.job
-            # If SQLAlchemy noticed the end of the transaction, its own error says more than ours.
+            # If SQLAlchemy noticed the end of the transaction, its error says more than ours.
             reason = TransactionEndedByHandler() if intact else error
             # Writes of one job may be sent while another runs.
             args = Describing([each.args for each in self._batch.jobs])

@@ -20,7 +20,7 @@ from outboxq.statements.transaction import clock_seconds
 
 
 def decide(connection: Connection, batch: BatchState, runtime: Runtime) -> Handlers:
-    """Fill `batch.decided`, once for a claim; returns the handlers of the others, by kind."""
+    """Fill `batch.decided`, once for a claim; return the handlers, by kind."""
     if not batch.claimed.is_plain:
         coalesce(connection, batch, runtime.schema)
         batch.expires = _expiries(connection, batch, runtime)
@@ -37,24 +37,24 @@ def decide(connection: Connection, batch: BatchState, runtime: Runtime) -> Handl
 
 
 def ended_meanwhile(batch: BatchState, job: Job, runtime: Runtime) -> CancelledResult | ExpiredResult | None:
-    """The result of a job that has expired or was cancelled by now, also while it waited for others of its batch."""
+    """Return the result of a job that has expired or was cancelled, also while it waited for others of its batch."""
     if batch.expires and time.monotonic() >= batch.expires.get(job.id, math.inf):
         return ExpiredResult()
-    # Also one that comes back after its relay died, or to be retried: the request stands until the job is gone.
+    # Also a job that is retried, or comes back after its relay died: the request exists until the job is gone.
     cancelled = runtime.orders.cancelled
     return CancelledResult() if cancelled and job.id in cancelled else None
 
 
 def _expiries(connection: Connection, batch: BatchState, runtime: Runtime) -> dict[UUID, float]:
-    """The expiry of each job that has one, on this process's clock: the database is asked how late it is there.
+    """Return when jobs expire, on this process's clock: the database is queried for its time.
 
-    A unique job that has not expired by now has begun: those who add one of its key rely on it from its claim on.
+    A unique job that has not expired by now has begun: producers of its key rely on it from its claim on.
     """
     expiring = {job.id: job.expires_at for job in batch.jobs if job.expires_at is not None}
     if not expiring:
         return {}
     if runtime.guard.transaction_status == TransactionStatus.IDLE:
-        # Under a lease no transaction is to be open while the handler works.
+        # Under a lease no transaction is open while the handler works.
         rows = run_outside_transaction(connection, clock_seconds())
     else:
         rows = run_script(connection, clock_seconds())

@@ -16,11 +16,11 @@ ESCAPED = frozenset({NO_SUCH_SAVEPOINT, "25P01", "25P02"})
 
 
 class ConnectionLost(OutboxqError):
-    """The connection went away: the server has undone the claim, or committed it; no attempt is counted."""
+    """The connection was lost: the server has undone the claim, or committed it; no attempt is counted."""
 
 
 class WritesRefused(ConnectionLost):
-    """The server takes no writes: a standby, which was the primary or will be. Nothing of the handler's was sent."""
+    """The server takes no writes: a standby, which was the primary or will be. No handler's statement was sent."""
 
 
 class ConnectionSpoiled(ConnectionLost):
@@ -32,18 +32,18 @@ class ConnectionSpoiled(ConnectionLost):
 
 
 class Abandoned(OutboxqError):
-    """The relay took this batch away from its slot, which must not commit anything of it any more."""
+    """The relay took this batch away from its slot, which must not commit any of it."""
 
 
 class SharingEnded(BaseException):
-    """A shared batch cannot go on, for a reason of outboxq's own: raised into the handler that runs, as no error of it.
+    """A shared batch cannot go on, for a reason of outboxq's own: raised into the handler that runs.
 
-    Each job of the batch runs again, by itself. No `except Exception` of a handler's takes it for an answer.
+    Each job of the batch runs again, by itself. No `except Exception` of a handler's catches it.
     """
 
 
 class TransactionEscaped(OutboxqError):
-    """A handler ended the claim's transaction, or left it where its savepoint cannot be found."""
+    """A handler ended the claim's transaction, or left it without the claim's savepoint."""
 
     def __init__(self, job: Job, failed: Failed) -> None:
         super().__init__(f"the handler of {job.kind!r} ended the relay's transaction")

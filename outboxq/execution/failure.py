@@ -1,7 +1,7 @@
-"""What is remembered of a failed attempt: enough to find the fault, nothing of the payload.
+"""The record of a failed attempt: enough to find the fault, nothing of the payload.
 
-The exception and all that led to it are kept with their types, tracebacks and redacted texts. Of a handler with
-messages="withheld" no texts are kept; of one with messages="whole" they are kept as they are.
+The exception and all that led to it are kept with their types, tracebacks and redacted texts. For a handler with
+messages="withheld" no texts are kept; with messages="whole" they are kept as they are.
 """
 
 import sys
@@ -27,20 +27,20 @@ R = TypeVar("R")
 _Chain: TypeAlias = tuple[StoredException, ...]
 
 KEPT_ERRORS = 25
-# Stands for the text of a handler with messages="withheld".
+# Replaces the texts of a handler with messages="withheld".
 WITHHELD = "message withheld"
 
 TRANSIENT = ("40001", "40P01")
 
 _CHAIN_BYTES = 8 * 1024
-# Exceptions of a chain that are kept: the last that were raised, and the first.
+# Exceptions kept of a chain: the last that were raised, and the first.
 _NEWEST, _OLDEST = 6, 4
 _LONGEST_CHAIN = 1_000
 _MEMBERS, _DEPTH, _MOST_EXCEPTIONS = 5, 3, 30
 _FRAMES, _NOTES, _TEXT_CHARACTERS = 20, 5, 500
-# What a chain that does not fit is cut down to: frames of each exception, and characters of each text.
+# Limits for a chain that does not fit: frames of each exception, and characters of each text.
 _SHORTER = ((10, 300), (5, 150), (2, 80))
-# Attributes of exceptions, read as Python does: users' classes can give them other meanings.
+# Attributes of exceptions, read as Python does: users' classes can redefine them.
 _CAUSE, _CONTEXT = vars(BaseException)["__cause__"], vars(BaseException)["__context__"]
 _SUPPRESSES_CONTEXT = vars(BaseException)["__suppress_context__"]
 
@@ -64,11 +64,11 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class Describing:
-    """How a failure is described.
+    """Options for the record of a failure.
 
     Attributes:
         args: The stored arguments of all jobs of the call that failed; None if texts are kept whole.
-        homes: The paths below which the application's code lies.
+        homes: The paths of the application's code.
     """
 
     args: Sequence[str] | None
@@ -76,7 +76,7 @@ class Describing:
 
 
 def withheld(result: R) -> R:
-    """The result of an attempt without the text that its error or its handler gave; type, place and SQLSTATE stay."""
+    """Remove the text of its error or handler from an attempt's result; type, place and SQLSTATE stay."""
     if isinstance(result, Failed):
         text = f"{WITHHELD} (SQLSTATE {result.sqlstate})" if result.sqlstate else WITHHELD
         chain = tuple(map(_without_text, result.record.chain))
@@ -95,7 +95,7 @@ def describe_failure(
     """The record of an exception that ended an attempt of `job`.
 
     Args:
-        describing: How; by default redacted by the job's own arguments.
+        describing: By default redacted by the job's own arguments.
         stack: The handler's call stack, if it did not raise the error itself.
     """
     how = describing or Describing([job.args])
@@ -103,7 +103,7 @@ def describe_failure(
     frames = describer.frames(frames_of(error) if stack is None else stack)
     kind, message = describer.type_of(original), describer.message(error, READ_CHARACTERS)
     chain: tuple[StoredException, ...] = ()
-    # Users' classes: the attempt is recorded all the same.
+    # If users' classes raise, the attempt is still recorded.
     with suppress(BaseException):
         first = StoredException(type=kind, message=message, frames=stored_frames(frames, how.homes, _FRAMES))
         chain = _fitting(describer.chain(error, _DEPTH, first))
@@ -114,12 +114,12 @@ def describe_failure(
 
 
 def describe_reason(reason: object, args: str | None) -> str:
-    """The reason of a handler that asked for a retry, a dead letter or to discard a job; whole if `args` is None."""
+    """Redact the reason of a handler for a retry, a dead letter or a discarded job; whole if `args` is None."""
     return storable_or_withheld(lambda: Redactor(None if args is None else [args]).redact(text_of(reason)))
 
 
 def kept_errors(stored: str) -> str:
-    """The newest of the stored records, one less than `KEPT_ERRORS`, so that one more can be added."""
+    """Keep the newest of the stored records, one less than `KEPT_ERRORS`, to make room for one."""
     try:
         history = msgspec.json.decode(stored.encode(), type=list[msgspec.Raw])
     except (msgspec.DecodeError, RecursionError):
@@ -141,7 +141,7 @@ class _Typed(msgspec.Struct):
 
 
 class _Describer:
-    """Describes the exceptions of one failure, up to a number of them, as its handler wants them kept."""
+    """Describes the exceptions of one failure, up to a number of them, as its handler wants."""
 
     def __init__(self, how: Describing, error: BaseException) -> None:
         self._redactor = Redactor(how.args, () if how.args is None else _reachable(error))
@@ -149,7 +149,7 @@ class _Describer:
         self._left = _MOST_EXCEPTIONS
 
     def type_of(self, error: BaseException) -> str:
-        """The name of an exception's class, which can be made from values."""
+        """The name of an exception's class, redacted if it may be made from values."""
         kind, name = type(error), name_of(error)
         with suppress(BaseException):
             # Found in its module under its name, so it was not made while a job ran.
@@ -162,7 +162,7 @@ class _Describer:
         return storable_or_withheld(self._redactor.message, error, characters)[:characters]
 
     def frames(self, frames: Sequence[Frame]) -> list[Frame]:
-        """Frames, without the values that names of generated code can be made from."""
+        """Redact the names of generated code, which may be made from values."""
         kept = list(frames)
         for place, frame in enumerate(frames):
             if frame.is_made:
@@ -171,7 +171,7 @@ class _Describer:
         return kept
 
     def notes(self, error: BaseException) -> tuple[str, ...]:
-        """What `add_note` added to an exception; anything may stand in that attribute."""
+        """The notes of `add_note`; that attribute may hold anything."""
         kept: list[str] = []
         with suppress(BaseException):
             notes = getattr(error, "__notes__", ())
@@ -181,10 +181,10 @@ class _Describer:
         return tuple(kept)
 
     def chain(self, error: BaseException, depth: int, first: StoredException | None = None) -> _Chain:
-        """An exception and those that led to it, without those in the middle of a long chain.
+        """Describe an exception and those that led to it, without the middle of a long chain.
 
         Args:
-            depth: To which depth the members of groups are described.
+            depth: The depth to which members of groups are described.
             first: The type, message and frames of the exception itself, if they are known.
         """
         links = _links(error)
@@ -214,7 +214,7 @@ class _Describer:
 
 
 def _members(error: BaseException) -> tuple[BaseException, ...]:
-    """The exceptions of a group; none of any other."""
+    """The exceptions of a group; none for any other."""
     if not issubclass(type(error), BaseExceptionGroup):
         return ()
     members: tuple[BaseException, ...] = vars(BaseExceptionGroup)["exceptions"].__get__(error)
@@ -222,7 +222,7 @@ def _members(error: BaseException) -> tuple[BaseException, ...]:
 
 
 def _links(error: BaseException) -> list[tuple[BaseException, bool]]:
-    """The exceptions of a chain, the last that was raised first, and whether each is the context of the one before."""
+    """The exceptions of a chain, the last raised first, each with True if it is the context of the one before."""
     found, seen = [(error, False)], {id(error)}
     while len(found) < _LONGEST_CHAIN:
         last = original_of(found[-1][0])
@@ -239,7 +239,7 @@ def _links(error: BaseException) -> list[tuple[BaseException, bool]]:
 
 
 def _reachable(error: BaseException) -> list[BaseException]:
-    """All exceptions that led to an error, up to a number: also those that its chain does not show."""
+    """Find all exceptions that led to an error, up to a number: also those that its chain omits."""
     found, seen = [error], {id(error)}
     for each in found:
         nearest = (original_of(each), _CAUSE.__get__(each), _CONTEXT.__get__(each), *_members(each)[:_LONGEST_CHAIN])
@@ -251,7 +251,7 @@ def _reachable(error: BaseException) -> list[BaseException]:
 
 
 def _fitting(chain: _Chain) -> _Chain:
-    """The chain, cut down until it fits into what is stored of an attempt."""
+    """Cut a chain down until it fits into an attempt's record."""
     if len(msgspec.json.encode(chain)) <= _CHAIN_BYTES:
         return chain
     for most_frames, characters in _SHORTER:

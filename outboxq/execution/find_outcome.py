@@ -1,4 +1,4 @@
-"""What stands of a batch that did not end in order, as the server says it: nothing is guessed."""
+"""The outcome of a batch that did not end in order, as the server reports it: nothing is guessed."""
 
 import logging
 
@@ -36,10 +36,10 @@ class LeftPrepared(Exception):
 
 
 def find_outcome(connection: Connection, batch: BatchState) -> BatchReport | None:
-    """Find out what stands of a batch that ended in an error, on a connection that works; None if nothing does.
+    """Find out what was committed of a batch that ended in an error, on a working connection; None if nothing was.
 
-    If the relay's COMMIT went through and its answer was lost, everything stands. If the transaction was committed and
-    the relay never sent COMMIT, a handler did it: the jobs behind that handler are put back. If a handler prepared the
+    If the relay's COMMIT went through and its answer was lost, all is committed. If the transaction was committed and
+    the relay never sent COMMIT, a handler did it: the jobs after it are put back. If a handler prepared the
     transaction, and the relay may not end it, the handler's job does not run again.
 
     Raises:
@@ -54,7 +54,7 @@ def find_outcome(connection: Connection, batch: BatchState) -> BatchReport | Non
 def _resolve(connection: Connection, batch: BatchState) -> BatchReport | None:
     if batch.transaction is not None and _server_epoch(connection) != batch.claimed.request.epoch:
         return _resolve_by_presence(connection, batch)
-    # An earlier recovery's COMMIT was not answered: repeating it would run jobs again that were put back and are done.
+    # An earlier recovery's COMMIT was not answered: a second one could put back jobs that are done by now.
     if batch.dead_letters is not None and was_committed(connection, batch.dead_letters.xid):
         return _report_of(batch, batch.dead_letters)
     if batch.transaction is None or not was_committed(connection, batch.transaction.xid):
@@ -100,7 +100,7 @@ def was_committed(connection: Connection, xid: str) -> bool:
 def _undo_prepared(connection: Connection, gid: str) -> None:
     """End the relay's transaction that a handler has prepared.
 
-    Left alone it would hold the job and its rows for ever, and could be committed beside another run of the job.
+    Else it would hold the job and its rows for ever, and could be committed in addition to another run of the job.
 
     Raises:
         LeftPrepared: another role prepared it.
@@ -110,7 +110,7 @@ def _undo_prepared(connection: Connection, gid: str) -> None:
     except psycopg.Error as error:
         if is_lost(connection):
             raise
-        # If it is undefined, another session has ended it meanwhile: the caller asks the server how.
+        # If it is undefined, another session has ended it: the caller queries how.
         if error.sqlstate != _UNDEFINED_OBJECT:
             logger.exception("a handler prepared its transaction as %r: the relay may not roll it back, do so", gid)
             raise LeftPrepared(gid) from error
@@ -119,8 +119,8 @@ def _undo_prepared(connection: Connection, gid: str) -> None:
 def leave_prepared(connection: Connection, batch: BatchState, failed: Failed, left: LeftPrepared) -> BatchReport:
     """Free the slot of a transaction that is prepared, and that the relay may not end.
 
-    The transaction holds the rows of the jobs that it claimed: they wait for its end, and cannot be written. The row of
-    a leased job is free, and the job would run again beside the transaction: it becomes a dead letter.
+    It holds the rows of the jobs that it claimed: they wait for its end, and cannot be written. The row of a leased
+    job is free, and the job would run again although the transaction may be committed: it becomes a dead letter.
     """
     if not batch.is_leased:
         return BatchReport(len(batch.jobs), ())
@@ -128,7 +128,7 @@ def leave_prepared(connection: Connection, batch: BatchState, failed: Failed, le
 
 
 def write_dead_letters(connection: Connection, batch: BatchState, reason: str, failed: Failed) -> BatchReport:
-    """Make dead letters of the jobs whose rows may stand, and put the jobs behind them back."""
+    """Make dead letters of the jobs whose rows may be committed, and put later jobs back."""
     jobs, position = batch.jobs, batch.running.position
     try:
         with connection.begin():

@@ -1,4 +1,4 @@
-"""The frames of a failure: which of them are the user's own code, and what is kept of the others."""
+"""The frames of a failure: the user's own code is kept, the rest is folded."""
 
 import functools
 import importlib.metadata
@@ -20,17 +20,17 @@ _FOLDED = ("outboxq", "the standard library")
 _OURS = str(PurePath(__file__).parent.parent) + path.sep
 _STANDARD = tuple({sysconfig.get_path(name) + path.sep for name in ("stdlib", "platstdlib")})
 _INSTALLED = frozenset({"site-packages", "dist-packages"})
-# How many frames of users' code `where` names.
+# The number of frames that `where` names.
 _NAMED_FRAMES = 5
-# How many frames are looked at: at the outer and at the inner end of the stack of an endless recursion.
+# The number of frames that are read at the outer and the inner end of an endless recursion's stack.
 _OUTER_FRAMES, _INNER_FRAMES = 50, 100
 _PATH_CHARACTERS = 200
 
 
 class Frame(NamedTuple):
-    """A frame of a call stack: the file, the line and the function's name; without a path, `line` that are left out.
+    """A frame of a call stack: file, line and function name; without a path, `line` is the number of those left out.
 
-    `is_made`: its code is not that of a module's file; its names may have been made from values.
+    `is_made`: its code is not that of a module's file; its names may be made from values.
     """
 
     path: str
@@ -42,7 +42,7 @@ class Frame(NamedTuple):
 def frames_of(error: BaseException) -> list[Frame]:
     """The frames of an exception's traceback, the innermost last."""
     steps: list[FrameType | TracebackType] = []
-    # Read as Python does: users' classes can give the attribute another meaning.
+    # Read as Python does: users' classes can redefine the attribute.
     step: TracebackType | None = vars(BaseException)["__traceback__"].__get__(error)
     while step is not None:
         steps.append(step)
@@ -51,7 +51,7 @@ def frames_of(error: BaseException) -> list[Frame]:
 
 
 def frames_of_stack(innermost: FrameType) -> list[Frame]:
-    """The frames of a call stack that is looked at from outside, the innermost last."""
+    """The frames of a call stack, read from outside, the innermost last."""
     steps: list[FrameType | TracebackType] = []
     step: FrameType | None = innermost
     while step is not None:
@@ -61,7 +61,7 @@ def frames_of_stack(innermost: FrameType) -> list[Frame]:
 
 
 def _ends(steps: list[FrameType | TracebackType]) -> list[Frame]:
-    """Both ends of a stack; between them, if it is that of an endless recursion, the number of those left out."""
+    """Both ends of a stack; between them, if it is too long, the number of frames left out."""
     left_out = len(steps) - _OUTER_FRAMES - _INNER_FRAMES
     found: list[Frame] = []
     for step in steps if left_out <= 0 else (*steps[:_OUTER_FRAMES], *steps[-_INNER_FRAMES:]):
@@ -75,7 +75,7 @@ def _ends(steps: list[FrameType | TracebackType]) -> list[Frame]:
 
 
 def where(frames: Sequence[Frame], homes: tuple[str, ...]) -> tuple[str, ...]:
-    """The innermost frames of users' code, `app/jobs.py:12 in credit`; if there are none, of libraries."""
+    """The innermost frames of users' code, as `app/jobs.py:12 in credit`; of libraries if there are none."""
     own = [frame for frame in frames if _owner(frame.path, homes) == "user"]
     named = own or [frame for frame in frames if _owner(frame.path, homes) not in ("outboxq", "")]
     found: list[str] = []
@@ -88,11 +88,11 @@ def where(frames: Sequence[Frame], homes: tuple[str, ...]) -> tuple[str, ...]:
 def stored_frames(frames: Sequence[Frame], homes: tuple[str, ...], most: int) -> tuple[StoredFrame, ...]:
     """The frames of a handler's failure, from the handler's on; all but users' are folded.
 
-    Before the handler's are the start of a thread, the relay, and what drives a coroutine. Of a library, the frames
-    where it was called and where it failed are kept.
+    Frames before the handler's start a thread, are the relay's, or drive a coroutine. Of a library, the frames at
+    which it was called and failed are kept.
 
     Args:
-        most: How many frames are kept at most, two thirds of them at the inner end.
+        most: The most frames that are kept, two thirds of them at the inner end.
     """
     owners = [_owner(frame.path, homes) for frame in frames]
     start = owners.index("user") if "user" in owners else 0
@@ -116,7 +116,7 @@ def stored_frames(frames: Sequence[Frame], homes: tuple[str, ...], most: int) ->
 
 
 def shortened(frames: tuple[StoredFrame, ...], most: int) -> tuple[StoredFrame, ...]:
-    """At most so many frames, two thirds of them from the inner end."""
+    """At most `most` frames, two thirds of them from the inner end."""
     if len(frames) <= most:
         return frames
     outer = most // 3
@@ -127,7 +127,7 @@ def shortened(frames: tuple[StoredFrame, ...], most: int) -> tuple[StoredFrame, 
 
 @functools.lru_cache(maxsize=1_000)
 def _owner(file: str, homes: tuple[str, ...]) -> str:
-    """Whose code a file is: "user", one of `_FOLDED`, or the name of an installed package; "" if there is no file."""
+    """The owner of a file: "user", one of `_FOLDED`, or an installed package; "" if there is no file."""
     if not file:
         return ""
     if file.startswith(_OURS):
@@ -143,18 +143,18 @@ def _owner(file: str, homes: tuple[str, ...]) -> str:
 
 
 def homes_of(module: str | None) -> tuple[str, ...]:
-    """The paths below which the code of a handler's application lies: its top-level package, and its distribution's.
+    """The paths of a handler's application: its top-level package, and its distribution's others.
 
-    Looked up when a relay starts, because reading what is installed takes a while.
+    Read when a relay starts, because reading what is installed takes a while.
 
     Args:
-        module: The name of the module that the handler is written in; None if it is in none.
+        module: The name of the handler's module; None if it is in none.
     """
     if module is None:
         return ()
     named = module
     if module == "__main__":
-        # `python -m shop.relay`: the module has its own name in its spec.
+        # `python -m shop.relay`: the spec has the module's own name.
         named = getattr(getattr(sys.modules[module], "__spec__", None), "name", module)
     return _homes_of_top(named.partition(".")[0])
 
@@ -164,7 +164,7 @@ def _homes_of_top(top: str) -> tuple[str, ...]:
     own = tuple(_paths_of(top))
     folders = {path.dirname(each.rstrip(path.sep)) for each in own}
     beside: list[str] = []
-    # Whatever an importer or the metadata of some package makes of this: the top-level package is known.
+    # Importers and packages' metadata may raise anything: the top-level package is known.
     with suppress(Exception):
         for folder in sorted(each for each in folders if not _INSTALLED.isdisjoint(PurePath(each).parts)):
             for name in sorted(_names_beside(top, folder)):
@@ -185,7 +185,7 @@ def _names_beside(top: str, folder: str) -> set[str]:
     """The other top-level packages and modules of the distributions in this folder that have the package `top`."""
     beside: set[str] = set()
     for distribution in importlib.metadata.distributions(path=[folder]):
-        # The files as text: taking all of them apart would take a second. Debian's packages have the names alone.
+        # The list of files as text: parsing them all would take a second. Debian's packages have top_level.txt alone.
         written = distribution.read_text("RECORD") or distribution.read_text("top_level.txt") or ""
         if re.search(rf"^{re.escape(top)}(/|\.py,|$)", written, re.MULTILINE):
             names = {re.split(r"[/,]", line)[0].removesuffix(".py") for line in written.splitlines()}

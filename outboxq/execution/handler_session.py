@@ -1,4 +1,4 @@
-"""The sessions of handlers: joined to the relay's transaction, made when a handler first asks for one."""
+"""The sessions of handlers: joined to the relay's transaction, made when a handler first uses one."""
 
 import functools
 import inspect
@@ -22,8 +22,8 @@ class HandlerSession(OutboxSession):
     """The session of a handler.
 
     Attributes:
-        on_first_use: Called before it uses its connection; None if transaction and savepoint are there already.
-        watched: Entities whose rows are not locked, with the object that looks at their changes before each flush.
+        on_first_use: Called before it uses its connection; None if transaction and savepoint exist already.
+        watched: Entities whose rows are not locked, with the object that checks their changes before each flush.
         is_rolled_back: Its transaction was rolled back, and not just a savepoint.
     """
 
@@ -32,12 +32,12 @@ class HandlerSession(OutboxSession):
     watched: tuple[UnlockedChanges, Sequence[object]] | None = None
 
     def watch(self, changes: UnlockedChanges, entities: Sequence[object]) -> None:
-        """Have `changes` look at the changes of these entities before each flush."""
+        """Check the changes of these entities before each flush, by `changes`."""
         if entities:
             self.watched = changes, entities
 
     def look(self) -> None:
-        """Have the changes of watched entities looked at now."""
+        """Check the changes of watched entities now."""
         if self.watched is not None:
             changes, entities = self.watched
             try:
@@ -56,17 +56,17 @@ class HandlerSession(OutboxSession):
         return super().get_bind(*args, **kwargs)
 
     def flush(self, objects: Sequence[Any] | None = None) -> None:
-        """SQLAlchemy's hook for every flush, also for an autoflush and that of a commit."""
+        """SQLAlchemy's hook for every flush, also an autoflush and that of a commit."""
         if self.watched is not None:
             self.look()
         super().flush(objects)
 
     def peek_bind(self, **kwargs: Any) -> Engine | Connection:
-        """The engine or connection that the session would use; does not begin a savepoint."""
+        """The engine or connection that the session would use; begins no savepoint."""
         return super().get_bind(**kwargs)
 
     def check(self) -> None:
-        """Check that the handler did not roll the session's transaction back, by whatever method.
+        """Check that the handler did not roll the session's transaction back in any way.
 
         Raises:
             HandlerRolledBack: it did, and returned as if done.
@@ -81,7 +81,7 @@ def _note_rollback(session: HandlerSession, ended: SessionTransaction) -> None:
 
 
 send_at_commit(HandlerSession)
-# A session that has not used its connection yet has nothing to undo there: no savepoint says that it was rolled back.
+# A session that has not used its connection has no savepoint there that would show its rollback.
 event.listen(HandlerSession, "after_soft_rollback", _note_rollback)
 
 

@@ -34,7 +34,7 @@ _UNAWAITED = "the handler did not await {}: nothing has come of it"
 
 
 class Run(NamedTuple):
-    """What a handler's context is made of, besides its session.
+    """The parts of a handler's context, without its session.
 
     Attributes:
         deferred: The statements that the handler defers before it has a session.
@@ -51,7 +51,7 @@ class Run(NamedTuple):
 class _Opening(JobContext[Any, Any]):
     """A context that opens its session at the first use.
 
-    By a property without a lock: that of `functools` in Python 3.11 is shared by all instances, and a slot whose
+    By a property without a lock: `functools` in Python 3.11 has one lock for all instances, and a slot whose
     connection hangs would keep every other from its session.
     """
 
@@ -88,29 +88,29 @@ class _OpeningAsyncContext(_Opening, AsyncContext[Any]):  # pyright: ignore[repo
     """A context that opens an async session."""
 
 
-# The arguments of a call; if there are arounds, what makes them within these.
+# The arguments of a call; if there are arounds, an object that makes them within these.
 Args: TypeAlias = dict[str, object] | Surrounded
-# What a coroutine returned, and None; or None, and its error.
+# The value of a coroutine, and None; or None, and its error.
 _Ended: TypeAlias = tuple[object, BaseException | None]
 # Runs a function, with its arguments, in a context of its own.
 Apart: TypeAlias = Callable[..., Any]
 
 
 class Invoker(Protocol):
-    """How a handler of one flavour gets its session and is called, from code that works on a sync `Connection`."""
+    """Opens the sessions of one flavour's handlers and calls them, from code on a sync `Connection`."""
 
     flavour: Flavour
 
     def apart(self) -> Apart:
-        """A function that runs one attempt in a context of its own: the next job sees no context variable of it."""
+        """Return a function that runs one attempt in its own context: the next job sees none of its variables."""
         ...
 
     def open_session(self, lent: Connection) -> HandlerSession:
-        """A fresh session that joins the savepoint of a connection that is lent to the job."""
+        """Open a session that joins the savepoint of a connection that is lent to the job."""
         ...
 
     def call(self, handler: AnyHandler, session: Callable[[], Session], run: Run, args: Args) -> object:
-        """Run the handler to its end; `session` is called when the handler first asks for its session."""
+        """Run the handler to its end; `session` is called when the handler first uses its session."""
         ...
 
 
@@ -120,7 +120,7 @@ class SyncInvoker:
     flavour: Flavour = "sync"
 
     def apart(self) -> Apart:
-        """What runs one attempt in a context of its own."""
+        """A function that runs one attempt in its own context."""
         return copy_context().run
 
     def open_session(self, lent: Connection) -> HandlerSession:
@@ -142,7 +142,7 @@ class AsyncInvoker:
     flavour: Flavour = "async"
 
     def __init__(self, connection: AsyncConnection) -> None:
-        # Installed wherever SQLAlchemy has coroutines.
+        # Installed if SQLAlchemy has coroutines.
         from greenlet import getcurrent
 
         self._greenlet: Callable[[], Any] = getcurrent
@@ -152,11 +152,11 @@ class AsyncInvoker:
         self.task: asyncio.Task[None] | None = None
 
     def apart(self) -> Apart:
-        """What runs one attempt in a context of its own, that of its handler's task too."""
+        """A function that runs one attempt in its own context, which its handler's task gets too."""
         return self._run_apart
 
     def _run_apart(self, attempt: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        # Not by Context.run(): a context that was entered so cannot be entered by a task.
+        # Not by Context.run(): no task can enter a context that is entered.
         own = self._greenlet()
         before, own.gr_context = own.gr_context, copy_context()
         try:
@@ -165,7 +165,7 @@ class AsyncInvoker:
             own.gr_context = before
 
     def open_session(self, lent: Connection) -> HandlerSession:
-        """A session joined by "rollback_only", and an async session around it for the handler."""
+        """A session joined by "rollback_only", with an async session around it for the handler."""
         bind = AsyncConnection(self._connection.engine, lent)
         self._session = AsyncHandlerSession(bind=bind, **SESSION_OPTIONS)
         session = self._session.sync_session
@@ -173,7 +173,7 @@ class AsyncInvoker:
         return session
 
     def call(self, handler: AnyHandler, session: Callable[[], Session], run: Run, args: Args) -> object:
-        """Await the handler to its end, in a task of its own: a later cancellation of that task hits nothing else."""
+        """Await the handler to its end, in its own task: a later cancellation of that task hits nothing else."""
 
         def opened() -> AsyncOutboxSession:
             if ended:
@@ -208,14 +208,14 @@ class AsyncInvoker:
         try:
             await self.task
         except asyncio.CancelledError:
-            # Only the handler's task was cancelled, after its last await: its result stands.
+            # Only the handler's task was cancelled, after its last await: its result counts.
             if not ended or own.cancelling() > cancelled:
                 raise
 
     async def _run(self, handler: AnyHandler, ctx: AsyncContext[Any], args: Args, ended: list[_Ended]) -> None:
-        """Await a handler, and append what it returned, or its error.
+        """Await a handler, and append its value, or its error.
 
-        The error is not raised here: a KeyboardInterrupt or a SystemExit that comes out of a task ends the event loop.
+        The error is not raised here: a KeyboardInterrupt or SystemExit that leaves a task ends the event loop.
         """
         try:
             if ctx.call is not None and ctx.call.is_cancelled:
@@ -233,8 +233,8 @@ class AsyncInvoker:
         else:
             ended.append((returned, None))
         if self._session is not None:
-            # Tasks that the handler left behind run before the relay goes on, and would use the session beside it.
-            self._session.sync_session = self._session._proxied = cast("Session", _REFUSING)  # noqa: SLF001  # what add() and its like go by
+            # Tasks that the handler left behind run before the relay goes on, and would use the session with it.
+            self._session.sync_session = self._session._proxied = cast("Session", _REFUSING)  # noqa: SLF001  # add() and its like use it
 
 
 class _Refusing:
@@ -260,7 +260,7 @@ def _awaited(handler: AnyHandler, ctx: AsyncContext[Any], args: Args) -> Awaitab
 
 
 async def _within(seconds: float | None, running: Awaitable[object]) -> object:
-    """Await a handler, cancelled at its deadline; one that swallows the cancellation has failed all the same."""
+    """Await a handler, and cancel it at its deadline; one that swallows the cancellation has failed too."""
     task, deadline = asyncio.current_task(), asyncio.timeout(seconds)
     assert task is not None
     try:
@@ -269,13 +269,13 @@ async def _within(seconds: float | None, running: Awaitable[object]) -> object:
                 returned = await await_here(running)
             finally:
                 if task.cancelling():
-                    # A cancellation of its own task that the handler asked for, and did not wait for, comes here.
+                    # If the handler cancelled its own task and did not wait, the cancellation comes here.
                     await asyncio.sleep(0)
     except BaseException as error:
-        # A CancelledError that the timeout let through is not its own cancellation.
+        # A CancelledError that the timeout let through is not its own.
         if seconds is None or not deadline.expired() or isinstance(error, asyncio.CancelledError):
             raise
-        # The TimeoutError was raised here; its cause was raised where the handler stood.
+        # The TimeoutError was raised here; its cause at the handler's place.
         stood = error.__cause__ or error
         raise HandlerTimedOut(seconds).with_traceback(stood.__traceback__) from error
     if seconds is not None and deadline.expired():

@@ -1,8 +1,8 @@
-"""Keep: the rows of finished jobs, of kinds that keep them. They are written in the transaction that removes the jobs.
+"""Finished rows: the rows of finished jobs with `keep=`. They are written in the transaction that removes the jobs.
 
-So a row is there only if the effect of its job is: in transaction mode it goes along in the string of COMMIT, under a
-lease in the statement that removes the job. If its table refuses it, the job is done all the same, and has no row: what
-jobs do must not depend on what is kept of them. Those who wait for the result of a job are told in the same string.
+So a row exists only if the effect of its job does: in transaction mode it goes along in the string of COMMIT, under a
+lease in the statement that removes the job. If its table refuses it, the job is done without it: jobs must not depend
+on finished rows. Waiters for the result of a job are notified in the same string.
 """
 
 import logging
@@ -36,21 +36,21 @@ _OUTCOMES: Mapping[type[Event], str] = {
 }
 _NO_OTHERS: Mapping[UUID, tuple[UUID, ...]] = {}
 # Classes of errors that are no refusal of rows: of the connection, of a transaction that is to be repeated, and of a
-# server that ends. Any other may be one: data, constraints, rights, no room, foreign locks, the patience of a role's
-# time-out, a damaged page, whatever code a trigger of the users raises.
+# server that ends. Any other may be one: data, constraints, rights, no room, foreign locks, a role's time-out, a
+# damaged page, any code that a user's trigger raises.
 _NO_REFUSALS = ("08", "40", "57P")
 _UNIQUE_VIOLATION = "23505"
-# After a refusal nothing is kept for so long, lest each transaction meet it, and wait for a foreign lock.
+# The pause after a refusal, so that not each transaction meets it, and waits for a foreign lock.
 _PAUSE_SECONDS = 60.0
 
 
-# The rows wait for the lock of an operator's forgotten session for a moment, not for as long as a handler may: slots,
-# and the rows that handlers have locked, wait with them.
+# Rows wait for the lock of an operator's forgotten session for a moment, and not as long as a handler may: slots, and
+# rows that handlers have locked, wait with them.
 _BRIEFLY = (
     "SELECT pg_catalog.set_config('outboxq.lock_timeout', pg_catalog.current_setting('lock_timeout'), true), "
     "pg_catalog.set_config('lock_timeout', '1s', true)"
 )
-# Before COMMIT too: one that sends notifications waits for the lock of others that do.
+# Also for COMMIT: one that notifies waits for the lock of others that do.
 _AS_LONG_AS_BEFORE = (
     "SELECT pg_catalog.set_config('lock_timeout', pg_catalog.current_setting('outboxq.lock_timeout'), true)"
 )
@@ -61,7 +61,7 @@ class FinishedRows(Step):
     """The step that writes the rows of finished jobs.
 
     Attributes:
-        prepared: Where the connection's INSERT is prepared; None to send it as text.
+        prepared: The connection's prepared INSERT; None to send it as text.
     """
 
     keeper: "Keeper"
@@ -72,7 +72,7 @@ class FinishedRows(Step):
     is_optional = True
 
     def statements(self) -> Sequence[str]:
-        """The INSERT, with a patience of its own. PREPARE takes a lock too."""
+        """The INSERT, with its own lock_timeout. PREPARE takes a lock too."""
         given = self.schema, self.jobs, self.keeper.relay
         if self.prepared is None or self.prepared.is_plain:
             insert = [insert_finished(*given)]
@@ -82,7 +82,7 @@ class FinishedRows(Step):
         return _BRIEFLY, *insert, _AS_LONG_AS_BEFORE
 
     def committed(self, rows: Rows) -> tuple[Event, ...]:  # noqa: ARG002  # the INSERT returns none
-        """Take note that the INSERT was executed."""
+        """Record that the INSERT was executed."""
         if self.prepared is not None:
             self.prepared.succeeded(prepared_insert(self.schema).name)
         return ()
@@ -98,7 +98,7 @@ class FinishedRows(Step):
 
 @dataclass(frozen=True, slots=True)
 class TellWaiters(Step):
-    """The step that notifies those who wait for the results of jobs; late, as what it tries is held until COMMIT."""
+    """The step that notifies the waiters for the results of jobs; late, as its locks are held until COMMIT."""
 
     schema: str
     job_ids: Sequence[UUID]
@@ -111,7 +111,7 @@ class TellWaiters(Step):
 
 @dataclass(slots=True)
 class Keeper:
-    """What a relay keeps of finished jobs, by kind and alias; without kinds, nothing."""
+    """The finished rows of a relay, by options of kind and alias; without kinds, none."""
 
     kinds: Mapping[str, Keeping] = field(default_factory=dict)
     relay: UUID | None = None
@@ -125,18 +125,18 @@ class Keeper:
 
     @classmethod
     def of(cls, registry: Registry, relay: UUID | None = None) -> "Keeper":
-        """The keeper of a registry's handlers."""
+        """Make the keeper of a registry's handlers."""
         kinds = {kind: handler.keeping for kind, handler in registry.handlers.items() if handler.keeping is not None}
         return cls(kinds, relay)
 
     def keep_nothing(self) -> None:
-        """Keep no rows from now on; those who wait for results are told all the same."""
+        """Write no finished rows from now on; waiters for results are still notified."""
         self._paused_until = math.inf
 
     def finished_rows(
         self, events: Iterable[Event], others: Mapping[UUID, tuple[UUID, ...]] = _NO_OTHERS
     ) -> FinishedColumns | None:
-        """The rows of the jobs that are over by these events, of kinds that keep them; None without any.
+        """The finished rows of jobs that ended by these events, of kinds with `keep=`; None without any.
 
         Args:
             others: The jobs that runs have taken along, by the id of the job that ran.
@@ -157,7 +157,7 @@ class Keeper:
         """The steps of a transaction in which jobs end by these events.
 
         Args:
-            prepared: Where the connection's INSERTs are prepared, if they may be.
+            prepared: The connection's prepared INSERTs, if it may have any.
         """
         rows, ended = self.finished_rows(events, others), self.ended(events, others)
         steps: list[Step] = []
@@ -168,7 +168,7 @@ class Keeper:
         return steps
 
     def ended(self, events: Iterable[Event], others: Mapping[UUID, tuple[UUID, ...]] = _NO_OTHERS) -> list[UUID]:
-        """The jobs that are over by these events, in whatever way, of kinds whose results can be waited for."""
+        """The ids of the jobs that ended by these events, of kinds whose results can be waited for."""
         if not self._has_results:
             return []
         found: list[UUID] = []
@@ -181,12 +181,12 @@ class Keeper:
 
     @staticmethod
     def may_be_refusal(error: BaseException) -> bool:
-        """Whether an error of a string that kept jobs may have come from their table, and would come again."""
+        """Return True if an error may come from the table of finished rows, and would come again."""
         sqlstate = sqlstate_of(error)
         return sqlstate is not None and not sqlstate.startswith(_NO_REFUSALS)
 
     def refused(self, error: BaseException) -> None:
-        """Keep nothing for a while, since the table has refused rows, and log that."""
+        """Write no finished rows for a while, since the table has refused some, and log that."""
         self._paused_until = max(self._paused_until, clock() + _PAUSE_SECONDS)
         logger.warning(
             "finished jobs are not kept for %d s: the table done_job refused their rows (%s); `outboxq doctor` names "
@@ -197,7 +197,7 @@ class Keeper:
         )
 
     def _columns(self, over: Sequence[Over], others: Mapping[UUID, tuple[UUID, ...]]) -> FinishedColumns:
-        # A column at a time, and none that no kind asks for: every COMMIT waits for this.
+        # Column by column, and only those that a kind keeps: every COMMIT waits for this.
         jobs = [event.job for event in over]
         keepings = [self.kinds[job.kind] for job in jobs]
         given = list(zip(jobs, keepings, strict=True)) if self._has_args else []

@@ -1,12 +1,12 @@
 """Lease mode: the jobs that a slot has claimed under its relay's lease, from the claim's COMMIT to their own.
 
-Each handler runs by itself. What it writes is committed with its own job; jobs whose handlers wrote nothing wait until
-the claim is worked off, and are removed together, each by its token, in the transaction that claims the next ones.
+Each handler runs by itself. Its rows are committed with its own job; jobs whose handlers wrote nothing wait until the
+claim is worked off, and are removed together, each by its token, in the transaction that claims the next ones.
 
 A claimed job waits for others, before its handler runs or after it. So a claim takes few jobs if handlers are slow, and
 when it lasts longer than `held_seconds`, the waiting jobs are released: those that are done are removed, and those that
-have not begun wait in the queue again, as if they had never been claimed. The slot does that between two handlers, the
-enforcer of deadlines during one.
+have not begun wait in the queue again, as if never claimed. The slot does that between two handlers, the enforcer of
+deadlines during one.
 """
 
 import threading
@@ -48,11 +48,11 @@ from outboxq.statements.lease_mode import finish_leased, release_leased, standin
 from outboxq.statements.results import tell_waiters
 from outboxq.statements.transaction import LOCAL_SETTINGS, local_timeouts
 
-# A release that failed is tried again so much later.
+# The pause before a failed release is tried again.
 _AGAIN_SECONDS = 1.0
-# How often a thread that waits until another one has settled checks whether it has.
+# The interval at which a thread checks if another one has settled.
 _CHECK_SECONDS = 0.01
-# Tools that watch or cut a relay's sessions know by these words what ends a job.
+# Tools that watch or cut a relay's sessions find the end of a job by these words.
 _MARK = "/* as RELEASE SAVEPOINT oq_... */ "
 # An operator's forgotten session may hold a row for ever. A reaper is done in a moment.
 _PATIENCE = "SET LOCAL lock_timeout = '5s'"
@@ -60,10 +60,10 @@ _PATIENCE = "SET LOCAL lock_timeout = '5s'"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseModeLimits:
-    """How long the claims of lease mode last.
+    """Times of the claims of lease mode.
 
     Args:
-        aim_seconds: How long a claim is meant to last; the number of jobs of the next claim follows from it.
+        aim_seconds: The time that a claim should last; the number of jobs of the next claim follows from it.
         held_seconds: When a claim is this old, jobs that are done are committed, and jobs that have not begun are given
             back, at the next check.
     """
@@ -74,7 +74,7 @@ class LeaseModeLimits:
 
 @dataclass(frozen=True, slots=True)
 class Unsettled:
-    """The jobs of a claim that are to be settled: those that are over, each with its event, and those that never ran.
+    """The jobs of a claim that are to be settled: those that ended, each with its event, and those that never ran.
 
     `unsure`: settling them was tried before, and the answer to its COMMIT was lost.
     """
@@ -92,14 +92,14 @@ class Unsettled:
         """Append the statements that settle the jobs, for a transaction that has just begun; "finished" has those lost.
 
         Args:
-            keep: With the rows of those of them whose kinds keep finished jobs.
+            keep: Write the finished rows of kinds with `keep=`.
             free: Settle only jobs whose rows no other transaction holds. The others stay under the lease, and a later
                 beat of their relay takes them back.
         """
         done = (event.job for event in self.finished)
         rows = self.keeper.finished_rows(self.finished, self.stands_for) if keep else None
         kept = insert_finished(schema, rows, self.keeper.relay, gone=True) if rows is not None else ""
-        # What their table refuses is refused with them, and not by COMMIT.
+        # Their table refuses finished rows here, and not at COMMIT.
         checking = ("SET CONSTRAINTS ALL IMMEDIATE",) if kept else ()
         script.add("settings", *LOCAL_SETTINGS, _PATIENCE, NO_SCANS, *checking)
         if self.finished:
@@ -111,25 +111,25 @@ class Unsettled:
 
     @property
     def ended(self) -> list[UUID]:
-        """The jobs that are over, of kinds whose results can be waited for."""
+        """The jobs that ended, of kinds whose results can be waited for."""
         return self.keeper.ended(self.finished, self.stands_for)
 
     def lost(self, answer: Answer) -> set[UUID]:
-        """The jobs that were lost, by the answer to `add_to` and `add_question`."""
+        """Return the jobs that were lost, by the answer to `add_to` and `add_question`."""
         lost = {job_id for (job_id,) in answer.rows.get("finished", ())}
         # A job whose row is gone is done: by the COMMIT whose answer was lost.
         return lost & {job_id for (job_id,) in answer.rows["standing"]} if self.is_asked else lost
 
     @property
     def is_asked(self) -> bool:
-        """Return True if the jobs may have been settled before: then a query tells which of them are in the table."""
+        """Return True if the jobs may have been settled before: then a query finds those that are in the table."""
         return self.unsure and bool(self.finished)
 
     def add_question(self, script: Script, schema: str) -> None:
-        """Append the query after COMMIT, if it is asked which of the jobs are in the table.
+        """Append the query for the jobs that are in the table, if they may have been settled before.
 
         After COMMIT, because only a new statement sees what was committed while the first one waited for a row; in the
-        same string, because the answer to a query of its own could be lost, and with it what was committed.
+        same string, because the answer to a separate query could be lost, and with it what was committed.
         """
         if self.is_asked:
             script.add("standing", standing(schema, (event.job for event in self.finished)))
@@ -137,7 +137,7 @@ class Unsettled:
 
 @dataclass(slots=True)
 class LeasedBatch:
-    """The jobs of one claim, and how far they have come.
+    """The jobs of one claim, and their progress.
 
     The slot begins one after the other. If that lasts too long, the enforcer of deadlines takes the jobs not running.
     Only one of these two settles at a time, and the other waits: jobs that could not be settled come back here.
@@ -150,7 +150,7 @@ class LeasedBatch:
     keeper: Keeper = field(default_factory=Keeper)
     # The jobs that were taken along, by the id of the job that runs for them.
     stands_for: Mapping[UUID, tuple[UUID, ...]] = field(default_factory=dict)
-    # How many jobs of the claim do not run: others of it run for them, or they wait for the next window of their keys.
+    # The number of jobs of the claim that do not run: others run for them, or they wait for the next window.
     dropped: int = 0
     claimed_at: float = field(init=False)
     _waiting: deque[Job] = field(init=False)
@@ -172,28 +172,28 @@ class LeasedBatch:
 
     @property
     def is_worked_off(self) -> bool:
-        """Whether no job of the claim waits any more, or is just being settled."""
+        """Return True if no job of the claim waits, or is being settled."""
         with self._lock:
             return not (self._waiting or self._finished or self._is_taken)
 
     @property
     def unsettled(self) -> int:
-        """How many jobs wait, before their handler or behind it."""
+        """The number of jobs that wait, before their handler or after."""
         return len(self._waiting) + len(self._finished)
 
     def coalesce(self, jobs: tuple[Job, ...]) -> None:
-        """Have only `jobs` run, of the claim, of which none has begun."""
+        """Run only `jobs` of the claim; none has begun."""
         with self._lock:
             self.dropped += len(self.jobs) - len(jobs)
             self.jobs, self._waiting = jobs, deque(jobs)
 
     def begin(self, *, allowed: bool) -> Job | None:
-        """The job whose turn it is: the first one always, others if `allowed` and while the claim is young."""
+        """Begin the next job, and return it: the first always, others if `allowed` while the claim is young."""
         with self._lock:
             if not self._waiting:
                 return None
             is_first = len(self._waiting) == len(self.jobs)
-            # By a clock that also counts the time for which this process stood still.
+            # By a clock that also counts the time for which this process was suspended.
             if not is_first and not (allowed and clock() - self.claimed_at < self.limits.held_seconds):
                 return None
             return self._waiting.popleft()
@@ -204,12 +204,12 @@ class LeasedBatch:
             self._finished.append(event)
 
     def parked(self) -> tuple[Event, ...]:
-        """The event of the jobs that no handler here can run, if there are any."""
+        """The event of the jobs that cannot run here, if any."""
         kinds = tuple(sorted({job.kind for job in self.unknown}))
         return (JobsParked(self.queue, kinds, len(self.unknown)),) if self.unknown else ()
 
     def take(self) -> Unsettled | None:
-        """Take ownership of all waiting jobs, to be given to `settling`; None if another thread has them."""
+        """Take all waiting jobs, to be given to `settling`; return None if another thread has them."""
         with self._lock:
             if self._is_taken:
                 return None
@@ -226,7 +226,7 @@ class LeasedBatch:
         try:
             yield
         except BaseException as error:
-            # An error that is no answer of the server, such as a cancellation, may have come after COMMIT was sent.
+            # An error that is not the server's, such as a cancellation, may have come after COMMIT was sent.
             self._put_back(taken, unsure=not isinstance(error, psycopg.Error) or is_lost(connection))
             raise
         with self._lock:
@@ -240,9 +240,9 @@ class LeasedBatch:
             self._unsure |= unsure
 
     def wants_release(self) -> bool:
-        """Whether the claim is too old while jobs wait; after a True, False for a while.
+        """Return True if the claim is too old while jobs wait; then False for a while.
 
-        False until the first job has begun, which the slot begins in any case: only jobs that never began go back.
+        False until the first job has begun, which the slot always begins: only jobs that never began go back.
         """
         with self._lock:
             waits = len(self._waiting) < len(self.jobs) and bool(self._waiting or self._finished)
@@ -252,7 +252,7 @@ class LeasedBatch:
             return wants
 
     def fitting(self) -> int:
-        """How many such jobs fit into the time that a claim is meant to last."""
+        """The number of such jobs that fit into the time of a claim."""
         begun = len(self.jobs) - len(self._waiting)
         return int(begun * self.limits.aim_seconds / max(clock() - self.claimed_at, 1e-6))
 
@@ -260,7 +260,7 @@ class LeasedBatch:
 def settle_leased(
     connection: Connection, leased: LeasedBatch, schema: str, next_claim: ClaimRequest | None = None
 ) -> Ended:
-    """Settle the waiting jobs of a claim in the transaction of the next claim; returns their events and that claim.
+    """Settle the waiting jobs of a claim in the transaction of the next claim; return their events and that claim.
 
     If the next claim fails, the jobs are settled without it. If another transaction holds the row of a job, the others
     are settled, and that job stays under the lease. If the rows of finished jobs are refused, they are left out.
@@ -285,14 +285,14 @@ def settle_leased(
             if is_lost(connection):
                 raise ConnectionLost("the connection was lost while jobs were settled: all are, or none") from error
             if transaction_status(connection) != TransactionStatus.INERROR:
-                # COMMIT itself was refused, mostly for a lock that others have, and for no row.
+                # COMMIT itself was refused, usually for a lock that others have, and for no row.
                 if sending.next_claim is None:
                     raise
                 sending = replace(sending, next_claim=None)
                 continue
             less = sending.after(error, leased.keeper)
             if less is None:
-                # Perhaps an error of the claim: the jobs are settled by themselves when the slot has recovered.
+                # Perhaps an error of the claim: the jobs are settled alone when the slot has recovered.
                 raise
             sending = less
             run_script(connection, "ROLLBACK")
@@ -303,7 +303,7 @@ def settle_leased(
     ended = tuple(JobLeaseLost(event.job) if event.job.id in lost else event for event in unsettled.finished)
     events = (*ended, *(event for step in sent for event in step.committed(answer.rows.get(step.name, ()))))
     if sending.next_claim is None or "claim" not in answer.rows:
-        # A claim whose rows cannot be read is committed with the jobs: the lease's beats find what no slot runs.
+        # A claim without rows in the answer is committed with the jobs: the lease's beats find jobs that no slot runs.
         return Ended(BatchReport(0, events), None, left)
     fault_point("before-claim")
     return Ended(BatchReport(0, events), sending.next_claim.read(answer), left)
@@ -311,7 +311,7 @@ def settle_leased(
 
 @dataclass(frozen=True, slots=True)
 class _Sending:
-    """How the jobs of a claim are settled: at first in the transaction of the next claim, and after errors with less.
+    """The way to settle the jobs of a claim: at first in the transaction of the next claim, after errors with less.
 
     `free`: without those whose rows are locked. `refusal`: without the rows of finished jobs, after this error.
     """
@@ -321,14 +321,14 @@ class _Sending:
     refusal: psycopg.Error | None = None
 
     def after(self, error: psycopg.Error, keeper: Keeper) -> "_Sending | None":
-        """What to send after an error of the server; None if it would be the same again."""
+        """Return the way to try after an error of the server; None if there is no other."""
         alone = replace(self, next_claim=None)
         if sqlstate_of(error) == LOCK_NOT_AVAILABLE and not self.free:
             return replace(alone, free=True)
         may_be_refusal = bool(keeper.kinds) and keeper.may_be_refusal(error)
         if self.next_claim is not None:
             return alone if self.next_claim.failed(error) or may_be_refusal else None
-        # Whether the rows of finished jobs were refused shows without them.
+        # If it was the finished rows, it succeeds without them.
         return replace(self, refusal=error) if may_be_refusal and self.refusal is None else None
 
 
@@ -361,12 +361,12 @@ def _send(
     if unsettled.is_asked and "standing" not in answer.rows:
         # Jobs that may be done wait for the next try.
         raise answer.error
-    # What comes behind is of callbacks: they are left to the sweep.
+    # The rest is for callback batches: left to the sweep.
     return replace(answer, error=None)
 
 
 def release_waiting(connection: Connection, leased: LeasedBatch, schema: str) -> Ended:
-    """Settle the waiting jobs of a claim, in a transaction of their own.
+    """Settle the waiting jobs of a claim, in their own transaction.
 
     Raises:
         ConnectionLost, psycopg.Error: the jobs wait on, and the slot or the enforcer tries again.
@@ -377,7 +377,7 @@ def release_waiting(connection: Connection, leased: LeasedBatch, schema: str) ->
 
 
 def take_slot(connection: Connection, schema: str, request: ClaimRequest) -> bool:
-    """Begin a transaction that holds a slot of the limit of the request's queue to its end; False if none is free.
+    """Take a slot of the limit of the request's queue until the transaction ends; return False if none is free.
 
     The server's deadlines are those of a job that is about to run in it.
     """
@@ -388,7 +388,7 @@ def take_slot(connection: Connection, schema: str, request: ClaimRequest) -> boo
 
 
 def return_suspect(connection: Connection, schema: str, job: Job) -> None:
-    """Put a suspect back that was claimed, and has not begun, in the connection's transaction."""
+    """Put a suspect back that was claimed and did not begin, in the connection's transaction."""
     assert job.lease_token is not None
     run_script(
         connection,

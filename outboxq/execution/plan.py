@@ -1,4 +1,4 @@
-"""The plan of a claimed batch: which of its jobs run together, and in which order."""
+"""The plan of a claimed batch: the jobs that run together, and their order."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,19 +9,19 @@ from outboxq.execution.chain import check_follower
 from outboxq.handlers.handler import AnyHandler, BatchHandler
 from outboxq.job import Job
 
-# Each job of a shared run that fails is repeated in a savepoint of its own: with more than 64 of them that wrote, a
-# backend's list of subtransactions runs over, and every snapshot elsewhere has to look them up.
+# Each job of a shared run that fails is repeated in its own savepoint: with more than 64 that wrote, a backend's list
+# of subtransactions overflows, and every snapshot elsewhere must look them up.
 SHARED_AT_ONCE = 50
 
 SegmentKind: TypeAlias = Literal["shared", "batch", "alone"]
-# Those of a batch's jobs, by kind.
+# The handlers of a batch, by kind.
 Handlers: TypeAlias = Mapping[str, AnyHandler | None]
 _Given: TypeAlias = tuple[Job, Mapping[str, object]]
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Consecutive jobs of a batch and how they run; with their arguments if they run together."""
+    """Consecutive jobs of a batch that run alike; with their arguments if they run together."""
 
     kind: SegmentKind
     places: range
@@ -29,7 +29,7 @@ class Segment:
 
 
 def plan_segments(batch: BatchState, handlers: Handlers) -> Sequence[Segment]:
-    """Sort the jobs by how they run, those of batchable kinds first, then in the order in which they were claimed.
+    """Sort the jobs by how they run, those of batchable kinds first, then in the order of the claim.
 
     A job whose arguments or follower cannot be read runs by itself, and costs the others nothing.
     """
@@ -62,12 +62,11 @@ def _runs_together(handler: AnyHandler | None) -> TypeGuard[AnyHandler]:
 
 
 def _reorders_groups(batch: BatchState, handlers: Handlers) -> bool:
-    """Whether the batch has several jobs of a group, which do not all run in their order if others run together."""
+    """Return True if running jobs together would change the order of several jobs of a group."""
     keys = [job.group_key for job in batch.jobs if job.group_key is not None]
     if len(keys) == len(set(keys)):
         return False
-    # Jobs of batchable kinds run one after the other, as they were claimed; a call of a batch handler gives each its
-    # own outcome.
+    # Jobs of batchable kinds run one after the other, as they were claimed; a batch handler gives each its own outcome.
     return not all(
         (handler := handlers[job.kind]) is not None and handler.batchable and _arguments(handler, job) is not None
         for job in batch.jobs

@@ -1,7 +1,7 @@
 """Preloading: the rows of a batch's entity arguments, loaded in one SELECT per class, and handed to one job each.
 
-A row that was loaded ahead equals what its job would have loaded by itself, as long as nothing was sent in between and
-no change of it waits in the write buffer: before anything is sent, all loaded rows are dropped.
+A row that was loaded ahead equals the one that its job would have loaded, while nothing was sent in between and no
+change of it waits in the write buffer: before anything is sent, all loaded rows are dropped.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -21,9 +21,9 @@ from outboxq.handlers.row_writes import is_sqlalchemy_type
 from outboxq.handlers.set_based import FactsOf, key_array
 from outboxq.handlers.unlocked import UnlockedChanges
 
-# How many rows one SELECT asks for, unless it locks: rows are locked in one order, so in one statement.
+# The most rows of one SELECT, unless it locks: rows are locked in one order, so in one statement.
 _LOADED_AT_ONCE = 1_000
-# Users' listeners for these events see how a row came into its session, and may change it.
+# Users' listeners for these events see a row come into its session, and may change it.
 _AT_LOAD: Listeners = attrgetter(
     "after_attach",
     "after_begin",
@@ -41,14 +41,14 @@ Identity: TypeAlias = tuple[type[object], tuple[object, ...]]
 def load_entity(
     session: Session, name: str, key: EntityKey, absent: Callable[[], None], *, may_lock: bool = True
 ) -> object:
-    """The entity of an argument, loaded by the job's session, and locked if `key` asks for that.
+    """Load the entity of an argument by the job's session, locked if `key` is.
 
     Args:
-        absent: Called if the row is not there; raises an error if that says nothing yet.
+        absent: Called if the row does not exist; raises an error if it may come later.
         may_lock: False if the row is locked already.
 
     Raises:
-        EntityGone: the row is not there, and the argument is not optional.
+        EntityGone: the row does not exist, and the argument is not optional.
     """
     lock: Any = {"key_share": True, "of": _locked_table(key.entity)} if key.locked and may_lock else None
     entity = session.get(key.entity, key.identity, with_for_update=lock)
@@ -62,7 +62,7 @@ def load_entity(
 def watch_unlocked(
     session: HandlerSession, changes: UnlockedChanges, loaded: Collection[tuple[EntityKey, object]]
 ) -> None:
-    """Have `changes` look at the changes of these entities, except those whose rows are locked."""
+    """Check the changes of these entities, except those whose rows are locked, by `changes`."""
     if changes.is_said:
         return
     entities = {id(entity): entity for _, entity in loaded if entity is not None}
@@ -74,21 +74,21 @@ def watch_unlocked(
 
 
 def entity_keys(arguments: Iterable[Mapping[str, object]]) -> list[EntityKey]:
-    """The entities among the decoded arguments of some jobs."""
+    """Find the entities among the decoded arguments of jobs."""
     return [value for values in arguments for value in values.values() if type(value) is EntityKey]
 
 
 class Locks:
-    """The rows that a batch's jobs want to have locked; every batch takes them in the same order.
+    """The row locks of a batch's jobs; every batch takes them in the same order.
 
-    Tables in the order of their names, one statement for each, and within a table by primary key.
+    Tables are locked in the order of their names, one statement each, and rows by primary key.
     """
 
     def __init__(self) -> None:
         self._taken: set[Identity] = set()
 
     def has(self, entity: type[object], identity: tuple[object, ...]) -> bool:
-        """Whether this transaction has locked the row."""
+        """Return True if `take` has locked the row."""
         return (entity, identity) in self._taken
 
     def forget(self) -> None:
@@ -98,10 +98,10 @@ class Locks:
     def take(
         self, session: Session, keys: Iterable[EntityKey], can_load: Callable[[type[object]], bool]
     ) -> list[object]:
-        """Lock the rows of keys that ask for it; returns the entities that could be loaded by the same statements.
+        """Lock the rows of keys that are `locked`; return the entities that the same statements loaded.
 
         Args:
-            can_load: Whether entities of a class may be loaded into the session.
+            can_load: Returns True if entities of a class may be loaded into the session.
         """
         wanted = _by_entity(key for key in keys if key.locked and not self.has(key.entity, key.identity))
         tables: dict[str, list[Any]] = {}
@@ -117,19 +117,19 @@ class Locks:
                 identities = [identity for entity in entities for identity in wanted[entity]]
                 rows = session.execute(_lock_by_keys(entities[0]), _parameters(identities))
                 locked = {tuple(row) for row in rows}
-            # No others: a row that is not visible now may be when its job asks for it.
+            # No others: a row that is not visible now may be when its job loads it.
             self._taken.update((entity, key) for entity in entities for key in wanted[entity] if key in locked)
         return found
 
 
 def lock_ahead(connection: Connection, keys: Iterable[EntityKey], locks: Locks) -> None:
-    """Lock the rows of keys that ask for it, and load nothing."""
+    """Lock the rows of keys that are `locked`, and load nothing."""
     with _session_on(connection) as session:
         locks.take(session, keys, lambda _: False)
 
 
 def load_together(session: Session, keys: Collection[EntityKey], locks: Locks) -> list[object]:
-    """Load the entities of several jobs into one session, one SELECT per class; lock rows if keys ask for it."""
+    """Load the entities of several jobs into one session, one SELECT per class; lock rows of `locked` keys."""
     found = locks.take(session, keys, lambda _: True)
     return found + _load_others(session, keys, found)
 
@@ -138,8 +138,8 @@ class PreloadedEntities:
     """Rows that were loaded ahead, each for the next job that has it as an argument.
 
     Args:
-        facts_of: What is known of tables.
-        own_types: Load classes alone whose columns all have types of SQLAlchemy's own: others run code of the user's.
+        facts_of: Returns the facts of a table.
+        own_types: Load only classes whose columns all have SQLAlchemy's own types: others run code of the user's.
     """
 
     def __init__(self, connection: Connection, facts_of: FactsOf, locks: Locks, *, own_types: bool) -> None:
@@ -148,12 +148,12 @@ class PreloadedEntities:
         self._locks = locks
         self._own_types = own_types
         self._rows: dict[Identity, object] = {}
-        # For each table the class that its rows were loaded as; None if there were several.
+        # The class as which each table's rows were loaded; None if there were several.
         self._classes: dict[int, type[object] | None] = {}
         self._oids: dict[type[object], int | None] = {}
 
     def take(self, key: EntityKey) -> object | None:
-        """The row, which its job may change; None if it is not here."""
+        """Return the row, for its job to change; None if it is not here."""
         return self._rows.pop((key.entity, key.identity), None)
 
     def drop(self) -> None:
@@ -183,14 +183,14 @@ class PreloadedEntities:
         return facts.oid if facts is not None and facts.is_plain else None
 
     def load(self, keys: Iterable[EntityKey]) -> None:
-        """Load the rows that are not here yet and can be loaded ahead, and lock rows of keys that ask for it."""
+        """Load the rows that are not here yet and can be loaded ahead, and lock rows of `locked` keys."""
         session = _session_on(self._connection)
         is_hidden = not is_listened_to(session, _AT_LOAD)
         missing = [key for key in keys if (key.entity, key.identity) not in self._rows]
         found = self._locks.take(session, missing, lambda entity: is_hidden and self.oid(entity) is not None)
         if is_hidden:
             found += _load_others(session, [key for key in missing if self.oid(key.entity) is not None], found)
-        # From here on the entities belong to no session: the job's own session takes them in.
+        # The entities belong to no session now: the job's own session takes them in.
         session.expunge_all()
         session.close()
         for entity in found:
@@ -258,7 +258,7 @@ def _with_keys(statement: Select[Any], mapper: Mapper[Any]) -> Select[Any]:
     first, *others = mapper.primary_key
     array = None if others else key_array(first.type)
     if array is not None:
-        # One statement for any number of keys; a list would be written out anew for each number.
+        # One statement for any number of keys; a list would be another for each number.
         return statement.where(first == any_(bindparam("outboxq_keys", type_=array)))
     keys = tuple_(first, *others) if others else first
     return statement.where(keys.in_(bindparam("outboxq_keys", expanding=True)))
@@ -280,7 +280,7 @@ def _lock_by_keys(entity: Any) -> Select[Any]:
 
 @lru_cache(256)
 def _is_plain(mapper: Mapper[Any]) -> bool:
-    """Whether an entity is loaded from its table's columns and nothing else."""
+    """Return True if an entity is loaded from its table's columns only."""
     table = mapper.local_table
     is_own = isinstance(table, Table) and mapper.persist_selectable is table
     is_alone = mapper.inherits is None and mapper.polymorphic_on is None
@@ -289,7 +289,7 @@ def _is_plain(mapper: Mapper[Any]) -> bool:
 
 @lru_cache(256)
 def _has_own_types(mapper: Mapper[Any]) -> bool:
-    """Whether no type of a column is the user's, whose code may go by what an around has set."""
+    """Return True if no column has a type of the user's, whose code may depend on an around."""
     return all(is_sqlalchemy_type(column.type) for column in mapper.columns)
 
 

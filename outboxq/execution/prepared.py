@@ -1,4 +1,4 @@
-"""Prepared statements: those of a slot's connection, by name, as far as the server can be expected to have them."""
+"""Prepared statements: the names of those that a slot's connection should have on the server."""
 
 import math
 
@@ -7,21 +7,21 @@ from outboxq.database.errors import sqlstate_of
 # Errors of prepared statements: invalid_sql_statement_name, duplicate_prepared_statement, and feature_not_supported,
 # "cached plan must not change result type".
 _NO_SUCH, _THERE_ALREADY, _TABLE_CHANGED = "26000", "42P05", "0A000"
-# Statements that were lost sooner than after so many executions are sent as text so many times.
+# If statements are lost before this many executions, as many are sent as text.
 _WORTHWHILE = 20
 
 
 def may_be_of_prepared(error: BaseException) -> bool:
-    """Whether an error may be one of a statement that was prepared, or was not, and of no other."""
+    """Return True if an error may be of a statement that was prepared, or was not, and of no other."""
     return sqlstate_of(error) in (_NO_SUCH, _THERE_ALREADY, _TABLE_CHANGED)
 
 
 class PreparedStatements:
     """The statements of one sort that a connection has prepared, as far as is known.
 
-    The driver drops all prepared statements when it sees a rollback, and behind a transaction pooler each transaction
-    may come to another session. A statement that fails for this costs a round trip and nothing else. It is prepared
-    again, unless the loss before was a moment ago: then statements are sent as text for a while.
+    The driver drops all prepared statements at a rollback, and behind a transaction pooler each transaction may come
+    to another session. A statement that fails for this costs a round trip only. It is prepared again, unless the
+    loss before was a moment ago: then statements are sent as text for a while.
 
     Attributes:
         names: The names of the statements that are prepared.
@@ -35,19 +35,19 @@ class PreparedStatements:
         self._age: float = _WORTHWHILE
 
     def succeeded(self, name: str) -> None:
-        """Record that the statement of this name was executed, and so is prepared now, or was sent as text."""
+        """Record that the statement of this name was executed, so is prepared now, or was sent as text."""
         if not self.is_plain:
             self.names.add(name)
         self._age += 1
         self.is_plain = self._age < 0
 
     def failed(self, error: BaseException, name: str) -> bool:
-        """Whether a statement failed because it was prepared, or was not, so that it is worth another try."""
+        """Return True if a statement failed because it was prepared, or was not: it is worth another try."""
         if self.is_plain or not may_be_of_prepared(error):
             return False
         sqlstate = sqlstate_of(error)
         if sqlstate == _THERE_ALREADY:
-            # By an earlier try whose transaction was rolled back: a name stands for one text.
+            # By an earlier try that was rolled back: a name always has the same text.
             self.names.add(name)
             return True
         self.names.clear()

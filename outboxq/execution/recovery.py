@@ -1,6 +1,6 @@
-"""Recovery: find out what stands of a batch that did not end in order, and leave no job lost, doubled or uncounted.
+"""Recovery: find out what was committed of a failed batch, and leave no job lost, doubled or uncounted.
 
-This is the one place that decides on an error of a claim or a batch, by what was raised and by how far it had come.
+This module alone decides on an error of a claim or a batch, by the error and by how far the batch had come.
 """
 
 from collections.abc import Iterator
@@ -40,23 +40,23 @@ from outboxq.execution.steps import steps_of
 from outboxq.job import Job
 from outboxq.statements.lease import take_back, take_back_locked
 
-# How long, and how often, the server is asked for the end of a transaction whose connection the relay has closed.
+# The time and the interval of queries for the end of a transaction whose connection the relay has closed.
 _OUTCOME_SECONDS, _RETRY_SECONDS = 10.0, 0.005
 POSTPONED = timedelta(minutes=5)
-# How many jobs of each sort are compared with one that cannot be claimed.
+# The number of jobs of each sort that are compared with one that cannot be claimed.
 _COMPARED = 10
 
 
 def recover_claim(connection: Connection, request: ClaimRequest, error: BaseException, schema: str) -> Ended:
-    """Clear the marks of a claim that was answered with an error: no job had run. No report if it would fail again.
+    """Clear the marks of a claim that failed: no job had run. Return no report if it would fail again.
 
     If one row of several made it fail, the next claims take one job each, until one of them fails for that row.
     """
     if request.failed(error):
-        # The next one is sent in another way.
+        # The next claim is sent in another way.
         return Ended(BatchReport(0, ()))
     was_too_large = sqlstate_of(error) == QUERY_CANCELED
-    # The cause may make these statements fail, too: then the claim's own error counts.
+    # If the cause makes these fail too, the claim's own error counts.
     with suppress(psycopg.Error, SQLAlchemyError):
         picked = _forgive(connection, request)
         if request.limit > 1 and is_of_a_row(error):
@@ -70,7 +70,7 @@ def recover_claim(connection: Connection, request: ClaimRequest, error: BaseExce
 
 
 def _alike(connection: Connection, request: ClaimRequest) -> Iterator[tuple[AnyScript, UUID]]:
-    """Jobs that could be claimed in the same way as those of this claim, each with its claim."""
+    """Find jobs that could be claimed in the same way, each with its claim."""
     for script in request.alike:
         for job_id in _forgive(connection, ClaimRequest(script, _COMPARED)):
             yield script, job_id
@@ -82,10 +82,10 @@ def _forgive(connection: Connection, request: ClaimRequest) -> list[UUID]:
 
 
 def recover(connection: Connection, batch: BatchState, error: BaseException, runtime: Runtime) -> Ended:
-    """Find out what stands of a batch that ended in `error`, and settle what can be settled.
+    """Find out what was committed of a batch that ended in `error`, and settle the rest.
 
     Args:
-        connection: A connection that works: the batch's own, or a new one if that was lost.
+        connection: A working one: the batch's own, or a new one if that was lost.
 
     Raises:
         ConnectionLost: the server has not noticed yet that the transaction's connection is gone.
@@ -94,7 +94,7 @@ def recover(connection: Connection, batch: BatchState, error: BaseException, run
     batch.owner.begin_recovery()
     end_transaction(connection)
     ended = _recover(connection, batch, error, runtime)
-    # Whatever became of its jobs: some may have ended.
+    # In any case: some jobs may have ended.
     return replace(ended, left=tuple(steps_of(connection, batch, (), runtime)))
 
 
@@ -107,7 +107,7 @@ def _recover(connection: Connection, batch: BatchState, error: BaseException, ru
         case TransactionEscaped():
             return _recover_escaped(connection, batch, error, runtime)
         case ConnectionSpoiled():
-            # The relay has closed the connection: the server is about to see it.
+            # The relay has closed the connection: the server will see it soon.
             outcome = find_outcome_soon(connection, batch)
         case _:
             outcome = find_outcome(connection, batch)
@@ -115,32 +115,32 @@ def _recover(connection: Connection, batch: BatchState, error: BaseException, ru
         return Ended(outcome)
     match error:
         case WritesRefused() if batch.late_result is None:
-            # The claim was written, so behind a pooler another connection may lead to the primary again.
+            # The claim was written: behind a pooler another connection may lead to the primary again.
             return Ended(_release(connection, batch.job))
         case ConnectionLost() if batch.late_result is not None:
             return Ended(settle_on_new_connection(connection, batch, runtime, batch.late_result))
         case ConnectionSpoiled() if batch.running.together == 1:
             return Ended(record_failed_attempt(connection, batch, error.failed, runtime, batch.claimed_ids))
         case ConnectionLost() if not isinstance(error, ConnectionSpoiled):
-            # Whether a job caused the loss shows when it runs alone; in transaction mode its claim's mark sees to that.
+            # A job that caused the loss shows when it runs alone; in transaction mode by its claim's mark.
             return Ended(return_to_suspects(connection, batch.job, runtime) if batch.is_leased else None)
     return _recover_rolled_back(connection, batch, error, runtime)
 
 
 def _recover_rolled_back(connection: Connection, batch: BatchState, error: BaseException, runtime: Runtime) -> Ended:
-    """Recover a batch of which nothing stands: a lone job's attempt has failed, several jobs run one by one next."""
+    """Recover a batch that was rolled back: a lone job's attempt has failed, several jobs run one by one next."""
     if not batch.is_leased:
         with connection.begin():
             clear_marks(connection, runtime.schema, batch.claimed_ids)
     if not batch.is_lone:
-        # Which job was at fault cannot be known, because the jobs shared a transaction.
+        # The jobs shared a transaction, so the one at fault is not known.
         return Ended(None, run_alone=len(batch.jobs))
     if isinstance(batch.decided.get(batch.job.id), SettledByClaim):
         # It has not run, and waits as before; the slot pauses.
         raise error
     if runtime.handler_of(batch.job) is None or sqlstate_of(error) == LOCK_NOT_AVAILABLE:
-        # A job of an unknown kind, which could not even be parked; or one whose COMMIT got no lock, as long as another
-        # hangs that notifies, too.
+        # A job of an unknown kind that could not be parked; or one whose COMMIT got no lock, while another COMMIT that
+        # notifies hangs.
         report = postpone(connection, batch.job, runtime)
     else:
         report = record_failed_attempt(connection, batch, runtime.describe(error, batch.job), runtime)
@@ -148,10 +148,10 @@ def _recover_rolled_back(connection: Connection, batch: BatchState, error: BaseE
 
 
 def _recover_escaped(connection: Connection, batch: BatchState, escaped: TransactionEscaped, runtime: Runtime) -> Ended:
-    """Recover after a handler ended the transaction: jobs whose rows may stand never run again.
+    """Recover after a handler ended the transaction: jobs whose rows may be committed never run again.
 
-    Between that handler's COMMIT and ours the jobs behind it are in no table; the death of this process, or of the
-    server, in that window loses them, and only a handler that commits on the driver's own connection opens it.
+    Between that handler's COMMIT and ours the jobs after it are in no table. If this process or the server dies then,
+    they are lost; only a handler that commits on the driver's own connection causes that.
     """
     failed = runtime.redacted(escaped.job, escaped.failed)
     try:
@@ -160,7 +160,7 @@ def _recover_escaped(connection: Connection, batch: BatchState, escaped: Transac
     except LeftPrepared as left:
         return Ended(leave_prepared(connection, batch, failed, left))
     if batch.running.together > 1:
-        # One handler ran several jobs, and it is not known for which of them it ended the transaction.
+        # One handler ran several jobs: the one for which it ended the transaction is not known.
         with connection.begin():
             clear_marks(connection, runtime.schema, batch.claimed_ids)
         return Ended(None, run_alone=len(batch.jobs))
@@ -174,7 +174,7 @@ def _recover_escaped(connection: Connection, batch: BatchState, escaped: Transac
 
 
 def find_outcome_soon(connection: Connection, batch: BatchState) -> BatchReport | None:
-    """Find out what stands, once the server has seen that the transaction's connection is closed."""
+    """Find out what was committed, once the server has ended the transaction."""
     deadline = clock() + _OUTCOME_SECONDS
     while True:
         try:
@@ -188,7 +188,7 @@ def find_outcome_soon(connection: Connection, batch: BatchState) -> BatchReport 
 def record_failed_attempt(
     connection: Connection, batch: BatchState, failed: Failed, runtime: Runtime, cleared: tuple[UUID, ...] = ()
 ) -> BatchReport:
-    """Count an attempt of a batch's job that failed outside its handler, or was cut off, as `record_result` does."""
+    """Count an attempt of a batch's job that failed outside its handler, or was cut off, by `record_result`."""
     return record_result(connection, batch, batch.job, failed, runtime, cleared)
 
 
@@ -200,9 +200,9 @@ def record_result(
     runtime: Runtime,
     cleared: tuple[UUID, ...] = (),
 ) -> BatchReport:
-    """Settle a job of a batch that was rolled back, in a transaction of its own.
+    """Settle a job of a batch that was rolled back, in its own transaction.
 
-    Another relay may have taken the job meanwhile. If the job cannot even be settled, it is put off instead.
+    Another relay may have taken the job by now. If the job cannot be settled, it is put off.
 
     Args:
         cleared: The ids of jobs whose marks are cleared too, because their claim was rolled back on purpose.
@@ -220,7 +220,7 @@ def record_result(
 
 
 def postpone(connection: Connection, job: Job, runtime: Runtime, batch: tuple[UUID, ...] = ()) -> BatchReport:
-    """Move a job that can neither be settled nor parked out of the way of its queue, with no attempt counted.
+    """Put off a job that can be neither settled nor parked, with no attempt counted.
 
     Args:
         batch: The ids of jobs whose marks are cleared with it, because their claim was rolled back on purpose.
@@ -234,7 +234,7 @@ def postpone(connection: Connection, job: Job, runtime: Runtime, batch: tuple[UU
 def settle_on_new_connection(
     connection: Connection, batch: BatchState, runtime: Runtime, result: Result
 ) -> BatchReport:
-    """Settle a leased job whose handler wrote nothing, and had ended when its idle connection turned out to be gone."""
+    """Settle a leased job whose handler wrote nothing, and had ended when its connection turned out to be gone."""
     job = batch.job
     try:
         with connection.begin():
@@ -256,12 +256,12 @@ def settle_on_new_connection(
 
 
 def _is_no_fault_of_the_job(connection: Connection, error: psycopg.Error | SQLAlchemyError) -> bool:
-    """Return True if the connection is gone or leads to a standby: the slot then recovers on another one."""
+    """Return True if the connection is lost or leads to a standby: the slot then recovers on another."""
     return is_lost(connection) or sqlstate_of(error) == READ_ONLY
 
 
 def _release(connection: Connection, job: Job) -> BatchReport:
-    """Put a leased job that has written nothing back to run at once, with no attempt counted."""
+    """Put back a leased job that wrote nothing, to run at once, with no attempt counted."""
     try:
         with connection.begin():
             settle.release(connection, job)
@@ -290,7 +290,7 @@ def return_to_suspects(
 
 
 def _take_back_held(connection: Connection, job: Job, runtime: Runtime) -> BatchReport:
-    """Take back a leased job that ended well while another transaction held its row: the job runs again.
+    """Take back a leased job that ended while another transaction held its row: the job runs again.
 
     If the row is still held, nothing is done: the relay's beat takes the job back later.
     """
@@ -304,7 +304,7 @@ def _take_back_held(connection: Connection, job: Job, runtime: Runtime) -> Batch
 
 
 def crashed(row: tuple[object, ...]) -> JobCrashed:
-    """The event of one row of a reaping statement, with the driver's values or libpq's texts."""
+    """Make the event of a reaping statement's row, with the driver's values or libpq's texts."""
     job_id, queue, kind, crashes, died = row
     return JobCrashed(UUID(str(job_id)), str(queue), str(kind), int(str(crashes)), str(died) in ("t", "True"))
 
@@ -312,8 +312,8 @@ def crashed(row: tuple[object, ...]) -> JobCrashed:
 def _settle_anew(
     connection: Connection, batch: BatchState, job: Job, result: Result, runtime: Runtime, cleared: tuple[UUID, ...]
 ) -> tuple[Event, ...]:
-    """Settle a job whose own transaction was rolled back; no events if another relay has taken it meanwhile."""
-    # What a leased run has taken along is gone for good; without a lease it waits again, as its claim was rolled back.
+    """Settle a job whose transaction was rolled back; return no events if another relay has taken it."""
+    # Jobs that a leased run has taken along are gone for good; others wait again, as their claim was rolled back.
     taken_along = batch.stands_for if batch.is_leased else {}
     with connection.begin():
         if job.lease_token is None:
@@ -322,7 +322,7 @@ def _settle_anew(
             again = claim_one(connection, runtime.schema, str(job.id))
             if not again.jobs or again.transaction is None:
                 return ()
-            # It has not waited since: the claim that was rolled back is the one that counts.
+            # It has not waited since: the claim that was rolled back counts.
             job = msgspec.structs.replace(again.jobs[0], claimed_at=job.claimed_at)
             inner = again.transaction.inner_savepoint
         else:

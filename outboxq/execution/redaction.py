@@ -2,8 +2,8 @@
 
 Error texts of drivers quote parameters and row values, those of Pydantic their input: these parts are left out. In the
 rest of a text every value of an argument is replaced by the argument's name, as it is stored and in Python's other
-spellings of it. Not promised are values of one character, because they identify nothing, what a handler makes of a
-value, such as a slice or a hash of it, and the rest of a value that the text repeats over its own end.
+spellings. Not promised: values of one character, which identify nothing; what a handler makes of a value, such as a
+slice or a hash; and the rest of a value that the text repeats over its own end.
 """
 
 import re
@@ -22,24 +22,23 @@ from outboxq.codec.text import MAX_MESSAGE_CHARACTERS
 from outboxq.database.errors import sqlstate_of
 from outboxq.errors import CallRefused, EffectFailed, OutboxqError, PermanentError
 
-# How much of a text is read: replacing values may make it shorter.
+# The part of a text that is read: replacing values may make it shorter.
 READ_CHARACTERS = 2 * MAX_MESSAGE_CHARACTERS
 _LABEL_CHARACTERS = 63
 # The SQLSTATE class whose texts quote the offending value.
 _DATA_EXCEPTION = "22"
-# DETAIL quotes rows, CONTEXT those of a COPY, LINE and QUERY statements with what was written into them, and SQLAlchemy
-# the parameters.
+# DETAIL quotes rows, CONTEXT those of a COPY, LINE and QUERY statements with their literals, SQLAlchemy the parameters.
 _QUOTED_ROWS = re.compile(r"LINE \d+:|DETAIL:|CONTEXT:|QUERY:|\[SQL:|\[parameters:|Original exception was:")
-# Fields of a server's report that quote rows and statements. In its text they have titles of the server's language.
+# Fields of a server's report that quote rows and statements. Its text has their titles in the server's language.
 _QUOTING_FIELDS = ("message_detail", "context", "internal_query")
-# Pydantic quotes its input, and leaves out the middle of a long one, so that it is not found by its value.
+# Pydantic quotes its input, without the middle of a long one, so that its value is not found.
 _INPUT = re.compile(r"(?<=input_value=).*?(?=, input_type=|\Z)", re.DOTALL)
 # Values of this length and longer are replaced inside other words, too.
 _LONG_VALUE = 8
 _ESCAPED = re.compile(r"""["'\\]""")
 _DATE = re.compile(r"\d{4}-\d\d-\d\d")
 _DATETIME = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d{1,6})?(Z|[+-]\d\d:\d\d)?")
-# How many values are searched for, counted in each of their spellings: a text of READ_CHARACTERS takes 4 µs for each.
+# The most values, counted in each spelling, to search for: a text of READ_CHARACTERS takes 4 µs for each.
 MOST_VALUES = 10_000
 _TOO_MANY = "(text withheld: there are too many values that it may quote)"
 
@@ -47,8 +46,7 @@ _TOO_MANY = "(text withheld: there are too many values that it may quote)"
 class Redactor:
     """Takes the payload out of the texts of one failure, unless its handler wants them whole.
 
-    Its work is bounded: it reads READ_CHARACTERS of a text and of a value, and withholds all texts if there are more
-    than MOST_VALUES.
+    It reads READ_CHARACTERS of a text and of a value, and withholds all texts if there are more than MOST_VALUES.
 
     Args:
         args: The stored arguments, of all jobs of the call that failed; None if texts are kept whole.
@@ -67,14 +65,14 @@ class Redactor:
             if found > MOST_VALUES:
                 break
         self._has_too_many = found > MOST_VALUES
-        # The longest first: a short value is a word of its own also beside a longer one.
+        # The longest first: a short value counts as a word next to a longer one.
         self._values = sorted(self._labels, key=len, reverse=True)
 
     def redact(self, text: str, kept_characters: int = READ_CHARACTERS) -> str:
         """The beginning of a text without quoted rows, and with the names of arguments in place of their values.
 
-        All values are found in the original text, so no value is missed because another one overlaps it, or in a label.
-        A value shorter than _LONG_VALUE counts as a word of its own only: "order" is not replaced in "ordered".
+        All values are searched in the original text: none is hidden by an overlap, or found in a label. A value shorter
+        than _LONG_VALUE counts only as a whole word: "order" is not replaced in "ordered".
         """
         if self._is_whole:
             return text[:kept_characters]
@@ -83,7 +81,7 @@ class Redactor:
         quoted = _QUOTED_ROWS.search(text, 0, kept_characters)
         end = quoted.start() if quoted else kept_characters
         kept = _INPUT.sub("(withheld)", text[:end])
-        # With as much after it as a value that the cut goes through may have.
+        # With as much after it as a value that is cut may have.
         read = kept + text[end : end + READ_CHARACTERS]
         is_word = bytearray([character.isalnum() or character == "_" for character in read]) + b"\0"
         found: list[tuple[int, int, str]] = []
@@ -98,7 +96,7 @@ class Redactor:
                     is_word[start:end] = bytes(len(value))
                 start = read.find(value, end if is_replaced else start + 1, last)
         parts, reached = list[str](), 0
-        # Of those that begin at one place, the longest is first, as it was found first.
+        # Of those that begin at one place, the longest is first: it was found first.
         for start, end, label in sorted(found, key=itemgetter(0)):
             if end > reached:
                 parts += read[reached:start], label
@@ -127,7 +125,7 @@ class Redactor:
 
 
 def redact(message: str, args: str) -> str:
-    """The beginning of `message`, with every value of the stored arguments replaced by the name of its argument."""
+    """The beginning of `message`, with every value of the stored arguments replaced by its argument's name."""
     return Redactor([args]).redact(message)
 
 
@@ -135,7 +133,7 @@ def _quoting_texts(errors: Iterable[BaseException]) -> list[str]:
     """The texts of the failure that quote rows and data, which other texts may repeat."""
     quoting: list[object] = []
     for error in errors:
-        # Users' classes can call something else so, and raise when it is looked at.
+        # Users' classes can have another such attribute, which may raise.
         with suppress(BaseException):
             # The server's report, of psycopg; other drivers have the same fields in their text, with English titles.
             report: Any = getattr(error, "diag", None)
@@ -148,7 +146,7 @@ def _quoting_texts(errors: Iterable[BaseException]) -> list[str]:
 
 def original_of(error: BaseException) -> BaseException:
     """The driver's error that SQLAlchemy has wrapped, or the error itself."""
-    # By its type: users' classes can have a `__class__` that says something else, or none.
+    # By its type: users' classes can have another `__class__`, or none.
     original = None
     with suppress(BaseException):
         original = error.orig if issubclass(type(error), StatementError) else None  # type: ignore[attr-defined]
@@ -156,9 +154,9 @@ def original_of(error: BaseException) -> BaseException:
 
 
 def text_of(value: object) -> str:
-    """The text of any object, whatever its class does."""
+    """The text of any object; never raises."""
     try:
-        # An exact str: a class derived from it could do anything when it is looked through.
+        # An exact str: a class derived from it could do anything when it is read.
         return str.__str__(str(value))
     except BaseException:  # noqa: BLE001  # users' code; a broken __str__ must not take the job's record with it
         return f"(the text of this {type(value).__name__} cannot be read)"
@@ -190,7 +188,7 @@ def _spellings(value: str) -> set[str]:
     if not (value.isascii() and value.isprintable()) or _ESCAPED.search(value):
         # As repr(), ascii() and JSON write it, with quotes, backslashes and newlines escaped.
         found |= {repr(value)[1:-1], ascii(value)[1:-1], msgspec.json.encode(value).decode()[1:-1]}
-    # A text may look like a time without being one: 30 February.
+    # A text may look like a time and be none: 30 February.
     with suppress(ValueError):
         if _DATE.fullmatch(value):
             found.add(repr(date.fromisoformat(value)))

@@ -44,7 +44,7 @@ def run(connection: Connection, batch: BatchState, runtime: Runtime, handlers: H
     """Run each job of a claimed batch that is not decided, and write the outcomes of all.
 
     Args:
-        handlers: Those of the batch's kinds, by `decide`.
+        handlers: Handlers by kind, from `decide`.
         shared: Jobs share the transaction, so that each is checked by itself.
 
     Raises:
@@ -52,7 +52,7 @@ def run(connection: Connection, batch: BatchState, runtime: Runtime, handlers: H
         TransactionEscaped: a handler ended the transaction.
         LeaseLost: another relay may have the job.
     """
-    # The transaction is new, or undone to before the first handler.
+    # The transaction is new, or back at the end of the claim.
     runtime.guard.is_altered = False
     begin = partial(_begin, connection, batch, shared=shared)
     try:
@@ -64,7 +64,7 @@ def run(connection: Connection, batch: BatchState, runtime: Runtime, handlers: H
             else:
                 _run_several(connection, batch, runtime, handlers, begin)
     finally:
-        # Also after handlers that were interrupted.
+        # Also after interrupted handlers.
         runtime.guard.take_back()
 
 
@@ -78,14 +78,14 @@ def _run_several(
         # Jobs that all run together lock rows when they load them.
         _lock_rows(connection, batch, runtime, handlers, locks)
     for segment in segments:
-        # Jobs that are given back have no events, of which those of a segment are told by their places.
+        # A shared run finds its events by place, and jobs that are given back have none.
         may_run_together = segment.kind != "alone" and not batch.blocked
         if may_run_together and _run_together(connection, batch, runtime, handlers, segment, locks):
             continue
         for position in segment.places:
             job = batch.jobs[position]
             decided = batch.decided.get(job.id)
-            # `position` stays with a job that was settled here: it is what shows, later, if the batch was committed.
+            # `position` stays at a job that was settled here: its row shows, later, if the batch was committed.
             if isinstance(decided, SettledByClaim):
                 continue
             if decided is None and job.group_key in batch.blocked:
@@ -99,14 +99,14 @@ def _run_several(
 def _run_together(
     connection: Connection, batch: BatchState, runtime: Runtime, handlers: Handlers, segment: Segment, locks: Locks
 ) -> bool:
-    """Run the jobs of a segment together; False if all is undone, and each job is to run by itself."""
+    """Run the jobs of a segment together; return False if all are undone, and each is to run alone."""
     if segment.kind == "shared":
         is_run = run_shared(connection, batch, runtime, segment, locks)
     else:
         is_run = _call_batch_handler(connection, batch, runtime, segment, locks)
     if not is_run:
         batch.tries.together = False
-        # Undoing the segment has released its locks, and the locks taken before it.
+        # Undoing a segment releases its locks; undoing the first releases all.
         locks.forget()
         _lock_rows(connection, batch, runtime, handlers, locks)
     return is_run
@@ -130,9 +130,9 @@ def _call_batch_handler(
 
 
 def _lock_rows(connection: Connection, batch: BatchState, runtime: Runtime, handlers: Handlers, locks: Locks) -> None:
-    """Lock the rows that the handlers of several jobs ask for, before the first of them runs.
+    """Lock the rows that the handlers of several jobs want locked, before the first of them runs.
 
-    All in one order: else two batches that have rows in common could wait for each other.
+    All in one order: else two batches with common rows could wait for each other.
     """
     locking = {
         kind: found
@@ -146,7 +146,7 @@ def _lock_rows(connection: Connection, batch: BatchState, runtime: Runtime, hand
     try:
         lock_ahead(connection, keys, locks)
     except BaseException as error:
-        # Each job locks its own rows when it runs, and fails by itself if it cannot: also for a listener of the user's.
+        # Each job locks its own rows when it runs, and fails alone if it cannot: also for a listener of the user's.
         if is_lost(connection) or batch.transaction is None or not runtime.is_failure(error):
             raise
         run_script(connection, f"ROLLBACK TO SAVEPOINT {batch.transaction.inner_savepoint}")
@@ -173,8 +173,8 @@ def _run_alone(
     *,
     shared: bool,
 ) -> Result:
-    """Run the handler of one job, again after a deadlock; returns the last result, or the decided one."""
-    # First: the event of a job that is not called says how long that took, and not the time of the job before.
+    """Run the handler of one job, again after a deadlock; return the last result, or the decided one."""
+    # First: the event of a job that does not run must not have the time of the job before.
     batch.running.begin()
     decided = batch.decided.get(job.id)
     if decided is None and (batch.expires or runtime.orders.cancelled):
@@ -199,27 +199,27 @@ def _run_alone(
                 return result
             free_retries -= 1
             if result.prepared:
-                # The driver would execute it again, by its name, on this connection: also for the next jobs.
+                # Else the driver would execute it again, by its name, on this connection: also for the next jobs.
                 prepares, runtime.guard.left = False, runtime.guard.left or "stale prepared statement"
             if result.error is not None:
-                # No hook hears of it.
+                # No hook receives it.
                 drop_tracebacks(result.error)
     finally:
         batch.running.end_call()
 
 
 def _set_timeout(connection: Connection, batch: BatchState, seconds: float | None, *, shared: bool) -> None:
-    """Set the deadline of one handler: the transaction has the longest of its queue, or the last job's."""
+    """Set the deadline of one handler: the transaction has its queue's longest, or the last job's."""
     if batch.transaction is not None:
         settings, inner = local_timeouts(seconds) or TIMEOUTS_OFF, batch.transaction.inner_savepoint
-        # For a lone job, before the inner savepoint: going back to that savepoint must not undo the settings.
+        # For a lone job, before the inner savepoint: a rollback to it must not undo the settings.
         around = () if shared else (f"RELEASE SAVEPOINT {inner}", f"SAVEPOINT {inner}")
         run_script(connection, *around[:1], *settings, *around[1:])
     batch.running.timeout_seconds = seconds
 
 
 def _begin(connection: Connection, batch: BatchState, *, shared: bool) -> str | None:
-    """Begin the batch's transaction; returns its inner savepoint, which a lone job uses as its own, or None."""
+    """Begin the batch's transaction; return its inner savepoint, which a lone job uses as its own, or None."""
     transaction = batch.begin(connection)
     return None if shared else transaction.inner_savepoint
 
@@ -231,14 +231,14 @@ def _settle_alone(connection: Connection, batch: BatchState, job: Job, runtime: 
     seconds = batch.running.end()
     is_idle = runtime.guard.transaction_status == TransactionStatus.IDLE
     if job.lease_token is not None and is_idle and not batch.was_begun:
-        # A leased job whose handler wrote nothing is removed together with others.
+        # A leased job whose handler wrote nothing is removed with others.
         if isinstance(result, Done) and not has_follower(job):
             batch.events.append(event_of_end(job, result, runtime, seconds))
             return
         if isinstance(result, Discard):
             batch.events.append(event_of_end(job, runtime.redacted(job, result), runtime, seconds))
             return
-        # The handler worked outside the database: its result must outlive a connection that is gone by now.
+        # The handler worked outside the database: its result must outlive a lost connection.
         batch.late_result = result
     if batch.transaction is None:
         batch.begin(connection)
@@ -254,17 +254,17 @@ def _settle_alone(connection: Connection, batch: BatchState, job: Job, runtime: 
 
 
 def _restore(connection: Connection, batch: BatchState, runtime: Runtime) -> None:
-    """Undo what a handler has set in the transaction, if anything: our statements need our role, and our deadlines.
+    """Undo the settings of a handler in the transaction, if any: our statements need our role and our deadlines.
 
     Raises:
         TransactionEscaped: the handler had ended the transaction.
-        psycopg.Error: something else hit the statements, such as a cancellation.
+        psycopg.Error: the statements failed for another reason, such as a cancellation.
     """
     guard, transaction = runtime.guard, batch.transaction
     if transaction is None or not (guard.is_altered or guard.left):
         return
     if not batch.was_begun and is_listened_to(connection):
-        # A listener of the user's has set the role of the transaction, perhaps, and it was not noted.
+        # A listener of the user's may have set the transaction's role, which was not recorded.
         return
     script = restored(transaction.inner_savepoint, batch.running.timeout_seconds, is_noted=batch.was_begun)
     try:
@@ -275,8 +275,8 @@ def _restore(connection: Connection, batch: BatchState, runtime: Runtime) -> Non
         if error.sqlstate not in ESCAPED:
             raise
         if batch.is_leased:
-            # What settles the job would be outside of the transaction, and may wait for what the handler prepared.
+            # The job would be settled outside of the transaction, and may wait for one that the handler prepared.
             raise TransactionEscaped(batch.job, runtime.describe(TransactionEndedByHandler(), batch.job)) from error
-        # COMMIT finds the same, and whose fault it is.
+        # COMMIT finds the same, and the job at fault.
         return
     guard.is_altered = False

@@ -1,4 +1,4 @@
-"""What running a handler needs besides its job: fixed for as long as a slot has its connection."""
+"""The runtime of handlers: all that they need except jobs, fixed for a slot's connection."""
 
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
@@ -54,7 +54,7 @@ class CancelledResult:
 
 @dataclass(frozen=True, slots=True)
 class ExpiredResult:
-    """The job's time was over before its handler was called."""
+    """The job expired before its handler was called."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,13 +67,13 @@ Result: TypeAlias = Outcome | Failed | UnknownKindResult | CancelledResult | Exp
 
 @dataclass(frozen=True, slots=True)
 class Runtime:
-    """What executing needs besides the job, fixed for the life of a slot's connection.
+    """All that executing needs except the job, fixed for the life of a slot's connection.
 
     Args:
-        is_interruption: Whether an error that came out of a handler is the relay's own interruption of it.
-        notes: Where handlers note their progress; None if that is nowhere.
-        prepared_rows: Where the connection has the INSERTs of finished jobs prepared; None to send them as text.
-        has_citus: Whether a job may be seen before the rows of the transaction that added it.
+        is_interruption: Returns True for an error of a handler that is the relay's own interruption.
+        notes: The progress of handlers; None if it is not recorded.
+        prepared_rows: The connection's prepared INSERTs of finished rows; None to send them as text.
+        has_citus: A job may be seen before the rows of the transaction that added it.
     """
 
     registry: Registry
@@ -93,23 +93,22 @@ class Runtime:
     has_citus: bool = False
 
     def is_failure(self, error: BaseException) -> bool:
-        """Whether an error that came out of a handler is a failed attempt of its job.
+        """Return True if an error of a handler is a failed attempt of its job.
 
         Every error of a handler is, KeyboardInterrupt and other BaseExceptions included: a job must not be able to end
-        its relay. Only the relay's own interruption of a handler is not, and is to be raised again.
+        its relay. Only a lost connection, and the relay's own interruption, are raised again.
         """
-        # By its type, which a class cannot make say something else, or raise.
+        # By its type, which users' classes cannot redefine.
         return not (issubclass(type(error), Abandoned | ConnectionLost) or self.is_interruption(error))
 
     def check_rest(self, connection: Connection, job: Job, error: BaseException | None = None) -> None:
-        """Check the state of the driver's connection after a handler's call, which may have ended in an error.
+        """Check the state of the driver's connection after a handler's call, also one that raised `error`.
 
         Raises:
-            ConnectionSpoiled: nothing can be sent on the connection any more, not even to undo the handler.
+            ConnectionSpoiled: nothing can be sent on the connection, not even to undo the handler.
         """
         guard = self.guard
-        # Without an error, nothing can be under way if no job so far has taken the driver's connection, and this one
-        # has sent nothing.
+        # Without an error, nothing can be under way if no job took the driver's connection, and this one sent nothing.
         is_untouched = guard.left is None and (guard.on_first_use is not None or not guard.lent)
         if (error is None and is_untouched) or is_at_rest(connection):
             return
@@ -120,10 +119,10 @@ class Runtime:
             raise ConnectionSpoiled(self.describe(error, job)) from error
 
     def absent(self, connection: Connection, job: Job) -> None:
-        """Decide what it means that the row of an entity argument is not there.
+        """Check if the missing row of an entity argument may come later.
 
         Raises:
-            RowsMayBeLate: nothing yet.
+            RowsMayBeLate: it may.
         """
         if self.has_citus:
             wait_while_young(connection, job)
@@ -132,13 +131,13 @@ class Runtime:
         """The job's access to effects (`ctx.once`); None if this relay cannot call effects."""
         if self.caller is None:
             return None
-        # Refused also if the job is alone in its batch: a handler must not depend on how busy its queue is.
+        # Refused also for a lone job: a handler must not depend on how busy its queue is.
         is_shared = job.queue in self.sharing_queues and job.lease_token is None
         retention, refusal = partial(self._retention, handler, job), _SHARED if is_shared else None
         return EffectAccess(self.caller, retention, refusal, partial(self._describe_call, job))
 
     def _describe_call(self, job: Job, error: BaseException) -> str:
-        """An error of a call to the outside: its class, its text as the job's handler wants it kept, and its line."""
+        """Describe an error of an effect's call: its class, its text as the job's handler wants it kept, its line."""
         record = self.redacted(job, self.describe(error, job)).record
         line = f" ({record.where[-1]})" if record.where else ""
         return storable(f"{record.type}{record.message and f': {record.message}'}{line}")
@@ -160,7 +159,7 @@ class Runtime:
         return retention
 
     def describe(self, error: BaseException, job: Job, *, stack: Sequence[Frame] | None = None) -> Failed:
-        """The record of an exception that ended an attempt, as the job's handler wants it kept.
+        """Describe an exception that ended an attempt, as the job's handler wants it kept.
 
         Args:
             stack: The handler's call stack, if it did not raise the error itself.
@@ -171,7 +170,7 @@ class Runtime:
         return describe_failure(error, job, Describing(args, homes), stack)
 
     def reason(self, reason: object, job: Job) -> str:
-        """The reason that a handler gave for its outcome, as it is kept."""
+        """Redact the reason that a handler gave for its outcome."""
         return describe_reason(reason, None if self._keeps_whole(job) else job.args)
 
     def _keeps_whole(self, job: Job) -> bool:
@@ -179,7 +178,7 @@ class Runtime:
         return handler is not None and handler.messages == "whole"
 
     def redacted(self, job: Job, result: R) -> R:
-        """The result of an attempt of this job, as it may be stored and reported."""
+        """Remove the texts of an attempt's result, if its handler withholds them."""
         handler = self.registry.handlers.get(job.kind)
         return withheld(result) if handler is not None and handler.messages == "withheld" else result
 
@@ -192,7 +191,7 @@ class Runtime:
         return found
 
     def handler_of(self, job: Job) -> AnyHandler | None:
-        """The job's handler, if it is one for this slot, and its kind is not paused."""
+        """The job's handler, if this slot can run it, and its kind is not paused."""
         if self.orders.paused and (job.queue, job.kind) in self.orders.paused:
             return None
         handler = self.registry.handlers.get(job.kind)
@@ -200,7 +199,7 @@ class Runtime:
 
 
 def is_cancellation(error: BaseException) -> bool:
-    """Whether the running task is cancelled, and the error is not one that a handler raised or met in an await."""
+    """Return True if the running task is cancelled, and `error` is that cancellation, not a handler's own."""
     if not issubclass(type(error), asyncio.CancelledError):
         return False
     try:

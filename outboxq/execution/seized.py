@@ -1,4 +1,4 @@
-"""Batches that the relay has taken away from their slots: each job of one is settled in a transaction of its own."""
+"""Batches that the relay has taken away from their slots: their jobs are settled in separate transactions."""
 
 import logging
 
@@ -20,8 +20,8 @@ from outboxq.job import Job
 from outboxq.statements.lease import INTERRUPTED, note_interrupted
 from outboxq.statements.transaction import end_backend
 
-# A job that stops its relay, and does not end in the time to drain, could do so for ever. One that only takes longer is
-# interrupted by each deployment: so often it runs again as it was, and then as a suspect.
+# A job that stops its relay, and does not end in the time to drain, could do so for ever; a slow one is interrupted by
+# each deployment. So often it runs again as it was, and then as a suspect.
 FREE_INTERRUPTIONS = 10
 _INTERRUPTED = "its relay stopped before the job had ended"
 
@@ -32,9 +32,9 @@ def settle_aborted(
     """Settle a batch that the relay took away from its slot, and whose transaction the relay has ended.
 
     Args:
-        failed: The attempt of the job that ran; None if the relay is stopping, or if it is not known which job ran.
-        is_crash: Whether this job may be about to kill the relay: it is treated as if the relay had died already, so
-            that it runs alone next, and its crash is counted then. So is one that was interrupted too often.
+        failed: The attempt of the job that ran; None if the relay is stopping, or the job that ran is not known.
+        is_crash: This job may be about to kill the relay: it is treated as if the relay had died, so that it runs
+            alone next, and its crash is counted then. So is one that was interrupted too often.
 
     Raises:
         ConnectionLost: the server has not ended the transaction yet.
@@ -48,7 +48,7 @@ def settle_aborted(
         if batch.is_leased:
             why = "the event loop was blocked while the job ran" if is_crash else _INTERRUPTED
             return return_to_suspects(connection, batch.job, runtime, why)
-        # The claim's mark makes the job a suspect: those of the others go.
+        # The claim's mark makes the job a suspect: the others' are cleared.
         running = {job.id for job in batch.running_jobs}
         with connection.begin():
             clear_marks(connection, runtime.schema, [each for each in batch.claimed_ids if each not in running])
@@ -64,7 +64,7 @@ def settle_aborted(
 
 
 def _clear_and_note(connection: Connection, batch: BatchState, runtime: Runtime) -> None:
-    """Clear the marks of a batch that was interrupted, and note that in the rows of the jobs that ran, if they let it.
+    """Clear the marks of a batch that was interrupted, and record that in the rows of the jobs that ran, if possible.
 
     In one transaction: another relay may take the jobs at once.
     """
@@ -102,7 +102,7 @@ def settle_cancelled(
 
 
 def end_other_transaction(connection: Connection, batch: BatchState, *, terminate: bool) -> None:
-    """Cancel what a slot's backend runs, or terminate it, so that no late write can land."""
+    """Cancel the statement of a slot's backend, or terminate it, so that it writes nothing later."""
     if batch.transaction is not None:
         with connection.begin():
             run_script(connection, end_backend(batch.transaction.pid, batch.transaction.xid, terminate=terminate))

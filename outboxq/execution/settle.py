@@ -1,7 +1,7 @@
 """Settle: the outcome of a job's attempt is written in the transaction of its handler's rows.
 
-In transaction mode success writes nothing: the claim's delete stands. Under a lease every write is refused once the
-lease was lost. Then `commit_checked` commits, and checks that it did.
+In transaction mode success writes nothing: the claim has deleted the job. Under a lease every write is refused once
+the lease was lost. `commit` commits, and checks that it did.
 """
 
 from datetime import timedelta
@@ -41,7 +41,7 @@ from outboxq.statements import cancel, transaction
 from outboxq.statements import settle as statements
 from outboxq.statements.settle import errors_with, insert_dead, put_back, put_back_parked, remove, unchanged
 
-# lock_timeout, statement_timeout or a cancellation, a deadlock.
+# lock_timeout; statement_timeout or a cancellation; a deadlock.
 _GAVE_UP_WAITING = frozenset({"55P03", "57014", "40P01"})
 
 
@@ -86,15 +86,15 @@ def settle_result(connection: Connection, job: Job, result: Result, runtime: Run
 def _drop(
     connection: Connection, job: Job, result: CancelledResult | ExpiredResult, runtime: Runtime, seconds: float
 ) -> JobEvent:
-    """End a job that has expired, or that was cancelled: as its request wants it, together with the request.
+    """End a job that has expired, or was cancelled: as its request wants it, together with the request.
 
-    A request that is gone was answered already, before the job came back from the dead letters, and one that is older
-    than the job was made for an earlier job of its id: then it runs again.
+    A request that is gone was answered before the job came back from the dead letters, and one that is older than the
+    job was for an earlier job of its id: then the job runs again.
     """
     if isinstance(result, ExpiredResult):
         finish(connection, job)
         return JobExpired(job, seconds)
-    # A run of jobs with a key may have taken over the time of one that was added after the request.
+    # A job with a key may have taken over the time of one that was added after the request.
     created_at = job.created_at if job.unique_key is None else None
     outcome = connection.execute(cancel.take_request(job.id, created_at)).scalar_one_or_none()
     if outcome is None:
@@ -109,7 +109,7 @@ def _drop(
 
 
 def event_of_end(job: Job, result: Done | Discard, runtime: Runtime, seconds: float) -> JobEvent:
-    """The event of a job that is over."""
+    """Make the event of a job that ended."""
     if isinstance(result, Discard):
         return JobDiscarded(job, runtime.reason(result.reason, job), seconds)
     return JobDone(job, seconds, result.result if isinstance(result, DoneWithResult) else None)
@@ -136,12 +136,12 @@ def _retry_or_dead_letter(
 
 
 def died(job: Job, reason: str, record: ErrorRecord, error: BaseException | None, seconds: float) -> JobDied:
-    """The event of a job that moves to the dead letters because of a failed attempt."""
+    """Make the event of a job that moves to the dead letters for a failed attempt."""
     return JobDied(job, reason, record.where, record.type, record.message, error, record, seconds)
 
 
 def finish(connection: Connection, job: Job) -> None:
-    """Remove a job that is over. In transaction mode its claim has removed it already.
+    """Remove a job that ended. In transaction mode its claim has removed it already.
 
     Raises:
         LeaseLost: another relay may have the job by now; nothing of this run may be committed.
@@ -151,10 +151,10 @@ def finish(connection: Connection, job: Job) -> None:
 
 
 def passes(job: Job, runtime: Runtime) -> bool:
-    """Whether the jobs behind this one in its group go on while it is put off. One of an unknown kind holds them up."""
+    """Return True if later jobs of its group go on while this one is put off. One of an unknown kind holds them up."""
     if job.group_key is None:
         return False
-    # Where several jobs of a group run at a time, there is no order to keep. An operator's setting is in the table.
+    # If several jobs of a group run at a time, there is no order to keep. An operator's setting is in the table.
     declared = runtime.registry.limits.get(job.queue)
     several = declared is not None and (declared.per_group or 1) > 1
     handler = runtime.handler_of(job)
@@ -162,7 +162,7 @@ def passes(job: Job, runtime: Runtime) -> bool:
 
 
 def block(blocked: set[str], job: Job, runtime: Runtime) -> None:
-    """Record that a job was put off, and holds up those behind it in its group."""
+    """Record that a job was put off, and holds up later ones of its group."""
     if job.group_key is not None and not passes(job, runtime):
         blocked.add(job.group_key)
 
@@ -171,7 +171,7 @@ def retry(connection: Connection, job: Job, record: ErrorRecord, delay: timedelt
     """Put the job back to run after `delay`, with this attempt counted and its error recorded.
 
     Args:
-        passes: Whether the jobs behind it in its group go on meanwhile.
+        passes: Later jobs of its group go on until then.
     """
     errors = errors_with(kept_errors(job.errors), record.as_json())
     _write(connection, job, put_back(job, attempt=job.attempt, errors=errors, delay=delay, passes=passes))
@@ -183,7 +183,7 @@ def snooze(connection: Connection, job: Job, delay: timedelta, *, passes: bool =
 
 
 def release(connection: Connection, job: Job, record: ErrorRecord | None = None) -> None:
-    """Put a job back to run at once, its attempt not counted; `record` says why it has not ended, if it has begun."""
+    """Put a job back to run at once, its attempt not counted; `record` says why it did not end, if it had begun."""
     errors = job.errors if record is None else errors_with(kept_errors(job.errors), record.as_json())
     _write(connection, job, put_back(job, attempt=job.attempt - 1, errors=errors, delay=None))
 
@@ -201,19 +201,19 @@ def dead_letter(connection: Connection, job: Job, reason: str, record: ErrorReco
 
 
 def is_unchanged(connection: Connection, job: Job) -> bool:
-    """Whether the row is still there as the claim found it, or, under a lease, as the claim left it."""
+    """Return True if the row still is as the claim found it, or, under a lease, as the claim left it."""
     return connection.execute(unchanged(job)).first() is not None
 
 
 def postpone(connection: Connection, job: Job, delay: timedelta, *, passes: bool) -> None:
-    """Move a job that cannot even be settled out of the way of its queue."""
+    """Put off a job that cannot be settled, so that its queue goes on."""
     connection.execute(statements.postpone(job, delay, passes=passes))
 
 
 def check_shared(connection: Connection, xid: str) -> None:
-    """Check deferred constraints now: at COMMIT it would not show which job of the transaction has violated one.
+    """Check deferred constraints now: COMMIT would not show which job of the transaction has violated one.
 
-    Leaves deferred constraints deferred.
+    They stay deferred.
 
     Raises:
         psycopg.Error: the first violation of a deferred constraint.
@@ -241,7 +241,7 @@ def _write(connection: Connection, job: Job, statement: Insert | Update | Delete
     try:
         written = connection.execute(statement).rowcount
     except DBAPIError as error:
-        # These errors mean that the statement waited for the job's row; in transaction mode it waits for nothing.
+        # The statement waited for the job's row; in transaction mode it waits for nothing.
         if job.lease_token is not None and sqlstate_of(error) in _GAVE_UP_WAITING:
             raise JobRowHeld(job.id) from error
         raise

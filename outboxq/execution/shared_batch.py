@@ -1,11 +1,11 @@
 """Shared batches: jobs of batchable kinds on one savepoint, which share the loading and the writing of rows.
 
-Each job has a session of its own. Rows of entity arguments are loaded ahead, and the writes of a job wait for those of
-the next jobs, as far as no statement could tell the difference: before anything is sent for a handler, the waiting
-writes are sent, and loaded rows are dropped.
+Each job has its own session. Rows of entity arguments are loaded ahead, and the writes of a job wait for those of the
+next jobs, as far as no statement could see the difference: before anything is sent for a handler, the waiting writes
+are sent, and loaded rows are dropped.
 
-If a job fails, or ends otherwise than done, all jobs are undone to the savepoint; then each runs by itself, and a
-failure is its own.
+If a job fails, or ends other than done, all jobs are undone to the savepoint; then each runs alone, and a failure is
+its own.
 """
 
 import time
@@ -51,7 +51,7 @@ from outboxq.outcomes import Done
 
 
 def run_shared(connection: Connection, batch: BatchState, runtime: Runtime, segment: Segment, locks: Locks) -> bool:
-    """Run the jobs of a segment, of batchable kinds; False if all are undone, and each is to run by itself.
+    """Run the jobs of a segment, of batchable kinds; return False if all are undone, and each is to run alone.
 
     Raises:
         ConnectionLost: the transaction is gone with its connection.
@@ -64,7 +64,7 @@ def run_shared(connection: Connection, batch: BatchState, runtime: Runtime, segm
     except BaseException as error:
         if not runtime.is_failure(error):
             raise
-        # The error will show again when each job runs alone; one of ours need not.
+        # The error will come again when each job runs alone; a defect of ours need not.
         failed = error
         if is_defect(error):
             report(error)
@@ -74,14 +74,14 @@ def run_shared(connection: Connection, batch: BatchState, runtime: Runtime, segm
         batch.running.end_call()
         runtime.guard.let_go()
     run.undo(failed)
-    # No hook hears of it.
+    # No hook receives it.
     drop_tracebacks(failed)
     del batch.events[events:]
     return False
 
 
 class _JobSession:
-    """The session of one job, made when it is first asked for, as that of an `Attempt`."""
+    """The session of one job, made when it is first used, as that of an `Attempt`."""
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
@@ -89,7 +89,7 @@ class _JobSession:
         self.made: HandlerSession | None = None
 
     def session(self) -> HandlerSession:
-        """The session; InvalidRequestError if the job is over."""
+        """Return the session; InvalidRequestError if the job ended."""
         if self.made is None:
             if self._is_over:
                 raise InvalidRequestError(IS_OVER)
@@ -97,7 +97,7 @@ class _JobSession:
         return self.made
 
     def close(self) -> bool:
-        """Close the session for good; False if that fails, because the transaction below it is not as it was.
+        """Close the session for good; return False if that fails, because the transaction is not as it was.
 
         Errors of users' listeners are raised.
         """
@@ -111,10 +111,10 @@ class _JobSession:
 
 
 class _SharedRun:
-    """Jobs that run one after the other; watches everything that their handlers send.
+    """Jobs that run one after the other; watches all that their handlers send.
 
     Before a job sends anything, the waiting writes of earlier jobs are sent, and their events added. So if a job ends
-    the transaction, it is known what stands: the rows of all jobs with an event and its own, and no others.
+    the transaction, only its own rows and those of all jobs with an event may be committed.
     """
 
     def __init__(
@@ -126,14 +126,14 @@ class _SharedRun:
         self._places = segment.places
         self._arguments = segment.arguments
         self._locks = locks
-        # How long each job ran, and its result, if that is kept.
+        # The time of each job, and its result, if that is kept.
         self._ended: list[tuple[float, str | None]] = []
         self._sent = 0
         self._is_over = False
-        # The next two are of the job that runs.
+        # These two are of the job that runs.
         self._is_suspicious = False
         self._written: set[RowWrite | None] = set()
-        # A handler took the driver's own connection: statements on it are not seen, also those of later jobs.
+        # A handler took the driver's connection: statements on it are not seen, nor those of later jobs.
         self._is_unseen = False
         self._failed: BaseException | None = None
         self._is_closed = True
@@ -142,7 +142,7 @@ class _SharedRun:
         self._buffer = WriteBuffer(self._facts_of, locks.has)
         kinds = [job.kind for job in batch.jobs[segment.places.start : segment.places.stop]]
         registry = runtime.registry
-        # What is loaded ahead is loaded outside of the arounds of its job.
+        # Rows are loaded ahead outside of the arounds of their jobs.
         own_types = any(kind in registry.arounds for kind in kinds)
         self._rows = PreloadedEntities(connection, self._facts_of, locks, own_types=own_types)
         self._loaded_ahead = [
@@ -151,7 +151,7 @@ class _SharedRun:
         self._savepoint = SharedSavepoint(connection, runtime.guard, batch, segment.places.start)
 
     def run(self) -> None:
-        """Run all of them, up to the release of their savepoint."""
+        """Run all jobs, up to the release of their savepoint."""
         self._batch.running.position = self._places.start
         jobs = self._batch.jobs[self._places.start : self._places.stop]
         self._call = self._batch.running.begin_call(jobs, self._runtime.notes)
@@ -175,14 +175,14 @@ class _SharedRun:
             self._is_suspicious = self._is_suspicious or may_end_transaction(statement)
             writes = row_writes(first_word(statement), context)
         except Exception as error:  # noqa: BLE001  # raised again, unless it is a defect
-            # The handler goes on as if anything was written; then each job runs by itself.
+            # The handler goes on, as one that may have written anything; then each job runs alone.
             contain(error)
             self._failed, self._is_suspicious, writes = error, True, None
         self._written.update((None,) if writes is None else writes)
         self._catch_up()
 
     def hands_out(self) -> None:
-        """Record that a handler takes the driver's connection, which can be used unseen from now on."""
+        """Record that a handler takes the driver's connection, to use it unseen from now on."""
         self._is_suspicious = self._is_unseen = True
         self._written.add(None)
         self._catch_up()
@@ -194,17 +194,17 @@ class _SharedRun:
             self._savepoint.undo_all(error, closed=self._is_closed)
         except TransactionEscaped:
             if self._is_over:
-                # It is not known whose handler ended the transaction, nor whose rows stand.
+                # It is not known whose handler ended the transaction, nor whose rows are committed.
                 self._batch.blame_all(self._places)
             else:
                 self._set_aside_unsent()
             raise
 
     def _set_aside_unsent(self) -> None:
-        """Move jobs whose writes were not sent behind the job that ended the transaction: nothing of them stands."""
+        """Move jobs with unsent writes to after the job that ended the transaction: none is committed."""
         batch, first = self._batch, self._places.start + self._sent
         if first > batch.running.position:
-            # Nothing was unsent but the end of the transaction: its own event is not one of a job that is done.
+            # All was sent: the job that ended the transaction has an event, and is not done.
             del batch.events[batch.running.position - first :]
             return
         jobs, position = batch.jobs, batch.running.position
@@ -260,7 +260,7 @@ class _SharedRun:
         return returned
 
     def _given(self, opened: _JobSession, handler: AnyHandler, arguments: Mapping[str, object]) -> dict[str, object]:
-        """The arguments of one job, with its entities in its own session, in their present state."""
+        """Make the arguments of one job, with entities in its session, in their present state."""
         given, found = dict(arguments), dict[object, object]()
         loaded: list[tuple[EntityKey, object]] = []
         find = self._finder(opened)
@@ -276,9 +276,9 @@ class _SharedRun:
         return given
 
     def _finder(self, opened: _JobSession) -> Callable[[Session, str, EntityKey], object]:
-        """What finds a job's entities: rows that were loaded ahead are not for a session that its arounds have used.
+        """The finder of a job's entities: rows that were loaded ahead are not for a session that its arounds used.
 
-        They may have loaded these rows, have put listeners on the session, or have set what is visible.
+        Arounds may have loaded these rows, put listeners on the session, or set what is visible.
         """
         return self._entity if opened.made is None else partial(load_entity, absent=self._absent)
 
@@ -288,12 +288,11 @@ class _SharedRun:
             self._load_ahead()
             entity = self._rows.take(key)
         if entity is None:
-            # The class cannot be loaded ahead, or the row is not there.
+            # The class cannot be loaded ahead, or the row does not exist.
             return load_entity(session, name, key, self._absent)
-        # Joined as by the SELECT that the job alone would have sent: what the handler does to the session's transaction
-        # is the same then.
+        # As the SELECT of a lone job would: then a handler's calls have the same effect on the session's transaction.
         session.connection()
-        # What add() does, without its search for related objects: none were loaded.
+        # As add(), without its search for related objects: none were loaded.
         session._save_or_update_impl(instance_state(entity))  # noqa: SLF001  # what add() calls
         return entity
 
@@ -303,8 +302,8 @@ class _SharedRun:
     def _load_ahead(self) -> None:
         """Send the waiting writes, then load rows of the next jobs.
 
-        At first the rows of all jobs. After a handler that sent something, the rows of one job, then of twice as many
-        each time: the next handler may send something too, and all rows would be dropped.
+        At first those of all jobs. After a handler that sent something, those of one job, then of twice as many each
+        time: the next handler may send something too, and all rows would be dropped.
         """
         self._send()
         first = self._batch.running.position - self._places.start
@@ -316,7 +315,7 @@ class _SharedRun:
         """Put the job's unsent writes into the buffer; those that may not wait are sent at once."""
         self._check()
         if self._is_suspicious and not self._savepoint.is_same_transaction():
-            # Before anything more is sent: that would be in another transaction.
+            # Before more is sent: that would be in another transaction.
             raise TransactionEndedByHandler
         if opened.made is None and all(map(may_wait, run.deferred)):
             self._add_deferred(run.deferred)
@@ -339,16 +338,16 @@ class _SharedRun:
             check_shared(self._connection, self._savepoint.xid)
 
     def _may_wait(self, session: Session) -> bool:
-        """Whether the session is as it was opened, but for rows, jobs and deferred statements that may wait."""
+        """Return True if the session has only rows, jobs and deferred statements that may wait."""
         is_usable = session.is_active and not session.in_nested_transaction() and not self._is_unsure
         is_own = uses_only(session, self._connection)
         return is_usable and is_own and holds_only_jobs(session) and may_all_wait(session)
 
     def _may_fail_at_commit(self) -> bool:
-        """Whether what the job wrote may break a constraint that is not checked yet, and a later job might mend it."""
+        """Return True if the job may have violated a deferred constraint, which a later job might mend."""
         if all(map(self._is_contained, self._written)):
             return False
-        # What is known of constraints may not hold any more.
+        # If unsure, the known constraints may have changed.
         return self._is_unsure or self._runtime.catalog.has_deferrable(self._connection)
 
     def _is_contained(self, write: RowWrite | None) -> bool:
@@ -379,18 +378,18 @@ class _SharedRun:
 
     @property
     def _is_unsure(self) -> bool:
-        """Whether a table may be another one now: by an unseen statement, a setting, or what only the server knows."""
+        """Return True if a table may be another now: by unseen statements, settings, or what the server alone knows."""
         guard = self._runtime.guard
         return self._is_unseen or guard.is_altered or guard.left is not None or not guard.has_own_options
 
     def _check(self) -> None:
-        """Check that the transaction is as it was before the handler, with no swallowed error. No I/O.
+        """Check that the transaction is as before the handler, with no swallowed error. No I/O.
 
         Raises:
             HandlerError: it is not.
         """
         if self._failed is not None:
-            # The handler met this error when it sent something, and may have swallowed it.
+            # The handler got this error when it sent something, and may have swallowed it.
             raise self._failed
         if not (self._is_closed and self._savepoint.is_whole):
             self._savepoint.check()

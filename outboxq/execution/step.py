@@ -1,4 +1,4 @@
-"""A step: what rides on the COMMIT of jobs that have ended. The core sends steps, and knows none of them."""
+"""A step: statements that ride on the COMMIT of ended jobs. The core sends steps, and knows none of them."""
 
 from collections.abc import Sequence
 from typing import ClassVar
@@ -28,9 +28,9 @@ class Step:
         return ()
 
     def committed(self, rows: Rows) -> Sequence[Event]:  # noqa: ARG002  # steps whose statements return rows read them
-        """Receive the rows of the step's statements, once COMMIT is done; returns events to publish."""
+        """Receive the rows of the step's statements, once COMMIT is done; return events to publish."""
         return ()
 
-    def refused(self, error: BaseException) -> "Step | None":  # noqa: ARG002  # optional steps look at it
-        """Receive the error of an optional step; returns the step to send in its place, if any."""
+    def refused(self, error: BaseException) -> "Step | None":  # noqa: ARG002  # optional steps read it
+        """Receive the error of an optional step; return the step to send in its place, if any."""
         return None

@@ -1,4 +1,4 @@
-"""The steps that ride on a COMMIT, each with a file of its own: here alone they are named."""
+"""The steps that ride on a COMMIT, each with its own file: only this one names them."""
 
 from collections.abc import Mapping, Sequence
 from uuid import UUID
@@ -21,10 +21,10 @@ def steps_of(
     runtime: Runtime,
     stands_for: Mapping[UUID, tuple[UUID, ...]] | None = None,
 ) -> list[Step]:
-    """The steps of a transaction in which jobs of a batch end by these events; none for plain jobs.
+    """Make the steps of a transaction in which jobs of a batch end by these events; none for plain jobs.
 
     Args:
-        stands_for: The jobs that runs stand for; by default those of the batch.
+        stands_for: Jobs that others run for; by default the batch's.
     """
     found: list[Step] = []
     if runtime.keeper.kinds:

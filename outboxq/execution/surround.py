@@ -1,8 +1,8 @@
 """Surround: the call of a handler within its arounds.
 
-The arounds are entered first, the outermost before the others. Then the handler's arguments are loaded, its entities
-under all that the arounds have set; then it is called. Those that were entered are always left again, and whatever they
-answer, an error stays the error of the attempt.
+The arounds are entered first, the outermost before the others. Then the handler's arguments are loaded, with its
+entities under the arounds' settings; then it is called. Arounds that were entered are always left again, and cannot
+suppress the error of the attempt.
 """
 
 import inspect
@@ -19,7 +19,7 @@ from outboxq.job import Job
 
 
 class HasSession(Protocol):
-    """One job's attempt; its session is made when it is first asked for, and None before."""
+    """One job's attempt; its session is made when it is first used, and None before."""
 
     made: HandlerSession | None
 
@@ -44,7 +44,7 @@ class Surrounded(NamedTuple):
         load: Callable[[], dict[str, object]],
         batch: Sequence[Job] | None = None,
     ) -> "Surrounded":
-        """Those of one job's attempt, whose session shows if arounds use it."""
+        """Surround one job's attempt; record if its arounds use its session."""
 
         def note_and_load() -> dict[str, object]:
             arounds.use_sessions |= attempt.made is not None
@@ -53,7 +53,7 @@ class Surrounded(NamedTuple):
         return cls(arounds.all, note_and_load, batch)
 
     def context_of(self, ctx: JobContext[Any, Any]) -> object:
-        """The context that the arounds are given: the handler's own, or for a batch handler one like its own."""
+        """The context of the arounds: the handler's own, or for a batch handler one like its own."""
         if self.batch is None:
             return ctx
         kind: Any = AsyncBatchContext if isinstance(ctx, AsyncContext) else BatchContext
@@ -61,7 +61,7 @@ class Surrounded(NamedTuple):
 
 
 def call_within(arounds: Sequence[Around], ctx: object, call: Callable[[], object]) -> object:
-    """Call a sync handler within these arounds; returns what it returned, or the outcome that an around gave."""
+    """Call a sync handler within these arounds; return its value, or the outcome that an around returned."""
     if not arounds:
         return call()
     around, *inner = arounds
@@ -79,7 +79,7 @@ def call_within(arounds: Sequence[Around], ctx: object, call: Callable[[], objec
     try:
         returned = call_within(inner, ctx, call)
     except BaseException as error:
-        # Raised again, whatever it answers: what failed must not count as done.
+        # Raised again even if it returns True: a failed job must not count as done.
         call_here(wrapping.__exit__, type(error), error, error.__traceback__)
         raise
     call_here(wrapping.__exit__, None, None, None)
@@ -87,7 +87,7 @@ def call_within(arounds: Sequence[Around], ctx: object, call: Callable[[], objec
 
 
 async def await_within(arounds: Sequence[Around], ctx: object, call: Callable[[], Awaitable[object]]) -> object:
-    """Await an async handler within these arounds; returns what it returned, or the outcome that an around gave."""
+    """Await an async handler within these arounds; return its value, or the outcome that an around returned."""
     if not arounds:
         return await call()
     around, *inner = arounds
@@ -101,7 +101,7 @@ async def await_within(arounds: Sequence[Around], ctx: object, call: Callable[[]
     try:
         returned = await await_within(inner, ctx, call)
     except BaseException as error:
-        # Raised again, whatever it answers: what failed must not count as done.
+        # Raised again even if it returns True: a failed job must not count as done.
         await both.leave(error)
         raise
     await both.leave(None)
@@ -110,7 +110,7 @@ async def await_within(arounds: Sequence[Around], ctx: object, call: Callable[[]
 
 async def _made(around: Around, ctx: object) -> Wrapping:
     made = call_here(around.make, ctx)
-    # A context manager may be awaitable too, and is meant to be entered.
+    # A context manager may be awaitable too, and is to be entered.
     if inspect.isawaitable(made) and not isinstance(made, AbstractContextManager | AbstractAsyncContextManager):
         made = await await_here(made)
     return around.checked(made)

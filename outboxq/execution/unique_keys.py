@@ -1,7 +1,7 @@
 """The step of unique jobs that handlers have added: their keys are taken at COMMIT.
 
-Last, and in COMMIT's own string, so that a producer which adds a job of the same key waits for a COMMIT, and not for a
-handler. Jobs of keys that are taken are deleted again, before anybody has seen them.
+Last, in COMMIT's own string, so that a producer that adds a job of the same key waits for a COMMIT, and not for a
+handler. Jobs whose keys other jobs have are deleted again, before they can be seen.
 """
 
 from collections.abc import Sequence
@@ -16,16 +16,16 @@ from outboxq.outbox.unique import UniqueAdds
 
 @dataclass(frozen=True, slots=True)
 class TakeKeys(Step):
-    """Takes the keys of these jobs."""
+    """Take the keys of added jobs."""
 
     schema: str
     adds: UniqueAdds
     name = "unique keys"
 
     def statements(self) -> Sequence[str]:
-        """The keys in the order of their bytes: two transactions that want the same keys wait in one order."""
+        """Take the keys in the order of their bytes: two transactions that want the same keys wait in one order."""
         return self.adds.statements(self.schema)
 
     def committed(self, rows: Rows) -> tuple[FollowerSuppressed, ...]:
-        """Tell the jobs' handles what became of them; returns the events of followers that were not added."""
+        """Record in the jobs' handles if they were added; return the events of followers that were not."""
         return tuple(suppressed_followers(self.adds.record(rows)))

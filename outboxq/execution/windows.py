@@ -1,11 +1,11 @@
 """Windows: a claimed job with `every` runs if its key's window is its own; else it waits for the next one.
 
-A window belongs to one job, which may run in it as often as it fails, is put off or comes back from a relay that died.
-In transaction mode the window goes and comes back with the claim; under a lease it is committed with the id of the job,
+A window belongs to one job, which may run in it again if it fails, is put off or comes back from a relay that died. In
+transaction mode the window goes and comes back with the claim; under a lease it is committed with the id of the job,
 before the others of the key are taken along.
 
-A job that waits for the next window is put back as it was, its attempt uncounted. A run that begins later stands for
-it, as for any other. If a newer job of its key is seen to run or to wait, it has the arguments of that one from now on.
+A job that waits for the next window is put back as it was, its attempt uncounted. A later run of its key takes it
+along, as any other. If a newer job of its key runs or waits, it takes over that one's arguments.
 """
 
 import logging
@@ -35,19 +35,19 @@ from outboxq.statements.windows import MAX_KEY_BYTES, WantedWindow, take_windows
 logger = logging.getLogger("outboxq.relay")
 
 _MOST_MICROSECONDS = MAX_DELAY.days * 86_400_000_000
-# Of a pruner that deletes old keys, or a reaper: both are done in a moment.
+# For a pruner that deletes old keys, or a reaper: both are done in a moment.
 _PATIENCE = "SET LOCAL lock_timeout = '5s'"
 
 
 def keep_windows(connection: Connection, batch: BatchState, transaction: ClaimTransaction, schema: str) -> None:
-    """Take the windows of a batch in transaction mode; jobs whose windows others have are put back with its COMMIT."""
+    """Take the windows of a batch in transaction mode; its COMMIT puts back jobs whose windows others have."""
     throttled = _throttled(batch.jobs)
     if not throttled:
         return
     settings = local_timeouts(batch.running.timeout_seconds) or (TIMED_AGAIN,)
     try:
         put_off = _put_off(connection, throttled, (UNTIMED,), schema)
-        # The savepoints are set anew, above what was put back.
+        # The savepoints are set again, after jobs were put back.
         run_script(connection, *settings, transaction.renew())
     except (psycopg.Error, DBAPIError) as error:
         if is_lost(connection):
@@ -59,12 +59,12 @@ def keep_windows(connection: Connection, batch: BatchState, transaction: ClaimTr
 
 
 def keep_windows_leased(connection: Connection, leased: LeasedBatch, schema: str) -> None:
-    """Take the windows of leased jobs, put those jobs back whose windows others have, and commit that."""
+    """Take the windows of leased jobs, put back those whose windows others have, and commit that."""
     throttled = _throttled(leased.jobs)
     if not throttled:
         return
     try:
-        # Users' listeners set up what each transaction needs.
+        # Users' listeners set up each transaction.
         with nullcontext() if connection.in_transaction() else connection.begin():
             put_off = _put_off(connection, throttled, (UNTIMED, _PATIENCE, READABLE_DATES), schema)
             run_script(connection, "COMMIT")
@@ -81,7 +81,7 @@ def keep_windows_leased(connection: Connection, leased: LeasedBatch, schema: str
 def _put_off(
     connection: Connection, throttled: dict[str, tuple[int, list[Job]]], settings: tuple[str, ...], schema: str
 ) -> list[Job]:
-    """Take the windows of these keys, and put back the jobs of those that have none; returns these jobs."""
+    """Take the windows of these keys; put back the jobs of keys without one, and return them."""
     wanted = [WantedWindow(key, jobs[-1].id, every) for key, (every, jobs) in throttled.items()]
     claimed = [job.id for _, jobs in throttled.values() for job in jobs]
     left_out = run_script(connection, *settings, take_windows(schema, wanted, claimed))
@@ -89,13 +89,13 @@ def _put_off(
         (job, until) for row in left_out for job, until in _with_newest(throttled[cast("str", row[0])][1], row[1:])
     ]
     for job, until in put_off:
-        # Under a lease that was lost, it writes nothing: another relay has the job.
+        # If the lease was lost, this writes nothing: another relay has the job.
         connection.execute(put_back_until(job, until))
     return [job for job, _ in put_off]
 
 
 def _with_newest(jobs: Iterable[Job], row: tuple[Any, ...]) -> Iterator[tuple[Job, datetime]]:
-    """Jobs of one key with the content of a newer one, if there is any, and the time until which they wait."""
+    """Yield jobs of one key with the content of a newer one, if any, and the time until which they wait."""
     until, place, created_at, args, headers, max_attempts = row
     for job in jobs:
         is_older = place is not None and job.added_order < tuple(place)
@@ -104,9 +104,9 @@ def _with_newest(jobs: Iterable[Job], row: tuple[Any, ...]) -> Iterator[tuple[Jo
 
 
 def _throttled(jobs: Iterable[Job]) -> dict[str, tuple[int, list[Job]]]:
-    """The jobs of each key that may run once in a window, the newest last, and its length in microseconds.
+    """Find the jobs of each key that runs once in a window, the newest last, with its microseconds.
 
-    A claimed job of the key that has no `every` runs at once, and stands for the others.
+    A claimed job of the key without `every` runs at once, also for the others.
     """
     found: dict[str, list[Job]] = {}
     for job in sorted(jobs, key=attrgetter("added_order")):
@@ -121,7 +121,7 @@ def _throttled(jobs: Iterable[Job]) -> dict[str, tuple[int, list[Job]]]:
 
 
 def _every(job: Job) -> int | None:
-    """The length of a job's windows in microseconds; None if it has none, or one that no producer of ours has set."""
+    """The length of a job's windows in microseconds; None if it has none, or one that our producers cannot set."""
     given = number_in(job.headers, EVERY_HEADER)
     return given if given is not None and 0 < given <= _MOST_MICROSECONDS else None
 

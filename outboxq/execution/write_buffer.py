@@ -73,7 +73,7 @@ class _Deferred:
     rows: list[Row]
 
     def takes(self, write: Write) -> bool:
-        """Whether `write` may join: the same statement object, with parameters of the same names."""
+        """Return True if `write` may join: the same statement object and names of parameters."""
         return self.statement is write.statement and self.rows[0].keys() == write.parameters.keys()
 
     def send(self, connection: Connection, facts_of: FactsOf) -> None:
@@ -84,8 +84,8 @@ class WriteBuffer:
     """The writes that wait to be sent.
 
     Args:
-        facts_of: What is known of tables.
-        is_locked: Whether this transaction has locked the row of a class with this primary key.
+        facts_of: The facts of a table.
+        is_locked: Returns True if the batch has locked the row of a class with this primary key.
     """
 
     def __init__(self, facts_of: FactsOf, is_locked: IsLocked) -> None:
@@ -102,7 +102,7 @@ class WriteBuffer:
         return bool(self._runs)
 
     def concerns(self, row: RowId, entity: type[object]) -> bool:
-        """Whether a change is waiting that a reader of this row, through this class, may have to see."""
+        """Return True if a change waits that a reader of this row by this class may have to see."""
         return row in self._rows or self._entities.get(row[0], entity) is not entity
 
     def add_change(self, change: RowChange) -> None:
@@ -123,7 +123,7 @@ class WriteBuffer:
         self._jobs.jobs.update(jobs)
 
     def add_deferred(self, write: Write) -> None:
-        """Add a deferred statement behind all waiting writes: it may read and write anything."""
+        """Add a deferred statement after all waiting writes: it may read and write anything."""
         last = self._runs[-1] if self._runs else None
         if isinstance(last, _Deferred) and last.takes(write):
             last.rows.append(write.parameters)
@@ -135,7 +135,7 @@ class WriteBuffer:
         """Send everything, and forget it.
 
         Raises:
-            StaleDataError: a changed row is not there any more.
+            StaleDataError: a changed row does not exist any more.
             psycopg.Error, SQLAlchemyError: a statement failed.
         """
         runs, self._runs = self._runs, []
@@ -149,7 +149,7 @@ class WriteBuffer:
 def _execute(
     connection: Connection, statement: Statement, rows: list[Row], facts_of: FactsOf, *, in_order: bool = False
 ) -> int:
-    """Execute the statement with each of these rows of parameters; how many rows were changed."""
+    """Execute the statement with each of these rows of parameters; return the number of changed rows."""
     each = executions(statement, rows, facts_of, in_order=in_order)
     results = (connection.execute(one, parameters) for one, parameters in each)
     return sum(result.rowcount for result in results if not result.returns_rows)

@@ -54,7 +54,7 @@ def _expiries(connection: Connection, batch: BatchState, runtime: Runtime) -> di
     if not expiring:
         return {}
     if runtime.guard.transaction_status == TransactionStatus.IDLE:
-        # Under a lease no transaction is open while the handler works.
+        # Under a lease no transaction may be open while the handler works.
         rows = run_outside_transaction(connection, clock_seconds())
     else:
         rows = run_script(connection, clock_seconds())

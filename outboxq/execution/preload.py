@@ -138,7 +138,7 @@ class PreloadedEntities:
     """Rows that were loaded ahead, each for the next job that has it as an argument.
 
     Args:
-        facts_of: Returns the facts of a table.
+        facts_of: The facts of a table.
         own_types: Load only classes whose columns all have SQLAlchemy's own types: others run code of the user's.
     """
 

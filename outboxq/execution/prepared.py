@@ -35,7 +35,7 @@ class PreparedStatements:
         self._age: float = _WORTHWHILE
 
     def succeeded(self, name: str) -> None:
-        """Record that the statement of this name was executed, so is prepared now, or was sent as text."""
+        """Record that the statement of this name was executed: it is prepared now, or was sent as text."""
         if not self.is_plain:
             self.names.add(name)
         self._age += 1

@@ -154,7 +154,7 @@ def original_of(error: BaseException) -> BaseException:
 
 
 def text_of(value: object) -> str:
-    """The text of any object; never raises."""
+    """The text of any object, even if its class raises."""
     try:
         # An exact str: a class derived from it could do anything when it is read.
         return str.__str__(str(value))

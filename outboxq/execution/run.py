@@ -275,7 +275,7 @@ def _restore(connection: Connection, batch: BatchState, runtime: Runtime) -> Non
         if error.sqlstate not in ESCAPED:
             raise
         if batch.is_leased:
-            # The job would be settled outside of the transaction, and may wait for one that the handler prepared.
+            # What settles the job would be outside of the transaction, and may wait for one that the handler prepared.
             raise TransactionEscaped(batch.job, runtime.describe(TransactionEndedByHandler(), batch.job)) from error
         # COMMIT finds the same, and the job at fault.
         return

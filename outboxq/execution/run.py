@@ -100,6 +100,10 @@ def _run_together(
     connection: Connection, batch: BatchState, runtime: Runtime, handlers: Handlers, segment: Segment, locks: Locks
 ) -> bool:
     """Run the jobs of a segment together; return False if all are undone, and each is to run alone."""
+    longest = runtime.registry.timeout_seconds(batch.queue)
+    if batch.running.timeout_seconds != longest:
+        # The job before ran alone, under a deadline of its own.
+        _set_timeout(connection, batch, longest, shared=True)
     if segment.kind == "shared":
         is_run = run_shared(connection, batch, runtime, segment, locks)
     else:

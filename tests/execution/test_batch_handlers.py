@@ -129,6 +129,27 @@ def test_each_job_has_the_outcome_that_was_returned_for_it(
     assert [type(event) for event in events if isinstance(event, kinds)] == list(kinds)
 
 
+def test_the_deadline_of_jobs_that_ran_alone_is_none_of_those_that_run_together(
+    sessions: sessionmaker[OutboxSession], drain: Drain
+) -> None:
+    """Jobs that were undone together run alone, each under its own; then the transaction has the longest again."""
+    jobs, found = Jobs(), []
+
+    @jobs.handler(queue="q", batchable=True, timeout_seconds=2, retry=ONCE)
+    def short(ctx: Context, name: str) -> None:
+        raise ValueError("no")
+
+    @jobs.batch_handler(Named, queue="q", max_size=50, timeout_seconds=30)
+    def long(ctx: BatchContext, items: Sequence[BatchItem[Named]]) -> None:
+        found.append((len(items), ctx.session.scalar(text("SELECT current_setting('statement_timeout')"))))
+
+    with sessions.begin() as session:
+        session.add_jobs(short.job(name=name) for name in "ab")
+        session.add_jobs(long.job(name=name) for name in "cd")
+    drain(jobs, **MANY)
+    assert found == [(2, "30s")]
+
+
 @pytest.mark.parametrize("how", ["raise", "integrity", "orphan", "rollback", "swallow", "close", "driver"])
 def test_what_fails_with_many_is_tried_with_each_alone(
     how: str, engine: Engine, sessions: sessionmaker[OutboxSession], drain: Drain

@@ -514,6 +514,15 @@ MUTANTS = (
         ("tests/relay/test_following.py::test_jobs_that_end_make_room_for_another_slot_unless_their_own_takes_it",),
     ),
     Mutant(
+        "the deadline of jobs that run together after others that ran alone",
+        "outboxq/execution/run.py",
+        "        _set_timeout(connection, batch, longest, shared=True)\n",
+        "        pass\n",
+        (
+            "tests/execution/test_batch_handlers.py::test_the_deadline_of_jobs_that_ran_alone_is_none_of_those_that_run_together",
+        ),
+    ),
+    Mutant(
         "tokens before the claim",
         "outboxq/relay/admission.py",
         "        if not self._shared.has_rate(queue):\n",

@@ -1,4 +1,4 @@
-"""What a relay is at, and who it is, as it says so in the history's tables, and to those who ask for its metrics."""
+"""A relay's identity and activity, as its history tables and its metrics show them."""
 
 import os
 import socket
@@ -18,7 +18,7 @@ from outboxq.relay.state import RelayState
 from outboxq.statements.relays import MOST_KINDS
 
 _RUNNING_MOST = 50
-# Jobs that have run for so long are named.
+# Jobs that have run for at least this long are named.
 _LONG_SECONDS = 1.0
 
 
@@ -30,9 +30,9 @@ class RelayLook:
     """A relay at one moment.
 
     Args:
-        totals: What became of jobs since it began.
-        slots: How many of its slots are in each of `SLOT_STATES`.
-        claimed: Of each of its queues, how many jobs its slots have claimed.
+        totals: The outcomes of its jobs since it began.
+        slots: The number of its slots in each of `SLOT_STATES`.
+        claimed: For each of its queues, the number of jobs that its slots have claimed.
         kinds: Each queue and kind that it runs.
     """
 
@@ -48,7 +48,7 @@ class RelayLook:
 def look_at(
     identity: RelayIdentity, state: RelayState, slots: Iterable[Slot], hook_failures: int, flush_failures: int
 ) -> RelayLook:
-    """What a relay has done and is at, as far as it can be read while its slots work."""
+    """Read a relay's totals and activity, as far as possible while its slots work."""
     states = Counter(dict.fromkeys(SLOT_STATES, 0))
     claimed = Counter(dict.fromkeys(identity.queues, 0))
     for slot in slots:
@@ -65,13 +65,13 @@ def leased_jobs(slots: Iterable[Slot]) -> set[tuple[str, int]]:
     """The jobs that these slots run under the lease, or will run next, with their tokens."""
     slots = list(slots)
     jobs = [batch.job for slot in slots if (batch := slot.batch) is not None]
-    # All jobs of the claim: a settled one among them does no harm.
+    # All jobs of the claim: settled ones do no harm.
     jobs += [job for slot in slots if (leased := slot.leased_batch) is not None for job in leased.jobs]
     return {(str(job.id), job.lease_token) for job in jobs if job.lease_token is not None}
 
 
 def identity_of(state: RelayState, queues: tuple[str, ...], slots: int) -> RelayIdentity:
-    """Who a relay is."""
+    """The identity of a relay."""
     return RelayIdentity(
         id=state.lease.owner,
         host=socket.gethostname(),
@@ -86,7 +86,7 @@ def identity_of(state: RelayState, queues: tuple[str, ...], slots: int) -> Relay
 
 
 def activity_of(state: str, slots: Iterable[Slot]) -> RelayActivity:
-    """What these slots are at, as far as it can be read while they work."""
+    """The activity of these slots, as far as it can be read while they work."""
     slots = list(slots)
     busy = sum(slot.running > 0 for slot in slots)
     free = dict.fromkeys(queue for slot in slots if not slot.running for queue in slot.queues)

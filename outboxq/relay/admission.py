@@ -1,7 +1,7 @@
-"""Admission: whether a relay's slots may claim from a queue now, by the queue's limit and its rate.
+"""Admission: decides by a queue's limit and rate if a relay's slots may claim from it now.
 
-The claim itself keeps the limit. Here is what keeps slots from claiming in vain: a queue that is at its limit, or that
-has no tokens, is held for a moment, for all slots of the relay. Then one slot looks again.
+The claim itself keeps the limit. This module saves claims that would find nothing: a queue that is at its limit, or has
+no tokens, is held for a moment, for all slots of the relay. Then one slot tries again.
 """
 
 import logging
@@ -24,13 +24,13 @@ from outboxq.statements.rate import begin_rate, reserve_tokens
 
 logger = logging.getLogger("outboxq.relay")
 
-# How many jobs wait, whether the limit has room, the tokens that were reserved, and when tokens will be due.
+# The number of waiting jobs, if the limit has room, the tokens reserved, and the seconds until tokens are due.
 Row: TypeAlias = tuple[int, bool, int, float | None]
 
 # Tokens are due by the server's clock, and other relays wait for them too.
 _LEAST_HOLD_SECONDS = 0.002
-# A single token is for the next claims of its slot: a claim of another sort may have found nothing. A tenth of the time
-# of a token, so that no more than a tenth of a job begins too early.
+# A single token serves the next claims of its slot: a claim of another sort may have found nothing. It is kept for a
+# tenth of a token's time, so that no more than a tenth of a job begins too early.
 _LEAST_KEEP_SECONDS, _MOST_KEEP_SECONDS, _KEPT_SHARE = 0.02, 60.0, 0.1
 
 
@@ -39,7 +39,7 @@ class Query:
     """A statement that a slot sends, outside of a transaction, before its next claim.
 
     Attributes:
-        is_alone: The statement needs no transaction around it.
+        is_alone: The statement needs no transaction.
         rows: The answer, when the slot has sent it.
     """
 
@@ -50,7 +50,7 @@ class Query:
 
 @dataclass(eq=False)
 class Admission:
-    """Which queues a relay's slots may claim from.
+    """Decides which queues a relay's slots may claim from.
 
     Args:
         wake_another: Wakes a slot that sleeps on a queue.
@@ -69,7 +69,7 @@ class Admission:
         self.hands = TokenHands(self.limits.token_seconds)
 
     def has_rate(self, queue: str) -> bool:
-        """Whether each job of this queue takes a token."""
+        """Return True if each job of this queue takes a token."""
         return self.flow.limits_of(queue).rate_jobs is not None
 
     def found_full(self, queue: str) -> None:
@@ -82,7 +82,7 @@ class Admission:
 
     def found_room(self, queue: str) -> None:
         """Record that a claim of this queue was not kept back by a limit."""
-        # Mostly there is none. One that another slot sets at this moment comes behind this call.
+        # Without the lock: a pause that another slot sets at this moment counts as set after this call.
         if queue in self._pauses:
             with self._lock:
                 self._pauses.pop(queue, None)
@@ -114,7 +114,7 @@ class Admission:
         if rate is None or self.hands.has(queue):
             return
         asked = self.hands.request(queue, rate, batch_size)
-        # Tokens that cannot be used must not be reserved.
+        # Reserve no tokens that cannot be used.
         most, counts_leases = self.flow.limits_of(queue).running, self.claims.get(queue) == "lease"
         limited = None if most is None else room(self.schema, queue, most, counts_leases=counts_leases)
         statement = reserve_tokens(self.schema, queue, asked, limited)
@@ -125,7 +125,7 @@ class Admission:
             yield (query := Query(statement))
             waiting, has_room, tokens, due_seconds = _row(query.rows)
         if tokens:
-            # From the answer on: however long a COMMIT takes, the claim after it comes in time.
+            # Counted from the answer: however long the COMMIT took, the next claim comes in time.
             keep_seconds = asked.keep_seconds if tokens > 1 else _keep_one_seconds(rate)
             self.hands.add(queue, tokens, time.monotonic() + keep_seconds)
         elif not has_room:
@@ -137,19 +137,19 @@ class Admission:
 
 
 class SlotAdmission:
-    """What one slot may claim now. It holds the tokens that its last claim has taken, until jobs are known to use them.
+    """Decides what one slot may claim now. Holds the tokens that its last claim took until jobs are known to use them.
 
-    A claim of a queue without a limit or a rate costs nothing here.
+    A claim from a queue without a limit or rate costs nothing here.
     """
 
     def __init__(self, shared: Admission) -> None:
         self._shared = shared
         self._held: tuple[str, Taken] | None = None
-        # Their claim has found nothing, a moment ago: the next one of the queue has them.
+        # Their claim found nothing: the queue's next claim has them.
         self._are_left = False
 
     def reserve(self, queue: str, batch_size: int) -> Iterator[Query]:
-        """What to send before a claim, if the queue has a rate and no tokens are in hand."""
+        """Yield what to send before a claim, if the queue has a rate and no tokens are in hand."""
         return iter(()) if self._are_left_to(queue) else self._shared.reserve(queue, batch_size)
 
     def take(self, queue: str, limit: int) -> int:
@@ -166,7 +166,7 @@ class SlotAdmission:
         return taken.tokens
 
     def record(self, claimed: Claimed) -> None:
-        """Record what a claim took, and whether it found its queue at its limit."""
+        """Record what a claim took, or that it found its queue at its limit."""
         queue = claimed.request.queue
         if claimed.is_full:
             self._shared.found_full(queue)
@@ -187,7 +187,7 @@ class SlotAdmission:
             self._shared.ended(queue)
 
     def return_unused(self, used: int = 0) -> None:
-        """Give the tokens of the last claim back that no job has used."""
+        """Give back the tokens of the last claim that no job used."""
         if self._held is not None:
             queue, taken = self._held
             self._held, self._are_left = None, False
@@ -203,5 +203,5 @@ def _row(rows: Rows) -> Row:
 
 
 def _keep_one_seconds(rate: Rate) -> float:
-    """For how long a relay may keep a token that it reserved alone."""
+    """The time for which a relay may keep a token that it reserved alone."""
     return min(max(_LEAST_KEEP_SECONDS, rate.seconds_each * _KEPT_SHARE), _MOST_KEEP_SECONDS)

@@ -1,7 +1,7 @@
-"""The metrics of a supervisor's children: the totals of those that live, and what those that ended had last told.
+"""The metrics of a supervisor's children: the current totals of those that live, the last totals of those that ended.
 
-A thread for each child reads what it tells. The thread that tends the children only hands over their sockets, and so
-never waits for any of this.
+A thread for each child reads what it sends. The thread that tends the children only hands over their sockets, so it
+never waits here.
 """
 
 import socket
@@ -16,20 +16,20 @@ import msgspec
 from outboxq.observability.metrics.reading import Reading
 from outboxq.relay.metrics import receive
 
-# A scrape waits so long for children to answer; of those that do not, their last totals count.
+# A scrape waits this long for answers; of children that send none, the last totals count.
 _ANSWER_SECONDS = 1.0
 EndReason: TypeAlias = Literal["died", "stuck", "silent", "lingers"]
 REASONS: tuple[EndReason, ...] = get_args(EndReason)
 
 
 class ChildSocket:
-    """The supervisor's end of a child's socket, and what came through it."""
+    """The supervisor's end of a child's socket, and the last totals received."""
 
     def __init__(self, database: str, connection: socket.socket) -> None:
         self.database = database
         self.connection = connection
         self.last: Reading | None = None
-        # How often the child has told its totals.
+        # How often the child has sent its totals.
         self.told = 0
 
 
@@ -37,18 +37,18 @@ class ChildMetrics:
     """Adds up what the children of a supervisor count.
 
     Args:
-        databases: What each of the supervisor's databases is called in the metrics.
+        databases: The name of each of the supervisor's databases in the metrics.
     """
 
     def __init__(self, databases: Mapping[str, str]) -> None:
         self._names = databases
         self._changed = threading.Condition()
         self._children: set[ChildSocket] = set()
-        # By database, what children that have ended had counted; its caps are those of all of its children.
+        # By database, the totals of children that have ended; the caps are those of all of its children.
         self._ended = {name: Reading() for name in databases}
 
     def open(self, database: str) -> tuple[ChildSocket, socket.socket]:
-        """A child's socket, and the end that the child is to inherit, which the caller closes."""
+        """Make a child's socket, and the end that the child inherits, which the caller closes."""
         ours, theirs = socket.socketpair()
         child = ChildSocket(database, ours)
         with self._changed:
@@ -57,8 +57,8 @@ class ChildMetrics:
         return child, theirs
 
     def close(self, child: ChildSocket) -> None:
-        """The child has ended: what it sent is read to the end, and counts from now on for good."""
-        # Wakes the thread that reads, once it has read all that there is, also if another process holds the other end.
+        """Record that the child has ended: what it sent is read to the end, and counts for good."""
+        # The reading thread ends once it has read everything, even if another process holds the other end.
         with suppress(OSError):
             child.connection.shutdown(socket.SHUT_RD)
 
@@ -68,7 +68,7 @@ class ChildMetrics:
             self._ended[database].add("outboxq_relay_child_ends_total", (reason,), 1)
 
     def read(self) -> dict[str, Reading]:
-        """The totals of each database, by its name; asks the children, and waits for a second at the most."""
+        """Read the totals of each database, by its name; queries the children, and waits for a second at most."""
         with self._changed:
             asked = {child: child.told for child in self._children if _ask(child)}
         deadline = time.monotonic() + _ANSWER_SECONDS

@@ -1,4 +1,4 @@
-"""Slot connections: what the slots of a relay take while they work, and give back when they sleep.
+"""Slot connections: the slots of a relay borrow them while they work, and give them back when they sleep.
 
 The connection that was used last is taken first. Connections beyond the kept ones are closed after a few seconds; kept
 ones have their claims prepared for the next job. A connection on which anything went wrong is closed, not given back.
@@ -42,11 +42,11 @@ _WARM_CONNECTIONS = 2
 
 @dataclass(slots=True, eq=False)
 class SlotConnection:
-    """A connection that is set up for claiming, and what is known of it.
+    """A connection that is set up for claiming, and its facts.
 
     Args:
-        epoch: The run of the server behind it.
-        has_citus: Whether its database has Citus.
+        epoch: The run of its server.
+        has_citus: True if its database has Citus.
     """
 
     connection: Connection
@@ -77,8 +77,8 @@ class SlotConnections:
 
     Args:
         make_invoker: Makes the invoker of a new connection.
-        kept: How many connections stay open for as long as the relay runs.
-        linger_seconds: Others are closed when unused for so long, so that work that comes and goes opens no new ones.
+        kept: The number of connections that stay open while the relay runs.
+        linger_seconds: Others are closed when unused for this long, so that work that comes and goes opens no new ones.
     """
 
     engine: Engine
@@ -95,12 +95,12 @@ class SlotConnections:
 
     @contextmanager
     def borrow(self) -> Iterator[SlotConnection]:
-        """A connection for one slot, within the block; after an error it is closed, with all spare connections."""
+        """Lend a connection to one slot, within the block; after an error it is closed, with all spare connections."""
         slot_connection = self._take_spare() or self._open()
         try:
             yield slot_connection
         except BaseException:
-            # The spare connections may be as old, and as lost.
+            # The spare connections may be lost too.
             _close([slot_connection, *self._remove_all()])
             raise
         if not self._keep_spare(slot_connection):
@@ -134,7 +134,7 @@ class SlotConnections:
             return is_kept
 
     def trim(self) -> None:
-        """Close connections that were not used for a while."""
+        """Close connections that were unused for a while."""
         oldest = time.monotonic() - self.linger_seconds
         with self._lock:
             over = self._spares[: max(0, len(self._spares) - self.kept)]

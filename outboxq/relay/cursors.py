@@ -1,7 +1,8 @@
-"""Cursors: where a slot's next claim starts in a queue, so that it need not walk over what was claimed before.
+"""Cursors: the places in a queue where a slot's next claim starts, so that it does not walk over what was claimed
+before.
 
 A deleted job's index entry stays until vacuum takes it, and with an old snapshot open vacuum takes nothing. So a claim
-starts after the last job that its slot claimed. Jobs that were committed late, came back or have a higher priority lie
+starts after the last job that its slot claimed. Jobs that were committed late, came back or have a higher priority are
 before that place: one slot of a relay sweeps for them, by claiming from the start.
 """
 
@@ -24,7 +25,7 @@ _WEIGHT = 0.1
 
 
 class Sweep:
-    """When a relay's slots sweep one queue; shared by all slots."""
+    """The time when one of a relay's slots next sweeps a queue; shared by all slots."""
 
     def __init__(self) -> None:
         self.due_at = 0.0
@@ -33,7 +34,7 @@ class Sweep:
         self._lock = threading.Lock()
 
     def take_turn(self) -> bool:
-        """Whether the caller is to sweep the queue now."""
+        """Return True if the caller is to sweep the queue now."""
         now = time.monotonic()
         with self._lock:
             if now < self.due_at:
@@ -43,7 +44,7 @@ class Sweep:
             return True
 
     def record(self, seconds: float, *, swept: bool) -> None:
-        """Record how long a claim took; the less a sweep cost, the sooner the next one is due."""
+        """Record a claim's time; the less a sweep cost, the sooner the next one is due."""
         usual = seconds if self._usual_seconds is None else self._usual_seconds
         if swept:
             self._pause_seconds = min(max((seconds - usual) / _SHARE, _LEAST_SECONDS), _MOST_SECONDS)
@@ -54,26 +55,26 @@ class Sweep:
 
 
 class Start:
-    """Where the claims of a sort without a cursor start: at the start of the queue, each time."""
+    """The place for a sort without a cursor: the start of the queue, each time."""
 
     def place(self) -> Cursor | str | None:
         """The place after which the next claim starts; None for the start of the queue."""
         return None
 
     def record(self, claimed: Claimed) -> None:
-        """Move by what a claim took, and looked at."""
+        """Move by what a claim took, and visited."""
 
     def is_at_end(self) -> bool:
-        """Whether nothing waits at all, now that the last claim has found nothing from its place on."""
+        """Return True if nothing waits at all, after a claim that found nothing from its place on."""
         return True
 
     def bringing_back(self) -> str | None:
-        """A statement to send before the next claim, if the last one has seen that jobs are due to come back."""
+        """The statement to send before the next claim, if the last one saw that jobs are due to come back."""
         return None
 
 
 class QueueCursor(Start):
-    """Where the claims of one slot start among the ready jobs of one queue."""
+    """The place where one slot's claims start among the ready jobs of a queue."""
 
     def __init__(self, sweep: Sweep) -> None:
         self._sweep = sweep
@@ -100,15 +101,15 @@ class QueueCursor(Start):
                 self._cursor = Cursor(jobs[-1].priority, jobs[-1].seq)
 
     def is_at_end(self) -> bool:
-        """Whether the last claim has started at the start of the queue."""
+        """Return True if the last claim started at the start of the queue."""
         return self._has_swept
 
 
 class GroupCursor(Start):
-    """The group after which a slot's next claim looks, and whether the slot has looked at all groups in vain.
+    """The group after which a slot's next claim starts; knows if the slot visited all groups and found nothing.
 
-    Each claim goes on where the last one ended, so that every group has its turn. Keys are compared as PostgreSQL's
-    collation "C" does, by their bytes.
+    Each claim goes on at the end of the last one, so that every group has its turn. Keys are compared by their bytes,
+    as in PostgreSQL's collation "C".
     """
 
     def __init__(self, schema: str, queue: str) -> None:
@@ -116,17 +117,17 @@ class GroupCursor(Start):
         self._queue = queue
         # At random, so that slots and processes begin with different groups.
         self._after = chr(random.randint(33, 126))
-        # Where a round without a job has begun, and whether it has ended.
+        # The start of a round without a job, and if it has ended.
         self._round_from: str | None = None
         self._has_round_ended = False
         self._is_back_due = False
 
     def place(self) -> str:
-        """The key of the last group that a claim took, or looked at."""
+        """The key of the last group that a claim took, or visited."""
         return self._after
 
     def record(self, claimed: Claimed) -> None:
-        """Move to the last group that a claim took, or, if it did not find enough of them, that it looked at."""
+        """Move to the last group that a claim took, or, if it did not find enough of them, visited."""
         if claimed.look is not None:
             self._move(claimed.look)
         if claimed.jobs:
@@ -145,19 +146,19 @@ class GroupCursor(Start):
             self._has_round_ended = passes or (look.seen is not None and is_whole)
 
     def is_at_end(self) -> bool:
-        """Whether all groups were looked at since jobs were found; if so, the next round begins."""
+        """Return True if all groups were visited since jobs were found; then the next round begins."""
         if self._has_round_ended and not self._is_back_due:
             self._round_from = None
             return True
         return False
 
     def bringing_back(self) -> str | None:
-        """Let jobs that were passed over by their groups wait there again, if they are due."""
+        """The statement that lets jobs wait in their groups again after these passed them over, if any are due."""
         is_due, self._is_back_due = self._is_back_due, False
         return bring_back(self._schema, self._queue) if is_due else None
 
 
 def _is_between(first: str, key: str, last: str) -> bool:
-    """Whether a walk in circles, from behind `first` up to `last`, comes to `key`."""
+    """Return True if a walk in circles, from after `first` up to `last`, comes to `key`."""
     start, place, end = first.encode(), key.encode(), last.encode()
     return start < place <= end if start < end else place > start or place <= end

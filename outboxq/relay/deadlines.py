@@ -1,9 +1,9 @@
-"""Deadlines: what happens to a handler that does not end within its deadline, or within the time to drain.
+"""Deadlines: end a handler that does not end within its deadline, or within the time to drain.
 
-A handler whose job was cancelled is ended in the same way, with another outcome.
+A handler whose job was cancelled ends in the same way, with another outcome.
 
 In this order: its statement is cancelled (an async handler is cancelled by its own loop); its backend is terminated, so
-that no late write can land, the attempt is recorded, and its slot is replaced; if its thread or the event loop is still
+that no late write lands, the attempt is recorded, and its slot is replaced; if its thread or the event loop is still
 not free a little later, the relay ends, so that the process is replaced.
 
 Statements run in short-lived threads, one for each slot that is past its deadline, so that neither the relay nor the
@@ -40,9 +40,9 @@ logger = logging.getLogger("outboxq.relay")
 
 _LOOP_SECONDS = 2.0
 _STEP_SECONDS = 0.05
-# How many connections deadlines may use at the same time, beside those of the slots.
+# The connections that deadlines may use at a time, besides those of the slots.
 _CONNECTIONS = 4
-# How many jobs of a handler that cannot be freed are named.
+# The most jobs that are named of a handler that cannot be freed.
 _NAMED = 3
 
 Action: TypeAlias = Callable[[Connection], BatchReport | None]
@@ -51,7 +51,7 @@ Action: TypeAlias = Callable[[Connection], BatchReport | None]
 class Runner(Protocol):
     """A slot on its thread or in its task.
 
-    `has_failed`: it has ended by an error.
+    `has_failed`: the slot ended by an error.
     """
 
     slot: Slot
@@ -66,19 +66,19 @@ class Runner(Protocol):
         ...
 
     def ask(self) -> None:
-        """Ask the event loop, which the handler shares with others, for a sign of life."""
+        """Request a sign of life from the event loop, which the handler shares with others."""
         ...
 
     def cancel(self, call: HandlerCall) -> None:
-        """Tell a handler that it was cancelled, if it has to be told by its own event loop."""
+        """Cancel a handler in its own event loop, if it has one."""
         ...
 
     def is_held_up(self) -> bool:
-        """Whether the sign of life did not come, and this handler is not the one that has the loop."""
+        """Return True if no sign of life came, and another handler has the loop."""
         ...
 
     def is_running(self) -> bool:
-        """Whether the slot's handler has the event loop at this moment."""
+        """Return True if the slot's handler has the event loop at this moment."""
         ...
 
     def stack(self) -> list[Frame]:
@@ -87,7 +87,7 @@ class Runner(Protocol):
 
 
 class DeadlineEnforcer:
-    """Looks at the runners of a relay, from the relay's own thread.
+    """Checks the runners of a relay, from the relay's own thread.
 
     `cuts` counts the handlers that were cut off.
 
@@ -142,7 +142,7 @@ class DeadlineEnforcer:
             self._replace_cut(*self._ended.pop(), now)
         self._cut = [cut for cut in self._cut if cut[0].is_alive()]
         if any(now > until for _, until, _ in self._cut):
-            # Of all of them: the first whose time is over may be held up by another one's handler.
+            # Name the jobs of all: the first one past its time may be held up by another one's handler.
             cut, self._cut = self._cut, []
             self._stuck(_stuck_in([job for *_, jobs in cut for job in jobs]))
 
@@ -150,7 +150,7 @@ class DeadlineEnforcer:
         call, cancelled = batch.running.call, self._orders.cancelled
         if call is None or call.is_over or not any(job.id in cancelled for job in call.jobs):
             return
-        # First: from here on the handler's end is not taken for a success.
+        # First: from here on the handler's end does not count as a success.
         call.is_cancelled = True
         runner.cancel(call)
         self._start(self._acting, runner, partial(self._end_cancelled, runner, batch, call))
@@ -163,15 +163,15 @@ class DeadlineEnforcer:
                 self._start(self._releasing, runner, partial(self._release, runner, leased, tuple(runners)))
 
     def release_waiting(self, runners: list[Runner]) -> None:
-        """Settle the leased jobs that ended slots still hold, besides the job that ran."""
+        """Settle the leased jobs that ended slots hold besides the job that ran."""
         for runner in runners:
             if (leased := runner.slot.leased_batch) is not None:
                 self._start(self._releasing, runner, partial(self._release, runner, leased))
 
     def abort(self, runners: list[Runner]) -> int:
-        """Take the jobs from slots that a stopping relay does not wait for any longer; how many jobs wait again.
+        """Take the jobs from slots that a stopping relay no longer waits for; returns how many jobs it took.
 
-        A COMMIT that is under way is waited for. Takes no longer than `abort_seconds`, however many slots there are.
+        Waits for a COMMIT that is under way. Takes no longer than `abort_seconds`, however many slots there are.
         """
         deadline = time.monotonic() + self._limits.abort_seconds
         pending, taken = list(runners), 0
@@ -190,7 +190,7 @@ class DeadlineEnforcer:
         return taken
 
     def finish(self, seconds: float) -> None:
-        """Wait for the threads that are under way, at most for `seconds`."""
+        """Wait for the threads under way, for `seconds` at most."""
         deadline = time.monotonic() + seconds
         for thread in [*self._acting.values(), *self._releasing.values()]:
             thread.join(max(0.0, deadline - time.monotonic()))
@@ -203,7 +203,7 @@ class DeadlineEnforcer:
                 logger.exception("leased jobs, or a handler past its time, could not be dealt with")
 
         thread = BoundedStart(act, "outboxq-watch")
-        # An earlier thread of this runner ends by itself: it finds the batch seized, or the claim released.
+        # An earlier thread of this runner ends by itself: it finds the batch seized or the claim released.
         threads[runner] = thread
         thread.start()
 
@@ -226,16 +226,16 @@ class DeadlineEnforcer:
         if not batch.owner.seize():
             return
         self.cuts += 1
-        # Only now is it certain which job ran: one that ended a moment ago, or is held up, is not to blame.
-        # `together` is read before the deadline, which a call that returns takes down first.
+        # Only now is it certain which job ran: one that has just ended, or is held up, is not to blame. `together` is
+        # read before the deadline, which a returning call clears first.
         is_several = batch.running.together > 1
         is_over = batch.running.deadline == deadline and not runner.is_held_up()
         blamed = batch.running_jobs if is_over else ()
         try:
             stack = runner.stack() if is_over and not is_several else None
-            # The loop is blocked, but by no handler: perhaps by a task that this very handler started.
+            # If no handler blocks the loop, a task may do so that this very handler started.
             is_blocked = runner.is_held_up() and not any(other.is_running() for other in self._runners)
-            # Which of several jobs of one call hangs cannot be known. As suspects they run alone, and then it shows.
+            # If one of several jobs of a call hangs, which one is unknown. As suspects they run alone, which shows it.
             self._end(runner, batch, stack, is_crash=is_blocked or (is_over and is_several))
         finally:
             self._ended.append((runner, blamed))
@@ -243,7 +243,8 @@ class DeadlineEnforcer:
     def _cancel(self, batch: BatchState, deadline: float) -> None:
         """Cancel the statement of a job that is alone in its transaction.
 
-        In a batch of several jobs a late cancellation would hit the next job's: there the backend is terminated.
+        In a batch of several jobs a late cancellation would hit the next job's statement: there the backend is
+        terminated.
         """
         if not batch.is_lone:
             return
@@ -269,7 +270,7 @@ class DeadlineEnforcer:
         if not batch.owner.seize():
             return
         self.cuts += 1
-        # Whichever way its call ended since, nothing of the batch was committed, and its cancelled jobs end here.
+        # However the call has ended since, nothing of the batch was committed, and its cancelled jobs end here.
         cancelled = tuple(job for job in call.jobs if job.id in self._orders.cancelled)
         try:
             self._settle(runner, partial(_settle_cancelled, runner.slot, batch, cancelled))
@@ -280,7 +281,7 @@ class DeadlineEnforcer:
         self._settle(runner, partial(_settle, runner.slot, batch, stack, is_crash))
 
     def _settle(self, runner: Runner, settle: Action) -> None:
-        """Settle a batch that was taken away from its slot, and free what the slot holds."""
+        """Settle a batch that was taken from its slot, and free what the slot holds."""
         slot = runner.slot
         try:
             report = self._on_connection(settle)
@@ -293,7 +294,7 @@ class DeadlineEnforcer:
             self._release(runner, leased)
 
     def _release(self, runner: Runner, leased: LeasedBatch, others: tuple[Runner, ...] = ()) -> None:
-        """Give back the jobs that wait behind a handler that takes long, or was cut off; wake slots to claim them."""
+        """Give back the jobs that wait for a handler that takes long, or was cut off; wake slots to claim them."""
         report = self._on_connection(lambda connection: release_waiting(connection, leased, self._schema).report)
         if report is not None:
             runner.slot.publish(report)
@@ -301,7 +302,7 @@ class DeadlineEnforcer:
             other.slot.sleep.idle_slot.wake()
 
     def _on_connection(self, action: Action) -> BatchReport | None:
-        """Run `action` on a connection of its own; None if that fails: then the claim's mark stays."""
+        """Run `action` on its own connection; None if that fails: then the claim's mark stays."""
         try:
             with self._connections:
                 return self._on_sync(action) if self._engines.sync is not None else self._through_loop(action)
@@ -339,7 +340,7 @@ class DeadlineEnforcer:
 
 
 def _stuck_in(jobs: Sequence[Job]) -> RelayStuck:
-    """The error of a relay in which the handler of these jobs, as far as it is known, could not be freed."""
+    """The error of a relay that could not free the handler of these jobs, as far as they are known."""
     named = ", ".join(f"{job.kind!r} (job {job.id})" for job in jobs[:_NAMED])
     others = f" and {len(jobs) - _NAMED} more" if len(jobs) > _NAMED else ""
     handler = f"the handler of {named}{others}" if named else "a handler"
@@ -374,10 +375,10 @@ def _settle_cancelled(slot: Slot, batch: BatchState, cancelled: tuple[Job, ...],
 
 
 def _cancel_statement(batch: BatchState, call: HandlerCall, connection: Connection) -> None:
-    """Cancel what the backend of a handler runs, whatever the company of its job.
+    """Cancel what the backend of a handler runs, even if its batch has other jobs.
 
-    The call is kept from ending until the server has answered. The backend meets the cancellation before it reads
-    anything that comes later, so it cannot hit a statement of the relay's, or of the next job's.
+    The call is kept from ending until the server has answered. The backend receives the cancellation before it reads
+    anything later, so it cannot hit a statement of the relay or of the next job.
     """
     with call.while_running() as runs:
         if runs:

@@ -1,4 +1,4 @@
-"""Effect runners: the short transactions of `ctx.once`, beside the connections of the slots."""
+"""Effect runners: run the short transactions of `ctx.once`, on connections besides those of the slots."""
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -20,12 +20,12 @@ class EffectRunners:
     _async_transactions: AsyncEngineTransactions | None
 
     def trim(self) -> None:
-        """Close the connections that were not needed for a while."""
+        """Close the connections that were unused for a while."""
         if self._sync_transactions is not None:
             self._sync_transactions.trim()
 
     async def trim_in_loop(self) -> None:
-        """Close the event loop's connections that were not needed for a while."""
+        """Close the event loop's connections that were unused for a while."""
         if self._async_transactions is not None:
             await self._async_transactions.trim()
 
@@ -38,7 +38,7 @@ class EffectRunners:
 
 
 def make_effect_runners(engines: Engines, schema: str, lease_seconds: float, emit: Emitter) -> EffectRunners:
-    """Make the runners: with pools beside the user's engines; for engines of ours, with pools that grow with slots."""
+    """Make the runners, with pools besides the user's engines; for our own engines the pools grow with the slots."""
     sync, asynchronous = engines.sync, engines.asynchronous
     if engines.owns_sync and sync is not None:
         sync = make_engine(sync.url, application_name=EFFECTS_NAME, pooled=True)
@@ -46,7 +46,7 @@ def make_effect_runners(engines: Engines, schema: str, lease_seconds: float, emi
         asynchronous = make_async_engine(asynchronous.url, application_name=EFFECTS_NAME, pooled=True)
     plain = None if sync is None else EngineTransactions(sync, schema)
     awaited = None if asynchronous is None else AsyncEngineTransactions(asynchronous, schema)
-    # Locks are extended through a sync engine, if there is one: an event loop that a handler blocks extends none.
+    # A sync engine, if there is one, extends locks: an event loop that a handler blocks extends none.
     tell = emit if emit.wants(EffectCalled) else None
     keeper = None if plain is None else plain.keeper_transaction()
     return EffectRunners(

@@ -1,4 +1,4 @@
-"""The relay's event loop, in a thread of its own: blocking sync handlers never delay async ones."""
+"""The relay's event loop, in its own thread: blocking sync handlers never delay async ones."""
 
 import asyncio
 import inspect
@@ -20,7 +20,7 @@ T = TypeVar("T")
 class LoopThread:
     """An event loop in a thread, for as long as `run` lasts.
 
-    `is_blocked`: a handler blocks the loop and is not waited for, so nothing more is run in it.
+    `is_blocked`: a handler blocks the loop and is not waited for, so nothing more runs in it.
     """
 
     def __init__(self) -> None:
@@ -43,7 +43,7 @@ class LoopThread:
         finally:
             ends.set()
             self._loop.call_soon_threadsafe(self._loop.stop)
-            # A handler that blocks the loop must not keep the relay: its thread is a daemon.
+            # A handler that blocks the loop must not hold up the relay's end: its thread is a daemon.
             thread.join(0.0 if self.is_blocked else _STOP_SECONDS)
 
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
@@ -64,7 +64,7 @@ class LoopThread:
             awaitable.close()
 
     def answers(self) -> bool:
-        """Whether the loop, if there is one, still runs callbacks."""
+        """Return True if the loop still runs callbacks, or if there is none."""
         if self._loop is None:
             return True
         answered = threading.Event()
@@ -73,7 +73,7 @@ class LoopThread:
 
 
 def _run_loop(started: Future[asyncio.AbstractEventLoop], ends: threading.Event) -> None:
-    """Run an event loop until `ends` is set. It runs in no task of ours, so no handler can cancel that.
+    """Run an event loop until `ends` is set. It runs in no task of ours, which a handler could cancel.
 
     Handlers can end the loop by a KeyboardInterrupt, a SystemExit, or its stop(): it then runs again, and the error
     reaches whatever awaits the handler's task. Signals reach the main thread alone.

@@ -1,4 +1,4 @@
-"""What operators have set for a relay's queues, as the relay last saw it, and what its application declares.
+"""Settings of a relay's queues: operators' settings as the relay last read them, and the application's declarations.
 
 Read at the relay's start, before its first claim, and with each beat of its lease.
 """
@@ -23,17 +23,17 @@ _NO_LIMITS = QueueLimits()
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What a relay saw in one look at the database.
+    """The result of one query of the settings.
 
     Args:
         suspects: The queues with suspects.
         groups: The queues with jobs of groups.
         group_suspects: The queues with suspects in groups.
-        group_leases: Whether jobs of groups are leased anywhere.
+        group_leases: True if jobs of groups are leased anywhere.
         limits: The limits that operators have set, by queue.
         paused: The paused kinds of each queue.
-        cancelled: The jobs to be cancelled, each with the outcome that was asked for: "discard" or "dead".
-        schedule_seconds: In how many seconds the next schedule is due; infinite if there is none.
+        cancelled: The jobs to be cancelled, each with the requested outcome: "discard" or "dead".
+        schedule_seconds: The seconds until the next schedule is due; infinite if there is none.
     """
 
     suspects: frozenset[str] = frozenset()
@@ -47,17 +47,17 @@ class Seen:
 
 
 class FlowSettings:
-    """The settings as a relay last saw them; its threads read them without a lock, each look replaces them whole.
+    """The settings as a relay last read them. Threads read them without a lock: each query replaces them whole.
 
     Args:
-        declared: The limits of queues that the application declares: they hold if an operator has set no others.
+        declared: The limits that the application declares: they hold if an operator has set no others.
     """
 
     def __init__(self, declared: Mapping[str, QueueLimits] | None = None) -> None:
         self.seen = Seen()
         self.orders = Orders()
         self.limits: Mapping[str, QueueLimits] = dict(declared or {})
-        # A queue has a limit or a rate, or had one: slots may hold what they let begin.
+        # A queue has or had a limit or a rate: slots may hold tokens.
         self.restricts = bool(self.limits)
         # Called with the queues whose limits have changed.
         self.on_limits: Callable[[frozenset[str]], None] = lambda _: None

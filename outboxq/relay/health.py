@@ -1,6 +1,6 @@
 """Signs of life: beats that a relay process sends to its supervisor, and a file that a container's probe reads.
 
-Each is written by a thread of its own. They show that the interpreter runs and what the relay is doing, and need no
+Each is written by its own thread. They show that the interpreter runs and what the relay is doing, and need no
 connection.
 """
 
@@ -31,11 +31,11 @@ logger = logging.getLogger("outboxq.relay")
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """What a relay process, or a supervisor and its children, is doing.
+    """The activity of a relay process, or of a supervisor and its children.
 
     Args:
-        processes: How many relay processes there should be.
-        running: How many relay processes there are.
+        processes: The number of relay processes that should run.
+        running: The number of relay processes that run.
     """
 
     state: State
@@ -45,7 +45,7 @@ class Health:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Whether a health file shows a process that lives, and why; `health` is what the file holds, if it can be read."""
+    """A verdict on a health file: if its process lives, and why; `health` is the file's content, if readable."""
 
     alive: bool
     why: str
@@ -53,7 +53,7 @@ class Verdict:
 
 
 class StateHook:
-    """A hook for events: follows what the relay of this process is doing."""
+    """A hook for events that follows what this process's relay is doing."""
 
     events = frozenset({RelayStarted, DatabaseBack, DatabaseLost, RelayStopping})
 
@@ -61,7 +61,7 @@ class StateHook:
         self.state: State = "starting"
 
     def __call__(self, event: Event) -> None:
-        """Take note of `event`."""
+        """Record `event`."""
         if self.state == "stopping":
             return
         match event:
@@ -76,9 +76,9 @@ class StateHook:
 
 
 def send_beats(write_end: int, read_state: Callable[[], State]) -> None:
-    """Write the state into the supervisor's pipe, a byte each half second, until the pipe has no reader any more.
+    """Write the state into the supervisor's pipe, a byte each half second, until the pipe has no reader.
 
-    Never blocks: into a pipe that is full, nothing is written.
+    Never blocks: writes nothing into a full pipe.
     """
     os.set_blocking(write_end, False)
 
@@ -164,7 +164,7 @@ def _write(path: Path, health: Health) -> None:
 
 
 def judge(path: Path, max_age_seconds: float) -> Verdict:
-    """Read a health file and say whether its writer lives: written lately, and not on its way out."""
+    """Read a health file and judge if its writer lives: the file is recent, and the state is not "stopping"."""
     try:
         health = json.loads(path.read_text())
         state, written_at = health["state"], datetime.fromisoformat(health["at"])
@@ -175,7 +175,7 @@ def judge(path: Path, max_age_seconds: float) -> Verdict:
         return Verdict(False, f"the file {str(path)!r} cannot be read: {error.strerror}")
     except (ValueError, KeyError, TypeError):
         return Verdict(False, f"the file {str(path)!r} is no health file of a relay")
-    # abs: if the clock was set back, a time in the future says nothing about now.
+    # abs: after the clock was set back, a time in the future says nothing about now.
     if abs(age_seconds) > max_age_seconds:
         return Verdict(False, f"last written {age_seconds:.0f} s ago, over the limit of {max_age_seconds:g} s", health)
     return Verdict(state in STATES and state != "stopping", str(state), health)

@@ -1,7 +1,7 @@
 """A proof that notifications reach the listening connection, which a transaction pooler would hand to another client.
 
-The relay sends itself one, through the database URL, as producers do. It goes by a channel of its own: if it does not
-come through, what is left on a connection of the pooler listens to a channel that is never notified again.
+The relay notifies itself, through the database URL, as producers do, on a channel of its own: if nothing arrives, the
+pooler's connection is left listening to a channel that is never notified again.
 """
 
 import logging
@@ -20,12 +20,12 @@ logger = logging.getLogger("outboxq.listener")
 
 
 class HearingCheck:
-    """Asks once whether notifications arrive.
+    """Checks once that notifications arrive.
 
     Args:
         connect: Opens a connection as producers have it, by the database URL.
-        patience_seconds: One that has not come by then is reported as missing; one that comes later still counts.
-        poll_seconds: How far apart the relay polls meanwhile, at most; for the message.
+        patience_seconds: A notification that takes longer is reported as missing; if it comes later, it still counts.
+        poll_seconds: The longest time between two polls until then; for the message.
     """
 
     def __init__(self, connect: Callable[[], DriverConnection], patience_seconds: float, poll_seconds: float) -> None:
@@ -38,7 +38,7 @@ class HearingCheck:
         self._late_at = 0.0
 
     def begin(self, connection: PGconn) -> bool:
-        """Listen on this connection, and notify through another one; False if no other one can be had."""
+        """Listen on this connection, and notify through another one; False if no notification could be sent."""
         self._channel = f"outboxq_hearing_{secrets.token_hex(8)}"
         run_on_libpq(connection, statements.listen_on(self._channel))
         try:
@@ -58,10 +58,10 @@ class HearingCheck:
             finish(other)
 
     def is_over(self, connection: PGconn) -> bool:
-        """Whether the notification has come; warns once if it is late, and the connection is not just dead."""
+        """Return True if the notification has come; warns once if it is late although the connection works."""
         is_late = time.monotonic() >= self._late_at
         if is_late:
-            # An answer shows that the server is still there, and comes behind the notifications that it had.
+            # An answer shows that the server is still there, and comes after its notifications.
             run_on_libpq(connection, "SELECT")
             self._late_at = time.monotonic() + self._patience_seconds
         connection.consume_input()
@@ -86,5 +86,5 @@ class HearingCheck:
             logger.info("notifications arrive after all: the relay listens for them")
 
     def wait_seconds(self) -> float:
-        """How long to wait for the notification before `is_over` has to be asked again."""
+        """The time to wait for the notification until the next call of `is_over`."""
         return max(0.0, self._late_at - time.monotonic())

@@ -1,7 +1,7 @@
-"""The thread that calls the registry's hooks: what they do, and how long they take, holds up no slot for long.
+"""The thread that calls the registry's hooks, so that slow ones hold up no slot for long.
 
-Each relay process has one. It calls the hooks one after the other, and owns an event loop for async ones. The events
-wait in a queue of bounded length; those of one slot reach the hooks in the order in which they happened.
+Each relay process has one. It calls the hooks one after the other, and owns an event loop for async ones. Events wait
+in a queue of bounded length; those of one slot reach the hooks in their order.
 """
 
 import asyncio
@@ -24,13 +24,13 @@ logger = logging.getLogger("outboxq.relay")
 
 
 class HookThread:
-    """Tells events to the hooks of a registry, in a thread of its own, from `start` to `finish`.
+    """Calls the hooks of a registry with events, in its own thread, from `start` to `finish`.
 
     Without hooks there is no thread, and no event is taken.
 
     Attributes:
-        failures: How often a hook raised, one that `Relay` was given included.
-        dropped: How many events the registry's hooks were not told.
+        failures: The number of errors of hooks, those given to `Relay` included.
+        dropped: The number of events that the registry's hooks did not receive.
     """
 
     def __init__(self, hooks: Sequence[EventHook], limits: HookLimits) -> None:
@@ -45,7 +45,7 @@ class HookThread:
         self._events: deque[Event] = deque()
         self._is_open = False
         self._is_telling = False
-        # The queue was full: events are dropped until half of it was told.
+        # The queue was full: events are dropped until half of it is delivered.
         self._is_behind = False
         self._logged_at = float("-inf")
         self._ends_at: float | None = None
@@ -57,14 +57,14 @@ class HookThread:
             self._thread.start()
 
     def wants(self, kind: type[Event]) -> bool:
-        """Whether a hook asked for events of this class."""
+        """Return True if a hook wants events of this class."""
         return kind in self._wanted
 
     def put(self, event: Event) -> bool:
-        """Take an event that a hook asked for; False if no hook did, or if the event is dropped.
+        """Take an event that a hook wants; False if no hook does, or if the event is dropped.
 
-        In a full queue it waits `hold_seconds` for room. Then this event is dropped, and others at once, until half of
-        the queue was told: so hooks that stay slow do not hold up a slot for each of its events.
+        If the queue is full, waits `hold_seconds` for room. Then this event is dropped, and others at once, until half
+        of the queue is delivered: hooks that stay slow do not hold up a slot for each of its events.
         """
         if type(event) not in self._wanted:
             return False
@@ -90,14 +90,14 @@ class HookThread:
         return False
 
     def settle(self) -> None:
-        """Wait until the hooks were told all events; altogether, with `finish`, for `finish_seconds` at most."""
+        """Wait until the hooks have received all events; with `finish`, for `finish_seconds` at most."""
         with self._changed:
             if self._ends_at is None:
                 self._ends_at = time.monotonic() + self._limits.finish_seconds
             self._changed.wait_for(self._is_idle, max(0.0, self._ends_at - time.monotonic()))
 
     def finish(self) -> None:
-        """Tell the last events, and end the thread; it is left behind if a hook takes too long. Once is enough."""
+        """Deliver the last events, and end the thread; abandon it if a hook takes too long. Call it at least once."""
         if not self._is_open:
             return
         self.settle()
@@ -120,10 +120,10 @@ class HookThread:
             self._thread.join(self._limits.finish_seconds)
 
     def report(self, hook: Callable[..., object], event: Event) -> None:
-        """Count and log the error that a hook has raised, in its `except` block."""
+        """Count and log the error that a hook raised, in its `except` block."""
         with self._changed:
             self.failures += 1
-        # By its name: what it is bound to may be a secret, or refuse to be shown.
+        # By its name: the object it is bound to may be a secret, or refuse to be shown.
         name = name_of(hook)
         extra = {"outboxq_hook": name, "outboxq_hook_event": type(event).__name__}
         logger.exception("a hook failed: hook=%s event=%s", name, type(event).__name__, extra=extra)
@@ -146,13 +146,13 @@ class HookThread:
                     if hook.wants(event):
                         self._call(hook, event, runner)
                 forget(event)
-                # Not kept until the next one comes.
+                # Or it would live until the next one comes.
                 del event
         finally:
             runner.close()
 
     def _take(self) -> Event | None:
-        """The next event, when there is one; None when the thread is to end."""
+        """Wait for the next event; None when the thread is to end."""
         with self._changed:
             self._is_telling = False
             self._changed.notify_all()
@@ -177,9 +177,9 @@ class HookThread:
 
 
 async def _error_of(awaitable: Awaitable[object], seconds: float) -> BaseException | None:
-    """Await what an async hook has returned; what it raised, if it did.
+    """Await what an async hook returned; returns the error that it raised, if any.
 
-    Not raised here: a KeyboardInterrupt or a SystemExit that comes out of a task ends the event loop.
+    Not raised here: a KeyboardInterrupt or a SystemExit out of a task would end the event loop.
     """
     runs_here(asyncio.get_running_loop())
     deadline = asyncio.timeout(seconds)

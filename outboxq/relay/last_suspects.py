@@ -1,4 +1,4 @@
-"""The last suspects: a relay that runs until nothing waits looks for them, and waits for the lease they run under."""
+"""The last suspects: a relay that drains queries them, and waits for the lease that they run under."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,7 @@ from outboxq.database.driver import pause, run_script
 from outboxq.relay.state import RelayState
 from outboxq.statements.lease import look_around
 
-# How often at most, and how long each time, a slot waits for the lease.
+# The most waits of a slot for the lease, and the time of each.
 _WAITS, _WAIT_SECONDS = 500, 0.02
 
 
@@ -21,9 +21,9 @@ class LastSuspects:
     _waits: int = 0
 
     def remain(self, connection: Connection) -> bool:
-        """Look whether there are any; returns once the slot may claim them, or whether the lease cannot be had."""
+        """Query the suspects; True once the slot may claim some, False if there are none or the lease cannot be had."""
         with connection.begin():
-            # In all queues of the relay: what is seen stands for all of its slots.
+            # In all queues of the relay: the result replaces what all of its slots know.
             rows = run_script(connection, look_around(self.state.config.schema, self.state.lease.queues))
         seen, quarantine, lease = self.state.flow.record(rows), self.state.quarantine, self.state.lease
         quarantine.queues |= seen.suspects

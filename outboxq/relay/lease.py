@@ -1,8 +1,7 @@
 """The lease: one connection and one thread per relay, which show other relays that it lives.
 
-The thread extends the relay's lease, takes jobs from relays that are not alive, and looks for suspects and for what
-operators have set. It works on
-libpq below psycopg, so that neither a blocked event loop nor a busy pool can keep it from its next beat.
+The thread extends the relay's lease, takes jobs from dead relays, and queries suspects and operators' settings. It
+works on libpq below psycopg, so that neither a blocked event loop nor a busy pool delays its next beat.
 """
 
 import logging
@@ -36,7 +35,7 @@ from outboxq.statements import lease as statements
 
 logger = logging.getLogger("outboxq.lease")
 
-# How many jobs one statement takes from dead relays; after a full one the next follows at once.
+# The most jobs that one statement takes from dead relays; after a full one the next follows at once.
 REAP_LIMIT = 100
 _FORGET_EVERY_BEATS = 1_000
 _BEATS_BEFORE_REAPING = 2
@@ -48,17 +47,17 @@ Rows: TypeAlias = Sequence[tuple[object, ...]]
 
 @dataclass(eq=False)
 class RelayLease:
-    """A relay's lease. It is written only from when it is first needed: a relay without leased jobs needs none.
+    """A relay's lease. It is first written when it is needed: a relay without leased jobs needs none.
 
     Args:
         connect: Opens a connection outside a transaction; a transaction pooler will do.
         owner: Fresh for each run of a relay, so that no restarted relay is taken for its predecessor.
-        queues: The queues in which to look for suspects.
-        flow: What operators have set, looked at with each beat.
+        queues: The queues that are checked for suspects.
+        flow: The operators' settings, read with each beat.
         running: The ids and tokens of the jobs that this relay's slots run under the lease.
         on_reaped: Called for each job that was taken from a dead relay.
-        wake: Called when suspects wait: nothing else wakes a slot for them.
-        expect_schedule: Told with each beat in how many seconds the next schedule is due.
+        wake: Called when suspects wait: nothing else wakes slots for them.
+        expect_schedule: Called with each beat with the seconds until the next schedule is due.
     """
 
     connect: Callable[[], DriverConnection]
@@ -80,7 +79,7 @@ class RelayLease:
         # A new term begins when the lease is taken again after it ran out: jobs of the last term may have been reaped.
         self.term = 0
         self._orphans: set[tuple[str, int]] = set()
-        # Jobs that ended well while another transaction held their rows, each with the crashes that it had before.
+        # Jobs that ended well while another transaction held their rows, each with its crashes before.
         self._excused: dict[tuple[str, int], int] = {}
         self._beats = 0
         self._reap_from_beat = 0
@@ -90,11 +89,11 @@ class RelayLease:
         self._thread = threading.Thread(target=self._run, name="outboxq-lease", daemon=True)
 
     def start(self) -> None:
-        """Start the thread; it connects by itself, and again after every loss."""
+        """Start the thread, which connects by itself, and again after every loss."""
         self._thread.start()
 
     def excuse(self, job: Job) -> None:
-        """Count no crash for a job that runs again only because another transaction held its row when it ended well."""
+        """Count no crash for a job that ended well, and runs again only because another transaction held its row."""
         assert job.lease_token is not None
         self._excused[str(job.id), job.lease_token] = job.crashes
 
@@ -106,13 +105,13 @@ class RelayLease:
         self._thread.join(_STOP_SECONDS)
 
     def look_soon(self) -> None:
-        """Look soon, before the next beat, at what operators have set. Returns at once."""
+        """Query the operators' settings soon, before the next beat. Returns at once."""
         with self._changed:
             self._looks_soon = True
             self._changed.notify_all()
 
     def want(self) -> bool:
-        """Ask for the lease; whether it is held. Never waits; the claim's statement checks the lease once more."""
+        """Request the lease; True if it is held. Never waits; the claim's statement checks the lease once more."""
         if not self._is_held():
             with self._changed:
                 self._wanted = True
@@ -120,7 +119,7 @@ class RelayLease:
         return self._is_held()
 
     def wait(self, seconds: float) -> bool:
-        """Ask for the lease, and wait for it; whether it is held."""
+        """Request the lease, and wait for it; True if it is held."""
         self.want()
         with self._changed:
             self._changed.wait_for(lambda: self._is_held() or self._stopping, seconds)
@@ -131,7 +130,7 @@ class RelayLease:
 
     def _run(self) -> None:
         while not self._stopping:
-            # Without memory even a pause may fail; without this thread the lease would run out.
+            # Without memory even a pause may fail; without this thread the lease would expire.
             with suppress(Exception):
                 self._connect_and_serve()
 
@@ -165,11 +164,11 @@ class RelayLease:
             run_on_libpq(connection, statements.end(self._schema, self.owner))
 
     def _beat(self, connection: PGconn) -> bool:
-        """One heartbeat; whether there is more to reap."""
+        """Do one heartbeat; True if there is more to reap."""
         if self._wanted:
             self._extend(connection)
             self._take_back_orphans(connection)
-        # After a loss of the database that all relays shared, each gets the time to extend its own lease first.
+        # After an outage that all relays shared, each has time to extend its own lease first.
         has_more = self._beats >= self._reap_from_beat and self._reap(connection)
         self._look_around(connection)
         if self._beats % _FORGET_EVERY_BEATS == 0:
@@ -186,7 +185,7 @@ class RelayLease:
         self.expect_schedule(seen.schedule_seconds)
 
     def _extend(self, connection: PGconn) -> None:
-        # Measured from before the statement, so that the lease ends here before it ends on the server.
+        # Measured before the statement, so that the lease ends here before it ends on the server.
         until = time.monotonic() + self.config.lease_seconds
         run_on_libpq(
             connection,
@@ -199,7 +198,7 @@ class RelayLease:
             self._changed.notify_all()
 
     def _reap(self, connection: PGconn) -> bool:
-        """Take the jobs that dead relays left; whether there may be more."""
+        """Take the jobs that dead relays left; True if there may be more."""
         taken = [self._reap_some(connection, in_group=False)]
         if self.flow.seen.group_leases:
             taken.append(self._reap_some(connection, in_group=True))
@@ -213,7 +212,7 @@ class RelayLease:
         except psycopg.Error as error:
             if connection.status != ConnStatus.OK or error.sqlstate == READ_ONLY:
                 raise
-            # A job that cannot become a dead letter must not keep others from coming back: this time none becomes one.
+            # A job that cannot become a dead letter must not hold up others: this time none becomes one.
             logger.warning("jobs could not be moved to the dead letters: %s", describe_refusal(error))
             rows = self._reap_without_dead_letters(connection, in_group=in_group)
         self._publish(rows, in_group=in_group)
@@ -230,16 +229,16 @@ class RelayLease:
             return self._reap_one_by_one(connection, in_group=in_group)
 
     def _reap_one_by_one(self, connection: PGconn, *, in_group: bool) -> Rows:
-        """Take back one by one the jobs of a sweep that failed because of one row.
+        """Take back one by one the jobs of a sweep that failed.
 
-        The job of that row becomes a dead letter, if others come back.
+        A job whose row cannot be changed becomes a dead letter, if others come back.
         """
         lost = run_on_libpq(connection, statements.lost_jobs(self._schema, REAP_LIMIT, in_group=in_group))
         came = {UUID(found): self._reap_one(connection, UUID(found), in_group=in_group) for (found,) in lost}
         rows = [row for found in came.values() for row in found or ()]
         # If none comes back, the cause is not a row.
         for job_id in [job_id for job_id, found in came.items() if found is None and rows]:
-            # Once more: the cause may have been mended before the others were tried.
+            # Once more: the cause may have gone while the others were tried.
             found = self._reap_one(connection, job_id, in_group=in_group)
             rows += self._dead_letter(connection, job_id) if found is None else found
         return rows
@@ -266,11 +265,11 @@ class RelayLease:
             return ()
 
     def _take_back_orphans(self, connection: PGconn) -> None:
-        """Take back jobs under our lease that no slot runs: the answer to their claim's COMMIT was lost.
+        """Take back jobs under our lease that no slot runs: their claim's COMMIT got no answer.
 
         Only jobs that no slot runs at two beats in a row, because an answer may be on its way; if it comes later still,
-        its tokens match no row any more. A job that comes here again and again becomes a dead letter, like those of
-        dead relays: its claims as a suspect have counted.
+        its tokens match no row. A job that comes here again and again becomes a dead letter, like those of dead relays:
+        its claims as a suspect counted.
         """
         before, excused = self.running(), set(self._excused)
         rows = run_on_libpq(connection, statements.leased_jobs(self._schema, self.owner))
@@ -306,20 +305,20 @@ class RelayLease:
             self._changed.wait_for(lambda: self._stopping, min(self.config.beat_seconds, 1.0))
 
     def _wait(self, connection: PGconn, seconds: float) -> None:
-        """Wait for the next beat, and look at what operators have set whenever that is asked for meanwhile."""
+        """Wait for the next beat; query the operators' settings whenever that is requested before."""
         until = time.monotonic() + seconds
         while self._waits(until - time.monotonic()):
             self._look_around(connection)
 
     def _waits(self, seconds: float) -> bool:
-        """Wait; False when it is time for the next beat, True if a look is asked for before."""
+        """Wait; False when the next beat is due, True if a query is requested before."""
         with self._changed:
             self._changed.wait_for(lambda: self._looks_soon or self._is_beat_due(), max(0.0, seconds))
             looks, self._looks_soon = self._looks_soon, False
             return looks and not self._is_beat_due()
 
     def _is_beat_due(self) -> bool:
-        # Early if the lease is asked for and not held.
+        # Early if the lease is wanted and not held.
         return self._stopping or (self._wanted and not self._is_held())
 
 

@@ -1,6 +1,6 @@
 """The loop of a slot in lease mode: each job runs by itself, and those that wrote nothing are settled together.
 
-A slot of a queue in transaction mode runs suspects in this way.
+A slot of a queue in transaction mode runs suspects this way.
 """
 
 from dataclasses import replace
@@ -25,7 +25,7 @@ from outboxq.relay.state import RelayState
 
 
 class LeasedSlot(Protocol):
-    """What the loop needs of its slot."""
+    """The part of a slot that the loop needs."""
 
     state: RelayState
     batch: BatchState | None
@@ -42,8 +42,8 @@ class LeasedLoop:
     """The claims of one slot under the lease.
 
     Attributes:
-        batch: The jobs that are claimed besides the one that runs.
-        request: The claim that was asked for last, to be sent by itself or with a COMMIT.
+        batch: The claim whose jobs are not all settled yet.
+        request: The last claim requested, to be sent by itself or with a COMMIT.
     """
 
     def __init__(self, slot: LeasedSlot, planner: Planner) -> None:
@@ -51,13 +51,13 @@ class LeasedLoop:
         self.request: ClaimRequest | None = None
         self._slot = slot
         self._planner = planner
-        # The lease's term when `request` was asked for.
+        # The lease's term at the time of `request`.
         self._term = 0
 
     def run(self, connection: Connection, request: ClaimRequest, runtime: Runtime) -> Ended | None:
         """Run claims for as long as each COMMIT brings the next; None if nothing waited.
 
-        After any error `release` settles the jobs that are claimed besides the one that ran.
+        After any error `release` settles the claimed jobs besides the one that ran.
         """
         fault_point("before-claim")
         self._ask(request)
@@ -65,14 +65,14 @@ class LeasedLoop:
         with connection.begin():
             claimed = slot.claim(connection, request)
         leased = self._hold(connection, claimed)
-        # BEGIN is sent with the first statement, so no transaction is open while handlers work outside the database.
+        # BEGIN goes with the first statement, so no transaction is open while handlers work outside the database.
         with connection.begin():
             if leased is not None and not self._has_slot(connection, claimed):
                 self.batch = None
                 return None
             while leased is not None:
                 following, term = None, self._term
-                # If a handler leaves something on the connection, no other job runs there: the rest goes back to wait.
+                # If a handler leaves something on the connection, no other job runs there: the others wait again.
                 while (job := leased.begin(allowed=not runtime.guard.left and self._may_begin(term))) is not None:
                     batch = BatchState(leased.claimed, (job,), stands_for=leased.stands_for)
                     slot.batch = batch
@@ -86,7 +86,7 @@ class LeasedLoop:
                 if not leased.is_worked_off:
                     settled = self._settle(connection, leased, runtime)
                     following = settled.claimed and slot.received(settled.claimed)
-                    # Now: the connection may be lost already, and then this transaction ends with an error.
+                    # Now: if the connection is lost already, leaving this block raises.
                     self._committed(settled)
                 ended = Ended(BatchReport(len(leased.jobs), leased.parked()), following)
                 self._planner.record(leased.claimed.request, ended)
@@ -102,9 +102,9 @@ class LeasedLoop:
         return request
 
     def _hold(self, connection: Connection, claimed: Claimed) -> LeasedBatch | None:
-        """Hold the jobs of a claim that is committed, with those that it takes along; None without any.
+        """Hold the jobs of a committed claim, and those that they coalesce; None without any.
 
-        If COMMIT's answer is lost, the lease's beats find jobs that no slot runs.
+        If COMMIT's answer is lost, the lease's beats find the jobs.
         """
         if not claimed.jobs:
             return None
@@ -117,10 +117,11 @@ class LeasedLoop:
         return leased
 
     def _has_slot(self, connection: Connection, claimed: Claimed) -> bool:
-        """Take a slot of the limit again for a suspect of a queue in transaction mode; without one it goes back.
+        """Take a slot of the limit again for a suspect of a queue in transaction mode; without one the suspect goes
+        back.
 
-        Its claim had a slot, which went with the claim's COMMIT. Here the transaction of the job itself begins, and
-        holds the slot to its end.
+        The claim's COMMIT gave up the claim's own slot. The transaction of the job itself begins here, and holds the
+        slot to its end.
         """
         request, script, schema = claimed.request, claimed.request.script, self._slot.state.config.schema
         if script.most is None or script.lock or take_slot(connection, schema, request):
@@ -130,14 +131,14 @@ class LeasedLoop:
         return False
 
     def _may_begin(self, term: int) -> bool:
-        """Whether the lease is held, as it was at the claim, and the relay is not stopping."""
+        """Return True if the lease is held without a break since the claim, and the relay is not stopping."""
         state = self._slot.state
         return not state.stopping.is_set() and state.lease.want() and state.lease.term == term
 
     def _after(
         self, connection: Connection, leased: LeasedBatch, batch: BatchState, runtime: Runtime
     ) -> ClaimRequest | None:
-        """The claim that goes with the COMMIT of a job, if it is the last one of its claim."""
+        """The claim that goes with a job's COMMIT, if the job is the last one of its claim."""
         if batch.transaction is None or is_listened_to(connection) or runtime.guard.left:
             return None
         is_last = leased.is_worked_off and not (batch.decided and batch.parked)
@@ -148,20 +149,20 @@ class LeasedLoop:
         if batch.transaction is None:
             leased.finish(batch.events[0])
         elif batch.decided and batch.parked:
-            # Published later, with the other jobs that are parked.
+            # Published later, with the other parked jobs.
             leased.unknown.append(batch.job)
         elif ended.report is not None:
             self._slot.batch = None
             self._slot.publish(replace(ended.report, claimed=0))
 
     def _settle(self, connection: Connection, leased: LeasedBatch, runtime: Runtime) -> Ended:
-        # If users' code listens to it, each job has a transaction of its own: then claims do not grow.
+        # If users' code listens to the connection, each job has its own transaction: then claims do not grow.
         ends_here = runtime.guard.left or is_listened_to(connection)
         next_claim = None if ends_here else self._ask(self._planner.after(leased))
         return lease_mode.settle_leased(connection, leased, self._slot.state.config.schema, next_claim)
 
     def release(self, connection: Connection) -> None:
-        """Settle the jobs that the slot still holds from a claim that did not end in order."""
+        """Settle the jobs that the slot still holds after a claim that did not end in order."""
         if self.batch is not None:
             settled = lease_mode.release_waiting(connection, self.batch, self._slot.state.config.schema)
             self.batch = None

@@ -1,4 +1,4 @@
-"""The application's lifespan: what it opens before the first job and closes after the last one."""
+"""The application's lifespan: resources that it opens before the first job and closes after the last one."""
 
 import inspect
 from contextlib import (
@@ -20,7 +20,7 @@ AnyLifespan: TypeAlias = AbstractContextManager[object] | AbstractAsyncContextMa
 
 
 def make_lifespan(lifespan: Lifespan | None) -> AnyLifespan:
-    """The context manager of the lifespan that the application declared, not entered yet.
+    """Make the context manager of the application's lifespan, not entered yet.
 
     Raises:
         ConfigError: the lifespan is neither a context manager nor a generator function.

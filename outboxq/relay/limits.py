@@ -1,4 +1,4 @@
-"""The bounds of a relay that no user has to know; tests set others."""
+"""Bounds of a relay that users need not know; tests set others."""
 
 from dataclasses import dataclass, field
 
@@ -7,16 +7,16 @@ from outboxq.execution.lease_mode import LeaseModeLimits
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HookLimits:
-    """How far the hooks of a registry may be behind, and how long they are waited for.
+    """Bounds on how far the hooks of a registry may lag, and how long a relay waits for them.
 
     Args:
-        waiting_events: How many events wait for the hooks at most.
-        hold_seconds: How long a slot waits for room for its event. Then the event is dropped, and others are dropped
-            at once until half of the waiting events were told.
+        waiting_events: The most events that wait for the hooks.
+        hold_seconds: How long a slot waits for room for its event. Then the event is dropped, and others at once, until
+            half of the waiting events are delivered.
         await_seconds: How long an async hook may take for one event.
-        finish_seconds: How long a relay that ends waits until the hooks were told the last events; no longer than its
+        finish_seconds: How long a relay that ends waits for the hooks to receive the last events; no longer than its
             handlers have to finish (`drain_seconds`).
-        log_seconds: How long at least between two log lines about dropped events.
+        log_seconds: The shortest time between two log lines about dropped events.
     """
 
     waiting_events: int = 1_000
@@ -28,12 +28,12 @@ class HookLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HistoryLimits:
-    """How often a relay says how it is, and adds to the history if `stats_seconds` wants it.
+    """Bounds on how often a relay writes its state, and adds to the history if `stats_seconds` is set.
 
     Args:
-        first_seconds: The longest time until it first does, and is listed; half of it is the shortest.
-        flush_seconds: The longest time between two flushes, with which it says that it lives.
-        gauges_after_seconds: A relay that lives for so long writes gauges, if no other one does.
+        first_seconds: The longest time until it first does so, and is listed; half of it is the shortest.
+        flush_seconds: The longest time between two flushes, which show that it lives.
+        gauges_after_seconds: The age from which a relay writes gauges, if no other one does.
         finish_seconds: How long a relay that ends waits for its last flush.
     """
 
@@ -45,34 +45,33 @@ class HistoryLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RelayLimits:
-    """How long a relay waits, for each thing that it waits for.
+    """The times that a relay waits.
 
     Args:
-        linger_seconds: A slot's connection that was not used for so long is closed, unless it is kept warm.
-        loop_patience_seconds: An event loop that stands still for so long, while no handler runs, is stuck.
-        first_prune_seconds: A relay that lives for so long has pruned, however long its rounds are apart.
-        probe_seconds: A listening connection through which nothing came for so long is asked for a sign of life: it may
-            have no server behind it, and a keepalive asks only the next machine.
-        hearing_seconds: For how long the relay's first notification to itself may be under way, on the slowest of
-            machines, before the relay says that notifications do not arrive.
-        follow_least_seconds: For how long at least a slot claims, with each COMMIT, more jobs of the same sort; then
-            it polls all of its queues again.
-        follow_most_seconds: For how long at most, however long such a poll takes.
+        linger_seconds: A slot's connection that was unused for so long is closed, unless it is kept warm.
+        loop_patience_seconds: An event loop that does not move for so long, while no handler runs, is stuck.
+        first_prune_seconds: A relay prunes first within this time, however long its rounds are apart.
+        probe_seconds: A listening connection that received nothing for so long is checked: it may have no server any
+            more, and a keepalive checks only the next machine.
+        hearing_seconds: How long the relay's first notification to itself may take, on the slowest of machines, before
+            the relay warns that notifications do not arrive.
+        follow_least_seconds: The shortest time for which a slot claims, with each COMMIT, more jobs of the same sort;
+            then it polls all of its queues again.
+        follow_most_seconds: The longest such time, however long a poll takes.
         counts_seconds: After so long a COMMIT brings no claim, whatever waits, and the session is idle outside of a
-            transaction: only then does the server take its counts of changed and deleted rows, by which autovacuum
-            goes.
+            transaction: only then does the server take its counts of changed and deleted rows, which autovacuum needs.
         full_least_seconds: After a claim of a queue at its limit, no slot of the relay claims from it for so long,
             unless a job of the queue ends in this relay; twice as long after each such claim that follows.
-        full_most_seconds: For how long at most: then other relays may have made room.
-        token_seconds: For how long at most a relay keeps tokens of a queue's rate.
+        full_most_seconds: The longest such time: then other relays may have made room.
+        token_seconds: The longest time that a relay keeps tokens of a queue's rate.
         cut_after_seconds: How long a cancelled statement or coroutine has to end in order.
         free_after_seconds: How long a handler that was cut off has to notice.
-        refused_seconds: After so long the relay ends if the database refuses its login all the while: its password may
-            have been changed, and who starts it has the new one.
+        refused_seconds: The relay ends if the database refuses its login for so long: the password may have changed,
+            and the next start may have the new one.
         abort_seconds: How long a stopping relay has to take the jobs of all its slots back, or to have their COMMITs
             answered.
         lease_mode: How long the claims of lease mode last.
-        hooks: How far the hooks of a registry may be behind, and how long they are waited for.
+        hooks: How far the hooks of a registry may lag, and how long the relay waits for them.
         history: How often the relay adds to the history.
     """
 

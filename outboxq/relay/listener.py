@@ -1,6 +1,6 @@
-"""The listener: one connection and one thread per relay, through which idle slots sleep and are woken.
+"""The listener: one connection and one thread per relay, which hold idle slots' sleep flags and wake the slots.
 
-Polls find every job: what goes wrong here costs latency, never a job.
+Polls find every job: an error here costs latency, never a job.
 """
 
 import logging
@@ -21,11 +21,11 @@ from outboxq.statements import wake as listen
 
 logger = logging.getLogger("outboxq.listener")
 
-# A flag that was refused is tried again with the next request after this pause, which doubles.
+# A refused flag is tried again with the next request after this pause, which doubles.
 _RETRY_FIRST_SECONDS, _RETRY_CAP_SECONDS = 0.005, 2.0
 _HEARING_SECONDS = 0.1
-# A slot that works for a shorter time than this leaves its flags up: hundreds of queues have as many. Jobs that are
-# committed meanwhile notify for nothing, or for the slot's next poll.
+# A slot that works for less than this leaves its flags up: with hundreds of queues there are as many. Jobs committed in
+# this time notify for nothing, or for the slot's next poll.
 _LOWER_SECONDS = 0.1
 
 
@@ -38,17 +38,17 @@ class IdleSlot:
 
 
 class Listener(ListeningThread):
-    """Holds the sleep flags of the queues on which this process has idle slots, and hears their notifications.
+    """Holds the sleep flags of the queues on which this process has idle slots, and receives their notifications.
 
-    A notification wakes one slot. A slot that finds jobs calls the next one, so that no more slots take a connection
-    than there is work for.
+    A notification wakes one slot. A slot that finds jobs calls the next one, so that only as many slots take a
+    connection as have work.
 
     Args:
         connect: Opens a connection outside a transaction, to the server itself and not to a transaction pooler.
         record_call: Called with each queue that a notification names, before a slot is woken.
-        probe_seconds: A connection through which nothing came for so long is asked for a sign of life.
-        hearing: The proof that notifications arrive; until then no flag is raised, and slots poll.
-        is_held: Whether no slot may claim from a queue at this moment: then a notification of it wakes none.
+        probe_seconds: A connection that received nothing for so long is checked.
+        hearing: The check that notifications arrive; until it passes no flag is raised, and slots poll.
+        is_held: Returns True if no slot may claim from a queue now: then its notification wakes none.
         record_settings: Called when operators have changed settings.
     """
 
@@ -70,9 +70,9 @@ class Listener(ListeningThread):
         self._hearing = hearing
         self._is_held = is_held
         self._record_settings = record_settings
-        # Whether each slot was woken since it fell asleep.
+        # True for the slots that were woken since they fell asleep.
         self._idle_slots: dict[IdleSlot, bool] = {}
-        # Since when each queue's flag is up.
+        # The time since which each queue's flag is up.
         self._flags: dict[str, float] = {}
         self._lower_at = math.inf
         self._refused: set[str] = set()
@@ -82,7 +82,7 @@ class Listener(ListeningThread):
     def fall_asleep(self, idle_slot: IdleSlot) -> "Future[float | None]":
         """Raise the sleep flags of the slot's queues.
 
-        The future says since when (monotonic) this process holds all of the flags. Every job that is committed after a
+        The future holds the time (monotonic) since which this process has all of the flags. Every job committed after a
         poll that began later notifies, or wakes the slot. None if the flags are not held: poll again soon.
         """
         flagged = Future[float | None]()
@@ -90,11 +90,11 @@ class Listener(ListeningThread):
         return flagged
 
     def wake_up(self, idle_slot: IdleSlot) -> None:
-        """Record that the slot has work: flags under which no slot sleeps any more go down soon. Returns at once."""
+        """Record that the slot has work: flags that no sleeping slot needs go down soon. Returns at once."""
         self.send(partial(self._remove_idle, idle_slot))
 
     def wake_one(self, queue: str) -> None:
-        """Wake a slot that sleeps on this queue, if there is one: it may find jobs. Returns at once."""
+        """Wake a slot that sleeps on this queue, if any: it may find jobs. Returns at once."""
         if self._idle_slots:
             self.send(partial(self._notify_others, queue))
 
@@ -109,7 +109,7 @@ class Listener(ListeningThread):
         self._lower_at = math.inf
         self._refused.clear()
         if self._is_connected:
-            # Notifications that come while there is no connection are lost: every slot polls by itself.
+            # Notifications are lost while there is no connection: every slot polls by itself.
             self._wake(self._idle_slots)
 
     def listen(self, connection: PGconn) -> None:
@@ -121,7 +121,7 @@ class Listener(ListeningThread):
         if time.monotonic() >= self._lower_at:
             self._lower_flags(connection)
         elif self._is_silent:
-            # The connection may be half-open, and nothing arrives on it any more.
+            # The connection may be half-open.
             run_on_libpq(connection, "SELECT")
         return min(max(0.0, self._lower_at - time.monotonic()), self._probe_seconds)
 
@@ -129,7 +129,7 @@ class Listener(ListeningThread):
         hearing = self._hearing
         if hearing is None or hearing.passed or not hearing.begin(connection):
             return
-        # Nearly always it has come by now, and requests can wait for it.
+        # Nearly always the notification comes at once, and requests can wait for it.
         wait_readable([connection.socket], _HEARING_SECONDS)
         while not hearing.is_over(connection) and not self._is_stopping:
             self.take_requests(None)
@@ -156,12 +156,12 @@ class Listener(ListeningThread):
             self._lower_at = min(self._lower_at, time.monotonic() + _LOWER_SECONDS)
 
     def _notify_others(self, name: str, _connection: PGconn | None) -> None:
-        # If no slot sleeps on the queue, the call would make the caller itself claim in vain.
+        # If no slot sleeps on the queue, the call would only cost the caller an empty claim.
         if name in self._slept_on():
             self._notify(name)
 
     def _raise_flags(self, connection: PGconn, queues: Iterable[str]) -> None:
-        # Session locks are counted, so each is taken only once per process, whatever the number of its idle slots.
+        # Session locks are counted, so each is taken once per process, whatever the number of its idle slots.
         missing = set(queues) - self._flags.keys()
         if not missing or (missing <= self._refused and time.monotonic() < self._retry_at):
             return
@@ -199,7 +199,7 @@ class Listener(ListeningThread):
         if self._is_held(name):
             return
         idle_slots = [idle_slot for idle_slot in self._idle_slots if name in idle_slot.queues]
-        # A slot that was woken already may have polled too early: if there is no other slot, all of them poll again.
+        # Slots woken before may have polled too early: if there is no other slot, all of them poll again.
         fresh = [idle_slot for idle_slot in idle_slots if not self._idle_slots[idle_slot]][-1:]
         self._wake(fresh or idle_slots)
 

@@ -1,4 +1,4 @@
-"""The relay's login: refused for long, it ends the relay, whose next start may bring the new password."""
+"""The relay's login: if it is refused for long, the relay ends, as its next start may have the new password."""
 
 import time
 
@@ -7,7 +7,7 @@ from outboxq.errors import LoginRefused
 
 
 class Login:
-    """Since when the database refuses the relay's login; shared by its slots.
+    """The time since which the database refuses the relay's login; shared by its slots.
 
     Args:
         patience_seconds: How long it may be refused.
@@ -22,10 +22,10 @@ class Login:
         self._refused_since = None
 
     def failed(self, error: BaseException) -> None:
-        """Record that none was.
+        """Record that no connection was opened.
 
         Raises:
-            LoginRefused: the server knows no such role, password or database, and that for too long.
+            LoginRefused: the server has refused the role, password or database for too long.
         """
         if not is_refused(error):
             self._refused_since = None

@@ -1,7 +1,7 @@
-"""The metrics of a relay: what it counts, read when they are asked for.
+"""The metrics of a relay: its counts, read when they are requested.
 
-A process that a supervisor keeps is asked through a socket, and tells by itself every few seconds and at its end: so
-what it had counted stays in the supervisor's totals, whatever ends it.
+A supervisor's child sends them through a socket: on request, every few seconds and at its end. So its counts stay in
+the supervisor's totals, whatever ends the child.
 """
 
 import select
@@ -17,7 +17,7 @@ from outboxq.observability.metrics.reading import OUTCOMES, Reading, add_kinds
 from outboxq.relay.activity import RelayLook
 
 TELL_SECONDS = 5.0
-# A supervisor that takes nothing for so long, because its process stands still, gets the rest at the next time.
+# A supervisor that takes nothing for so long, because its process is stopped, gets the rest the next time.
 _SEND_SECONDS = 1.0
 _LENGTH = struct.Struct("!I")
 # A reading has some hundred kilobytes at the most.
@@ -25,13 +25,13 @@ MOST_BYTES = 64 * 1024**2
 
 
 def read_relay(look: RelayLook | None, counter: EventCounter) -> Reading:
-    """What a relay has counted, and is at."""
+    """Read a relay's counts and activity."""
     reading = counter.read()
     if look is None:
         return reading
     for kind in look.kinds:
         for outcome in (*OUTCOMES.values(), "interrupted"):
-            # So that the first failure of a kind is an increase.
+            # With zeros, so that the first failure of a kind is an increase.
             reading.add(JOBS, (*kind, outcome), 0)
     add_kinds(reading, look.totals)
     for state, slots in look.slots.items():
@@ -48,7 +48,7 @@ def read_relay(look: RelayLook | None, counter: EventCounter) -> Reading:
 
 
 class MetricsTeller:
-    """Tells a supervisor what this process has counted: when it asks, every few seconds, and at the end.
+    """Sends this process's counts to its supervisor: on request, every few seconds, and at the end.
 
     Args:
         number: The file descriptor of the socket.
@@ -63,7 +63,7 @@ class MetricsTeller:
         threading.Thread(target=self._run, name="outboxq-metrics", daemon=True).start()
 
     def tell(self) -> None:
-        """Send the totals, behind the rest of those that the supervisor has taken half of.
+        """Send the totals, after the rest of those before, if the supervisor took only a part.
 
         Raises:
             TimeoutError: the supervisor takes nothing now.
@@ -76,7 +76,7 @@ class MetricsTeller:
             self._send_rest()
 
     def finish(self) -> None:
-        """Send them for the last time."""
+        """Send the totals for the last time."""
         with suppress(OSError):
             self.tell()
 
@@ -101,11 +101,11 @@ class MetricsTeller:
 
 
 def receive(connection: socket.socket) -> Reading | None:
-    """The next totals that a `MetricsTeller` sends; None at the end.
+    """Receive the next totals that a `MetricsTeller` sends; None at the end.
 
     Raises:
         OSError: the connection failed.
-        msgspec.DecodeError: what came is nothing of ours.
+        msgspec.DecodeError: the data is not ours.
     """
     head = _receive_exactly(connection, _LENGTH.size)
     if head is None:

@@ -17,7 +17,7 @@ PARK_LIMIT = 10_000
 
 
 def park_unknown_kinds(connection: Connection, schema: str, queue: str, known_kinds: tuple[str, ...]) -> int:
-    """Put off the jobs at the head of a queue whose kinds are not known, in one transaction; returns how many."""
+    """Put off the jobs of unknown kinds at the head of a queue, in one transaction; returns how many."""
     try:
         with connection.begin():
             return park_unknown(connection, schema, queue, known_kinds)
@@ -40,7 +40,7 @@ def park_unknown(
     *,
     only_marks: bool = False,
 ) -> int:
-    """Park the jobs of unknown kinds among the next jobs of a queue, ready and due. Returns how many.
+    """Park the jobs of unknown kinds among the next jobs of a queue, ready and due; returns how many.
 
     Args:
         only_marks: Only clear the marks that a failed parking left in their rows.

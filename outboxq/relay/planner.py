@@ -1,6 +1,6 @@
-"""Planner: what a slot claims next: from which of its queues, which sort of jobs, how many, and after which place.
+"""Planner: decides on a slot's next claim: the queue, the sort of jobs, how many, and the place to start after.
 
-No I/O: the slot sends what the planner asks for, and records what came of it.
+No I/O: the slot sends what the planner yields, and records the results.
 """
 
 import random
@@ -19,10 +19,10 @@ from outboxq.relay.queue_claims import QueueClaims
 from outboxq.relay.state import RelayState
 from outboxq.statements.claim import Sort
 
-# What a slot sends: a claim, or a query before the next one.
+# A slot sends a claim, or a query before the next one.
 Asked: TypeAlias = ClaimRequest | Query
 
-# The part of the time that polls of all queues may take: if one takes long (a slow network), they come less often.
+# The part of the time that polls of all queues may take: if they take long (a slow network), they come less often.
 _WALK_SHARE = 0.05
 _LEAST_SHARE_SECONDS = 0.01
 _NO_LIMIT = 1_000_000
@@ -45,35 +45,36 @@ class Planner:
         # At random, so that slots and processes begin with different queues.
         self._last = random.choice(queues)
         self._last_claimed: Claimed | None = None
-        # Which sort is next: for a single queue, which is claimed from without a poll, and for several queues.
+        # The next sort: for a single queue, which is claimed from without a poll, and for several queues.
         self._ready_first, self._due_next, self._grouped_next = False, set[str](), set[str]()
         # A COMMIT brings only a claim of the same mode: a claim in lease mode would end the transaction that it begins.
         self._changes_queues = len(queues) > 1 and all(state.registry.claims[name] != "lease" for name in queues)
-        # How many more jobs run one by one.
+        # The number of jobs that are still to run one by one.
         self._alone_for = 0
         # The most jobs in a claim: deadlocks grow with the locks that a batch holds.
         self._most = _NO_LIMIT
         self._most_leased = dict.fromkeys(queues, 1)
-        # Nothing waited when the slot last claimed: it has slept, and trusts the poll or the call that woke it.
+        # Nothing waited at the slot's last claim: it has slept since, and trusts the poll or call that woke it.
         self._is_rested = True
-        # Whether jobs were found since the last poll of the slot's queues, and how long that poll took.
+        # True if jobs were found since the last poll of the slot's queues; the time that this poll took.
         self._has_found, self._poll_took_seconds = True, 0.0
-        # Whether the slot took a queue in which something was known to wait, and has claimed no jobs since. No other
-        # slot goes there on account of the same poll or call.
+        # True if the slot took a queue in which something was known to wait, and has claimed no jobs since. The same
+        # poll or call sends no other slot there.
         self._is_called = False
-        # Since when the slot looks for jobs; until when its COMMITs claim more of the sort that it has found.
+        # The time since which the slot searches for jobs; the time until which its COMMITs claim more of the sort
+        # found.
         self._walks_since: float | None = None
         self._follow_until = 0.0
         self._counts_due_at = 0.0
 
     def first(self, connected: SlotConnection) -> Generator[Asked, None, None]:
-        """A round of the slot's queues: what to send, one after the other, until a claim takes jobs.
+        """Make a round of the slot's queues: yields what to send, one after the other, until a claim takes jobs.
 
-        Outside of a transaction. What a claim took is recorded before the next one is asked for.
+        Outside of a transaction. The caller records what a claim took before it requests the next.
         """
         if connected is not self._connected:
-            # A handler may have spoiled or lost the last connection, so that the jobs of a claim had to go back; or a
-            # claim took too long there.
+            # The last connection was perhaps spoiled or lost, so that the jobs of a claim had to go back; or a claim
+            # took too long there.
             self._most_leased = dict.fromkeys(self._order.queues, 1)
         self._connected = connected
         self._admission.return_unused()
@@ -82,14 +83,14 @@ class Planner:
         state, queues = self._state, self._order.queues
         yield from state.quarantine.round(self, queues, state.poller.is_held, state.lease.want, self._claims_of)
         yield from self._only_queue(queues[0]) if len(queues) == 1 else self._queues_in_turns()
-        # Nothing waits: it will be ready jobs that wake the slot.
+        # Nothing waits: ready jobs will wake the slot.
         self._is_rested = self._ready_first = True
         self._due_next.clear()
 
     def _only_queue(self, name: str) -> Iterator[Asked]:
-        """The claims of a single queue, which tell as much as a poll.
+        """The claims of a single queue, which show as much as a poll.
 
-        Ready and due jobs take turns, so that neither backlog starves the other; those of groups are between them, or
+        Ready and due jobs take turns, so that neither backlog starves the other; grouped ones come between them, or
         before them, if the queue is known to have any.
         """
         is_known = self._state.poller.take_queue(name)
@@ -106,14 +107,14 @@ class Planner:
                 return
 
     def _queues_in_turns(self) -> Iterator[Asked]:
-        """The claims of several queues: of those in which something is known to wait."""
+        """The claims of several queues, from those in which something is known to wait."""
         while True:
             if not self._is_rested and self._wants_poll():
                 yield from self._poll()
             self._is_rested = False
             turn = self._take_turn()
             if turn is None and self._has_found:
-                # All that the last poll named was claimed from.
+                # All queues that the last poll named were claimed from.
                 yield from self._poll()
                 turn = self._take_turn()
             if turn is None:
@@ -121,7 +122,7 @@ class Planner:
             yield from self._claims_of(*turn)
 
     def _wants_poll(self) -> bool:
-        """Whether the last poll is too old to be trusted."""
+        """Return True if the last poll is too old to be trusted."""
         polled_at = self._state.poller.polled_at(self._order.queues[0])
         return time.monotonic() > polled_at + self._follow_seconds(self._poll_took_seconds)
 
@@ -136,7 +137,7 @@ class Planner:
         self._has_found = False
 
     def _take_turn(self) -> tuple[str, Sort] | None:
-        """The queue and the sort that are next, of those known to wait; None if other slots have taken all of them."""
+        """Take the next queue and sort of those known to wait; None if other slots have taken all of them."""
         turn = self._state.poller.take_turn(self._order, self._last, self._due_next, self._grouped_next)
         if turn is None:
             return None
@@ -148,7 +149,7 @@ class Planner:
         return turn
 
     def _claims_of(self, name: str, sort: Sort) -> Generator[Asked, None, bool]:
-        """The claims of one sort of jobs of a queue, up to its end; whether nothing waits there."""
+        """The claims of one sort of jobs of a queue, up to its end; returns True if nothing waits there."""
         cursor = self._cursors[name, sort]
         while True:
             if self._state.flow.restricts:
@@ -163,10 +164,10 @@ class Planner:
                 return True
             if statement := cursor.bringing_back():
                 yield Query(statement)
-            # Nothing is left after the cursor: claim once more, from the start, or from the next groups.
+            # Nothing waits after the cursor: claim once more, from the start, or from the next groups.
 
     def _ask(self, name: str, sort: Sort) -> ClaimRequest | None:
-        """The claim of a sort of jobs; None if none of them may begin now."""
+        """The claim of a sort of jobs; None if none may begin now."""
         claims, state = self._claims.of(name), self._state
         script, connected = claims.scripts[sort], self._connected
         if self._alone_for or sort in claims.by_one:
@@ -189,10 +190,10 @@ class Planner:
         )
 
     def record_claim(self, claimed: Claimed, *, is_called: bool) -> bool:
-        """Record what a claim took; whether another slot should come, for jobs that it may have left.
+        """Record what a claim took; True if another slot should come, for jobs that it may have left.
 
         Args:
-            is_called: The slot slept until now, and so was called by one job for all that may wait.
+            is_called: The slot slept until now: one job called it for all that may wait.
         """
         request, jobs, poller = claimed.request, claimed.jobs, self._state.poller
         name, sort = request.queue, request.sort
@@ -202,22 +203,22 @@ class Planner:
         self._cursors[name, sort].record(claimed)
         if not jobs:
             return False
-        # Without a listener no slot sleeps for long, and to be called would cost it claims in vain.
+        # Without a listener no slot sleeps for long, and a call would cost it empty claims.
         is_called |= self._is_called and self._state.listener is not None
         self._is_called = False
         if sort is Sort.GROUPED:
             poller.record_groups(name)
         if self._walks_since is not None:
-            # In a round each queue that takes turns has its share of the time, and one claim at least.
+            # In a round each queue that takes turns has a share of the time, and at least one claim.
             shares = 1 + self._order.count_peers(name, poller.waiting())
             share_seconds = self._follow_seconds(time.monotonic() - self._walks_since) / shares
-            # If the share is very small, the next claim goes to another queue: here it would mostly find nothing.
+            # If the share is very small, the next claim goes to another queue: here it would usually find nothing.
             self._follow_until = 0.0 if 0.0 < share_seconds < _LEAST_SHARE_SECONDS else time.monotonic() + share_seconds
             self._walks_since = None
         return is_called and not sort.runs_by_itself and _may_be_more(request, len(jobs) + claimed.moved)
 
     def after(self, batch: BatchState | LeasedBatch) -> ClaimRequest | None:
-        """The claim that goes with the COMMIT of a batch, or of the last jobs under a lease, if any should.
+        """The claim that goes with the COMMIT of a batch, or of the last jobs under a lease; None if none should.
 
         Now and then the queues before this one, other sorts of jobs and suspects have their turn.
         """
@@ -240,7 +241,7 @@ class Planner:
         """The claim from the next queue in which something is known to wait."""
         if self._state.quarantine.wait_in(self._order.queues) or self._wants_poll():
             return None
-        # If this claim is not sent, or finds nothing, the poll that ends the slot's turns finds the jobs again.
+        # If this claim is not sent, the poll that ends the slot's turns finds the jobs again.
         turn = self._take_turn()
         if turn is None:
             return None
@@ -248,7 +249,7 @@ class Planner:
         return self._ask(*turn)
 
     def _after_leased(self, leased: LeasedBatch) -> ClaimRequest | None:
-        """The claim that goes with the end of the last of these jobs: the faster they ran, the more it takes."""
+        """The claim that goes with the end of these jobs: the faster they ran, the more it takes."""
         request = leased.claimed.request
         self._most_leased[leased.queue] = max(1, min(2 * request.limit, leased.fitting()))
         if self._alone_for or request.sort.runs_by_itself or leased.unknown or self._state.stopping.is_set():
@@ -259,7 +260,7 @@ class Planner:
         return self._ask(request.queue, request.sort) if is_more else None
 
     def record(self, request: ClaimRequest, ended: Ended) -> None:
-        """Record how a batch, or its claim, has ended."""
+        """Record the end of a batch, or of its claim."""
         self._has_found = True
         if self._state.flow.restricts:
             self._admission.ended(request.queue, ended.claimed)
@@ -269,11 +270,11 @@ class Planner:
             self._most = max(1, request.limit // 2)
 
     def _follow_seconds(self, walk_seconds: float) -> float:
-        """How long the slot stays with one sort of jobs, if a poll of all of its queues took `walk_seconds`."""
+        """The time for which the slot stays with one sort of jobs, if a poll of its queues took `walk_seconds`."""
         limits = self._state.limits
         return min(max(walk_seconds / _WALK_SHARE, limits.follow_least_seconds), limits.follow_most_seconds)
 
 
 def _may_be_more(request: ClaimRequest, claimed: int) -> bool:
-    """Whether more jobs may wait after those of a claim: after the first jobs of groups always."""
+    """Return True if more jobs may wait after those of a claim: after the first jobs of groups always."""
     return claimed > 0 if request.sort in (Sort.GROUPED, Sort.GROUP_SUSPECT) else claimed >= request.limit

@@ -1,8 +1,8 @@
-"""The poller: what the slots of a relay know of its queues, from polls that they share and from notifications.
+"""The poller: the knowledge of a relay's slots about its queues, from polls that they share and from notifications.
 
-A poll names the queues in which something waits, and each of these queues is claimed from once, by the slot that takes
-its turn. So slots send claims only to queues with jobs, whatever the number of their queues, and an idle relay polls as
-often as one slot would. No slot depends on another: a poll that does not come back costs the others a second.
+A poll names the queues in which something waits. Each of them is claimed from once, by the slot that takes its turn. So
+slots send claims only to queues with jobs, however many queues they have, and an idle relay polls as often as one slot
+would. No slot depends on another: a poll that does not come back costs the others a second.
 """
 
 import threading
@@ -14,28 +14,28 @@ from outboxq.statements.claim import Sort
 from outboxq.statements.wake import ALL_QUEUES, poll_queues
 
 _SORTS = (Sort.READY, Sort.DUE, Sort.GROUPED)
-# For so long a queue in which jobs of groups were seen is taken to have some.
+# A queue counts as having jobs of groups for so long after some were seen.
 _GROUPS_SECONDS = 60.0
 
-# For so long a slot that claims from a queue after a hold keeps the others away, unless it ends the hold sooner.
+# A slot that claims from a queue after a hold keeps the others away for so long, unless it ends the hold sooner.
 _TRIAL_SECONDS = 0.1
 _LEAST_SECONDS = 0.001
 
 
 @dataclass(frozen=True, slots=True)
 class Poll:
-    """A poll that was begun: its number, and the time of its begin."""
+    """A poll: its number, and the time of its begin."""
 
     number: int = 0
     begun_at: float = field(default_factory=time.monotonic)
 
 
 class Order:
-    """The queues of a slot, and which of them comes first: that of the lowest rank; queues of one rank take turns.
+    """The order of a slot's queues: that of the lowest rank comes first; queues of one rank take turns.
 
     Args:
         queues: The queues in their order, which ranks them.
-        in_turns: The queues that take turns. They all have the rank of the first of them.
+        in_turns: The queues that take turns. All have the rank of the first of them.
     """
 
     def __init__(self, queues: tuple[str, ...], in_turns: Collection[str] = ()) -> None:
@@ -48,12 +48,12 @@ class Order:
         return queue in self._places
 
     def before(self, queue: str, among: Iterable[str]) -> tuple[str, ...]:
-        """The queues for which a slot leaves this queue, though this one has jobs."""
+        """The queues for which a slot leaves this one even if it has jobs."""
         rank = self._ranks[queue]
         return tuple(name for name in among if name != queue and self._ranks.get(name, rank + 1) <= rank)
 
     def count_peers(self, queue: str, among: Iterable[str]) -> int:
-        """How many of these queues take turns with this queue."""
+        """The number of these queues that take turns with `queue`."""
         rank = self._ranks[queue]
         return sum(name != queue and self._ranks.get(name) == rank for name in among)
 
@@ -65,10 +65,10 @@ class Order:
 
 
 class SharedPoller:
-    """What the polls of a relay's slots found, and which of these queues no slot has claimed from yet.
+    """The results of the polls of a relay's slots, and the queues that no slot has claimed from since.
 
     Args:
-        overdue_seconds: A poll that has not come back after so long is not waited for.
+        overdue_seconds: No slot waits for a poll that has not come back after so long.
     """
 
     def __init__(self, schema: str, queues: tuple[str, ...], overdue_seconds: float = 1.0) -> None:
@@ -81,16 +81,16 @@ class SharedPoller:
         self._recorded = dict.fromkeys(queues, self.latest)
         self._under_way: Poll | None = None
         self._ready: set[str] = set()
-        # The last poll that began before a queue was called: it is older than the call, and may have missed ready jobs.
+        # The last poll that began before a queue was called: it may have missed ready jobs.
         self._called_after: dict[str, int] = {}
-        # The last poll that began before a call to all queues at once.
+        # The last poll that began before a call to all queues.
         self._all_called_after = -1
         self._due_at: dict[str, float] = {}
         # The queues whose due jobs a slot has gone to claim.
         self._due_taken: set[str] = set()
-        # Until when no slot claims from a queue that is at its limit, or has no tokens of its rate.
+        # The time until which no slot claims from a queue that is at its limit, or has no tokens of its rate.
         self.held_until: dict[str, float] = {}
-        # The same for the first jobs of groups; and when jobs of groups were last seen.
+        # As the two before, for the first jobs of groups; and the time when jobs of groups were last seen.
         self._grouped_at: dict[str, float] = {}
         self._grouped_taken: set[str] = set()
         self._groups_seen_at: dict[str, float] = {}
@@ -107,9 +107,9 @@ class SharedPoller:
             return self.latest
 
     def begin_shared(self, queue: str, after: Poll) -> Poll | None:
-        """Begin a poll of all queues, for all slots that sleep; None if a poll that began after `after` has come back.
+        """Begin a poll of all queues, for all slots that sleep; None if one that began after `after` has come back.
 
-        None also while another poll is under way: that one will do, or the caller begins the next.
+        None also while another poll is under way: that one suffices, or the caller begins the next.
         """
         with self._lock:
             if self.has_polled(queue, after) or self.is_under_way():
@@ -118,18 +118,18 @@ class SharedPoller:
             return self._under_way
 
     def end_shared(self, poll: Poll) -> None:
-        """Record that a shared poll is over, also if it failed."""
+        """Record that a shared poll has ended, also if it failed."""
         with self._lock:
             if self._under_way == poll:
                 self._under_way = None
 
     def has_polled(self, queue: str, after: Poll) -> bool:
-        """Whether a poll of this queue has come back that was begun after `after`."""
+        """Return True if a poll of this queue that began after `after` has come back."""
         with self._lock:
             return self._recorded[queue].number > max(after.number, self._all_called_after)
 
     def is_under_way(self) -> bool:
-        """Whether a slot polls all queues at this moment."""
+        """Return True if a slot polls all queues at this moment."""
         with self._lock:
             return self._under_way is not None and time.monotonic() < self._under_way.begun_at + self._overdue_seconds
 
@@ -157,12 +157,12 @@ class SharedPoller:
                     self._grouped_at[name], self._groups_seen_at[name] = now + grouped, now
 
     def polled_at(self, queue: str) -> float:
-        """When the last poll of this queue was begun; minus infinity if all queues were called since."""
+        """The time when the last poll of this queue began; minus infinity if all queues were called since."""
         poll = self._recorded[queue]
         return poll.begun_at if poll.number > self._all_called_after else float("-inf")
 
     def uncalled_since(self, queues: Collection[str]) -> float:
-        """When the last poll of a slot's queues was begun; minus infinity if one of them was called since."""
+        """The time when the last poll of a slot's queues began; minus infinity if one was called since."""
         with self._lock:
             polls = {name: self._recorded[name] for name in queues}
             if any(poll.number <= self._called_after.get(name, -1) for name, poll in polls.items()):
@@ -172,7 +172,7 @@ class SharedPoller:
     def record_call(self, queue: str) -> None:
         """Record that a ready job was committed to this queue, or that more may wait than the caller takes.
 
-        `ALL_QUEUES` stands for some queues: only a poll that begins from now on tells which.
+        `ALL_QUEUES` means unknown queues: only a poll that begins from now on shows which.
         """
         with self._lock:
             if queue == ALL_QUEUES:
@@ -185,12 +185,12 @@ class SharedPoller:
                 self._called_after[queue] = self.latest.number
 
     def record_rest(self, queue: str) -> None:
-        """Record that a claim may have left jobs in this queue, which only a poll that begins from now on tells."""
+        """Record that a claim may have left jobs in this queue, which only a poll that begins from now on shows."""
         with self._lock:
             self._called_after[queue] = self.latest.number
 
     def take_queue(self, queue: str) -> bool | None:
-        """Record that the caller claims from this queue, whatever waits there; whether something was known to wait.
+        """Record that the caller claims from this queue, whatever waits there; True if something was known to wait.
 
         None if the caller must not claim at this moment.
         """
@@ -211,18 +211,18 @@ class SharedPoller:
         self._groups_seen_at[queue] = time.monotonic()
 
     def has_groups(self, queue: str) -> bool:
-        """Whether jobs of groups were seen in a queue not long ago."""
+        """Return True if jobs of groups were seen in a queue not long ago."""
         seen_at = self._groups_seen_at.get(queue)
         return seen_at is not None and time.monotonic() < seen_at + _GROUPS_SECONDS
 
     def take_turn(
         self, order: Order, last: str, due_first: Collection[str], grouped_first: Collection[str] = ()
     ) -> tuple[str, Sort] | None:
-        """Take the queue whose turn it is after `last`, of those in which something waits that no other slot has taken.
+        """Take the next queue after `last` in which something waits that no other slot has taken.
 
         Args:
-            due_first: The queues from which to take due jobs before others; ready ones are the last then.
-            grouped_first: The queues from which to take jobs of groups before others.
+            due_first: The queues from which to take due jobs first, and ready ones last.
+            grouped_first: The queues from which to take jobs of groups first.
         """
         with self._lock:
             name = order.first(last, self.waiting())
@@ -247,33 +247,33 @@ class SharedPoller:
         return self._is_due(name) if sort is Sort.DUE else self._is_grouped(name)
 
     def waiting(self) -> set[str]:
-        """The queues that have a ready job, or one that is due by now, and that no slot has taken or holds back."""
+        """The queues with a ready or due job that no slot has taken, and that are not held."""
         with self._lock:
             due = {name for name in self._due_at if self._is_due(name)}
             found = self._ready | due | {name for name in self._grouped_at if self._is_grouped(name)}
             return {name for name in found if not self.is_held(name)} if self.held_until else found
 
     def hold(self, queue: str, seconds: float) -> None:
-        """Keep all slots from claiming from this queue for a time; then one of them looks whether it may."""
+        """Keep all slots from claiming from this queue for a time; then one of them tries."""
         with self._lock:
             self.held_until[queue] = time.monotonic() + seconds
             self._ready.add(queue)
 
     def release(self, queue: str) -> bool:
-        """Let slots claim from this queue again; whether it was held."""
-        # Asked at each claim, mostly in vain. A hold that begins at this moment comes behind this call.
+        """Let slots claim from this queue again; True if it was held."""
+        # Without the lock, as each claim comes here: a hold that begins now counts as begun after this call.
         if queue not in self.held_until:
             return False
         with self._lock:
             return self.held_until.pop(queue, None) is not None
 
     def is_held(self, queue: str) -> bool:
-        """Whether no slot claims from this queue at this moment."""
+        """Return True if no slot may claim from this queue at this moment."""
         until = self.held_until.get(queue)
         return until is not None and time.monotonic() < until
 
     def held_seconds(self, queues: Collection[str]) -> float | None:
-        """How long the first of these queues is held in which jobs may wait; None if none of them is."""
+        """The time until the first hold ends of these queues in which jobs may wait; None without a hold."""
         with self._lock:
             held = [name for name in queues if name in self.held_until]
             waits = (name for name in held if any(self._waits(name, sort) for sort in _SORTS))
@@ -281,7 +281,7 @@ class SharedPoller:
         return None if until is None else max(0.0, until - time.monotonic())
 
     def _try_alone(self, queue: str) -> None:
-        """After a hold: one slot finds out whether the queue is to be held again, and the others wait for it."""
+        """Have the others wait while one slot tries to claim from a queue after its hold."""
         if queue in self.held_until:
             self.held_until[queue] = time.monotonic() + _TRIAL_SECONDS
 
@@ -294,7 +294,7 @@ class SharedPoller:
         return due_at is not None and due_at <= time.monotonic() and name not in self._grouped_taken
 
     def due_in_seconds(self, queues: Collection[str]) -> float:
-        """The time until the next scheduled job of these queues, or the end of a hold; infinite if there is neither."""
+        """The time until the next scheduled job of these queues, or the end of a hold; infinite without either."""
         now = time.monotonic()
         with self._lock:
             times = [
@@ -303,7 +303,7 @@ class SharedPoller:
                 for name in queues
                 if name in at
             ]
-            # A hold that has just ended is no reason to pause, but for a moment.
+            # After a hold that has just ended, pause for a moment only.
             held = [until for name, until in self.held_until.items() if name in queues and name in self._ready]
             times += [max(until, now + _LEAST_SECONDS) for until in held]
         return min(times, default=float("inf")) - now

@@ -1,8 +1,8 @@
-"""The progress writer: it writes what handlers note of how far they are, on a connection of its own.
+"""The progress writer: it writes handlers' notes of their progress, on its own connection.
 
 A handler's transaction shows nothing before its COMMIT, so its notes go another way. A handler never waits for them,
-and its job does not depend on them: of each job the newest note is kept in memory, and all that is new goes into one
-transaction, once a second at most. While the database is away nothing grows but the jobs that run.
+and its job does not depend on them: memory holds the newest note of each job, and all new notes go into one
+transaction, once a second at most. So memory does not grow while the database is away.
 """
 
 import logging
@@ -22,7 +22,7 @@ from outboxq.statements.transaction import BEGIN
 logger = logging.getLogger("outboxq.relay")
 
 _STOP_SECONDS = 5.0
-# A role or a table that the next second does not bring.
+# Errors that another try does not mend.
 _ADVICE = {
     "42501": "the role may not: run what `outboxq roles --sql` prints",
     "42P01": "the table progress is missing: run `outboxq migrate`",
@@ -37,7 +37,7 @@ class ProgressWriter:
     Args:
         connect: Opens a connection outside a transaction; a transaction pooler will do.
         write_seconds: The shortest time between two writes.
-        idle_seconds: For how long its connection is kept when there is nothing to write.
+        idle_seconds: How long its connection stays open when there is nothing to write.
     """
 
     connect: Callable[[], DriverConnection]
@@ -47,7 +47,7 @@ class ProgressWriter:
     idle_seconds: float = 10.0
     _changed: threading.Condition = field(default_factory=threading.Condition, init=False)
     _notes: dict[UUID, ProgressNote] = field(default_factory=dict, init=False)
-    # The jobs whose rows may be in the table, and those of them that are to be deleted.
+    # The jobs whose rows may be in the table, and those that are to be deleted.
     _written: set[UUID] = field(default_factory=set, init=False)
     _ended: set[UUID] = field(default_factory=set, init=False)
     _thread: threading.Thread | None = field(default=None, init=False)
@@ -56,7 +56,7 @@ class ProgressWriter:
     _is_refused: bool = field(default=False, init=False)
 
     def note(self, job: Job, fraction: float, note: str) -> None:
-        """Have a note written, unless a newer one of the job comes before its turn."""
+        """Have a note written, unless a newer one of the job comes first."""
         with self._changed:
             if self._is_refused or self._stopping:
                 return
@@ -131,7 +131,7 @@ class ProgressWriter:
         with self._changed:
             self._notes = {job_id: note for job_id, note in self._notes.items() if notes.get(job_id) is not note}
             self._ended -= ended
-            # What was noted again meanwhile has its row, or will have one.
+            # Jobs with a new note since have a row, or will have one.
             self._written -= ended - self._notes.keys()
 
     def _disconnect(self) -> None:
@@ -141,7 +141,7 @@ class ProgressWriter:
             self._connection = None
 
     def _report(self, error: Exception) -> None:
-        """Warn once that nothing can be noted, and take no more notes; an outage is reported by the slots."""
+        """Warn once that notes cannot be written, and take no more; an outage is reported by the slots."""
         sqlstate = sqlstate_of(error)
         if sqlstate not in _ADVICE:
             logger.debug("progress could not be written", extra={"error_type": type(error).__name__})

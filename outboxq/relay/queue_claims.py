@@ -1,4 +1,4 @@
-"""The claims of a slot's queues: a statement for each sort of jobs, by the limits that the relay saw last."""
+"""The claims of a slot's queues: a statement for each sort of jobs, by the limits that the relay read last."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
@@ -16,12 +16,12 @@ class ClaimsOfQueue:
 
     Attributes:
         scripts: The claim of each sort of jobs, in the mode of the queue.
-        alike: For each sort, the claims that take jobs in the same way.
+        alike: For each sort, the claims that take jobs the same way.
         limits: The limits that the claims keep.
-        by_one: The sorts of which a claim takes one job: those that run by themselves, and all of a queue whose limit
-            each job under the lease counts for.
+        by_one: The sorts of which a claim takes one job: those that run by themselves, and all if the queue's limit
+            counts leased jobs.
         timeout_seconds: The longest deadline of the queue's handlers.
-        batch_size: How many jobs a claim takes at most.
+        batch_size: The most jobs that a claim takes.
     """
 
     scripts: Mapping[Sort, AnyScript]
@@ -38,11 +38,11 @@ class QueueClaims:
 
     state: RelayState
     _made: dict[str, ClaimsOfQueue] = field(default_factory=dict)
-    # The limits of all queues, which each look replaces whole, as they were when the claims of a queue were made.
+    # By queue, the limits of all queues at the time when its claims were made; each query replaces them whole.
     _seen: dict[str, Mapping[str, QueueLimits]] = field(default_factory=dict)
 
     def of(self, queue: str) -> ClaimsOfQueue:
-        """The claims of a queue, made anew if its limits have changed."""
+        """The claims of a queue, made again if its limits have changed."""
         seen = self.state.flow.limits
         if self._seen.get(queue) is not seen:
             limits, made = self.state.flow.limits_of(queue), self._made.get(queue)

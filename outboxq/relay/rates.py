@@ -1,8 +1,8 @@
-"""Tokens of the rates of a relay's queues: reserved on the server, then used by its slots' claims, one for each job.
+"""Tokens of the rates of a relay's queues: reserved on the server, and used by its slots' claims, one for each job.
 
-Several tokens are reserved at once, for the jobs of the next claims, so that a high rate does not cost a commit for
-each job. They are used within moments: tokens that were kept for long would let more jobs begin at once than the rate
-allows. What is not used in time is lost, and the next reservation asks for less.
+Several tokens are reserved at once, for the next claims, so that a high rate does not cost a commit for each job. They
+are used within moments: tokens kept for long would let more jobs begin at once than the rate allows. Tokens that are
+not used in time are lost, and the next reservation is for fewer.
 """
 
 import threading
@@ -12,18 +12,18 @@ from dataclasses import dataclass
 from outboxq.queue_limits import Rate
 from outboxq.statements.rate import TokenRequest
 
-# A chunk is what comes in this time, if the burst allows it, so that a queue at its rate is not asked about more often.
+# A chunk is the tokens of this time, if the burst allows it, so that a queue at its rate is not queried more often.
 _CHUNK_SECONDS = 0.02
 
 
 def chunk_of(rate: Rate) -> int:
-    """How many tokens are reserved at once, if that many jobs wait: at most half of the burst, and one at least."""
+    """The number of tokens reserved at once, if so many jobs wait: at most half of the burst, and one at least."""
     return max(1, min(int(_CHUNK_SECONDS / rate.seconds_each), rate.burst // 2))
 
 
 @dataclass(slots=True)
 class _Hand:
-    """The tokens of one queue that the relay has, and how many it asks for next."""
+    """The tokens of one queue that the relay has, and how many it requests next."""
 
     tokens: int = 0
     until: float = 0.0
@@ -35,7 +35,7 @@ class _Hand:
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """Tokens that a claim has taken, and until when they may be used by another one if this one does not."""
+    """Tokens that a claim has taken, and the time until which another one may use them if this one does not."""
 
     tokens: int
     until: float
@@ -50,11 +50,11 @@ class TokenHands:
         self._lock = threading.Lock()
 
     def request(self, queue: str, rate: Rate, batch_size: int) -> TokenRequest:
-        """What to ask for next: enough for a claim, and as many more as were used in time the last time."""
+        """The next request: enough for a claim, and as many more as were used in time the last time."""
         chunk = chunk_of(rate)
         with self._lock:
             wanted = self._hands.setdefault(queue, _Hand()).wanted
-        # Kept for half of the burst's time at most, so that a whole chunk can be had.
+        # For half of the burst's time at most, so that a whole chunk can be had.
         keep_seconds = min(self._keep_seconds, rate.burst * rate.seconds_each / 2)
         return TokenRequest(
             most=min(max(min(wanted, chunk), batch_size), rate.burst),
@@ -76,7 +76,7 @@ class TokenHands:
     def take(self, queue: str, most: int) -> Taken:
         """Take up to `most` tokens for a claim.
 
-        The first claim behind a reservation has them however late it comes: if a busy machine lost them each time, no
+        The first claim after a reservation has them however late it comes: if a busy machine lost them each time, no
         job would ever begin.
         """
         with self._lock:
@@ -91,7 +91,7 @@ class TokenHands:
             return Taken(taken, hand.until)
 
     def give_back(self, queue: str, taken: Taken) -> None:
-        """Give back tokens that a claim did not use; they are lost if their time is over."""
+        """Give back tokens that a claim did not use; they are lost if their time has ended."""
         with self._lock:
             hand = self._hands[queue]
             hand.used -= taken.tokens
@@ -100,7 +100,7 @@ class TokenHands:
                 hand.tokens += taken.tokens
 
     def has(self, queue: str) -> bool:
-        """Whether there are tokens in hand."""
+        """Return True if there are tokens in hand."""
         with self._lock:
             hand = self._hands.get(queue)
             return hand is not None and hand.tokens > 0 and (hand.is_fresh or time.monotonic() < hand.until)

@@ -30,15 +30,15 @@ class Relay:
         jobs: The registry.
         config: Queues, slots, batches and pauses.
         async_engine: For async handlers, if `engine` is a sync engine of yours.
-        hooks: Called with every event of `outboxq.events`, each in the thread in which it happened, which waits for
-            them: mostly that of a slot, or the event loop. By default, events are logged. The registry's own hooks
-            (`Jobs(hooks=...)`, `jobs.on`) come besides, and run in a thread of their own.
+        hooks: Called with every event of `outboxq.events`, in the thread in which it happened (usually a slot's, or the
+            event loop's), which waits for them. By default, events are logged. The registry's own hooks
+            (`Jobs(hooks=...)`, `jobs.on`) are also called, in their own thread.
 
     Raises:
-        ConfigError, RegistryError: something does not fit; nothing was started.
+        ConfigError, RegistryError: an argument does not fit; nothing was started.
     """
 
-    # Tests set other limits, of one relay or of all in a process.
+    # Tests set other limits, for one relay or for all in a process.
     _limits = RelayLimits()
 
     def __init__(
@@ -83,19 +83,19 @@ class Relay:
     def stop(self) -> None:
         """Stop claiming for good; `run` returns when the running handlers are done.
 
-        Safe from any thread and from a signal. To work again, make another relay.
+        Safe from any thread and from a signal handler. To work again, make another relay.
         """
         self._stopping.set()
         for wake in list(self._wakers):
             wake()
 
     def look(self) -> RelayLook | None:
-        """What the relay has done and is at, from any thread, also when it has ended; None before it began."""
+        """Read the relay's totals and activity, from any thread, also after its end; None before it began."""
         return None if self._run is None else self._run.look()
 
     def _work(self, *, until_empty: bool) -> RelayReport:
         for handler in self._registry.handlers.values():
-            # Looked up now, because it takes a while and is needed when an attempt has failed.
+            # Found now, because it takes a while, and a failed attempt needs it.
             homes_of(handler.__module__)
         limits = self._limits.hooks
         finish_seconds = min(limits.finish_seconds, self.config.drain_seconds)

@@ -56,7 +56,7 @@ logger = logging.getLogger("outboxq.relay")
 
 _TRIM_SECONDS = 1.0
 _CHECK_SECONDS = 0.1
-# How much longer than handlers may take, closing things in the event loop may take.
+# Closing things in the event loop may take this much longer than handlers may.
 _CLOSE_SECONDS = 5.0
 _LEASE_WAIT_SECONDS = 2.0
 
@@ -116,7 +116,7 @@ class RelayRun:
         listener = self._make_listener(poller) if config.listen and not self.until_empty else None
         quarantine, flow = QuarantineTurns(), FlowSettings(self.registry.limits)
         lease = RelayLease(
-            # Not by `listen_url`: a connection through a pooler is as good.
+            # Not by `listen_url`: a connection through a pooler suffices.
             self._connector(None),
             config,
             uuid4(),
@@ -158,13 +158,13 @@ class RelayRun:
         return activity_of(state, [runner.slot for runner in list(self._runners)])
 
     def look(self) -> RelayLook:
-        """What the relay has done so far and is at; from any thread."""
+        """Read the relay's totals and activity; from any thread."""
         slots = [runner.slot for runner in list(self._runners)]
         return look_at(self._identity, self._state, slots, self.hooks.failures, self._historian.failures)
 
     def _make_listener(self, poller: SharedPoller) -> Listener:
         config = self.config
-        # Through the database URL, as producers do, whatever the listener has.
+        # Through the database URL, as producers do, whatever URL the listener has.
         hearing = HearingCheck(
             self._connector(None), self.limits.hearing_seconds, min(config.poll_seconds, UNFLAGGED_PAUSE_SECONDS)
         )
@@ -184,12 +184,12 @@ class RelayRun:
         try:
             report = self._work()
         except BaseException as error:
-            # Slots that are left without a relay must not go on claiming.
+            # Slots without a relay must not go on claiming.
             self.stopping.set()
             self.wake_all()
             if not self._failures or not isinstance(error, Exception):
                 raise
-            # An error while a stuck relay is closed is a consequence of the first failure.
+            # An error while a stuck relay closes is a consequence of the first failure.
             raise self._failures[0] from error
         if self._failures:
             raise self._failures[0]
@@ -220,7 +220,7 @@ class RelayRun:
         return self._state.counters.report(self.hooks)
 
     def _look_around(self, connection: Connection) -> None:
-        """Store the schedules of the registry, and read what operators have set: limits hold from the first claim."""
+        """Store the registry's schedules, and read the operators' settings: limits hold from the first claim."""
         if self.config.declare_schedules:
             declare_schedules(connection, self.config.schema, self.registry)
         self._state.keeper = find_keeper(connection, self.config.schema, self.registry, self._state.lease.owner)
@@ -241,14 +241,14 @@ class RelayRun:
         )
 
     def _abandon_tasks(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
-        """After an error, abandon async slots: the loop's end cancels their tasks, which is no failure of the jobs."""
+        """After an error, abandon async slots: the loop's end cancels their tasks, which fails no job."""
         if error is not None:
             for runner in self._runners:
                 if runner.slot.flavour == "async":
                     runner.abandon()
 
     def _start_services(self, stack: ExitStack) -> None:
-        # First, so that it is stopped last: what the others do until then is counted.
+        # First, so that it is stopped last, and counts what the others do until then.
         services: list[Historian | Listener | RelayLease | PeriodicTask] = [self._historian, self._state.lease]
         services += self._maintenance.periodic
         if self._state.listener is not None:
@@ -276,7 +276,7 @@ class RelayRun:
 
     def _leased_jobs(self) -> set[tuple[str, int]]:
         """The jobs that this relay's slots run under the lease, or will run next, with their tokens."""
-        # With slots that were cut off: their job has started, and is charged if it takes the process with it.
+        # With slots that were cut off: their job has started, and is charged if it ends the process.
         serving = list(self._runners)
         hanging = [runner for runner in self._cut_off if runner.is_alive()]
         return leased_jobs(runner.slot for runner in [*serving, *hanging])
@@ -291,11 +291,11 @@ class RelayRun:
         self.emit(RelayStarted(self._queues, slots, connections))
         counters = self._state.counters
         is_over = False
-        # Once in any case: a relay that was told to stop by now emits the same events as later.
+        # Once in any case: a relay that is already stopping emits the same events as later.
         while not is_over:
             before = counters.claimed, self._deadlines.cuts
             self._serve()
-            # Draining: one slot may have ended while another's handler enqueued for it, so look once more.
+            # Draining: one slot may have ended while another's handler enqueued for it, so serve once more.
             is_drained = self.until_empty and (counters.claimed, self._deadlines.cuts) == before
             is_over = is_drained or self.stopping.is_set()
         if not self.stopping.is_set():
@@ -340,7 +340,7 @@ class RelayRun:
             self._runners.append(self._start_slot(SlotGroup(slot.queues, in_turns=slot.in_turns), slot.flavour))
 
     def _fail(self, error: BaseException) -> None:
-        """End the relay, because a slot is stuck, or met an error that is none of the database's."""
+        """End the relay, because a slot is stuck, or met an error that is not the database's."""
         self._failures.append(error)
         self.stopping.set()
 
@@ -355,7 +355,7 @@ class RelayRun:
         return runner.is_alive() and not (self._loop.is_blocked and runner.slot.flavour == "async")
 
     def _trim(self) -> None:
-        """Every second, close connections that were not needed for a while. Never waits for the event loop."""
+        """Every second, close connections that were unused for a while. Never waits for the event loop."""
         now = time.monotonic()
         if now < self._trim_at:
             return
@@ -376,13 +376,13 @@ class RelayRun:
         await self._state.effect_runners.trim_in_loop()
 
     def _end_if_loop_is_stuck(self) -> None:
-        """End the relay if a callback that a handler left blocks the loop: no deadline finds it if no handler runs."""
+        """End the relay if a handler's leftover callback blocks the loop: no deadline finds it if no handler runs."""
         runs = any(runner.slot.flavour == "async" and runner.slot.batch is not None for runner in self._runners)
         if not runs and not self._loop.answers():
             self._fail(RelayStuck("the event loop is blocked, and not by a handler: this process must be replaced"))
 
     def _let_finish(self) -> None:
-        """Let the running handlers finish, and roll back those that take longer than they may."""
+        """Let the running handlers finish, and roll back those that take too long."""
         self._loop.is_blocked = bool(self._failures) and not self._loop.answers()
         running = sum(runner.slot.running for runner in self._runners)
         self.emit(RelayStopping(running, self.config.drain_seconds))
@@ -391,11 +391,11 @@ class RelayRun:
         while time.monotonic() < deadline and self._wait_a_moment():
             self._deadlines.check(self._runners)
         late = [runner for runner in self._runners if self._may_end(runner) or runner.slot.running]
-        # Slots that met an error have ended as if their relay had died: their jobs' marks and crash counts stand.
+        # Slots that met an error have ended as if their relay had died: their jobs' marks and crash counts remain.
         self._deadlines.release_waiting([runner for runner in late if runner.has_failed])
         late = [runner for runner in late if not runner.has_failed]
         self._abandoned = self._deadlines.abort(late)
         for runner in late:
             runner.abandon()
-        # A handler that is not waited for any longer may block the loop: then nothing can be closed in it.
+        # An abandoned handler may block the loop: then nothing can be closed in it.
         self._loop.is_blocked = self._loop.is_blocked or not self._loop.answers()

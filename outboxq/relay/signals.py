@@ -1,7 +1,7 @@
-"""SIGTERM and SIGINT, and the death of a parent: what asks a process to stop.
+"""SIGTERM and SIGINT, and the death of a parent: the requests to stop.
 
-The first signal asks; the second ends the process at once, by that signal. The server rolls back the transactions that
-were open then.
+The first signal is a request; the second ends the process at once, by that signal. The server rolls back the
+transactions that were open.
 """
 
 import os
@@ -16,7 +16,7 @@ from outboxq.handlers.loading import StoppedEarly
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 Handler: TypeAlias = Callable[[int, FrameType | None], Any] | int | None
-# What the signals that are taken over meant before: what they mean to children that users' code forks.
+# The former handlers of the signals that are taken over: children that users' code forks get them back.
 _before: dict[int, Handler] = {}
 
 
@@ -30,7 +30,7 @@ _masks = _Masks()
 
 
 def _block() -> None:
-    # Or a signal to a child that has just begun would stop its parent, through the pipe that they share, or be lost.
+    # Or a signal to a child that has just begun would stop the parent, through the pipe that they share, or be lost.
     if _before:
         _masks.before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
 
@@ -43,7 +43,7 @@ def _unblock() -> None:
 
 def _give_back() -> None:
     for number, handler in _before.items():
-        # One that the application has installed since is its own affair.
+        # A handler that the application has installed since stays.
         if getattr(signal.getsignal(number), "__module__", None) == __name__:
             signal.signal(number, handler)
     _before.clear()
@@ -54,35 +54,35 @@ os.register_at_fork(before=_block, after_in_parent=_unblock, after_in_child=_giv
 
 
 class _Early:
-    """SIGTERM before anything has begun."""
+    """The handler of a SIGTERM before anything has begun."""
 
     was_asked = False
 
     @classmethod
     def end(cls, _number: int, _frame: FrameType | None) -> None:
-        # If the code that is being imported swallows the exception, the relay stops as soon as it begins.
+        # If the imported code swallows the exception, the relay stops as soon as it begins.
         cls.was_asked = True
-        # Not through sys.stderr, whose buffer may be in use when the signal comes.
+        # Not through sys.stderr, whose buffer may be in use.
         os.write(2, b"outboxq was told to stop before it had begun\n")
         raise StoppedEarly(0)
 
 
 def end_in_order_until_begun() -> None:
-    """From now on, and until `stop_signals`, SIGTERM ends the process with code 0: imports may take a second."""
+    """Have SIGTERM end the process with code 0 until `stop_signals`: imports may take a second."""
     _before[signal.SIGTERM] = signal.SIG_DFL
     signal.signal(signal.SIGTERM, _Early.end)
 
 
 @contextmanager
 def stop_signals(stop: Callable[[], None], *, before_death: Callable[[], None] | None = None) -> Iterator[None]:
-    """Within the block the first SIGTERM or SIGINT calls `stop`, and the next one ends the process by that signal.
+    """Have the first SIGTERM or SIGINT within the block call `stop`, and the next one end the process by that signal.
 
-    Only in the main thread; elsewhere signals are the program's own. So is a signal whose handler was installed from C,
-    as by a program that embeds Python: Python could not put that handler back.
+    Only in the main thread; elsewhere signals are left to the program. So is a signal whose handler was installed from
+    C, as by a program that embeds Python: Python could not put that handler back.
 
     Args:
-        before_death: Called between the second signal and the end. Without it the kernel ends the process by itself,
-            even if Python code does not get to run any more.
+        before_death: Called between the second signal and the end. Without it the kernel ends the process, even if
+            Python code no longer gets to run.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -117,7 +117,7 @@ def stop_signals(stop: Callable[[], None], *, before_death: Callable[[], None] |
 
 
 def _ending(before_death: Callable[[], None]) -> Callable[[int, FrameType | None], None]:
-    """A signal handler that ends the process by that signal."""
+    """Make a signal handler that ends the process by that signal."""
 
     def end(number: int, _frame: FrameType | None) -> None:
         try:
@@ -130,7 +130,7 @@ def _ending(before_death: Callable[[], None]) -> Callable[[int, FrameType | None
 
 
 def _call_on_byte(read_end: int, stop: Callable[[], None]) -> None:
-    """Call `stop` when a byte comes through the pipe, but not when the pipe is closed."""
+    """Call `stop` when a byte comes through the pipe, and not when the pipe is closed."""
 
     def watch() -> None:
         byte = os.read(read_end, 1)

@@ -1,7 +1,7 @@
-"""A slot: it claims, decides, runs, commits and publishes one batch after the other.
+"""A slot: claims, decides, runs, commits and publishes one batch after the other.
 
-It has a connection while something waits: a sync `Connection`, for sync and for async handlers; the loop around the
-slot is `SlotLoop`.
+It has a connection while something waits: a sync `Connection`, for sync and for async handlers. `SlotLoop` is the loop
+around it.
 """
 
 import asyncio
@@ -68,7 +68,7 @@ logger = logging.getLogger("outboxq.relay")
 _RECONNECT_FIRST_SECONDS = 0.1
 _RECONNECT_CAP_SECONDS = 10.0
 _MOST_DOUBLINGS = 10
-# What a connection that is lost, or refuses a statement, raises.
+# The errors of a connection that is lost, or refuses a statement.
 CONNECTION_ERRORS = (psycopg.Error, SQLAlchemyError, ConnectionLost, NoConnection, OSError, asyncio.CancelledError)
 _NOT_ALLOWED = ": its role lacks rights, run what `outboxq roles --sql` prints"
 
@@ -77,9 +77,9 @@ class Slot:
     """The batches of one slot, one after the other.
 
     Attributes:
-        batch: The batch that runs, or whose outcome is not known yet.
-        left: Steps that could not go along with their COMMIT, to be sent after it.
-        connected: The connection that the slot works on; None while it sleeps.
+        batch: The batch that runs, or whose outcome is unknown yet.
+        left: Steps that could not go with their COMMIT, to be sent after it.
+        connected: The slot's connection; None while it sleeps.
         is_abandoned: The slot's task was, or will be, cancelled by the relay.
     """
 
@@ -106,12 +106,12 @@ class Slot:
         self._last_suspects = LastSuspects(state, queues)
         sizes = {name: state.registry.batch_size(name, state.config.batch_size) for name in queues}
         self._sharing_queues = frozenset(name for name, size in sizes.items() if size > 1)
-        # What claims took since their last events. Nothing is counted if no hook is told of it.
+        # The results of claims since their last events, counted only if a hook wants them.
         self._counts_claims = any(map(state.emit.wants, (JobsClaimed, ClaimsEmpty, ClaimsFailed)))
         self._claims: list[JobsClaimed] = []
         self._vain_claims: Counter[tuple[type[ClaimsEmpty | ClaimsFailed], str]] = Counter()
         self._noted: set[str] = set()
-        # The slot left its connection for another one, with work to do.
+        # The slot left its connection for another one, with work left.
         self._goes_on = False
         # How often the database was lost since the last batch was committed.
         self._outages = 0
@@ -120,45 +120,45 @@ class Slot:
 
     @property
     def leased_batch(self) -> LeasedBatch | None:
-        """The jobs that are claimed under the lease besides the one that runs."""
+        """The claim under the lease whose jobs are not all settled yet."""
         return self._leased.batch
 
     @property
     def running(self) -> int:
-        """How many jobs this slot has claimed."""
-        # Read once each: other threads ask, and the slot's may just end them.
+        """The number of jobs that this slot has claimed."""
+        # Read once each: other threads call this, and the slot's thread may just end them.
         batch, leased = self.batch, self.leased_batch
         own = 0 if batch is None else len(batch.jobs)
         return own if leased is None else own + leased.unsettled
 
     def is_seized(self) -> bool:
-        """Whether the relay has taken the batch away from this slot, which then must neither commit nor report it."""
+        """Return True if the relay has taken the batch from this slot, which then must neither commit nor report it."""
         return self.batch is not None and self.batch.owner.is_seized
 
     @property
     def is_in_doubt(self) -> bool:
-        """Whether a lost connection left jobs of which it is not known what became of them."""
+        """True if a lost connection left jobs whose outcome is unknown."""
         return self.batch is not None or self.leased_batch is not None
 
     def wants_work(self) -> bool:
-        """Whether there is something to do: to claim, or to find out what became of a lost connection's jobs."""
+        """Return True if there is work: to claim, or to find out the outcome of a lost connection's jobs."""
         return self.is_in_doubt or self._lost_since is not None or self._goes_on or self.sleep.has_work()
 
     def end_turn(self) -> None:
-        """Let another slot run what one slot runs at a time; called when this one was cut off."""
+        """Let another slot run suspects; called when this one was cut off."""
         self.state.quarantine.end_turn(self._planner)
 
-    # The slot's work: rounds of its queues, each up to the first claim that takes jobs.
+    # Rounds of the slot's queues, each up to the first claim that takes jobs.
 
     def work_all(self, connected: SlotConnection) -> bool:
-        """Claim and run what waits, until nothing does or the relay stops; False if another connection is needed."""
+        """Claim and run jobs until none wait or the relay stops; False if another connection is needed."""
         with self._on(connected) as runtime:
             while self._may_go_on(connected) and self.work_once(connected, runtime):
                 pass
         return not self._goes_on
 
     def work_seen(self, connected: SlotConnection) -> bool:
-        """Poll if that is due, and work if something is seen to wait; False if nothing was done."""
+        """Poll if due, and work if something waits; False if nothing was done."""
         worked = False
         with self._on(connected) as runtime:
             self.sleep.poll(connected.connection)
@@ -183,7 +183,7 @@ class Slot:
             return self.state.stopping.is_set()
 
     def settle(self, connected: SlotConnection) -> None:
-        """Find out what became of the jobs of a lost connection, and claim nothing."""
+        """Find out the outcome of a lost connection's jobs, and claim nothing."""
         with self._on(connected):
             pass
 
@@ -191,7 +191,7 @@ class Slot:
         """Claim and run the jobs of one round, and those that each COMMIT claims; False if nothing waits."""
         connection = connected.connection
         self.sleep.begin_claims()
-        # Closed once its jobs have ended: a turn that it has taken ends then.
+        # Closed once its jobs have ended, which ends a turn that it has taken.
         with closing(self._planner.first(connected)) as asked:
             for each in asked:
                 if isinstance(each, ClaimRequest):
@@ -213,7 +213,7 @@ class Slot:
                 ended = self._recover(connection, self.batch, error, runtime)
         self.batch = None
         if ended is not None and ended.report is not None:
-            # First: what is left may wait, or meet the end of the connection, and the batch has ended.
+            # First: the batch has ended, and steps that are left may wait, or find the connection lost.
             self._publish_last(connection, ended.report, runtime)
         self._leased.release(connection)
         self._send_left(connection)
@@ -230,7 +230,7 @@ class Slot:
                 handlers = decide(connection, batch, runtime)
                 fault_point("after-claim")
                 ended = None
-                # None: COMMIT was refused, and all is undone.
+                # None if COMMIT was refused, and all is undone.
                 while ended is None:
                     run(connection, batch, runtime, handlers, shared=not batch.is_lone)
                     ended = commit(connection, batch, runtime, self._after(connection, batch, runtime))
@@ -241,7 +241,7 @@ class Slot:
                 claimed = self.received(ended.claimed)
                 if not (claimed.jobs or claimed.moved):
                     return ended
-                # Before the slot goes on, because the connection may be lost after this.
+                # Now, because the connection may be lost after this.
                 self.batch, self._outages = None, 0
                 assert ended.report is not None, "a batch that is committed has a report"
                 self.publish(ended.report)
@@ -278,7 +278,7 @@ class Slot:
         return claimed
 
     def _after(self, connection: Connection, batch: BatchState, runtime: Runtime) -> ClaimRequest | None:
-        """The claim that goes with the COMMIT of a batch, if any should."""
+        """The claim that goes with the COMMIT of a batch, if any."""
         return None if is_listened_to(connection) or runtime.guard.left else self._planner.after(batch)
 
     def publish(self, report: BatchReport, parked: int = 0) -> None:
@@ -291,7 +291,7 @@ class Slot:
         self.state.publish(report, claims, parked)
 
     def _publish_last(self, connection: Connection, report: BatchReport, runtime: Runtime) -> None:
-        """Publish the last batch of its sort; park its jobs of unknown kinds, with others at the head of the queue."""
+        """Park the jobs of unknown kinds of the last batch, with others at the head of the queue; publish the batch."""
         self._outages = 0
         parked, queue = 0, report.parked_in
         try:
@@ -302,7 +302,7 @@ class Slot:
             self.publish(report, parked)
 
     def _send_left(self, connection: Connection) -> None:
-        """Send what could not go along with a COMMIT; SQLAlchemy has no transaction open."""
+        """Send the steps that could not go with a COMMIT; SQLAlchemy has no transaction open."""
         if self.left and not is_lost(connection):
             left, self.left = self.left, []
             for event in send_left(connection, left):
@@ -311,9 +311,9 @@ class Slot:
     # Errors.
 
     def _recover_claim(self, connection: Connection, request: ClaimRequest, error: BaseException) -> Ended | None:
-        """What became of a claim that ended in `error`; raises `error` if the next one would, too.
+        """Find out the outcome of a claim that ended in `error`; raises `error` if the next one would, too.
 
-        None if its queue is left alone for a moment, and others are claimed from.
+        None if the slot leaves its queue for a moment, and claims from others.
         """
         if request.script.leased:
             request = self._leased.request or request
@@ -329,13 +329,13 @@ class Slot:
             return ended
         if self.running or not request.sort.runs_by_itself:
             raise error
-        # The job was not even claimed: ready jobs do not wait for it. The lease's next beat finds it again.
+        # The suspect was not even claimed: ready jobs do not wait for it. The lease's next beat finds it again.
         logger.warning("suspects of queue %r could not be claimed: %s", request.queue, describe_refusal(error))
         self._planner.record_claim(Claimed(request), is_called=False)
         return None
 
     def _recover(self, connection: Connection, batch: BatchState, error: BaseException, runtime: Runtime) -> Ended:
-        """What became of a batch that ended in `error`; raises `error` if that does not show on this connection."""
+        """Find out the outcome of a batch that ended in `error`; raises `error` if this connection does not show it."""
         running = self.running
         if isinstance(error, TransactionEscaped | LeaseLost):
             batch.owner.begin_recovery()
@@ -353,7 +353,7 @@ class Slot:
         elif not isinstance(error, psycopg.Error | SQLAlchemyError | WritesRefused):
             if runtime.guard.left is None or not runtime.is_failure(error):
                 raise error
-            # The cause is something that a handler left on the connection: a listener, or a type that it registered.
+            # A handler left the cause on the connection: a listener, or a type that it registered.
             give_up(connection)
             raise ConnectionSpoiled(runtime.describe(error, batch.job)) from error
         if is_lost(connection) or batch.owner.is_seized:
@@ -399,7 +399,7 @@ class Slot:
         return runtime
 
     def runtime_on(self, connected: SlotConnection) -> Runtime:
-        """What running handlers on this connection needs."""
+        """Make the runtime of handlers on this connection."""
         state = self.state
         runners = state.effect_runners
         return Runtime(
@@ -425,7 +425,7 @@ class Slot:
         return self.is_abandoned and is_cancellation(error)
 
     def _may_go_on(self, connected: SlotConnection) -> bool:
-        """Whether to claim again on this connection: not if the relay stops, or if a handler left something on it."""
+        """Return True to claim again on this connection: not if the relay stops, or a handler left something on it."""
         if self.state.stopping.is_set():
             return False
         left = connected.guard.left
@@ -438,14 +438,14 @@ class Slot:
         return False
 
     def lost(self, error: BaseException) -> float:
-        """Report a lost or refused connection, or an error of users' code on it; how long to wait before the next try.
+        """Report a lost or refused connection, or an error of users' code on it; returns the seconds to the next try.
 
         Raises:
             LoginRefused: the database refuses the relay's login for too long.
         """
         self.state.login.failed(error)
         if isinstance(error, ConnectionSpoiled):
-            # Closed by us: the server is well.
+            # We closed it: the server is well.
             self._spoiled = error
             return 0.0
         self.sleep.want_poll()
@@ -453,7 +453,7 @@ class Slot:
         seconds = longest * random.uniform(0.5, 1.0)
         self._outages = min(self._outages + 1, _MOST_DOUBLINGS)
         if not isinstance(error, CONNECTION_ERRORS):
-            # A listener of users' on the engine: the connection is closed, and what it had begun is rolled back.
+            # A user's listener on the engine raised: the connection is closed, and its transaction rolled back.
             logger.warning(
                 "code on the relay's connection raised an error, trying again: %s",
                 name_and_line(error),
@@ -477,7 +477,7 @@ def _send(connection: Connection, query: Query) -> None:
     if query.is_alone:
         query.rows = run_alone(connection, query.statement)
     else:
-        # A statement that ends with COMMIT leaves nothing to end for the block.
+        # After a statement with a COMMIT of its own the block has nothing to end.
         with connection.begin():
             query.rows = run_script(connection, query.statement)
 

@@ -1,4 +1,4 @@
-"""Which slots serve which queues: the configured groups, split by the flavour of their handlers."""
+"""Groups of slots: which slots serve which queues, split by the flavour of their handlers."""
 
 from typing import TypeAlias
 
@@ -12,7 +12,7 @@ FlavouredGroup: TypeAlias = tuple[SlotGroup, Flavour]
 
 
 def resolve_groups(config: RelayConfig, registry: Registry) -> list[FlavouredGroup]:
-    """The groups of slots with the flavour of their queues; `*` becomes every queue that no group names.
+    """The groups of slots, each with its flavour; `*` becomes every queue that no group names.
 
     Raises:
         ConfigError: a queue without handlers, a queue in two groups, or a group with both flavours.

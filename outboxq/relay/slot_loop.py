@@ -1,7 +1,7 @@
 """The loop of a slot: it works while something waits, and sleeps until it is woken.
 
-It is written once, for threads and for tasks. A task runs it in a greenlet, as SQLAlchemy runs its own code, so that
-each wait in the loop is an `await` of the task.
+Written once, for threads and for tasks. A task runs it in a greenlet, as SQLAlchemy does its own code, so that each
+wait in the loop is an `await` of the task.
 """
 
 import asyncio
@@ -20,14 +20,14 @@ from outboxq.relay.connections import SlotConnections
 from outboxq.relay.slot import CONNECTION_ERRORS, Slot
 from outboxq.relay.state import RelayState
 
-# No next try would end otherwise.
+# The next try would fail the same way.
 _FINAL = (ConfigError, RelayStuck, SchemaError)
-# For a server that drops a connection, and takes the next: one that is away leaves its jobs for the next relay.
+# For a server that drops a connection and accepts the next: if it is down, its jobs are left to the next relay.
 _LAST_TRIES, _LAST_PAUSE_SECONDS, _LAST_SECONDS = 5, 0.1, 2.0
 
 
 class WakeEvent(Protocol):
-    """What a sleeping slot waits for: a `threading.Event`, or its like for a task. Any thread may set it."""
+    """The event that wakes a sleeping slot: a `threading.Event`, or its like for a task. Any thread may set it."""
 
     def set(self) -> None: ...
 
@@ -37,7 +37,7 @@ class WakeEvent(Protocol):
 
 
 class SlotLoop:
-    """The loop of one slot; `has_failed`: the loop has ended by an error, which the relay raises again."""
+    """The loop of one slot; `has_failed`: the loop ended by an error, which the relay raises again."""
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class SlotLoop:
             except _FINAL:
                 raise
             except Exception as error:
-                # Users' code on a connection, its listeners, raises what it likes. A defect of ours ends the relay.
+                # Users' listeners on a connection raise anything. A defect of ours ends the relay.
                 if not isinstance(error, CONNECTION_ERRORS) and is_defect(error):
                     raise
                 if slot.is_seized():
@@ -84,7 +84,7 @@ class SlotLoop:
         self._find_out()
 
     def _find_out(self) -> None:
-        """Settle jobs whose connection was lost as the relay was told to stop: it alone can tell what they came to."""
+        """Settle jobs whose connection was lost when the relay stopped: only this slot can find out their outcome."""
         slot, ends_at = self.slot, clock() + _LAST_SECONDS
         for _ in range(_LAST_TRIES):
             if not slot.is_in_doubt or slot.is_seized() or clock() > ends_at:
@@ -104,7 +104,7 @@ class SlotLoop:
                 self._wake_event.wait(_LAST_PAUSE_SECONDS)
 
     def _sleep(self) -> None:
-        """Sleep until woken, or until a poll found something; without a connection except to poll."""
+        """Sleep until woken, or until a poll finds something; has a connection only to poll."""
         slot, sleep = self.slot, self.slot.sleep
         self._wake_event.clear()
         flagged = False
@@ -116,7 +116,7 @@ class SlotLoop:
             if not flagged:
                 request = sleep.fall_asleep()
                 flagged = sleep.is_flagged(None if request is None else self._flagged_since(request))
-                # Not for suspects alone: another slot may run one for long.
+                # Suspects alone do not count: another slot may run one for long.
                 if sleep.is_behind():
                     continue
             if self._wake_event.wait(sleep.pause_seconds(flagged=flagged)):
@@ -132,5 +132,5 @@ class SlotLoop:
         raise error
 
     def _wait_after(self, error: BaseException) -> None:
-        """Report a connection that is lost or refused, and wait before the next try."""
+        """Report a lost or refused connection, and wait before the next try."""
         raise NotImplementedError

@@ -27,7 +27,7 @@ from outboxq.relay.state import RelayState
 
 
 class _TaskWakeEvent:
-    """A `threading.Event` for a task: set from any thread, and waited for in the task's greenlet."""
+    """A `threading.Event` for a task: any thread sets it, and the task's greenlet waits for it."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
@@ -92,8 +92,8 @@ class SlotTask(SlotLoop):
             return None
 
     def _outlive(self, error: asyncio.CancelledError) -> None:
-        # The relay cancels only when it is done with the slot. Any other cancellation was asked for by a handler, and
-        # came after the handler's end.
+        # The relay cancels only when it is done with the slot. Any other cancellation is a handler's, and came after
+        # the handler's end.
         if self.slot.is_abandoned or self.slot.is_seized() or self._state.stopping.is_set():
             raise error
         task = asyncio.current_task()
@@ -103,7 +103,7 @@ class SlotTask(SlotLoop):
         self.slot.lost(error)
 
     def _wait_after(self, error: BaseException) -> None:
-        # The listener, which lost its connection too, has set the event: if it stayed set, the slot would spin.
+        # The listener lost its connection too, and set the event: if it stayed set, the slot would spin.
         self._wake_event.clear()
         pause = self.slot.lost(error)
         if not self._state.stopping.is_set():
@@ -123,7 +123,7 @@ class SlotTask(SlotLoop):
             _call_soon(self._loop, self._task.cancel)
 
     def ask(self) -> None:
-        """Ask whether the event loop, which other slots share, still runs."""
+        """Request a sign of life from the event loop, which other slots share."""
         self._answered.clear()
         _call_soon(self._loop, self._answered.set)
 
@@ -153,7 +153,7 @@ class SlotTask(SlotLoop):
         stack: list[Frame] = []
         for coroutine in self._coroutines():
             awaited: object = coroutine
-            # The frame is read once: the loop, in another thread, may end the coroutine meanwhile.
+            # The frame is read once: the loop, in another thread, may end the coroutine at any time.
             while inspect.iscoroutine(awaited) and (frame := awaited.cr_frame) is not None:
                 stack.extend(frames_of_stack(frame))
                 awaited = inner_coroutine(awaited.cr_await)
@@ -161,6 +161,6 @@ class SlotTask(SlotLoop):
 
 
 def _call_soon(loop: asyncio.AbstractEventLoop, callback: Callable[[], object]) -> None:
-    # A closed loop calls nothing any more.
+    # A closed loop calls nothing.
     with contextlib.suppress(RuntimeError):
         loop.call_soon_threadsafe(callback)

@@ -28,7 +28,7 @@ class SlotThread(SlotLoop):
     ) -> None:
         super().__init__(state, group, "sync", connections, threading.Event(), fail)
         self._detached: DBAPIConnection | None = None
-        # A daemon: a handler that outlives the time to drain must not keep the process alive.
+        # A daemon: a handler that exceeds the time to drain must not keep the process alive.
         self._thread = BoundedStart(self._run, "outboxq-slot")
         self._thread.start()
 
@@ -71,16 +71,16 @@ class SlotThread(SlotLoop):
             connection.detach()
 
     def ask(self) -> None:
-        """Nothing to ask: a thread is shared with no other handler."""
+        """Do nothing: no other handler shares the thread."""
 
     def cancel(self, call: HandlerCall) -> None:
-        """Nothing to do: the handler looks at `ctx.cancelled`, or the server cancels its statement."""
+        """Do nothing: the handler checks `ctx.cancelled`, or the server cancels its statement."""
 
     def is_held_up(self) -> bool:
         return False
 
     def is_running(self) -> bool:
-        """False: the handler runs in no event loop."""
+        """Return False: the handler runs in no event loop."""
         return False
 
     def stack(self) -> list[Frame]:

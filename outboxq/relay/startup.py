@@ -1,4 +1,4 @@
-"""What a relay checks of its database before it works: server, durability and tables, once it can connect."""
+"""Startup: the checks of a relay's database before it works: server, durability and tables, once it can connect."""
 
 import logging
 import threading
@@ -53,15 +53,15 @@ def wait_for_database(
     then: Callable[[Connection], None],
     login: Login,
 ) -> None:
-    """Check the database; while it is down, emit `DatabaseLost` and try again, until the relay is told to stop.
+    """Check the database; while it is down, emit `DatabaseLost` and try again, until the relay stops.
 
     Args:
-        then: Called with the connection behind the check.
+        then: Called with the connection after the check.
 
     Raises:
         SchemaError: the tables are missing or too old.
         ConfigError: the server, or a setting of it, does not fit.
-        LoginRefused: it refuses the relay's login for too long.
+        LoginRefused: the server refuses the relay's login for too long.
     """
     pause_seconds = _FIRST_PAUSE_SECONDS
     while not stopping.is_set():
@@ -73,7 +73,7 @@ def wait_for_database(
                 loop.call(greenlet_spawn(_connect_and_check, engines.asynchronous.sync_engine, config, then))
         except (DBAPIError, psycopg.Error, NoConnection, OSError) as error:
             login.failed(error)
-            # A statement that was cancelled, or that waited for a lock too long, says nothing of the next try.
+            # A statement that was cancelled, or waited too long for a lock, may pass at the next try.
             is_passing = is_database_unavailable(error) or is_transient(error) or sqlstate_of(error) == QUERY_CANCELED
             if not is_passing:
                 raise
@@ -107,11 +107,11 @@ def check_database(connection: Connection, config: RelayConfig) -> None:
 
 
 def declare_schedules(connection: Connection, schema: str, registry: Registry) -> None:
-    """Store the schedules that the registry declares, and disable those that it declared once, and does not any more.
+    """Store the schedules that the registry declares, and disable those that it no longer declares.
 
     Raises:
         ConfigError: the role may not write them.
-        ScheduleOwned: the code of another registry declares one of a name.
+        ScheduleOwned: another registry declares a schedule of the same name.
     """
     connection.rollback()
     mapped = connection.execution_options(isolation_level="READ COMMITTED", schema_translate_map={SCHEMA: schema})
@@ -120,7 +120,7 @@ def declare_schedules(connection: Connection, schema: str, registry: Registry) -
             with_owners = (schema_version(mapped, schema) or 0) >= OWNERS_VERSION
             schedule_owners.declare(mapped, registry.schedules, with_owners=with_owners)
         if with_owners:
-            # Behind a COMMIT: relays that start at the same time lock each set of rows in one order.
+            # After a COMMIT: relays that start at the same time lock each set of rows in one order.
             with mapped.begin():
                 _disable_gone(mapped, schema, registry)
     except DBAPIError as error:
@@ -132,7 +132,7 @@ def declare_schedules(connection: Connection, schema: str, registry: Registry) -
 
 
 def _disable_gone(connection: Connection, schema: str, registry: Registry) -> None:
-    """Disable what the code of the registry's owners does not declare any more, and log it."""
+    """Disable the schedules that the registry's owners no longer declare, and log it."""
     for gone in schedule_owners.find_gone(connection, registry.schedules, registry.owners):
         is_known = gone.kind in registry.handlers or gone.queue in registry.flavours
         said: str | None = None
@@ -156,7 +156,7 @@ def _disable_gone(connection: Connection, schema: str, registry: Registry) -> No
 
 
 def _is_at_relays(connection: Connection, schema: str, gone: schedule_owners.Gone) -> bool:
-    """Tell whether a relay that lives serves the queue of a schedule, and knows its kind."""
+    """Return True if a live relay serves the queue of a schedule, and knows its kind."""
     if not connection.execute(may_read_relays(schema)).scalar_one():
         return False
     found = connection.execute(kinds_at_relays(schema, [(gone.queue, gone.kind)]))
@@ -164,9 +164,9 @@ def _is_at_relays(connection: Connection, schema: str, gone: schedule_owners.Gon
 
 
 def find_keeper(connection: Connection, schema: str, registry: Registry, relay: UUID) -> Keeper:
-    """What the relay keeps of finished jobs: what its handlers say, unless it may not write their table.
+    """Make the keeper of finished rows: of the kinds that handlers name, unless the relay may not write the table.
 
-    Then their jobs run all the same, and a warning is logged: what jobs do must not depend on what is kept of them.
+    Then their jobs run all the same, and a warning is logged: jobs must not depend on their finished rows.
     """
     keeper = Keeper.of(registry, relay)
     if not keeper.kinds or run_script(connection, may_write(schema))[0][0]:
@@ -181,7 +181,7 @@ def find_keeper(connection: Connection, schema: str, registry: Registry, relay: 
 
 
 def check_durability(connection: Connection, *, allowed: bool) -> None:
-    """Refuse sessions whose COMMIT answers before it is on the disk, unless `allowed`.
+    """Refuse sessions whose COMMIT returns before it is on disk, unless `allowed`.
 
     Raises:
         ConfigError: `synchronous_commit` is off; the message says where and what to do.

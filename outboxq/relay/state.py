@@ -1,4 +1,4 @@
-"""What the slots of a relay share, and its counters."""
+"""The state that the slots of a relay share, and its counters."""
 
 import threading
 from collections import Counter
@@ -38,17 +38,17 @@ from outboxq.relay.poller import SharedPoller
 from outboxq.relay.progress import ProgressWriter
 from outboxq.relay.suspects import QuarantineTurns
 
-# The events that the relay takes note of before it tells them.
+# The events that the relay handles before it emits them.
 _NOTED = (JobsSuspected, JobCrashed, JobsParked)
 
 
 @dataclass(frozen=True, slots=True)
 class RelayReport:
-    """What a relay did: jobs done, attempts that failed, and jobs that moved to the dead letters (failed too).
+    """The result of a relay: jobs done, attempts that failed, and jobs that moved to the dead letters (failed too).
 
     `leases_lost` counts handlers that ended after another relay had taken their job: their rows were rolled back.
-    `hook_failures`: how often a hook raised. `hook_events_dropped`: events that the registry's hooks were not told,
-    because they were too slow. `cancelled` and `expired`: jobs that were dropped for these reasons.
+    `hook_failures`: how often a hook raised. `hook_events_dropped`: events that the registry's hooks missed, because
+    they were too slow. `cancelled` and `expired`: jobs that were dropped for these reasons.
     """
 
     done: int
@@ -63,7 +63,7 @@ class RelayReport:
 
 @dataclass(slots=True)
 class RelayCounters:
-    """What a relay has done so far. Slots add under the lock."""
+    """The counts of a relay so far. Slots add under the lock."""
 
     claimed: int = 0
     done: int = 0
@@ -103,7 +103,7 @@ class RelayCounters:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class RelayState:
-    """What the slots of a relay share. Parts that open connections of their own are made by the caller."""
+    """The state that the slots of a relay share. The caller makes the parts that open their own connections."""
 
     config: RelayConfig
     registry: Registry
@@ -118,15 +118,15 @@ class RelayState:
     effect_runners: EffectRunners
     progress: ProgressWriter
     limits: RelayLimits = field(default_factory=RelayLimits)
-    # What the application's lifespan yielded.
+    # The state that the application's lifespan yielded.
     lifespan_state: object = None
-    # Of each queue.
+    # By queue.
     sweeps: dict[str, Sweep] = field(default_factory=dict)
     counters: RelayCounters = field(default_factory=RelayCounters)
     lock: threading.Lock = field(default_factory=threading.Lock)
     aggregate: Aggregate = field(default_factory=Aggregate)
     clock: DatabaseClock = field(default_factory=DatabaseClock)
-    # What it keeps of finished jobs; nothing until it has looked whether it may.
+    # Writes finished rows; none until the start has checked the rights.
     keeper: Keeper = field(default_factory=Keeper)
     admission: Admission = field(init=False)
     login: Login = field(init=False)
@@ -137,20 +137,20 @@ class RelayState:
         self.admission = Admission(self.config.schema, claims, self.flow, self.poller, limits, self.wake_another)
 
     def publish(self, report: BatchReport, claims: Iterable[Event] = (), parked: int = 0) -> None:
-        """Count what was committed, and tell it behind the events of claims; with the jobs that were parked besides."""
+        """Count what was committed, and emit it after the events of claims; adds `parked` to the parked jobs."""
         with self.lock:
             self.counters.add(report)
         if report.events:
             self.aggregate.add(report.events)
         emit = self.emit
-        # Most events are of jobs that are done, and most relays have no hook that is told of them.
+        # Most events are of jobs that are done, and most relays have no hook for them.
         are_done_wanted = emit.wants(JobDone)
         for event in (*claims, *report.events):
             if are_done_wanted or type(event) is not JobDone:
                 emit(self._noted(event, parked) if isinstance(event, _NOTED) else event)
 
     def has_groups(self, queue: str) -> bool:
-        """Whether a queue is known to have jobs of groups."""
+        """Return True if a queue is known to have jobs of groups."""
         return queue in self.flow.seen.groups or self.poller.has_groups(queue)
 
     def suspect(self, queue: str) -> None:
@@ -161,7 +161,7 @@ class RelayState:
 
     def wake_another(self, queue: str) -> None:
         """Wake another slot that sleeps, if any: more jobs may wait in this queue than the caller takes."""
-        # A slot that falls asleep from now on polls first; one that sleeps already is woken.
+        # A slot that falls asleep from now on polls first; one that sleeps is woken.
         self.poller.record_rest(queue)
         if self.listener is None:
             self.poller.record_call(queue)
@@ -169,7 +169,7 @@ class RelayState:
             self.listener.wake_one(queue)
 
     def _noted(self, event: JobsSuspected | JobCrashed | JobsParked, parked: int) -> Event:
-        """Take note of what an event tells, before it is told; with the jobs that were parked besides."""
+        """Record suspects before their event is emitted; adds `parked` to the parked jobs."""
         if isinstance(event, JobsParked):
             return replace(event, count=event.count + parked)
         if isinstance(event, JobsSuspected) or not event.dead_letter:

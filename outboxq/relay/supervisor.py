@@ -1,10 +1,10 @@
 """The supervisor: several relay processes on one machine, because one interpreter uses one core.
 
-If there are several databases, each has a set of processes of its own: one that is down stops no work of another.
+Each of several databases has its own set of processes: one that is down stops no work of another.
 
-The supervisor starts the children, replaces those that die or show no life, and ends them when it is told to end.
-Children hold the read end of a pipe, and drain when the supervisor closes the pipe, or has died, SIGKILL included.
-Through a pipe of its own each child shows that it lives, and what it is doing.
+The supervisor starts the children, replaces those that die or show no life, and ends them when it stops. Children hold
+the read end of a pipe, and drain when the supervisor closes the pipe or dies, SIGKILL included. Each child has its own
+pipe, which shows that it lives, and its state.
 """
 
 import os
@@ -27,7 +27,7 @@ from outboxq.relay.signals import stop_signals
 EXIT_STARTED_WRONGLY = 2
 # A handler could not be freed, so that the process must be replaced.
 EXIT_STUCK = 3
-# A child's login was refused for long: who starts this process may have another one.
+# A child's login was refused for long: the next start may have another one.
 EXIT_REFUSED = 4
 
 _TEND_SECONDS = 0.05
@@ -50,7 +50,7 @@ class _Child:
         self.state: State = "starting"
         self.has_reported = False
         self.silent_seconds = self.stopping_seconds = 0.0
-        # What it is killed for, if it is.
+        # The reason why it was killed, if it was.
         self.killed_as: EndReason | None = None
         self._metrics = metrics
         self._socket: ChildSocket | None = None
@@ -63,7 +63,7 @@ class _Child:
                 self._socket, inherited = metrics.open(database)
                 numbers[METRICS_SOCKET_VARIABLE] = inherited.fileno()
             pipes = {name: str(number) for name, number in numbers.items()}
-            # A session of its own: a Ctrl-C at the terminal reaches the supervisor alone, which then ends the children.
+            # Its own session: a Ctrl-C at the terminal reaches the supervisor alone, which then ends the children.
             self.process = subprocess.Popen(  # noqa: S603  # our own command line
                 command, env={**environment, **pipes}, pass_fds=tuple(numbers.values()), start_new_session=True
             )
@@ -76,7 +76,7 @@ class _Child:
                 inherited.close()
 
     def listen(self, elapsed_seconds: float) -> None:
-        """Read what the child sent since the last call, `elapsed_seconds` ago."""
+        """Read the beats since the last call, `elapsed_seconds` ago."""
         state = read_beats(self._read_end)
         if state is not None:
             self.state, self.has_reported, self.silent_seconds = state, True, 0.0
@@ -102,32 +102,32 @@ class _Place:
     child: _Child | None = None
     restart_at: float = 0.0
     finished: bool = False
-    # The last child in it could not start like this, and no later one has served.
+    # The last child exited as started wrongly or refused, and none has served since.
     is_wrong: bool = False
 
 
 @dataclass(slots=True)
 class Supervisor:
-    """Keeps `processes` copies of `command` running until SIGTERM or SIGINT, or until all have ended by themselves.
+    """Keeps `processes` copies of `command` running until SIGTERM or SIGINT, or until all have finished.
 
     A child that exits with 2 was started wrongly, and one that exits with 4 has a login that the database refuses: no
     restart with the same environment mends that, and this process ends with that code. Of several databases one may be
-    mended while the others work, so that its children are started again after pauses. One that exits with 3 had a
-    handler that could not be freed: it is replaced at once. Any other is replaced after pauses that double. A second
-    signal kills the children and ends this process by that signal.
+    mended while others work, so its children are started again after pauses. A child that exits with 3 had a handler
+    that could not be freed: it is replaced at once. Any other is replaced after pauses that double. A second signal
+    kills the children and ends this process by that signal.
 
     Args:
         command: Stops when the pipe `OUTBOXQ_PARENT_PIPE` is closed (`outboxq.relay.signals.stop_when_parent_dies`),
             and may show that it lives through `OUTBOXQ_HEARTBEAT_PIPE` (`outboxq.relay.health.send_beats`).
         environment: The children's whole environment.
-        databases: If there are several: by its name what the environment of its children has besides; `processes`
-            children run for each.
+        databases: If there are several: by name, additions to the environment of its children; `processes` children run
+            for each.
         drain_seconds: How long children may take to finish their jobs; `kill_after_drain_seconds` later they are
-            killed. A child whose drain time is over gives its jobs back, which takes up to 15 s on a slow database.
+            killed. A child whose drain time has ended gives its jobs back, which takes up to 15 s on a slow database.
         finite: The command ends by itself (it drains): a child that exits with 0 has finished and is not replaced.
-        stall_seconds: A child that sent signs of life, and then none for so long, is killed and replaced. 0: never.
-        health_path: Where to write, once a second, what this process and its children are doing.
-        metrics: Adds up what the children count, if they are to tell it.
+        stall_seconds: A child that sent beats, and then none for so long, is killed and replaced. 0: never.
+        health_path: The file to which the state of this process and its children is written, once a second.
+        metrics: Adds up the children's counts, if they are to send them.
         well_after_seconds: After a child that lived so long, the next restart is quick again.
 
     Raises:
@@ -150,7 +150,7 @@ class Supervisor:
     kill_after_drain_seconds: float = 20.0
     _places: list[_Place] = field(init=False)
     _stopping: bool = field(default=False, init=False)
-    # The pipe at whose end the children drain.
+    # The children drain when this pipe is closed.
     _read_end: int = field(default=-1, init=False)
     _write_end: int = field(default=-1, init=False)
     _checked_at: float = field(default_factory=time.monotonic, init=False)
@@ -169,7 +169,7 @@ class Supervisor:
         ]
 
     def run(self) -> int:
-        """Run the children to their end; returns 0, or 2 if a child was started wrongly.
+        """Run the children to their end; returns 0, or the code of a child whose exit ends the supervisor.
 
         Raises:
             ConfigError: the health file cannot be written.
@@ -178,7 +178,7 @@ class Supervisor:
             stack.enter_context(health_file(self.health_path, self.health))
             self._read_end, self._write_end = os.pipe()
             stack.callback(os.close, self._read_end)
-            # After an error of the supervisor, too, the children drain.
+            # The children also drain after an error of the supervisor.
             stack.callback(self._close_parent_pipe)
             stack.enter_context(stop_signals(self._stop, before_death=self._kill_children))
             exit_code = self._tend_children()
@@ -186,7 +186,7 @@ class Supervisor:
             return exit_code
 
     def health(self) -> Health:
-        """What the children are doing, taken together: "serving" if any child serves."""
+        """The state of all children together: "serving" if any child serves."""
         children = [place.child for place in self._places]
         states = {child.state for child in children if child is not None}
         state: State = "starting"
@@ -214,7 +214,8 @@ class Supervisor:
     def _elapsed_seconds(self) -> float:
         """The time since the last check, but no more than a beat.
 
-        If this process stood still, so may have the children (a paused container), and their silence means nothing.
+        If this process was stopped (a paused container), the children may have been too, and their silence means
+        nothing.
         """
         now = time.monotonic()
         elapsed_seconds, self._checked_at = now - self._checked_at, now
@@ -239,10 +240,10 @@ class Supervisor:
         child.listen(elapsed_seconds)
         if self.stall_seconds and child.silent_seconds >= self.stall_seconds:
             self.emit(ChildUnresponsive(child.process.pid, child.silent_seconds, database))
-            # SIGKILL: nothing less reaches a process that is stopped, or an interpreter that is held.
+            # SIGKILL: nothing less reaches a stopped process or a blocked interpreter.
             child.process.kill()
             child.silent_seconds, child.killed_as = 0.0, "silent"
-        # A child that stops by itself, after a failure: nothing else bounds its end.
+        # Nothing else bounds the end of a child that stops by itself after a failure.
         if child.stopping_seconds >= self.drain_seconds + self.kill_after_drain_seconds:
             self.emit(ChildStopTimedOut(child.process.pid, child.stopping_seconds, database))
             child.process.kill()
@@ -288,13 +289,13 @@ class Supervisor:
     def _end_children(self) -> None:
         """Let the children drain, and kill those that take too long.
 
-        They are told through the pipe: a service manager may have sent SIGTERM to all of us, and a second one would
-        end them at once.
+        Through the pipe: a service manager may have sent SIGTERM to all processes, and a second one would end them at
+        once.
         """
         self._close_parent_pipe()
         children = self._children()
         for child in children:
-            # A child that has not reported is not at work: it may not look at the pipe yet, and has nothing to finish.
+            # A child that has not reported may not watch the pipe yet, and has nothing to finish.
             if not child.has_reported:
                 child.process.terminate()
         deadline = time.monotonic() + self.drain_seconds + self.kill_after_drain_seconds

@@ -10,20 +10,20 @@ _Asked = TypeVar("_Asked")
 
 
 class QuarantineTurns:
-    """Which queues are known to have suspects, and which slot may run one.
+    """The queues that are known to have suspects, and the slot that may run one.
 
-    One at a time per process: a suspect that kills the process takes no other suspect with it.
+    One at a time per process: a suspect that kills the process harms no other suspect.
     """
 
     def __init__(self) -> None:
         self.queues: set[str] = set()
-        # Those that have suspects in groups.
+        # The queues that have suspects in groups.
         self.groups: set[str] = set()
         self._holder: object | None = None
         self._lock = threading.Lock()
 
     def wait_in(self, queues: Iterable[str]) -> bool:
-        """Whether one of these queues is known to have suspects."""
+        """Return True if one of these queues is known to have suspects."""
         return not (self.queues.isdisjoint(queues) and self.groups.isdisjoint(queues))
 
     def record_poll(self, rows: Iterable[tuple[object, ...]]) -> None:
@@ -35,7 +35,7 @@ class QuarantineTurns:
                 self.groups.add(str(name))
 
     def known_in(self, queues: Iterable[str]) -> list[str]:
-        """Those of these queues that are known to have suspects."""
+        """The queues, of these, that are known to have suspects."""
         return [name for name in queues if name in self.queues or name in self.groups]
 
     def round(
@@ -46,10 +46,10 @@ class QuarantineTurns:
         has_lease: Callable[[], bool],
         claims: Callable[[str, Sort], Generator[_Asked, None, bool]],
     ) -> Iterator[_Asked]:
-        """The claims of one suspect: the first one's of these queues that has one, if `holder` may run it now.
+        """The claims of suspects in these queues, if `holder` may run one now.
 
         Args:
-            claims: The claims of a sort of jobs; returns whether nothing waits.
+            claims: Yields the claims of a sort of jobs; returns True if nothing waits.
         """
         for name in self.known_in(queues):
             if is_held(name) or not self.take_turn(holder):
@@ -58,14 +58,14 @@ class QuarantineTurns:
                 if not has_lease():
                     continue
                 for known, sort in ((self.queues, Sort.SUSPECT), (self.groups, Sort.GROUP_SUSPECT)):
-                    # One that found no room may still be there, also if the hold of its queue has ended by now.
+                    # A suspect that found no room may still be there, also if the hold of its queue has ended.
                     if name in known and (yield from claims(name, sort)) and not is_held(name):
                         known.discard(name)
             finally:
                 self.end_turn(holder)
 
     def take_turn(self, holder: object) -> bool:
-        """Whether `holder` may run a suspect now; never waits."""
+        """Return True if `holder` may run a suspect now; never waits."""
         with self._lock:
             if self._holder is None:
                 self._holder = holder

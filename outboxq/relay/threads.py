@@ -4,15 +4,15 @@ import _thread
 import threading
 from collections.abc import Callable
 
-# A new thread is up within microseconds; after a pause of the whole process it may take its time.
+# A new thread is up within microseconds, unless the whole process pauses.
 _UP_SECONDS = 30.0
 
 
 class BoundedStart(threading.Thread):
     """A daemon thread whose `start` waits for it to come up, but not forever as `threading.Thread.start` does.
 
-    Without memory the new thread may die before it reports. In the relay's own thread, which ends handlers past their
-    deadline and the relay itself, an endless wait would leave a process that neither works nor ends.
+    Without memory the new thread may die before it reports. In the relay's own thread, which enforces deadlines and
+    ends the relay, an endless wait would leave a process that neither works nor ends.
     """
 
     def __init__(self, target: Callable[[], object], name: str) -> None:
@@ -31,6 +31,6 @@ class BoundedStart(threading.Thread):
             raise RuntimeError(f"the thread {self.name!r} did not come up within {_UP_SECONDS:g} s")
 
     def run(self) -> None:
-        """Report that the thread is up, and run its target."""
+        """Signal that the thread is up, and run its target."""
         self._is_up.set()
         super().run()

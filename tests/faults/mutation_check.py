@@ -1752,8 +1752,8 @@ MUTANTS = (
     Mutant(
         "the traceback of an event, dropped when the hooks were told it",
         "outboxq/relay/hook_thread.py",
-        "                forget(event)\n                # Not kept",
-        "                # Not kept",
+        "                forget(event)\n                # Or it would",
+        "                # Or it would",
         ("tests/relay/test_hooks.py::test_what_a_failed_handler_held_goes_when_its_event_was_told_or_dropped",),
     ),
     Mutant(

@@ -1,1 +1,1 @@
-"""What a relay does now and then beside its work, each task in a thread and on a connection of its own."""
+"""A relay's periodic work besides its jobs, each task in its own thread and on its own connection."""

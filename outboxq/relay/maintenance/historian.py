@@ -1,7 +1,7 @@
-"""The historian: it adds what a relay's jobs came to to the history, and tells that the relay lives.
+"""The historian: adds the outcomes of a relay's jobs to the history, and records that the relay lives.
 
-A thread and a connection of their own, which is opened for each round. Nothing depends on it: while the tables are
-missing, or the role may not write them, one line says so, and the numbers wait in memory.
+It has its own thread, and opens a connection for each round. Nothing depends on it: while the tables are missing, or
+the role may not write them, one log line says so, and the numbers wait in memory.
 """
 
 import logging
@@ -29,7 +29,7 @@ from outboxq.statements.transaction import BEGIN
 logger = logging.getLogger("outboxq.history")
 
 _UPKEEP_SECONDS = 600.0
-# Hours that one round rolls up at most: two weeks without a relay.
+# The most hours that one round rolls up: two weeks without a relay.
 _HOURS_MOST = 336
 _LAST_TRIES, _LAST_PAUSE_SECONDS = 5, 0.1
 _NOT_ALLOWED = "the role may not: run what `outboxq roles --sql` prints"
@@ -42,13 +42,13 @@ class Historian:
     """Flushes every few seconds, and once more when it is stopped.
 
     Args:
-        stats_seconds: The longest time between two flushes that add to the history; 0 is never.
+        stats_seconds: The longest time between two flushes that add to the history; 0: never.
         connect: Opens a connection outside a transaction; a transaction pooler will do.
-        beside: Where gauges are written, and the upkeep is done.
+        beside: The connection for gauges and upkeep.
         stopping: Set when the relay stops: no more gauges and no upkeep.
 
     Attributes:
-        failures: How many rounds have failed.
+        failures: The number of failed rounds.
     """
 
     flusher: Flusher
@@ -74,7 +74,7 @@ class Historian:
         self._thread.start()
 
     def stop(self) -> None:
-        """Flush what was counted up to now, remove the relay's row, and end the thread. Waits for a few seconds."""
+        """Flush the counts, remove the relay's row, and end the thread. Waits for a few seconds."""
         self._over.set()
         self._thread.join(self.limits.finish_seconds)
 
@@ -86,7 +86,7 @@ class Historian:
         self._finish()
 
     def run_once(self) -> None:
-        """Flush; then, unless the relay stops, write the gauges and see to the upkeep, if it is time. Never raises."""
+        """Flush; then, unless the relay stops, write the gauges and do the upkeep, if due. Never raises."""
         self._try(self._flush)
 
     def _flush(self) -> None:
@@ -94,7 +94,7 @@ class Historian:
         has_gauges = self.flusher.flush(self._transact, counts=counts)
         self._let_go()
         if counts:
-            # The next round from then on is no later than `stats_seconds` allows.
+            # The first round after this time is no later than `stats_seconds` allows.
             self._counts_at = clock() + max(0.0, self.stats_seconds - self.limits.flush_seconds)
         if self.stopping.is_set():
             return
@@ -104,7 +104,7 @@ class Historian:
             self._keep_up()
 
     def _transact(self, script: str) -> list[tuple[str | None, ...]]:
-        """One string, and so one round trip, on the connection of this round."""
+        """Run the script as one string, and so in one round trip, on the connection of this round."""
         if self._connection is None:
             self._connection = self.connect()
         return run_on_libpq(self._connection.pgconn, f"{BEGIN}; {script}; COMMIT")
@@ -116,7 +116,7 @@ class Historian:
 
     def _keep_up(self) -> None:
         self._upkeep_at = clock() + draw_pause(_UPKEEP_SECONDS)
-        # First: an hour that cannot be rolled up keeps nothing else.
+        # First: an hour that cannot be rolled up must not prevent it.
         self.beside.transact(lambda connection: prune(connection, self.schema))
         for _ in range(_HOURS_MOST):
             if self.stopping.is_set() or not self.beside.transact(self._roll_up):

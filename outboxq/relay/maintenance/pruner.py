@@ -1,10 +1,10 @@
-"""The pruner: the periodic task that deletes what is over: messages, effects, unique keys, finished jobs, dead letters.
+"""The pruner: the periodic task that deletes expired messages, effects, unique keys, finished rows and dead letters.
 
-It sweeps batches (`jobs.batch`), too. One is over without a relay coming to it if the relay of its last member died
-between that one's COMMIT and its look, or if an operator, a reaper or an older relay removed the member.
+It also sweeps callback batches (`jobs.batch`). One ends unseen if the relay of its last member died between that job's
+COMMIT and its check, or if an operator, a reaper or an older relay removed the member.
 
 A round opens a connection, deletes in small transactions, and closes it. It waits for no row locks, any number of
-relays may prune at once, and nothing depends on when it happens: only the tables' size does.
+relays may prune at once, and only the tables' size depends on it.
 """
 
 import contextlib
@@ -29,9 +29,9 @@ from outboxq.statements.unique import delete_idle_keys, lock_idle_keys
 
 logger = logging.getLogger("outboxq.pruner")
 
-# How many rows that cannot be deleted one round passes over: more are no matter of single rows.
+# The most rows that cannot be deleted and are passed over in a round: with more the cause is not single rows.
 _MOST_REFUSED = 20
-# The pause between two batches, so that pruning never takes more than a part of what the server can do.
+# The pause between two transactions, so that pruning takes only a part of the server's capacity.
 _BREATH_SECONDS = 0.05
 
 _Deletion: TypeAlias = Callable[[str, int, int], str]
@@ -45,15 +45,14 @@ _OTHERWISE = "it is tried again in the next round; the server's log says more"
 
 @dataclass(eq=False)
 class Pruner(PeriodicTask):
-    """Deletes what has expired, now and then. It may connect through a transaction pooler.
+    """Deletes expired rows, now and then. It may connect through a transaction pooler.
 
     Args:
-        first_seconds: A relay that lives for so long has pruned, however long its rounds are apart.
-        deletes: Whether to delete what has expired. Batches are swept in any case.
+        first_seconds: A relay prunes first within this time, however long its rounds are apart.
+        deletes: True to delete expired rows. Callback batches are swept in any case.
         batch_rows: The most rows that one transaction deletes.
-        max_batches: The most batches of each table in one round; of dead letters, of each queue.
-        keep_dead: For how many seconds the application keeps the dead letters of its queues, if operators have not set
-            it.
+        max_batches: The most transactions for each table in one round; for dead letters, for each queue.
+        keep_dead: By queue, the seconds for which the application keeps its dead letters, if operators have set none.
     """
 
     name = "pruner"
@@ -64,7 +63,7 @@ class Pruner(PeriodicTask):
     deletes: bool = True
     keep_dead: Mapping[str, float] = field(default_factory=dict)
     _warned: set[tuple[str, str]] = field(default_factory=set, init=False)
-    # The next round looks at the unique keys behind this one.
+    # The next round begins after this unique key.
     _last_key: str = field(default="", init=False)
 
     def _run_on(self, connection: PGconn) -> Sequence[Pruned | DeadLettersPruned]:
@@ -81,7 +80,7 @@ class Pruner(PeriodicTask):
         return dead if pruned == Pruned(0, 0) else [pruned, *dead]
 
     def _delete_dead(self, connection: PGconn) -> list[DeadLettersPruned]:
-        """Delete the dead letters whose time is over, of the queues that keep them for a time."""
+        """Delete the expired dead letters of the queues that keep them for a time."""
         try:
             found = run_on_libpq(connection, statements.select_kept(self.schema))
         except Exception as error:  # noqa: BLE001  # whatever it is, the relay's work does not depend on it
@@ -97,7 +96,7 @@ class Pruner(PeriodicTask):
         return pruned
 
     def _sweep(self, connection: PGconn) -> int:
-        """Add the callbacks of batches that are over; how many were."""
+        """Add the callbacks of callback batches that have ended; returns how many ended."""
         over, after = 0, UUID(int=0)
         for _ in range(self.max_batches):
             try:
@@ -112,7 +111,7 @@ class Pruner(PeriodicTask):
         return over
 
     def _sweep_page(self, connection: PGconn, after: UUID, limit: int) -> tuple[int, UUID | None, int]:
-        """Sweep the next batches behind `after`; how many were looked at, the last one, and how many were over."""
+        """Sweep the next callback batches after `after`; returns how many were checked, the last, and how many ended."""
         statement = sweep_batches(self.schema, after, limit)
         try:
             ((looked, last, finished),) = run_on_libpq(connection, "; ".join((BEGIN, *SETTINGS, statement, "COMMIT")))
@@ -124,7 +123,7 @@ class Pruner(PeriodicTask):
         return int(looked or 0), UUID(last) if last else None, int(finished or 0)
 
     def _sweep_one_by_one(self, connection: PGconn, after: UUID) -> tuple[int, UUID | None, int]:
-        """Do the same for a page in which a callback cannot become a job: those of the other batches can."""
+        """Do the same for a page with a callback that cannot become a job: the others can."""
         page = [
             UUID(found)
             for (found,) in run_on_libpq(connection, batch_page(self.schema, after, self.batch_rows))
@@ -153,9 +152,9 @@ class Pruner(PeriodicTask):
             )
 
     def _delete_idle_keys(self, connection: PGconn) -> int:
-        """Delete the unique keys that nothing needs, from where the round before has stopped; how many were deleted.
+        """Delete the unique keys that nothing needs, after the last one of the round before; returns how many.
 
-        A round looks at `batch_rows` times `max_batches` keys, whether they are needed or not.
+        A round checks up to `batch_rows` times `max_batches` keys, needed ones included.
         """
         deleted = 0
         for _ in range(self.max_batches):
@@ -173,7 +172,7 @@ class Pruner(PeriodicTask):
         return deleted
 
     def _delete_all(self, connection: PGconn, what: str, deletion: _Deletion) -> int:
-        """Delete batch after batch, while they are full; how many rows were deleted."""
+        """Delete `batch_rows` rows at a time, while there are so many; returns how many were deleted."""
         deleted = refused = 0
         for _ in range(self.max_batches):
             more = 0
@@ -191,7 +190,7 @@ class Pruner(PeriodicTask):
         return deleted
 
     def _delete_one_by_one(self, connection: PGconn, deletion: _Deletion, refused: int) -> tuple[int, int]:
-        """Delete one by one the rows of a batch that failed; how many were deleted, and how many more cannot be."""
+        """Delete one by one the rows of a failed deletion; returns how many were deleted, and how many cannot be."""
         deleted = more = 0
         while deleted + more < self.batch_rows and refused + more < _MOST_REFUSED and not self.stopping.is_set():
             try:
@@ -207,7 +206,7 @@ class Pruner(PeriodicTask):
         return deleted, more
 
     def _delete(self, connection: PGconn, deletion: str) -> int:
-        """Run one deletion in a transaction of its own, in one round trip; how many rows were deleted."""
+        """Run one deletion in its own transaction, in one round trip; returns how many rows were deleted."""
         try:
             script = f"{statements.BEGIN}; {deletion}; COMMIT"
             return int(str(run_on_libpq(connection, script)[0][0]))
@@ -221,7 +220,7 @@ class Pruner(PeriodicTask):
         if sqlstate is None:
             logger.debug("the pruner's connection failed", extra={"error_type": type(error).__name__})
         elif what in (_FINISHED, _NOTES) and sqlstate in _ADVICE:
-            # A relay that writes these has said so by itself; no other needs the tables.
+            # A relay that writes these tables warns by itself; no other needs them.
             logger.debug("%s could not be deleted", what, extra={"outboxq_sqlstate": sqlstate})
         elif (what, sqlstate) not in self._warned:
             self._warned.add((what, sqlstate))
@@ -240,15 +239,15 @@ def _dead_of(queue: str, declared: float | None, schema: str, limit: int, skip: 
 
 
 def _delete_keys(connection: PGconn, schema: str, after: str, limit: int) -> tuple[int, int, str]:
-    """Look at the next unique keys behind `after`, and delete those that nothing needs, in one transaction.
+    """Check the next unique keys after `after`, and delete those that nothing needs, in one transaction.
 
     Returns:
-        How many were deleted, how many were looked at, and the last of these.
+        The number deleted, the number checked, and the last of these.
     """
     try:
         page = run_on_libpq(connection, f"{statements.BEGIN}; {lock_idle_keys(schema, after, limit)}")
         locked = [str(key) for key, is_locked in page if is_locked == "t"]
-        # A statement of its own: its snapshot is taken with the locks held.
+        # A separate statement: its snapshot is taken with the locks held.
         deletion = f"{delete_idle_keys(schema, locked)}; " if locked else ""
         deleted = run_on_libpq(connection, f"{deletion}COMMIT")
     except Exception:

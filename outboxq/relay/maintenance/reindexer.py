@@ -1,8 +1,8 @@
 """The reindexer: the periodic task that rebuilds bloated indexes of the table `job`.
 
-After a backlog was worked off, vacuum takes the empty pages of an index out of every walk, and so claims are quick
-again; but the file keeps its size, and each vacuum of the queue reads it from end to end. A relay whose role owns the
-tables rebuilds such indexes, beside its work; nothing depends on that. Under any other role a relay logs it once.
+After a backlog was worked off, vacuum removes the empty pages of an index from every walk, so claims are quick again;
+but the file keeps its size, and each vacuum of the queue reads it from end to end. A relay whose role owns the tables
+rebuilds such indexes; nothing depends on that. Under any other role a relay logs it once.
 """
 
 import logging
@@ -37,12 +37,12 @@ _SLICE_SECONDS = 0.2
 class Reindexer(PeriodicTask):
     """Rebuilds bloated indexes of the queue, now and then; cancels a rebuild when the relay stops.
 
-    Behind a pooler nothing is done: the session's settings and locks could become another client's.
+    Does nothing behind a pooler: the session's settings and locks could become another client's.
 
     Args:
         min_bytes: Smaller indexes are left alone.
-        old_seconds: Nothing is rebuilt while another transaction has run for longer than this: the rebuild would wait
-            for it, up to its time limit.
+        old_seconds: Nothing is rebuilt while a transaction has run for longer than this: the rebuild would wait for it,
+            up to its time limit.
     """
 
     name = "reindexer"
@@ -87,7 +87,7 @@ class Reindexer(PeriodicTask):
             return None
         left_over = [name for (name,) in run_on_libpq(connection, statements.left_over_indexes(self.schema)) if name]
         wasted = self._wasted(connection)
-        # Set before: if the rebuild fails, it is not tried again with each check.
+        # Set before: a rebuild that fails is not tried again with each check.
         self._paused_until = time.monotonic() + RETRY_SECONDS
         for name in left_over:
             self._run_long(connection, statements.drop_index(self.schema, name))

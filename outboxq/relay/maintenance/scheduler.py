@@ -1,12 +1,12 @@
-"""The scheduler: adds the jobs of schedules whose time has come, in any relay, and without a leader.
+"""The scheduler: adds the jobs of schedules that are due, in any relay, without a leader.
 
-In one transaction the rows that are due are locked, their jobs are added, and their next times are written. The lock
-keeps two relays from one row, and the next time keeps the second from what the first has fired: so each time is fired
-once, whoever dies. If the answer to COMMIT is lost, either both the jobs and the next time stand, or neither does, and
-then the row is still due; only the event is not sent.
+One transaction locks the rows that are due, adds their jobs, and writes their next times. The lock keeps two relays
+from one row, and the next time keeps the second from what the first has fired: so each time is fired once, whichever
+relay dies. If the answer to COMMIT is lost, either both the jobs and the next time are stored, or neither is, and then
+the row is still due; only the event is not sent.
 
-The heartbeat of the relay's lease says when the next schedule is due. Without any, there is neither a thread nor a
-statement more.
+The heartbeat of the relay's lease reads when the next schedule is due. Without schedules there is no thread and no
+extra statement.
 """
 
 import logging
@@ -36,16 +36,16 @@ from outboxq.statements import schedules as statements
 
 logger = logging.getLogger("outboxq.scheduler")
 
-# One that is later than this is skipped by missed="skip".
+# missed="skip" skips a time that is later than this.
 GRACE = timedelta(seconds=60)
-# How many schedules one transaction locks, and how many jobs of one with missed="all" it adds.
+# The most schedules that one transaction locks, and the most jobs that it adds of one with missed="all".
 MOST_SCHEDULES, MOST_JOBS = 10, 1_000
-# Another relay fires what is due at this moment; or the database does not answer.
+# For when another relay is firing what is due, or the database does not answer.
 _PAUSE_SECONDS = 1.0
-# A schedule that could not be fired is left alone for so long, so that it holds no other up.
+# A schedule that could not be fired is left alone for so long, so that it delays no other.
 _REFUSED_SECONDS = 60.0
 _STOP_SECONDS = 5.0
-# If nothing is due within so long, the connection is closed.
+# The connection is closed if nothing is due within this time.
 _REST_SECONDS = 5.0
 
 Work: TypeAlias = Callable[[Connection], "Tick"]
@@ -53,7 +53,7 @@ Work: TypeAlias = Callable[[Connection], "Tick"]
 
 @dataclass(slots=True)
 class Tick:
-    """What one transaction did: the jobs that it added, and how many schedules it took; when the next one is due."""
+    """The result of a transaction: the jobs added, the number of schedules taken, the seconds until the next is due."""
 
     fired: list[ScheduleFired] = field(default_factory=list)
     taken: int = 0
@@ -65,11 +65,11 @@ class Scheduler:
     """Fires schedules that are due.
 
     Args:
-        transact: Runs a function in a transaction on a connection of its own, which is committed at its end.
+        transact: Runs a function in a transaction on its own connection, and commits at its end.
         rest: Closes that connection, until it is needed again.
         emit: Called for each job that was added, after the COMMIT.
         stopping: Set when the relay stops: nothing more is fired.
-        until_empty: Whether the relay drains: it fires what is due when it begins, and so comes to its end.
+        until_empty: True if the relay drains: it fires only what is due at its start, so that it ends.
     """
 
     transact: Callable[[Work], Tick]
@@ -82,14 +82,14 @@ class Scheduler:
         self._changed = threading.Condition()
         self._due_at = math.inf
         self._thread: threading.Thread | None = None
-        # Whether the connection may be open.
+        # True if the connection may be open.
         self._is_open = False
-        # The names of schedules that could not be fired, and until when they are left alone.
+        # The names of schedules that could not be fired, and the times until which they are left alone.
         self._refused: dict[str, float] = {}
         self._warned: set[str] = set()
 
     def expect(self, seconds: float) -> None:
-        """Be told in how many seconds the next schedule is due. Starts the thread when there is one."""
+        """Record in how many seconds the next schedule is due. Starts the thread if there is one."""
         with self._changed:
             self._due_at = time.monotonic() + seconds
             is_needed = seconds < math.inf and not self.until_empty and not self.stopping.is_set()
@@ -107,7 +107,7 @@ class Scheduler:
             self._thread.join(_STOP_SECONDS)
 
     def fire_all_due(self) -> None:
-        """Fire everything that is due by now, in the caller's thread: a drain may be the only relay there is."""
+        """Fire everything that is due, in the caller's thread: a drain may be the only relay."""
         while not self.stopping.is_set() and self._tick() <= 0:
             pass
         self._rest()
@@ -117,7 +117,7 @@ class Scheduler:
             with self._changed:
                 pause = self._due_at - time.monotonic()
                 if pause > 0 and not self.stopping.is_set() and not (self._is_open and pause > _REST_SECONDS):
-                    # Once: who changes the time notifies.
+                    # Once: each change of the time notifies.
                     self._changed.wait(min(pause, threading.TIMEOUT_MAX))
                     continue
             if pause > 0:
@@ -134,7 +134,7 @@ class Scheduler:
             self._due_at = time.monotonic() + seconds
 
     def _tick(self) -> float:
-        """Fire up to ten schedules; in how many seconds to look again, 0 for at once."""
+        """Fire up to ten schedules; returns the seconds until the next check, 0 for at once."""
         self._is_open = True
         try:
             tick = self.transact(self._fire_due)
@@ -155,7 +155,7 @@ class Scheduler:
         connection.execute(statements.WAIT_SHORTLY)
         for row in connection.execute(statements.lock_due(MOST_SCHEDULES, self._refused)).all():
             try:
-                # A savepoint: a job that cannot be added takes no other schedule's with it.
+                # A savepoint: a job that cannot be added undoes no other schedule's.
                 with connection.begin_nested():
                     tick.fired += _fire(connection, row)
             except Exception as error:
@@ -191,8 +191,8 @@ class Scheduler:
 
 
 def _is_its_own(error: Exception) -> bool:
-    """Whether the schedule is to blame for an error, and neither the connection nor the tables are."""
-    # What holds the unique key of one schedule's job holds no other up.
+    """Return True if the schedule is to blame for an error, and not the connection or the tables."""
+    # A held unique key of one schedule's job must not delay other schedules.
     return (
         sqlstate_of(error) in (LOCK_NOT_AVAILABLE, "40P01")
         or is_of_a_row(error)
@@ -201,7 +201,7 @@ def _is_its_own(error: Exception) -> bool:
 
 
 def _describe(error: Exception) -> str:
-    """What an operator is told: never a value of a row."""
+    """The text for operators: never a value of a row."""
     return str(error) if isinstance(error, OutboxqError) else describe(error)
 
 
@@ -214,7 +214,7 @@ def _fire(connection: Connection, row: Row[tuple[object, ...]]) -> list[Schedule
     if jobs:
         insert_all(connection, jobs, wakes="by queue")
     last = fires[-1] if fires else None
-    # With missed="all" what is over the bound is still due, and follows in the next transaction.
+    # With missed="all" times over the bound are still due, and follow in the next transaction.
     behind = last if last is not None and stored.schedule.missed == "all" else now
     connection.execute(statements.advance(row.name, stored.cron.after(behind), last))
     return [_event(stored, new, due, now) for new, due in zip(jobs.values(), fires, strict=True)]
@@ -227,7 +227,7 @@ def _event(stored: StoredSchedule, new: NewJob, due: datetime, now: datetime) ->
 
 
 def due_times(stored: StoredSchedule, now: datetime) -> list[datetime]:
-    """The times that get a job, of those that a schedule was due at by `now`."""
+    """The times up to `now` that get a job, of those when a schedule was due."""
     first, cron = stored.schedule.next_at, stored.cron
     if stored.schedule.missed == "all":
         return cron.due_times(first, now, MOST_JOBS)

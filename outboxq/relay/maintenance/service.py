@@ -22,7 +22,7 @@ _SWEEP_SECONDS = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Maintenance:
-    """The periodic tasks of one relay: those beside its work, and those at the end of a drain."""
+    """The periodic tasks of one relay: those during its work, and those at the end of a drain."""
 
     periodic: tuple[PeriodicTask, ...]
     at_end: tuple[PeriodicTask, ...]
@@ -38,16 +38,16 @@ class Maintenance:
         registry: Registry,
         until_empty: bool,
     ) -> "Maintenance":
-        """The tasks that the configuration asks for; `connector` takes a URL to connect to, or None for the engine."""
+        """Make the configured tasks; `connector` takes a URL to connect to, or None for the engine."""
         made: list[PeriodicTask] = []
         seconds = config.prune_seconds or _SWEEP_SECONDS
         pruner = Pruner(connector(None), config.schema, emit, stopping, seconds, limits.first_prune_seconds)
-        # Batches are swept in any case: without the sweep the callback of one might never run.
+        # Callback batches are swept in any case: without it a callback might never run.
         pruner.deletes = config.prune_seconds > 0
         pruner.keep_dead = {queue: time.total_seconds() for queue, time in registry.keep_dead.items()}
         made.append(pruner)
         if until_empty:
-            # The drain of a cron job may be the only relay there is.
+            # The drain of a cron job may be the only relay.
             return cls((), tuple(made))
         if config.reindex:
             # `listen_url` leads past a pooler.

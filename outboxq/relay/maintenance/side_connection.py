@@ -1,6 +1,7 @@
-"""Transactions beside a relay's slots, on a connection of their own, made as the engine of the relay makes its own.
+"""Transactions besides those of a relay's slots, on a connection of their own, made as the relay's engine makes its
+own.
 
-From a pool of its own: slots that hold all of the engine's connections keep nothing of this up.
+It comes from a separate pool: slots that hold all of the engine's connections do not delay it.
 """
 
 from collections.abc import Callable
@@ -23,7 +24,7 @@ class SideConnection:
 
     def __init__(self, engines: Engines, schema: str, loop: LoopThread) -> None:
         self._in_loop = engines.sync is None
-        # Whether anything ran since the last rest.
+        # True if anything ran since the last rest.
         self.was_used = False
         self._loop = loop
         if engines.sync is not None:
@@ -36,7 +37,7 @@ class SideConnection:
         """Run `work` in a transaction at READ COMMITTED, committed at its end.
 
         Raises:
-            TimeoutError: a handler blocks the event loop. What was under way is committed, or rolled back, later.
+            TimeoutError: a handler blocks the event loop. The transaction is committed, or rolled back, later.
         """
 
         self.was_used = True

@@ -1,6 +1,6 @@
-"""Periodic tasks: what a relay does now and then beside its work, each in a thread and on a connection of its own.
+"""Periodic tasks: a relay's chores besides its jobs, each in its own thread and on its own connection.
 
-The relay's work depends on no task: if one fails, that is logged, and the task runs again later.
+The relay's work depends on no task: a failure is logged, and the task runs again later.
 """
 
 import logging
@@ -30,7 +30,7 @@ class PeriodicTask:
     Args:
         connect: Opens a connection outside a transaction.
         schema: The schema of the tables.
-        emit: Called with the events of what was done, after the connection was closed.
+        emit: Called with the events of a run, after its connection was closed.
         stopping: Set when the relay stops: no further step is begun.
         seconds: The longest pause between two runs; each pause is random, so that many relays take turns.
         first_seconds: The longest pause before the first run, if that is shorter.
@@ -56,7 +56,7 @@ class PeriodicTask:
         self._thread.join(_STOP_SECONDS)
 
     def run_once(self) -> None:
-        """Run once, on a new connection. Never raises, and ends early when the relay stops."""
+        """Run once, on a new connection. Never raises; ends early when the relay stops."""
         try:
             connection = self.connect()
         except Exception as error:  # noqa: BLE001  # users' engines raise what they like; the slots report outages
@@ -81,7 +81,7 @@ class PeriodicTask:
 
 
 def draw_pause(seconds: float, uniform: Callable[[], float] = random.random) -> float:
-    """A random pause, from half of `seconds` to the whole; `uniform` draws from [0, 1)."""
+    """Draw a random pause, from half of `seconds` to the whole; `uniform` draws from [0, 1)."""
     return seconds * (1 - uniform() / 2)
 
 

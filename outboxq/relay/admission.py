@@ -81,7 +81,7 @@ class Admission:
         self.poller.hold(queue, pause)
 
     def found_room(self, queue: str) -> None:
-        """Record that a claim of this queue was not kept back by a limit."""
+        """Record that no limit stopped a claim of this queue."""
         # Without the lock: a pause that another slot sets at this moment counts as set after this call.
         if queue in self._pauses:
             with self._lock:

@@ -1,7 +1,7 @@
 """Slot connections: the slots of a relay borrow them while they work, and give them back when they sleep.
 
-The connection that was used last is taken first. Connections beyond the kept ones are closed after a few seconds; kept
-ones have their claims prepared for the next job. A connection on which anything went wrong is closed, not given back.
+The connection that was used last is taken first. A few connections stay open, with their claims prepared for the next
+job; others are closed after some seconds. A connection on which anything went wrong is closed, not given back.
 """
 
 import logging
@@ -54,7 +54,7 @@ class SlotConnection:
     guard: Guard
     epoch: str
     has_citus: bool
-    # The claims, and the INSERT of finished jobs; None behind a pooler, or if the user's settings forbid it.
+    # The claims, and the INSERT of finished rows; None behind a pooler, or if the user's settings forbid it.
     prepared: PreparedStatements | None
     prepared_rows: PreparedStatements | None
     used_at: float = field(default_factory=time.monotonic)

@@ -108,7 +108,7 @@ def read_beats(read_end: int) -> State | None:
 def health_file(
     path: Path | None, read_health: Callable[[], Health], write_seconds: float = WRITE_SECONDS
 ) -> Iterator[None]:
-    """Within the block, write the file every `write_seconds`; remove it at the end. `path` None: do nothing.
+    """Write the file every `write_seconds` within the block; remove it at the end. `path` None: do nothing.
 
     Raises:
         ConfigError: the file cannot be written at the start. Later failures are logged, and the relay goes on.

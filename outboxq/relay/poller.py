@@ -260,7 +260,7 @@ class SharedPoller:
             self._ready.add(queue)
 
     def release(self, queue: str) -> bool:
-        """Let slots claim from this queue again; True if it was held."""
+        """Release a held queue, so that slots claim from it again; True if it was held."""
         # Without the lock, as each claim comes here: a hold that begins now counts as begun after this call.
         if queue not in self.held_until:
             return False
@@ -281,7 +281,7 @@ class SharedPoller:
         return None if until is None else max(0.0, until - time.monotonic())
 
     def _try_alone(self, queue: str) -> None:
-        """Have the others wait while one slot tries to claim from a queue after its hold."""
+        """Make the others wait while one slot tries to claim from a queue after its hold."""
         if queue in self.held_until:
             self.held_until[queue] = time.monotonic() + _TRIAL_SECONDS
 

@@ -56,7 +56,7 @@ class ProgressWriter:
     _is_refused: bool = field(default=False, init=False)
 
     def note(self, job: Job, fraction: float, note: str) -> None:
-        """Have a note written, unless a newer one of the job comes first."""
+        """Hand over a note to be written, unless a newer one of the job comes first."""
         with self._changed:
             if self._is_refused or self._stopping:
                 return

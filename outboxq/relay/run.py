@@ -382,7 +382,7 @@ class RelayRun:
             self._fail(RelayStuck("the event loop is blocked, and not by a handler: this process must be replaced"))
 
     def _let_finish(self) -> None:
-        """Let the running handlers finish, and roll back those that take too long."""
+        """Wait for the running handlers, and roll back those that take too long."""
         self._loop.is_blocked = bool(self._failures) and not self._loop.answers()
         running = sum(runner.slot.running for runner in self._runners)
         self.emit(RelayStopping(running, self.config.drain_seconds))

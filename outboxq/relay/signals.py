@@ -68,14 +68,14 @@ class _Early:
 
 
 def end_in_order_until_begun() -> None:
-    """Have SIGTERM end the process with code 0 until `stop_signals`: imports may take a second."""
+    """Make SIGTERM end the process with code 0 until `stop_signals`: imports may take a second."""
     _before[signal.SIGTERM] = signal.SIG_DFL
     signal.signal(signal.SIGTERM, _Early.end)
 
 
 @contextmanager
 def stop_signals(stop: Callable[[], None], *, before_death: Callable[[], None] | None = None) -> Iterator[None]:
-    """Have the first SIGTERM or SIGINT within the block call `stop`, and the next one end the process by that signal.
+    """Make the first SIGTERM or SIGINT within the block call `stop`, and the next one end the process by that signal.
 
     Only in the main thread; elsewhere signals are left to the program. So is a signal whose handler was installed from
     C, as by a program that embeds Python: Python could not put that handler back.

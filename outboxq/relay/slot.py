@@ -137,7 +137,7 @@ class Slot:
 
     @property
     def is_in_doubt(self) -> bool:
-        """True if a lost connection left jobs whose outcome is unknown."""
+        """Return True if a lost connection left jobs whose outcome is unknown."""
         return self.batch is not None or self.leased_batch is not None
 
     def wants_work(self) -> bool:
@@ -145,7 +145,7 @@ class Slot:
         return self.is_in_doubt or self._lost_since is not None or self._goes_on or self.sleep.has_work()
 
     def end_turn(self) -> None:
-        """Let another slot run suspects; called when this one was cut off."""
+        """Give up the turn to run suspects; called when this slot was cut off."""
         self.state.quarantine.end_turn(self._planner)
 
     # Rounds of the slot's queues, each up to the first claim that takes jobs.

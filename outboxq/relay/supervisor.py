@@ -287,7 +287,7 @@ class Supervisor:
             os.close(write_end)
 
     def _end_children(self) -> None:
-        """Let the children drain, and kill those that take too long.
+        """Wait for the children to drain, and kill those that take too long.
 
         Through the pipe: a service manager may have sent SIGTERM to all processes, and a second one would end them at
         once.

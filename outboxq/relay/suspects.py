@@ -72,7 +72,7 @@ class QuarantineTurns:
             return self._holder is holder
 
     def end_turn(self, holder: object) -> None:
-        """Let another slot run a suspect."""
+        """Give up the turn: another slot may run a suspect."""
         with self._lock:
             if self._holder is holder:
                 self._holder = None

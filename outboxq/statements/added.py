@@ -1,7 +1,7 @@
-"""The place of a coalesced job among those of its key: the order of `seq`, whatever the database's clock has shown.
+"""The place of a coalesced job among those of its key: the order of `seq`, whatever the database's clock showed.
 
-A job that is put back draws a new `seq`, and its first one goes into a header; so does that of a job whose content
-another row takes over.
+A job that is put back gets a new `seq`, and a header holds its first one; also that of a job whose content another row
+takes over.
 """
 
 from typing import LiteralString
@@ -9,12 +9,12 @@ from typing import LiteralString
 from outboxq.job import ADDED_HEADER
 
 _ADDED: LiteralString = f"'{ADDED_HEADER}'"
-# A header that others wrote may be anything: it is taken if it can be a number.
+# A header that others wrote may be anything: it counts if it can be a number.
 _MOST_DIGITS: LiteralString = "18"
 
 
 def added_order(row: LiteralString) -> LiteralString:
-    """The number of a job in the order in which jobs were added."""
+    """The number of a job in the order of adding."""
     header = f"{row}.headers->>{_ADDED}"
     return (
         f"CASE WHEN {header} ~ '^[0-9]+$' AND pg_catalog.length({header}) <= {_MOST_DIGITS} "
@@ -23,7 +23,7 @@ def added_order(row: LiteralString) -> LiteralString:
 
 
 def headers_with_order(row: LiteralString, order: LiteralString | None = None) -> LiteralString:
-    """The headers of a job with that number, or with `order` if it has none, if it has a coalescing key."""
+    """The headers of a job; with a coalescing key and no number yet, they get one: `seq`, or `order` if given."""
     order = f"{row}.seq" if order is None else order
     return (
         f"CASE WHEN {row}.unique_key IS NOT NULL AND {row}.headers->>{_ADDED} IS NULL "

@@ -1,6 +1,6 @@
 """Move one job that no claim or reaper can take: to the dead letters, or out of the way of its queue.
 
-The job is found by its id and moved as it is: no value of its row is sent to the relay, or computed with.
+The job is found by its id and moved as it is: no value of its row is sent to the relay or computed with.
 """
 
 from uuid import UUID
@@ -10,14 +10,14 @@ from psycopg import sql
 from outboxq.statements.render import render
 
 WAITS = sql.SQL("job.state NOT IN ('leased', 'group_leased')")
-# A suspect has to run alone; if it were postponed, it would be claimed together with others.
+# A suspect must run alone; a postponed one would be claimed together with others.
 _IS_NO_SUSPECT = sql.SQL("job.state IN ('ready', 'scheduled', 'grouped')")
 
 
 def dead_letter_row(schema: str, job_id: UUID, condition: sql.Composable, reason: str) -> str:
     """Make a dead letter of the job, if `condition` holds and no other transaction has it.
 
-    Returns id, queue, kind, crashes and true, as a reaper does; no row if there was no such job. If a dead letter has
+    Returns id, queue, kind, crashes and true, as a reaper does; no row if there is no such job. If a dead letter has
     the id already, the new one gets another id. Index: the primary keys.
     """
     return render(
@@ -50,7 +50,7 @@ def select_kind(schema: str, job_id: UUID) -> str:
 
 
 def postpone_row(schema: str, job_id: UUID, seconds: float) -> str:
-    """Schedule the job for `seconds` from now; returns its id and kind. One of a group holds up those behind it.
+    """Schedule the job for `seconds` from now; returns its id and kind. A job of a group holds up those after it.
 
     No row if it is a suspect, or leased, or another transaction has it. Index: the primary key.
     """

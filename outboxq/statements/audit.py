@@ -1,4 +1,4 @@
-"""The audit: what operators did. A row is written in the transaction of the change that it is about."""
+"""The audit: operators' actions. Each row is written in the transaction of its change."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ from outboxq.tables import audit
 
 @dataclass(frozen=True, slots=True)
 class AuditFilter:
-    """Which rows are meant. `action` is the whole name, such as `dead.retry`, or what stands before its dot."""
+    """A choice of rows. `action` is the whole name, such as `dead.retry`, or its part before the dot."""
 
     since: datetime | None = None
     action: str | None = None
@@ -52,39 +52,39 @@ SUMMARY_COLUMNS = (
     "id", "at", "finished_at", "stopped_at", "actor", "role", "via", "db_user", "action", "target", "reason",
     "expected", "changed", "held", "error",
 )  # fmt: skip
-# How many rows are looked through for one thing.
+# The most rows that are searched for one target.
 LOOKED_AT = 10_000
-# What was cut off of these is not gone on with.
+# Actions that are not resumed once they were cut off.
 _NEVER_RESUMED = ("audit.prune", "job.terminate")
 DETAIL_COLUMNS = ("position", "resumed", "filter", "change")
 
-# What a new row is given; `at` and `db_user` are the server's.
+# The columns of a new row; the server sets `at` and `db_user`.
 WRITTEN_COLUMNS = (
     "id", "actor", "role", "via", "action", "target", "filter", "change", "reason", "expected", "changed", "held",
     "finished_at",
 )  # fmt: skip
-# What a change of many rows writes as it goes on.
+# The columns that a change of many rows writes as it goes on.
 PROGRESS_COLUMNS = ("changed", "held", "position", "resumed", "finished_at", "stopped_at", "error")
 
 
 def may_read(schema: str) -> TextClause:
-    """One row: whether the table is there and may be read. Catalogs only; no locks."""
+    """One row: true if the table exists and may be read. Catalogs only; no locks."""
     return text(
         "SELECT coalesce(pg_catalog.has_table_privilege(pg_catalog.to_regclass(:name)::oid, 'SELECT'), false)"
     ).bindparams(name=f"{quote_identifier(schema)}.audit")
 
 
 def last_on(target: str) -> Select[Any]:
-    """The last action on one thing, of the last `LOOKED_AT`; a row. Index: audit_at, backwards; no locks."""
+    """The last action on one target, of the last `LOOKED_AT`; one row. Index: audit_at, backwards; no locks."""
     latest = select(audit).order_by(audit.c.at.desc()).limit(LOOKED_AT).subquery()
     shown = (latest.c[name] for name in SUMMARY_COLUMNS)
-    # Of several, a filter has their ids.
+    # An action on several targets has their ids in its filter.
     is_meant = or_(latest.c.target == target, pg.strpos(cast(latest.c.filter, Text), target) > 0)
     return select(*shown).where(is_meant, latest.c.changed > 0).order_by(latest.c.at.desc()).limit(1)
 
 
 def may_write(schema: str) -> TextClause:
-    """Whether the table is there and may be written: `yes`, `missing` or `forbidden`. Reads the catalog; no locks."""
+    """The right to write the table: `yes`, `missing` or `forbidden`. Reads the catalog; no locks."""
     columns = [(name, "INSERT") for name in WRITTEN_COLUMNS] + [(name, "UPDATE") for name in PROGRESS_COLUMNS]
     rights = " AND ".join(f"pg_catalog.has_column_privilege(audit.oid, '{name}', '{right}')" for name, right in columns)
     name = f"{quote_identifier(schema)}.audit"
@@ -96,13 +96,13 @@ def may_write(schema: str) -> TextClause:
 
 
 def add_entry(values: Mapping[str, Any], *, finished: bool) -> Executable:
-    """Add a row, finished now or still open."""
+    """Add a row, finished or open."""
     at = {"finished_at": pg.clock_timestamp()} if finished else {}
     return insert(audit).values(**values, **at)
 
 
 def lock_entry(entry: UUID, *, skip_locked: bool) -> Executable:
-    """How far a change of many rows has come; waits for a page of it that is under way, or passes it over.
+    """The progress of a change of many rows; waits for its page that is under way, or skips the locked row.
 
     Index: the primary key. Locks: the row, FOR UPDATE, so that pages of one change follow one another.
     """
@@ -111,7 +111,7 @@ def lock_entry(entry: UUID, *, skip_locked: bool) -> Executable:
 
 
 def count_page(entry: UUID, *, changed: int, held: int, position: UUID | None, finished: bool) -> Executable:
-    """Count what one page has changed, and where the next one begins; behind `lock_entry`, in the page's transaction.
+    """Add a page's counts, and the place where the next one begins; after `lock_entry`, in the page's transaction.
 
     Index: the primary key.
     """
@@ -124,9 +124,9 @@ def count_page(entry: UUID, *, changed: int, held: int, position: UUID | None, f
 
 
 def note_error(entry: UUID, resumed: int, error: str) -> Executable:
-    """Note why a change of many rows has ended early, unless another process has taken it over.
+    """Record why a change of many rows ended early, unless another process has taken it over.
 
-    Index: the primary key. Locks: the row, which is passed over if a page of it is under way.
+    Index: the primary key. Locks: the row, which is skipped if a page of it is under way.
     """
     free = select(audit.c.id).where(audit.c.id == entry, audit.c.resumed == resumed, audit.c.finished_at.is_(None))
     locked = free.with_for_update(skip_locked=True).cte("free").prefix_with("MATERIALIZED")
@@ -134,7 +134,7 @@ def note_error(entry: UUID, resumed: int, error: str) -> Executable:
 
 
 def stop(entry: UUID) -> Executable:
-    """Stop a change of many rows before its next page; a row if it was open. Waits for the page that is under way.
+    """Stop a change of many rows before its next page; a row if it was open. Waits for the page under way.
 
     Index: the primary key.
     """
@@ -144,17 +144,16 @@ def stop(entry: UUID) -> Executable:
 
 
 def reopen(entry: UUID) -> Executable:
-    """Let a change of many rows go on, in another process than before; behind `lock_entry`. Index: the primary key."""
+    """Resume a change of many rows, in another process than before; after `lock_entry`. Index: the primary key."""
     values = {"stopped_at": null(), "error": null(), "resumed": audit.c.resumed + 1}
     return update(audit).where(audit.c.id == entry).values(**values).returning(audit.c.resumed)
 
 
 def delete_entries(moment: datetime, limit: int) -> Executable:
-    """Delete up to `limit` rows that were written before this time, the oldest first, but none that is not over.
+    """Delete up to `limit` ended rows that were written before this time, the oldest first.
 
-    Over are those of actions, too, that were cut off and that nobody can go on with.
-    Index: audit_at, from its start, past rows that are not over; the primary key. Locks: the rows, none of which
-    anything else locks.
+    Actions that were cut off and cannot be resumed have ended, too. Index: audit_at, from its start, past open rows;
+    the primary key. Locks: the rows, which nothing else locks.
     """
     is_over = or_(audit.c.finished_at.is_not(None), audit.c.action.in_(_NEVER_RESUMED))
     over = select(audit.c.id).where(audit.c.at < moment, is_over)
@@ -165,7 +164,7 @@ def delete_entries(moment: datetime, limit: int) -> Executable:
 def select_entries(wanted: AuditFilter, *, limit: int) -> Executable:
     """The rows that match, the latest first.
 
-    Index: audit_at, backwards, until there are `limit` rows; if few match, as far as `since`. No locks.
+    Index: audit_at, backwards, up to `limit` rows; if few match, to `since`. No locks.
     """
     return (
         select(*(audit.c[name] for name in SUMMARY_COLUMNS))
@@ -176,5 +175,5 @@ def select_entries(wanted: AuditFilter, *, limit: int) -> Executable:
 
 
 def select_entry(entry: UUID) -> Executable:
-    """One row with everything that is stored of it. Index: the primary key; no locks."""
+    """One row with all its columns. Index: the primary key; no locks."""
     return select(*(audit.c[name] for name in (*SUMMARY_COLUMNS, *DETAIL_COLUMNS))).where(audit.c.id == entry)

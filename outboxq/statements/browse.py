@@ -1,6 +1,6 @@
-"""Pages for people who look: the newest rows that match, among the next so many in the order of the primary key.
+"""Pages for the dashboard: the newest rows that match, among a bounded number in the order of the primary key.
 
-However few rows match, a page costs a bounded walk: what lies behind it is another page. No locks.
+However few rows match, a page costs a bounded walk: the rows after it are another page. No locks.
 """
 
 from collections.abc import Sequence
@@ -32,7 +32,7 @@ from outboxq.tables import inbox as inbox_table
 
 
 def newest_dead(wanted: DeadFilter, *, before: UUID | None, limit: int, depth: int) -> Executable:
-    """The newest jobs that are dead letters and match, among the `depth` newest before an id.
+    """The newest dead letters that match, among the `depth` newest before an id.
 
     Index: the primary key, backwards from `before`, up to `depth` rows or the first `limit` that match.
     """
@@ -46,7 +46,7 @@ def newest_dead(wanted: DeadFilter, *, before: UUID | None, limit: int, depth: i
 
 
 def newest_done(wanted: DoneFilter, *, before: UUID | None, limit: int, depth: int) -> Executable:
-    """The finished jobs that match, the last added first, among the `depth` newest before an id.
+    """The finished rows that match, the last added first, among the `depth` newest before an id.
 
     Index: the primary key, backwards from `before`, up to `depth` rows or the first `limit` that match.
     """
@@ -61,7 +61,7 @@ def newest_entries(
     """The rows of the audit that match, the latest first, among the `depth` newest before an id.
 
     Args:
-        actions: Only of these, if there are any.
+        actions: Only these, if there are any.
 
     Index: the primary key, backwards from `before`, up to `depth` rows or the first `limit` that match.
     """
@@ -74,13 +74,13 @@ def newest_entries(
 
 
 def end_of_walk(rows: Table, *, before: UUID | None, depth: int) -> Executable:
-    """The last id of a walk over `depth` rows; no row if the table ends before. Index: the primary key, backwards."""
+    """The last id of a walk over `depth` rows; no row if there are fewer. Index: the primary key, backwards."""
     start = [] if before is None else [rows.c.id < before]
     return select(rows.c.id).where(*start).order_by(rows.c.id.desc()).offset(depth - 1).limit(1)
 
 
 def documents_of(rows: Table, ids: Sequence[UUID], *, most_bytes: int) -> Executable:
-    """The id, arguments and headers of rows, but for longer documents. Index: the primary key; no locks."""
+    """The id, arguments and headers of rows without longer documents. Index: the primary key; no locks."""
     short = [pg.octet_length(cast(rows.c[name], Text())) <= most_bytes for name in ("args", "headers")]
     return select(rows.c.id, rows.c.args, rows.c.headers).where(rows.c.id.in_(list(ids)), *short)
 
@@ -88,7 +88,7 @@ def documents_of(rows: Table, ids: Sequence[UUID], *, most_bytes: int) -> Execut
 def effects_after(wanted: EffectFilter, *, after: tuple[str, str] | None, limit: int, depth: int) -> Executable:
     """The effects that match, by scope and key, among the next `depth`.
 
-    Index: the primary key, from `after`; of the unknown ones effect_unknown, all of it.
+    Index: the primary key, from `after`; for unknown ones effect_unknown, all of it.
     """
     shown = effect_admin.SUMMARY_COLUMNS
     start = (
@@ -109,7 +109,7 @@ def effects_after(wanted: EffectFilter, *, after: tuple[str, str] | None, limit:
 
 
 def latest_messages(wanted: MessageFilter, *, limit: int, depth: int) -> Executable:
-    """The messages that match and are kept longest: of one consumer, the latest. Among the `depth` latest of all.
+    """The messages that match and expire last: of one consumer, the latest. Among the `depth` last of all.
 
     Index: inbox_expires, backwards; for a consumer and an id the primary key.
     """
@@ -127,7 +127,7 @@ def latest_messages(wanted: MessageFilter, *, limit: int, depth: int) -> Executa
 
 
 def gauges_since(queue: str | None, *, seconds_ago: float) -> Executable:
-    """How a queue, or all of them together, stood each minute. Index: the primary key, from then on."""
+    """The gauges of a queue, or of all together, for each minute. Index: the primary key, from then on."""
     since = pg.statement_timestamp() - pg.make_interval(0, 0, 0, 0, 0, 0, seconds_ago)
     counts = ("ready", "scheduled", "due", "leased", "suspect", "dead")
     mine = [] if queue is None else [gauge.c.queue == queue]

@@ -1,7 +1,7 @@
-"""PostgreSQL's own functions, named with their schema, so that the search path cannot put others in their place.
+"""PostgreSQL's own functions, named with their schema, so that the search path cannot replace them.
 
-Statements written as text name them so, too. COALESCE, LEAST and EXTRACT are syntax, hence always PostgreSQL's own; an
-operator is PostgreSQL's own if PostgreSQL has one for exactly the types of the operands.
+Statements written as text do the same. COALESCE, LEAST and EXTRACT are syntax, hence always PostgreSQL's own; an
+operator is PostgreSQL's own if PostgreSQL has one for exactly the operands' types.
 """
 
 from typing import Any
@@ -19,7 +19,7 @@ def count() -> Function[int]:
 
 
 def seconds(interval: ColumnElement[Any]) -> ColumnElement[float]:
-    """An interval as a number."""
+    """An interval as a number of seconds."""
     return cast(extract("epoch", interval), Real())
 
 

@@ -1,13 +1,13 @@
-"""Settings for statements that go by indexes: the table may have been empty when its statistics, or a plan, were made.
+"""Settings for statements that use indexes: the table may have been empty when its statistics, or a plan, were made.
 
-A sort that cannot be avoided costs so much under `BY_INDEX` that the server would compile the plan: such statements
+Under `BY_INDEX` a sort that cannot be avoided costs so much that the server would compile the plan: such statements
 take `NO_SCANS` alone.
 """
 
 from typing import LiteralString
 
 NO_SCANS: LiteralString = "SET LOCAL enable_seqscan = off"
-# Without statistics, all rows of a condition may look as cheap to sort as the first ones to walk to.
+# Without statistics, a sort of all rows of a condition may seem as cheap as a walk to the first ones.
 BY_INDEX: tuple[LiteralString, ...] = (NO_SCANS, "SET LOCAL enable_sort = off")
 SCANS_AGAIN: LiteralString = "SET LOCAL enable_seqscan TO DEFAULT"
 # For the rest of a transaction that handlers share.

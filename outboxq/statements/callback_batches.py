@@ -1,8 +1,8 @@
-"""Batches of `jobs.batch(...)`: opening one, finding those that are over, and adding their callbacks.
+"""Callback batches (`jobs.batch(...)`): open one, find those that have ended, and add their callbacks.
 
-A batch is over when no row of it is left in `job`: running members are visible to every other transaction, a retry is a
-row at each moment, and members that a handler adds appear with that handler's own disappearance. So nothing is counted,
-and no row is written that two members share.
+A callback batch has ended when no row of it is left in `job`: running members are visible to every other transaction, a
+retry is a row at each moment, and members that a handler adds appear as that handler's job disappears. So nothing is
+counted, and no row is written that two members share.
 """
 
 from functools import lru_cache
@@ -37,8 +37,8 @@ from outboxq.statements.render import compose, render
 from outboxq.statements.transaction import BEGIN, UNTIMED
 from outboxq.tables import batch, dead_job, job
 
-# The row of a batch is waited for while another relay adds its callback: a moment, unless an operator's session holds
-# it. Then the sweep comes to it later.
+# While another relay adds a callback, its row is waited for: a moment, unless an operator's session holds it. Then the
+# sweep comes to it later.
 SETTINGS = (
     *OURS_SET,
     "SET LOCAL lock_timeout = '5s'",
@@ -46,10 +46,9 @@ SETTINGS = (
     *BY_INDEX,
 )
 
-# Asked of the newest member first: the last one that is claimed is mostly the last one that ends, and dead entries of
-# earlier ones are not walked over.
-# No SKIP LOCKED: a look that passed over the row may be the only one whose snapshot sees the end, if the look that
-# holds the row rolls back.
+# The newest member first: the last one claimed is usually the last one to end, and dead entries of earlier ones are not
+# walked over. No SKIP LOCKED: a check that skipped the row may be the only one whose snapshot sees the end, if the
+# check that holds the row rolls back.
 _OVER: LiteralString = """\
 over AS (
   DELETE FROM {batch} AS batch
@@ -78,8 +77,8 @@ over AS (
   RETURNING id, queue, kind, headers
 )"""
 # Parsing and planning the whole statement takes as long as a small job. As a text in a block, it is parsed only if a
-# batch seems to be over; mostly none is, and the condition is a probe of one index. The statement asks again, with a
-# snapshot of its own.
+# callback batch seems to have ended; usually none has, and the condition is a probe of one index. The statement checks
+# again, with its own snapshot.
 _LOOK: LiteralString = """\
 DO $outboxq$
 DECLARE
@@ -99,18 +98,18 @@ $outboxq$"""
 _NONE_LEFT: LiteralString = "NOT EXISTS (SELECT FROM {job} WHERE batch_id = {id} ORDER BY seq DESC LIMIT 1)"
 
 
-# Making the text costs more than the look itself, and the members of a batch mostly come one after the other.
+# Making the text costs more than the check, and a batch's members usually come one after the other.
 @lru_cache(64)
 def finish_batches(schema: str, ids: frozenset[UUID]) -> tuple[str, ...]:
-    """Add the callbacks of those of these batches that have ended, and forget the batches; a transaction of its own.
+    """Add the callbacks of those of these batches that have ended, and delete the batches; a transaction of its own.
 
-    To be sent behind the COMMIT of members: before it, two members that end at the same time would each see the other.
+    To be sent after the COMMIT of members: before it, two members that end at the same time would each see the other.
     Returns one row, a JSON list: for each callback its id, which is the batch's, its queue, its kind, and the number of
     the batch's dead letters. Index: for each batch job_batch, backwards, one probe; for those without members the
-    primary key of `batch`, batch_parent and dead_job_batch. Locks: the rows of batches that are over; waits for a look
-    that holds one already.
+    primary key of `batch`, batch_parent and dead_job_batch. Locks: the rows of ended batches; waits for a check that
+    holds one already.
     """
-    # Always in one order: each look locks its batches as it finds them.
+    # Always in one order: each check locks its batches as it finds them.
     in_order = sorted(ids)
     wanted = compose(schema, "batch.id = ANY ({ids}::uuid[])", ids=[str(each) for each in in_order])
     any_is_over = sql.SQL(" OR ").join(compose(schema, _NONE_LEFT, id=each) for each in in_order)
@@ -119,11 +118,12 @@ def finish_batches(schema: str, ids: frozenset[UUID]) -> tuple[str, ...]:
 
 
 def sweep_batches(schema: str, after: UUID, limit: int) -> str:
-    """Add the callbacks of batches that are over, among the next `limit` open ones behind `after`.
+    """Add the callbacks of callback batches that have ended, among the next `limit` open ones after `after`.
 
-    For those whose last member's relay died between its COMMIT and its look, and for members that an operator, a reaper
-    or an older relay removed. Returns one row: how many batches were looked at, the last one's id as text, or NULL, and
-    how many were over. Index: the primary key of `batch` from `after` on; the others are those of `finish_batches`.
+    For those whose last member's relay died between its COMMIT and its check, and for members that an operator, a
+    reaper or an older relay removed. Returns one row: how many batches were checked, the last one's id as text, or
+    NULL, and how many had ended. Index: the primary key of `batch` from `after` on; the others are those of
+    `finish_batches`.
     """
     return _finish(
         schema,
@@ -140,7 +140,7 @@ def sweep_batches(schema: str, after: UUID, limit: int) -> str:
 
 
 def batch_page(schema: str, after: UUID, limit: int) -> str:
-    """The ids of the next `limit` open batches behind `after`, as text. Index: the primary key of `batch`; no locks."""
+    """The ids of the next `limit` open batches after `after`, as text. Index: the primary key of `batch`; no locks."""
     return render(
         schema,
         "SELECT id::text FROM {batch} WHERE id > {after}::uuid ORDER BY id LIMIT {limit}",
@@ -156,7 +156,8 @@ def _finish(schema: str, statement: LiteralString, wanted: sql.Composable, **val
 
 
 def open_batch(batch_id: UUID, callback: str, parent_id: UUID | None) -> tuple[Insert, dict[str, object]]:
-    """Open a batch with its callback, as JSON, and the batch that the callback is a member of. Needs INSERT alone.
+    """Open a callback batch with its callback, as JSON, and the batch of which the callback is a member. Needs only
+    INSERT.
 
     Returns:
         The statement and its parameters.
@@ -171,7 +172,7 @@ _OPEN_BATCH = insert(batch).values(
 )
 
 
-# The most members of a batch that are counted.
+# The most members of a callback batch that are counted.
 MAX_MEMBERS = 10_000
 SUMMARY_COLUMNS = ("id", "queue", "kind", "members", "failed", "parent_id", "created_at")
 
@@ -179,7 +180,7 @@ SUMMARY_COLUMNS = ("id", "queue", "kind", "members", "failed", "parent_id", "cre
 def select_batches(*, limit: int) -> Executable:
     """The oldest open batches, each with the queue and kind of its callback, and its members and dead letters so far.
 
-    Index: the primary key of `batch`, whose ids are of the order of time; job_batch and dead_job_batch, up to
+    Index: the primary key of `batch`, whose ids are in the order of time; job_batch and dead_job_batch, up to
     `MAX_MEMBERS` entries of each for a batch. No locks.
     """
     return select(*_summary(batch)).order_by(batch.c.id).limit(limit)
@@ -191,7 +192,7 @@ def select_batch(batch_id: UUID) -> Executable:
 
 
 def member_states(batch_id: UUID) -> Executable:
-    """How many members of a batch are in each state of `jobs.STATES`, as if there were no more than `MAX_MEMBERS`.
+    """The number of a callback batch's members in each state of `jobs.STATES`, of `MAX_MEMBERS` at most.
 
     Index: job_batch, up to `MAX_MEMBERS` entries of it; no locks.
     """

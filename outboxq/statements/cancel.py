@@ -1,9 +1,8 @@
-"""Cancellations of jobs that run, and what became of them.
+"""Cancellations of jobs that run, and their outcomes.
 
-A request is a row. The relay that runs the job ends it and deletes the request in the transaction that ends the job; so
-a request that is gone, together with its job, says that the job was cancelled, and one that is left behind that it came
-to its end by itself. A producer may add a job of the same id later: a request counts only for the job that was there
-when it was made.
+A request is a row. The relay that runs the job ends it and deletes the request in one transaction. So if both are gone,
+the job was cancelled; if the request is left, the job ended by itself. A producer may add a job of the same id later: a
+request counts only for the job that existed when it was made.
 """
 
 from collections.abc import Sequence
@@ -41,24 +40,24 @@ from outboxq.tables import StoredText, cancel_request, dead_job, job
 
 # The reason of a job that was cancelled into the dead letters.
 CANCELLED = "cancelled"
-# States of jobs that wait: under a lease a job runs, or its relay is dead.
+# The states of waiting jobs: under a lease a job runs, or its relay is dead.
 WAITING = ("ready", "scheduled", "suspect", "grouped", "group_waiting", "group_suspect")
 LEASED = ("leased", "group_leased")
-# Whether a request is for this very job, as in `_counts`, for texts in which they are called `request` and `job`.
+# True if a request is for this very job, as in `_counts`, for texts in which they are named `request` and `job`.
 COUNTS: LiteralString = (
     "request.job_id = job.id AND (job.unique_key IS NOT NULL OR request.requested_at >= job.created_at)"
 )
 
 
 def request(ids: Sequence[UUID], outcome: str) -> Executable:
-    """Ask for an end of those of these jobs that are there; returns their ids.
+    """Request the end of those of these jobs that exist; returns their ids.
 
-    A relay that is ending a job holds its request until the end of its batch, and is not waited for: a request that
-    stands is left as it is, except that another outcome is written if the row is free. If the relay is rolled back, the
-    request stands on.
+    A relay that is ending a job holds its request until the end of its batch, and is not waited for: an existing
+    request stays as it is, except that another outcome is written if the row is free. If the relay rolls back, the
+    request remains.
 
     Index: both primary keys. Locks: the requests that are new, or replace one for an earlier job of the same id; those
-    with another outcome, skipping what other transactions hold.
+    with another outcome, skipping rows that other transactions hold.
     """
     there = (
         select(job.c.id, job.c.created_at, job.c.unique_key)
@@ -67,7 +66,7 @@ def request(ids: Sequence[UUID], outcome: str) -> Executable:
         .prefix_with("MATERIALIZED")
     )
     standing = select(cancel_request.c.job_id, cancel_request.c.outcome).where(_counts(there)).cte("standing")
-    # A clock that was set back between the two, or a producer that set the time itself, makes no request too old.
+    # No request is too old because a clock was set back, or a producer set the time itself.
     now = func.greatest(pg.clock_timestamp(), there.c.created_at)
     wanted = select(there.c.id, literal(outcome, StoredText()), now).order_by(there.c.id)
     added = insert(cancel_request).from_select(
@@ -85,13 +84,13 @@ def request(ids: Sequence[UUID], outcome: str) -> Executable:
 
 
 def take_request(job_id: UUID, created_at: datetime | None) -> Executable:
-    """Take a job's request, in the transaction that ends the job; returns the outcome that was asked for, or none.
+    """Take a job's request, in the transaction that ends the job; returns the requested outcome, or none.
 
-    One that was made for an earlier job of the same id is taken away too, and has no outcome. Index: the primary key.
-    Locks: the row, which operators and the pruner hold for a moment at most.
+    A request for an earlier job of the same id is also deleted, and has no outcome. Index: the primary key. Locks: the
+    row, which operators and the pruner hold for a moment at most.
 
     Args:
-        created_at: When the job was added; None to take its request whenever that was made.
+        created_at: The time when the job was added; None to take any request.
     """
     taken = delete(cancel_request).where(cancel_request.c.job_id == job_id)
     if created_at is None:
@@ -101,32 +100,32 @@ def take_request(job_id: UUID, created_at: datetime | None) -> Executable:
 
 
 def _counts(jobs: FromClause) -> ColumnElement[bool]:
-    """Whether a row of `cancel_request` is a request for this very job, and not for an earlier one of the same id.
+    """The condition that a row of `cancel_request` is for this very job, and not for an earlier one of its id.
 
-    A run that takes along newer jobs of its key takes over their `created_at`: its requests count whatever their time.
+    A run that takes along newer jobs of its key takes over their `created_at`: its requests always count.
     """
     is_newer = cancel_request.c.requested_at >= jobs.c.created_at
     return and_(cancel_request.c.job_id == jobs.c.id, or_(jobs.c.unique_key.is_not(None), is_newer))
 
 
 def lock_requests(ids: Sequence[UUID]) -> Executable:
-    """Lock the requests for these jobs, in front of the jobs: the order in which their relays lock both.
+    """Lock the requests for these jobs, before the jobs: the order in which relays lock both.
 
-    Index: the primary key. Locks: the rows; a relay that ends a job at this moment is waited for.
+    Index: the primary key. Locks: the rows; waits for a relay that is ending a job.
     """
     asked = select(cancel_request.c.job_id).where(cancel_request.c.job_id.in_(ids))
     return asked.order_by(cancel_request.c.job_id).with_for_update()
 
 
 def drop_requests(ids: Sequence[UUID]) -> Delete:
-    """Take back the requests for these jobs. Index: the primary key; locks: the rows."""
+    """Delete the requests for these jobs. Index: the primary key; locks: the rows."""
     return delete(cancel_request).where(cancel_request.c.job_id.in_(ids))
 
 
 def drop_free_requests(ids: Sequence[UUID]) -> Delete:
-    """Take back the requests for these jobs, which this transaction has ended.
+    """Delete the requests for these jobs, which this transaction has ended.
 
-    Index: the primary key. Locks: the rows, skipping those that another transaction holds: it may wait for this one.
+    Index: the primary key. Locks: the rows, skipping those that another transaction holds, which may wait for this one.
     """
     free = select(cancel_request.c.job_id).where(cancel_request.c.job_id.in_(ids)).with_for_update(skip_locked=True)
     picked = free.cte("picked").prefix_with("MATERIALIZED")
@@ -134,14 +133,14 @@ def drop_free_requests(ids: Sequence[UUID]) -> Delete:
 
 
 def cancel_waiting(ids: Sequence[UUID], *, leased: bool = False, asked: bool = False) -> Executable:
-    """Delete those of these jobs that wait; a row for each of those, whether it was locked and whether it is gone.
+    """Delete those of these jobs that wait; a row for each of those, as of `page_outcome`.
 
-    Index, locks and bound are those of `pick_page`. A job that runs under a lease is not locked: its relay may have its
+    Index, locks and bound are those of `pick_page`. A job that runs under a lease is not locked: its relay may hold its
     request, and wait for the job, while this transaction waits for the request.
 
     Args:
-        leased: Also those under a lease, whose handlers go on, and whose results are refused.
-        asked: Only those whose cancellation was asked for.
+        leased: Also those under a lease: their handlers go on, and their results are refused.
+        asked: Only those whose cancellation was requested.
     """
     conditions: list[ColumnElement[bool]] = [
         job.c.id.in_(ids),
@@ -177,7 +176,7 @@ _ASKED: LiteralString = f"""
 def bury_waiting(schema: str, ids: Sequence[UUID], *, leased: bool = False, asked: bool = False) -> str:
     """Make dead letters of those of these jobs that wait, or with `leased` are under a lease; returns their ids.
 
-    With `asked` only of those whose cancellation was asked for. Index: the primary keys. Locks: the jobs, skipping
+    With `asked` only of those whose cancellation was requested. Index: the primary keys. Locks: the jobs, skipping
     those that another transaction has; at most as many as `ids`.
     """
     return render(
@@ -192,11 +191,11 @@ def bury_waiting(schema: str, ids: Sequence[UUID], *, leased: bool = False, aske
 
 
 def progress(ids: Sequence[UUID]) -> Executable:
-    """How far the cancellation of each of these jobs has come, a row each: its id and a state, in one snapshot.
+    """The progress of the cancellation of these jobs, a row each: its id and a state, in one snapshot.
 
     `running`: a transaction or a lease has it; `waiting`: it waits, and its next claim ends it; `cancelled`: job and
-    request are gone; `dead`: it is a dead letter; `over`: it came to its end by itself, and also if a later job of its
-    id is there. Index: the primary keys.
+    request are gone; `dead`: it is a dead letter; `over`: it ended by itself, also if a later job of its id exists.
+    Index: the primary keys.
     """
     wanted = unnest(literal(list(ids), ARRAY(Uuid()))).table_valued("id", name="wanted").render_derived()
     runs = or_(listed.c.state.in_(LEASED), xmax.in_(running_transactions()))
@@ -209,8 +208,7 @@ def progress(ids: Sequence[UUID]) -> Executable:
     return select(wanted.c.id, state.label("state"))
 
 
-# The orders in which claims take jobs: of which jobs, and by which columns of the index. A job keeps its state while a
-# transaction has it.
+# The orders of claims: the jobs, and the columns of the index. A job keeps its state while a transaction has it.
 _ORDERS: tuple[tuple[LiteralString, tuple[LiteralString, ...]], ...] = (
     ("{row}.state = 'ready'", ("(-{row}.priority)", "{row}.seq")),
     ("{row}.state = 'scheduled'", ("{row}.run_at",)),
@@ -234,10 +232,10 @@ FROM its CROSS JOIN LATERAL (
 
 
 def sharing(schema: str, job_id: UUID, *, most: int = 10_000) -> str:
-    """How many other jobs the transaction that runs a job has claimed, and whether no more can be far away; a script.
+    """The number of other jobs that a job's transaction has claimed, and true if that is certainly all; a script.
 
-    A claim takes jobs that follow one another in its order, so that `most` jobs on each side are looked at. Index: the
-    primary key, then job_ready, job_scheduled or job_group, forwards and backwards. No locks.
+    A claim takes jobs that follow one another in its order, so `most` jobs on each side are checked. Index: the primary
+    key, then job_ready, job_scheduled or job_group, forwards and backwards. No locks.
     """
     walks = (_walk(schema, *order, most, backwards) for order in _ORDERS for backwards in (False, True))
     looked = render(schema, _SHARING, id=job_id, most=most, walks=sql.SQL("\n  UNION ALL\n  ").join(walks))
@@ -247,7 +245,7 @@ def sharing(schema: str, job_id: UUID, *, most: int = 10_000) -> str:
 def _walk(
     schema: str, eligible: LiteralString, columns: tuple[LiteralString, ...], most: int, backwards: bool
 ) -> sql.Composed:
-    """From a job on to those behind it in an order of claims, or before it; nothing for a job of another order."""
+    """The jobs from a job on in an order of claims, or before it; none for a job of another order."""
 
     def of(row: LiteralString, text: LiteralString) -> sql.Composed:
         return sql.SQL(text).format(row=sql.SQL(row))
@@ -267,10 +265,11 @@ def _walk(
 
 
 def terminate(schema: str, job_id: UUID) -> str:
-    """End the backend whose transaction runs a job; a row with its pid and whether it was told, none if none runs it.
+    """End the backend whose transaction runs a job; a row with its pid, and true if the signal was sent; none if none
+    runs it.
 
-    In one statement: the same backend runs another job a moment later. A transaction that runs a job has deleted its
-    row, so that its id is the row's `xmax`. Index: the primary key; no locks.
+    In one statement: the backend may run another job a moment later. A transaction that runs a job has deleted its row,
+    so its id is the row's `xmax`. Index: the primary key; no locks.
     """
     return render(
         schema,

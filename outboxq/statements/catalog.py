@@ -1,4 +1,4 @@
-"""Catalog queries: whether changes of a table's rows can be put off and joined.
+"""Catalog queries: find out if changes of a table's rows can be postponed and joined.
 
 Every role can read the catalogs. No locks but those of any read of a catalog.
 """
@@ -7,12 +7,11 @@ from psycopg import sql
 
 from outboxq.statements.render import fill
 
-# Whether any table has a trigger or a constraint that may be checked at COMMIT; constraints have internal triggers.
+# True if any table has a trigger or a constraint that may be checked at COMMIT; constraints have internal triggers.
 DEFERRABLE = "SELECT EXISTS (SELECT FROM pg_catalog.pg_trigger WHERE tgdeferrable)"
 
 # The name is resolved as in any statement of this session.
-#
-# - plain: an ordinary table; SELECT and UPDATE of that name meet its rows, all of them, and no others.
+# - plain: an ordinary table; SELECT and UPDATE of that name reach all of its rows, and no others.
 # - inert: an UPDATE runs no trigger and no user's code in a constraint or an index, and computes no column. Built-in
 #   functions are in no row of pg_depend.
 # - contains inserts, deletes: these change no other table, by a default or a cascade, and are checked at once.
@@ -72,7 +71,7 @@ SELECT facts.oid::bigint AS oid,
 FROM pg_catalog.pg_class AS facts WHERE facts.oid = pg_catalog.to_regclass({name})::oid"""
 
 
-# The catalogs that hold functions and operators of users; an operator class stands for several operators.
+# The catalogs of users' functions and operators; an operator class is several operators.
 _CODE = sql.SQL("'{pg_catalog.pg_proc, pg_catalog.pg_operator, pg_catalog.pg_opclass}'::pg_catalog.regclass[]::oid[]")
 # Some of the built-in types in which equal values have equal bytes.
 _EXACT = sql.SQL(
@@ -81,9 +80,9 @@ _EXACT = sql.SQL(
 
 
 def table_facts(name: str) -> str:
-    """The facts of one table: a row, or none if there is no such table. Index: pg_class by oid, other catalogs by that.
+    """The facts of one table; no row if there is no such table. Index: pg_class by oid, other catalogs by that.
 
     Args:
-        name: The table's name as SQL has it, quoted if need be.
+        name: The table's name as in SQL, quoted if needed.
     """
     return fill(_FACTS, name=name, code=_CODE, exact=_EXACT)

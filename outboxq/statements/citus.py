@@ -1,28 +1,28 @@
-"""Citus, as far as outboxq's own tables are concerned: which of them it manages, and which lack the guard.
+"""Citus and outboxq's own tables: those that it manages, and those that lack the guard.
 
-A transaction whose rows are on one worker is committed there before it is committed on the coordinator, where outboxq's
-tables are. The guard is a trigger that also writes a table that Citus knows: then Citus prepares the transaction first.
+A transaction with rows on one worker commits there before it commits on the coordinator, where outboxq's tables are.
+The guard is a trigger that also writes a table that Citus manages: then Citus prepares the transaction first.
 """
 
 from sqlalchemy import TextClause, text
 
 from outboxq.statements.doctor.sessions import schema_name
 
-# The columns of a SELECT list, or a condition: Citus is installed in this database. By its catalog's full name, so that
-# no other schema's table is taken for it.
+# A column of a SELECT list, or a condition: Citus is installed in this database. By its catalog's full name, so that no
+# other schema's table is taken for it.
 HAS_CITUS = "pg_catalog.to_regclass('pg_catalog.pg_dist_partition') IS NOT NULL"
-# The tables that are written in transactions of the user's: by producers (`schedules.put` too), handlers, the inbox and
-# effects. All others are written by relays and operators in transactions of their own.
+# The tables that users' transactions write: of producers (`schedules.put` too), handlers, the inbox and effects. Relays
+# and operators write all others in their own transactions.
 GUARDED = (
     "job", "dead_job", "done_job", "unique_key", "batch", "cancel_request", "rate", "inbox", "effect", "schedule",
 )  # fmt: skip
 
 
 def citus_state(schema: str) -> TextClause:
-    """One row. For databases that have Citus: others lack its catalog. Catalogs only; no locks.
+    """The state of Citus, in one row. For databases that have Citus: others lack its catalog. Catalogs only; no locks.
 
-    `has_distributed`: other tables of the database are Citus'. `managed`: those of the schema. `unguarded`: tables
-    of the schema that should have the guard, and do not have all of it.
+    `has_distributed`: other tables of the database are Citus'. `managed`: those of the schema. `unguarded`: tables of
+    the schema that lack the guard, or a part of it.
     """
     return text(
         """\

@@ -1,4 +1,4 @@
-"""The claim: take waiting jobs out of the table, in the transaction that will hold their effects.
+"""The claim: takes waiting jobs out of the table, in the transaction that will hold their effects.
 
 There is one statement for each sort of jobs, mode and kind of limit. Parsing and planning it takes as long as executing
 it, so a slot prepares it on its connection and executes it by name; else it is sent as text.
@@ -27,7 +27,7 @@ RETURNED: tuple[LiteralString, ...] = (
 _ATTEMPT: LiteralString = one_more_attempt("claimed.attempt")
 COLUMNS: LiteralString = ", ".join(_ATTEMPT if column == "attempt" else f"claimed.{column}" for column in RETURNED)
 
-# Which transaction this is, and in which backend: enough to ask later what became of it, or to end it.
+# The transaction and its backend: enough to query its outcome later, or to end it.
 ANCHOR = "pg_catalog.pg_current_xact_id()::text, pg_catalog.pg_backend_pid()"
 
 # The id, widened to 64 bits by its distance from the next id, modulo 2^32.
@@ -37,7 +37,7 @@ _XID: LiteralString = "(next_xid - distance)::text::xid8"
 def _of_last_transaction(known: LiteralString, unknown: LiteralString) -> LiteralString:
     """A condition on the transaction that last deleted or locked this version of the row; false if there is none.
 
-    `unknown`: of an id that is not less than the next one: that transaction has only begun, or it is a multixact.
+    `unknown`: for an id that is not less than the next one: that transaction has only begun, or it is a multixact.
     """
     return f"""\
 CASE WHEN job.xmax = '0'::xid THEN false ELSE (
@@ -49,22 +49,22 @@ CASE WHEN job.xmax = '0'::xid THEN false ELSE (
   ) END"""
 
 
-# Whether it was aborted: a claim that died. A hint, never a count: any lock that was rolled back reads the same, and so
+# True if it was aborted: a claim that died. A hint, never a count: any lock that was rolled back reads the same, and so
 # may a multixact's number.
 DIED = _of_last_transaction(f"coalesce(pg_catalog.pg_xact_status({_XID}) = 'aborted', false)", "false")
-# Whether it may have claimed the job, and not given it back: it goes on, or this statement's snapshot is older than its
-# end. Its status is that of the moment, also of a savepoint's id, which no snapshot lists.
+# True if it may have claimed the job, and not given it back: it goes on, or this statement's snapshot is older than its
+# end. The status is the present one, also of a savepoint's id, which no snapshot lists.
 HELD = _of_last_transaction(
     f"coalesce(pg_catalog.pg_xact_status({_XID}) = 'in progress', false) "
     f"OR NOT pg_catalog.pg_visible_in_snapshot({_XID}, pg_catalog.pg_current_snapshot())",
     "true",
 )
 
-# MATERIALIZED: a bare `id IN (SELECT ... LIMIT ...)` may be planned as a join whose limited side is run again for each
-# row of the other, and then takes more than it asked for. Every eligibility test stands inside.
-# Locks: the picked jobs, skipping those that another transaction holds. READ COMMITTED rechecks `picked` against the
-# newest version of a row, so a job that was finished a moment ago is passed over. The parts behind find the jobs by an
-# array of their keys: a join, planned while the table was empty, may walk the whole table.
+# MATERIALIZED: a bare `id IN (SELECT ... LIMIT ...)` may be planned as a join whose limited side runs again for each
+# row of the other, and then takes more than the limit. Every eligibility test is inside. Locks: the picked jobs,
+# skipping those that another transaction holds. READ COMMITTED rechecks `picked` against the newest version of a row,
+# so a job that has just finished is skipped. The later parts find the jobs by an array of their keys: a join, planned
+# while the table was empty, may walk the whole table.
 _PICKED: LiteralString = """\
 WITH {room}picked AS MATERIALIZED (
   SELECT id{also} FROM {job} AS job
@@ -77,7 +77,7 @@ WITH {room}picked AS MATERIALIZED (
 
 BY_PRIORITY: LiteralString = "(-priority), seq"
 
-# In both actions the left side has one row, so that the count is returned even if nothing was claimed.
+# The left side has one row, so that the count is returned even if nothing was claimed.
 _DELETING: LiteralString = """, moved AS (
   UPDATE {job} AS job SET state = 'suspect' WHERE id = ANY (ARRAY(SELECT id FROM picked WHERE died)) RETURNING id
 ), claimed AS (
@@ -98,11 +98,11 @@ SELECT {moved}, claimed.* FROM (SELECT 0 AS moved) AS count LEFT JOIN claimed ON
 _CLEARING = "\nSELECT id FROM picked"
 
 _MOVED: LiteralString = "count.moved"
-# For a queue with a limit: the claim takes jobs if there is room for them, and counts -1 moved jobs if there is none.
+# For a queue with a limit: the claim takes jobs if there is room, and counts -1 moved jobs if there is none.
 _IF_ROOM: LiteralString = " AND EXISTS (SELECT FROM room)"
 _MOVED_IF_ROOM: LiteralString = "CASE WHEN EXISTS (SELECT FROM room) THEN count.moved ELSE -1 END"
 
-# The parameters of a claim, in their order. In its text a control character, which no name has, stands for each.
+# The parameters of a claim, in their order. In its text each is a control character, which no name has.
 _TYPES = "text, int, int, bigint, int"
 _QUEUE, _LIMIT, _PRIORITY, _SEQ, _MOST, _ID = (sql.SQL(mark) for mark in ("\1", "\2", "\3", "\4", "\5", "\6"))
 # As a cursor: the place before every job.
@@ -110,7 +110,7 @@ _START = (-32_769, -1)
 
 
 class Sort(Enum):
-    """A sort of jobs that wait in a queue; each is claimed by a statement of its own."""
+    """A sort of jobs that wait in a queue; each has its own claim."""
 
     READY = auto()
     DUE = auto()
@@ -120,13 +120,13 @@ class Sort(Enum):
 
     @property
     def runs_by_itself(self) -> bool:
-        """Whether a job of this sort runs by itself, under the lease, because it ran when its relay died."""
+        """Return True if a job of this sort runs by itself, under the lease, because it ran when its relay died."""
         return self in (Sort.SUSPECT, Sort.GROUP_SUSPECT)
 
 
 @dataclass(frozen=True, slots=True)
 class Cursor:
-    """A place in the order of the ready jobs: that of the last one that was claimed."""
+    """A place in the order of the ready jobs: that of the last one claimed."""
 
     priority: int
     seq: int
@@ -137,7 +137,7 @@ class ClaimTexts(NamedTuple):
 
     Attributes:
         claim: The claim.
-        clearing: A lock of what it would pick.
+        clearing: A lock of the jobs that it would pick.
         one: The claim of one job.
         name: The name under which a connection prepares the claim, by `definition`.
     """
@@ -155,11 +155,11 @@ class ClaimScript:
 
     Args:
         queue: The queue's name, as a literal.
-        is_keyed: Whether the claim may start after a cursor, so that it need not walk over rows that were claimed
+        is_keyed: True if the claim may start after a cursor, so that it does not walk over rows that were claimed
             before and are not vacuumed yet.
-        leased: Whether the claim gives jobs a lease instead of deleting their rows.
-        most: The queue's limit, if it has one: then the claim takes jobs if there is room for them.
-        lock: Statements to go before the claim, with their owner: of a limit that is kept by counting leased jobs.
+        leased: True if the claim gives jobs a lease instead of deleting their rows.
+        most: The queue's limit, if any: then the claim takes jobs if there is room for them.
+        lock: Statements before the claim, with their owner, for a limit that is kept by counting leased jobs.
     """
 
     # Its jobs run in the order of their priorities.
@@ -178,19 +178,19 @@ class ClaimScript:
         return self.texts.name
 
     def text(self, limit: int, cursor: Cursor | None = None) -> str:
-        """The claim of up to `limit` jobs, of those after `cursor` only."""
+        """The claim of up to `limit` jobs, only of those after `cursor`."""
         return "; ".join(statement for _, statement in self.statements(limit, cursor))
 
     def statements(self, limit: int, cursor: Cursor | None = None) -> list[tuple[str, str]]:
         """Single statements of `text`, each with its owner; "claim" returns the jobs."""
-        # With literals in it, the planner knows how few rows are wanted.
+        # With literals, the planner knows how few rows are wanted.
         claim = _filled(self.texts.claim, self._arguments(limit, cursor))
         return [*self.lock, ("claim", claim)]
 
     def parts(self, limit: int, cursor: Cursor | None, prepared: Collection[str] | None) -> list[tuple[str, str]]:
-        """Statements that send the claim: its text, or its execution by name, which walks its index in any case.
+        """Statements that send the claim: its text, or its execution by name, which always walks its index.
 
-        Until the transaction ends the planner has the settings of role and database, and no SET of the session's.
+        From then on in the transaction the planner has the settings of role and database, and no SET of the session's.
 
         Args:
             prepared: The names that the connection has prepared; None to send text.
@@ -203,17 +203,17 @@ class ClaimScript:
         return [*preparing, *self.lock, *_PLANNED_ONCE, ("claim", claim), *_AS_BEFORE]
 
     def look(self, _: Mapping[str, object]) -> None:
-        """What the claim says besides the jobs that it took: nothing."""
+        """The report of the claim besides the jobs that it took: none."""
 
     def one(self, job_id: UUID) -> str:
-        """Claim one job by its id, not to run it, also if the queue is at its limit.
+        """Claim one job by its id, to test and not to run it, also if the queue is at its limit.
 
         Index: the primary key, or the claim's.
         """
         return _filled(self.texts.one, [*self._arguments(1), f"'{job_id}'"])
 
     def clearing(self, limit: int, cursor: Cursor | None = None) -> list[tuple[str, str]]:
-        """Lock what the same claim would pick, so that a COMMIT overwrites their marks; "claim" returns the ids.
+        """Lock the jobs that the claim would pick, so that a COMMIT overwrites their marks; "claim" returns the ids.
 
         Index, locks and bound are those of the claim of a queue without a limit.
         """
@@ -225,15 +225,15 @@ class ClaimScript:
 
 
 def _filled(text: str, arguments: Sequence[str]) -> str:
-    # The queue last: its name is the one argument that is written by users.
+    # The queue last: its name is the only argument that users write.
     for number in range(len(arguments), 0, -1):
         text = text.replace(chr(number), arguments[number - 1])
     return text
 
 
-# With sorts and sequential scans off, the planner can choose nothing but a walk of the claim's own index, and of the
-# primary key's. Its penalty for a plan with one of them, or its guess of a tenth of the table if it does not know the
-# limit, would start the compiler.
+# With sorts and sequential scans off, the planner can only choose a walk of the claim's own index, and of the primary
+# key's. Its penalty for a plan with one of them, or its guess of a tenth of the table if it does not know the limit,
+# would start the compiler.
 BY_INDEX = [("settings", setting) for setting in (*by_index.BY_INDEX, "SET LOCAL jit = off")]
 AS_EVERYWHERE = [("settings", setting) for setting in (*by_index.AS_EVERYWHERE, "SET LOCAL jit TO DEFAULT")]
 # A prepared claim is planned once, perhaps while the table is empty.
@@ -247,10 +247,10 @@ class ClaimStatements:
     Index: ready jobs by job_ready, due ones by job_scheduled, suspects by job_suspect.
 
     Args:
-        owner: The relay's lease; None if only transaction mode is asked for.
+        owner: The relay's lease; None for transaction mode only.
         most: The limit of jobs of the queue that run at a time.
-        counts_leases: The limit is kept by counting leased jobs, and not by slots: the queue is in lease mode. Of
-            these claims each takes one job.
+        counts_leases: The limit is kept by counting leased jobs, and not by slots: the queue is in lease mode. Each of
+            these claims takes one job.
     """
 
     def __init__(
@@ -278,7 +278,7 @@ class ClaimStatements:
             self.lease_suspect = script(owner, _SUSPECT)
 
 
-# What is eligible, and in which order.
+# The condition of eligible jobs, and their order.
 _Eligible: TypeAlias = tuple[LiteralString, LiteralString]
 # Index job_ready (queue, (-priority), seq) WHERE state = 'ready': walked in exactly this order. A row comparison in the
 # index's own terms bounds the walk: (-priority), never priority DESC.
@@ -297,7 +297,7 @@ _SUSPECT: _Eligible = ("state = 'suspect'", "seq")
 def _texts(schema: str, owner: UUID | None, sort: _Eligible, counts_leases: bool | None) -> ClaimTexts:
     """The texts of the claim of one sort, for queues with a limit unless `counts_leases` is None."""
     eligible, order = sort
-    # A relay whose lease ran out, because it was stopped or cut off, claims nothing: others would reap it at once.
+    # A relay whose lease expired, because it was stopped or cut off, claims nothing: others would reap it at once.
     alive: LiteralString = _ALIVE if owner else ""
 
     def picked(only: LiteralString = "", limited: sql.Composed | None = None) -> str:

@@ -1,8 +1,8 @@
-"""Coalesce: a run takes along the jobs of its key that wait, so that it stands for all of them. Sent as text.
+"""Coalesce: a run takes along the waiting jobs of its key, and runs for all of them. Sent as text.
 
-Sent behind the claim and before any statement of a handler: its snapshot is newer than the claim's, and each that the
-handler's statements take is newer still. So what the producer of any job that is taken along had committed with it, the
-run sees. A job that another transaction holds is left to run by itself.
+Sent after the claim and before any statement of a handler: its snapshot is newer than the claim's, and those of the
+handler's statements are newer still. So the run sees what the producer of any of these jobs committed with it. A job
+that another transaction holds is left to run by itself.
 """
 
 from collections.abc import Iterable, Sequence
@@ -16,18 +16,18 @@ from outboxq.statements.by_index import AS_EVERYWHERE, BY_INDEX
 from outboxq.statements.numbers import one_more_attempt
 from outboxq.statements.render import compose, render
 
-# How many jobs one statement takes along; after a full one the next follows at once.
+# The most jobs that one statement takes along; after a full one the next follows at once.
 TAKEN_AT_ONCE = 1_000
 
-# What a run takes over from the newest of the jobs that it stands for, in the order in which it is read.
+# The columns that a run takes over from the newest of its jobs, in the order in which they are read.
 CONTENT: tuple[LiteralString, ...] = (
     "args", "headers", "attempt", "max_attempts", "errors", "created_at", "expires_at",
 )  # fmt: skip
 _TEXTS = frozenset({"args", "headers", "errors"})
 
-# A job that has never run and is not due is left alone: its producer has set the time. One that ran waits for its next
-# attempt, with older arguments than this run's: if it stayed, it would run with them after this run. Whether a job ran
-# shows in its attempts, and if the last one was not counted, in its token.
+# A job that has never run and is not due is left alone: its producer set the time. One that ran waits for its next
+# attempt, with older arguments than this run's: if it stayed, it would run with them after this run. Its attempts show
+# that a job ran; if the last one was not counted, its token does.
 IS_TAKEN_ALONG: LiteralString = """\
 (state IN ('ready', 'suspect', 'group_waiting', 'group_suspect') OR state IN ('scheduled', 'grouped')
       AND (run_at <= pg_catalog.statement_timestamp() OR attempt > 0 OR lease_token > 0 OR parked > 0))"""
@@ -38,9 +38,8 @@ siblings AS MATERIALIZED (
     AND {IS_TAKEN_ALONG}
   LIMIT {{limit}} FOR UPDATE SKIP LOCKED
 )"""
-# The newest of a key is the one that was added last, which no clock tells. `seq` too: a job that is put off may have
-# another one's content.
-# An aggregate: a sort may be planned with penalties so high that the statement would be compiled.
+# The newest of a key is the one added last, which no clock shows. `seq` too: a job that is put off may have another
+# one's content. An aggregate: a sort may be planned with penalties so high that the statement would be compiled.
 _NEWEST: LiteralString = f"""\
 newest AS MATERIALIZED (
   SELECT unique_key, pg_catalog.array_agg(id) AS ids, pg_catalog.max(ARRAY[{added_order("gone")}, seq]) AS place
@@ -67,7 +66,7 @@ _TAKE_ALONG: LiteralString = (
     + _ROWS
 )
 
-# `ours`: only while the lease is ours may the others go; else a run that began before they came may be all there is.
+# `ours`: the others may go only while the lease is ours; else a run that began before they came may be the only one.
 _TAKE_ALONG_LEASED: LiteralString = (
     "WITH "
     + _SIBLINGS
@@ -96,17 +95,17 @@ _TAKE_ALONG_LEASED: LiteralString = (
 def take_along(schema: str, keys: Sequence[str]) -> tuple[str, ...]:
     """Delete the jobs of these keys that wait, up to 1,000, in the transaction that has claimed one of each.
 
-    Returns, a row a key: the key, the ids of the jobs, and the newest one's `seq` and `CONTENT`. Index: job_unique, and
-    the primary key. Locks: the jobs, skipping those that other transactions hold, so it waits for none.
+    Returns a row for each key: the key, the ids of the jobs, and the newest one's `seq` and `CONTENT`. Index:
+    job_unique, and the primary key. Locks: the jobs, skipping those that other transactions hold, so it never waits.
     """
     return *_render(schema, _TAKE_ALONG, keys), *AS_EVERYWHERE
 
 
 def take_along_leased(schema: str, jobs: Iterable[Job]) -> tuple[str, ...]:
-    """Delete the jobs of the keys of these leased jobs that wait, up to 1,000, and give the leased rows what is newer.
+    """Delete the waiting jobs of these leased jobs' keys, up to 1,000, and give the leased rows newer contents.
 
     So a relay that finds such a row after a crash runs it with the newest arguments. Rows, index and locks are those of
-    `take_along`; besides, the leased rows are locked; a key whose lease was lost, or whose row is held, is left out.
+    `take_along`, and the leased rows are also locked; a key whose lease was lost, or whose row is held, is left out.
     """
     held = list(jobs)
     content = ", ".join(f"{name} = {_TAKEN_OVER.get(name, f'gone.{name}')}" for name in CONTENT)

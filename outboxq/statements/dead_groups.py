@@ -1,11 +1,11 @@
-"""Dead letters that died of the same, counted together."""
+"""Dead letters with the same cause, counted together."""
 
 from sqlalchemy import TextualSelect, text
 
 from outboxq.statements.doctor.sessions import qualified
 from outboxq.tables import Instant
 
-# A job that died without an error, as one that crashed its relays did, has its reason instead, up to what it quotes.
+# A job without an error, such as one that crashed its relays, counts by its reason up to the first colon.
 _GROUPS = """\
 WITH newest AS MATERIALIZED (
   SELECT queue, kind, died_at, COALESCE(
@@ -25,7 +25,7 @@ def group_newest(schema: str, *, newest: int, limit: int) -> TextualSelect:
     """The dead letters of the newest jobs by queue, kind, type of the last error and its innermost line.
 
     The largest group first, a row each: queue, kind, error, line, jobs, first_died_at, last_died_at. Index: the primary
-    key backwards, whose ids tell when a job was made; `newest` rows. No locks.
+    key backwards, whose ids are in the order of time; `newest` rows. No locks.
     """
     statement = text(_GROUPS.format(dead=qualified(schema, "dead_job"))).bindparams(newest=newest, limit=limit)
     return statement.columns(first_died_at=Instant(), last_died_at=Instant())

@@ -1,4 +1,4 @@
-"""Dead letters: listing, retrying and discarding them."""
+"""Dead letters: list, retry and discard them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -35,11 +35,11 @@ from outboxq.tables import JOB_CHECKS, StoredText, dead_job, job
 
 @dataclass(frozen=True, slots=True)
 class DeadFilter:
-    """Which dead letters are meant; without any value, all of them.
+    """A choice of dead letters; without any value, all of them.
 
-    `reason` is any part of the reason, in upper or lower case. `error` is the type of the last error, or the reason up
-    to its first colon if there was none, as `dead_groups` counts them. `died_before` keeps a command that takes several
-    pages from chasing the jobs that die meanwhile.
+    `reason` is any part of the reason, in any case. `error` is the type of the last error, or without one the reason up
+    to its first colon, as `dead_groups` counts them. `died_before` keeps a command of several pages from chasing the
+    jobs that die while it runs.
     """
 
     queue: str | None = None
@@ -62,13 +62,13 @@ class DeadFilter:
         if self.error is not None:
             errors = type_coerce(dead.c.errors, JSONB())
             last = pg.jsonb_extract_path_text(errors, "-1", "type", type_=StoredText())
-            # Without an error it is up to what it quotes, as the groups have it: a guess at the rest finds nothing.
+            # Without an error, only the part before the colon, as in the groups: a guess at the rest finds nothing.
             found.append(func.coalesce(last, pg.split_part(dead.c.reason, ":", 1)) == self.error)
         return found
 
 
 def _shown_reason(dead: FromClause = dead_job) -> ColumnElement[str]:
-    """The reason, with the message of the last error if it ends with no more than that error's type."""
+    """The reason, with the last error's message if it ends with only that error's type."""
     errors, reason = type_coerce(dead.c.errors, JSONB()), dead.c.reason
     kind, message = (pg.jsonb_extract_path_text(errors, "-1", name, type_=StoredText()) for name in ("type", "message"))
     colon = literal(": ", StoredText())
@@ -87,16 +87,16 @@ DETAIL_COLUMNS = ("priority", "unique_key", "group_key", "args", "headers", "err
 
 _KEY = stored_key(dead_job.c.kind, dead_job.c.headers)
 
-# The columns that a dead letter keeps when it is retried; its attempts and crashes start anew.
+# The columns that a dead letter keeps when it is retried; its attempts and crashes start from 0.
 _KEPT = (
     "id", "queue", "kind", "headers", "priority", "max_attempts", "unique_key", "group_key", "created_at", "batch_id",
 )  # fmt: skip
 
 
-# A dead letter from before relays noted the order has died before what waits was added.
+# A dead letter without a recorded order died before the waiting jobs were added.
 _HEADERS: ColumnElement[str] = literal_column(headers_with_order("dead_job", "0"), dead_job.c.headers.type)
 
-# As the index over all queues has it.
+# As in the index over all queues.
 DIED = dead_job.c.died_at.op("AT TIME ZONE", return_type=DateTime())(literal_column("'UTC'"))
 
 
@@ -114,7 +114,7 @@ def select_dead(wanted: DeadFilter, stretch: Sequence[ColumnElement[bool]], *, l
 
 
 def select_dead_letter(job_id: UUID) -> Executable:
-    """One dead letter with everything that is stored of it. Index: the primary key; no locks; one row."""
+    """One dead letter with all its columns. Index: the primary key; no locks; one row."""
     return select(*summary_columns(), *(dead_job.c[name] for name in DETAIL_COLUMNS)).where(dead_job.c.id == job_id)
 
 
@@ -129,18 +129,18 @@ def select_some(wanted: DeadFilter, stretch: Sequence[ColumnElement[bool]], *, l
 
 
 def retry_page(wanted: DeadFilter, *, after: UUID | None, limit: int, args: str | None = None) -> Executable:
-    """Turn the next page of dead letters that match, and that are not locked, into ready jobs, with `args` if given.
+    """Turn the next page of dead letters that match and are not locked into waiting jobs, with `args` if given.
 
     One statement: a dead letter is never in both tables, nor in none. It stays if a job has its id, because a producer
-    chose the id twice, if no job may be as it is, such as too long, or if a living job has its unique key: of several
-    with one key the first is retried. Index, locks and bound are those of `pick_page`, and of `take_for_dead`.
-    The id is looked for before the insert, which finds also a job that a handler runs at this moment: the insert alone
-    would wait for the handler's end.
+    chose the id twice, if it breaks a check of `job`, such as a length, or if a living job has its unique key: of
+    several with one key the first is retried. Index, locks and bound are those of `pick_page`, and of `take_for_dead`.
+    The id is searched before the insert, which also finds a job that a handler runs now: the insert alone would wait
+    for the handler's end.
     """
     page, picked = pick_page(dead_job, wanted.conditions(), after, limit)
     taken, blocked = take_for_dead(picked, _can_be_jobs())
     moved = ("args", "errors", *_KEPT)
-    # A job of a group waits for its turn there: as a ready one it would run beside the others.
+    # A job of a group waits for its turn: as a ready one it would run at the same time as the others.
     state = case((dead_job.c.group_key.is_(None), literal_column("'ready'")), else_=literal_column("'grouped'"))
     has_no_key = _KEY.is_(None)
     has_its_key = dead_job.c.id.in_(select(taken.c.job_id))
@@ -161,7 +161,7 @@ def count_matching(
     """Count those of a stretch that match, as `count_kinds` counts; `to_retry`: without those that `retry_page` leaves.
 
     Reads the stretch's blocks. Indexes for `to_retry`: the primary keys of `job` and of `unique_key`, a probe for each
-    that matches (three blocks of an index), or a walk through the first if the planner finds that cheaper. No locks.
+    match (three blocks of an index), or a walk through the first if the planner finds that cheaper. No locks.
     """
     retried = (*_can_be_jobs(), key_is_free(_KEY)) if to_retry else ()
     return count_kinds(dead_job, [*wanted.conditions(), *stretch, *retried], most)

@@ -1,4 +1,4 @@
-"""Finished jobs: writing their rows, in the transaction in which they are over, and reading them."""
+"""Finished rows: write them, in the transaction in which their jobs end, and read them."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -39,14 +39,14 @@ DETAIL_COLUMNS = ("relay", "expires_at", "stands_for", "args", "headers", "resul
 
 
 class FinishedColumns(NamedTuple):
-    """Finished jobs by columns: each has a value for each job, or is empty.
+    """Finished rows by columns: each has a value for each job, or is empty.
 
     Attributes:
         created_at, claimed_at: Seconds since 1970, which the server reads in a quarter of the time of a date.
-        seconds: How long its handler ran.
-        args, headers, result: JSON text, of kinds that keep them.
-        stands_for: The text of an array: the jobs that its run took along, as it was coalesced with them.
-        keep_seconds: For how long the row is kept.
+        seconds: The handler's run time.
+        args, headers, result: JSON text, for kinds that store them.
+        stands_for: The text of an array: the jobs that its run took along.
+        keep_seconds: The time until the row expires.
     """
 
     id: Sequence[UUID]
@@ -89,7 +89,7 @@ SELECT finished.id, queue, kind, outcome, attempt, pg_catalog.to_timestamp(creat
   pg_catalog.clock_timestamp() + pg_catalog.make_interval(secs => keep_seconds), {relay}::uuid
 FROM (SELECT {arrays}) AS finished"""
 _OF_GONE: LiteralString = "\nJOIN gone ON gone.id = finished.id"
-# It costs a fifth of the INSERT, and so the prepared one is without.
+# It costs a fifth of the INSERT, so the prepared one does without.
 _GIVING_WAY: LiteralString = """
 ON CONFLICT (id) DO UPDATE SET outcome = excluded.outcome, attempt = excluded.attempt,
   created_at = excluded.created_at, claimed_at = excluded.claimed_at, finished_at = excluded.finished_at,
@@ -99,28 +99,28 @@ ON CONFLICT (id) DO UPDATE SET outcome = excluded.outcome, attempt = excluded.at
 
 
 class PreparedInsert(NamedTuple):
-    """The prepared INSERT of finished jobs: its name on a connection, and its PREPARE statement."""
+    """The prepared INSERT of finished rows: its name on a connection, and its PREPARE statement."""
 
     name: str
     definition: str
 
 
 def insert_finished(schema: str, finished: FinishedColumns, relay: UUID | None, *, gone: bool = False) -> str:
-    """Write the rows of finished jobs, in the transaction that removes the jobs.
+    """Write finished rows, in the transaction that removes the jobs.
 
-    An earlier row of an id, which a producer chose twice, gives way if it is of the same queue and kind, and stays if
-    it is of others. Index: the primary key. Waits for a transaction that is just deleting that row: no other one writes
-    a row of these ids, as it would have to remove the same job.
+    An earlier row of an id, which a producer chose twice, is overwritten if it is of the same queue and kind, else it
+    stays. Index: the primary key. Waits for a transaction that is just deleting that row: no other one writes a row of
+    these ids, as it would have to remove the same job.
 
     Args:
-        gone: As a part of a statement with a CTE `gone`: only the jobs whose ids that has.
+        gone: For a statement with a CTE `gone`: only the jobs whose ids are in it.
     """
     return _insert(schema, *_literals(finished, relay)) + (_OF_GONE if gone else "") + _GIVING_WAY
 
 
 @cache
 def prepared_insert(schema: str) -> PreparedInsert:
-    """The same as a prepared statement, one plan for any jobs, which fails (23505) if one of the ids has a row."""
+    """The same INSERT prepared, one plan for any jobs; it fails (23505) if one of the ids has a row."""
     types = [f"{type_name}[]" for type_name in _TYPES.values()]
     numbers = [f"${number}" for number in range(1, len(types) + 2)]
     return PreparedInsert(*named(_insert(schema, *numbers), ", ".join([*types, "uuid"])))
@@ -136,7 +136,7 @@ def _insert(schema: str, *values: str) -> str:
     columns = zip(_TYPES.items(), arrays, strict=True)
     return _INSERT.format(
         done=quote_identifier(schema, "done_job"),
-        # An array that is shorter than the others, as an empty one is, is filled up with NULL.
+        # An array that is shorter than the others, such as an empty one, is filled up with NULL.
         arrays=", ".join(
             f"pg_catalog.unnest({array}::{type_name}[]) AS {name}" for (name, type_name), array in columns
         ),
@@ -153,7 +153,7 @@ def _literals(finished: FinishedColumns, relay: UUID | None) -> list[str]:
 def _array(type_name: str, column: Sequence[Any]) -> str:
     if type_name in ("text", "jsonb"):
         return quote_literal(text_array(column))
-    # In JSON numbers, ids and times are written as in an array, and null is NULL there.
+    # JSON writes numbers, ids and times as an array does, and null is read as NULL.
     return f"'{{{msgspec.json.encode(column)[1:-1].decode()}}}'"
 
 
@@ -163,12 +163,12 @@ FROM pg_catalog.unnest({rights}::text[]) AS given (wanted)"""
 
 
 def may_write(schema: str) -> str:
-    """Whether the table `done_job` is there, and this role may write it; one row. No locks."""
+    """One row: true if the table `done_job` exists, and this role may write it. No locks."""
     return render(schema, _MAY_USE, name=quote_identifier(schema, "done_job"), rights=["SELECT", "INSERT", "UPDATE"])
 
 
 def may_read(schema: str) -> TextClause:
-    """Whether the table `done_job` is there, and this role may read it; one row. For any driver. No locks."""
+    """One row: true if the table `done_job` exists, and this role may read it. For any driver. No locks."""
     return text(
         "SELECT coalesce("
         "pg_catalog.has_table_privilege(pg_catalog.to_regclass(CAST(:name AS text))::oid, 'SELECT'), false)"
@@ -177,7 +177,7 @@ def may_read(schema: str) -> TextClause:
 
 @dataclass(frozen=True, slots=True)
 class DoneFilter:
-    """Which finished jobs are meant; without any value, all of them. `since`: those that ended then or later."""
+    """A choice of finished rows; without any value, all of them. `since`: those of jobs that ended then or later."""
 
     queue: str | None = None
     kind: str | None = None
@@ -193,16 +193,16 @@ class DoneFilter:
 
 
 def has_done_jobs(schema: str) -> TextClause:
-    """1 if the table `done_job` is there, and else 0; step 11 of the migrations makes it. No locks."""
+    """One row: 1 if the table `done_job` exists, else 0; step 11 of the migrations makes it. No locks."""
     name = quote_identifier(schema, "done_job")
     return text("SELECT pg_catalog.count(pg_catalog.to_regclass(:name))").bindparams(name=name)
 
 
 def select_done(wanted: DoneFilter, stretch: Sequence[ColumnElement[bool]], *, limit: int) -> Select[Any]:
-    """The finished jobs of a stretch that match, the latest first. No locks.
+    """The finished rows of a stretch that match, the latest first. No locks.
 
-    Index: the primary key, backwards, up to the first `limit` that match. Ids are in the order in which jobs were
-    added, by the clocks of those who added them.
+    Index: the primary key, backwards, up to the first `limit` that match. Ids are in the order of adding, by the
+    producers' clocks.
     """
     return (
         select(*(done_job.c[name] for name in SUMMARY_COLUMNS))
@@ -213,12 +213,12 @@ def select_done(wanted: DoneFilter, stretch: Sequence[ColumnElement[bool]], *, l
 
 
 def select_finished(job_id: UUID) -> Select[Any]:
-    """One finished job with everything that is stored of it. Index: the primary key; no locks; one row."""
+    """One finished row with all its columns. Index: the primary key; no locks; one row."""
     return select(*(done_job.c[name] for name in (*SUMMARY_COLUMNS, *DETAIL_COLUMNS))).where(done_job.c.id == job_id)
 
 
 def select_outcome(job_id: UUID) -> Select[Any]:
-    """How a job ended, if that is kept. Index: the primary key; no locks; one row."""
+    """The outcome of a job, if it has a finished row. Index: the primary key; no locks; one row."""
     return select(done_job.c.outcome).where(done_job.c.id == job_id)
 
 
@@ -229,14 +229,14 @@ def find_finished(job_id: UUID) -> Select[Any]:
 
 
 def add_again(job_id: UUID, new_id: UUID) -> ReturningInsert[Any]:
-    """Add a job with the kind, the queue, the arguments and the headers of a finished one, but for our own headers.
+    """Add a job with the kind, queue, arguments and headers of a finished one, without our own headers.
 
-    Returns the new id; no row if the finished job is gone.
-    Index: the primary key of `done_job`. No lock is waited for: the id is new.
+    Returns the new id; no row if the finished row is gone. Index: the primary key of `done_job`. Waits for no lock: the
+    id is new.
     """
     own = cast(array(sorted(OWN_HEADERS)), ARRAY(Text))
     stored = cast(done_job.c.headers, JSONB)
-    # Headers that SQL of users has left out, or made something else than an object, are none.
+    # Headers that users' SQL left out, or that are no object, count as none.
     headers = case(
         (pg.jsonb_typeof(stored) == literal_column("'object'::text"), stored.op("-")(own)),
         else_=literal_column("'{}'::jsonb"),
@@ -248,7 +248,7 @@ def add_again(job_id: UUID, new_id: UUID) -> ReturningInsert[Any]:
 
 
 def finished_facts(schema: str, job_id: UUID) -> TextClause:
-    """A finished job, for an explanation. Index: the primary key; one row."""
+    """A finished row, for an explanation. Index: the primary key; one row."""
     return text(
         "SELECT queue, kind, outcome, attempt, seconds, relay, pg_catalog.cardinality(stands_for) AS stands_for, "
         "extract(epoch FROM pg_catalog.statement_timestamp() - finished_at)::float8 AS finished_seconds "

@@ -1,4 +1,4 @@
-"""Effects as operators see them: listing them, and settling those with an unknown outcome."""
+"""Effects as operators see them: list them, and settle those with an unknown outcome."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from outboxq.tables import effect
 
 @dataclass(frozen=True, slots=True)
 class EffectFilter:
-    """A choice of effects; without any value, all of them. `error` is a part of what is stored of their error."""
+    """A choice of effects; without any value, all of them. `error` is a part of the stored error."""
 
     scope: str | None = None
     status: Status | None = None
@@ -34,16 +34,16 @@ SUMMARY_COLUMNS = (
 
 
 def _has_status(status: str) -> ColumnElement[bool]:
-    # Written into the statement, so that it is seen to be the condition of an index.
+    # Written into the statement, so that the planner sees the condition of an index.
     return effect.c.status == literal_column(f"'{status}'")
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A part of the effects, with an index by a column that has a value in all of its rows.
+    """A part of the effects, with an index by a column that has a value in all its rows.
 
     Attributes:
-        statuses: Those that its rows may have.
+        statuses: The statuses that its rows may have.
     """
 
     by: Column[Any]
@@ -51,7 +51,7 @@ class Part:
     statuses: frozenset[Status]
 
 
-# Each effect is in one of them, one without a known outcome in one of the first two. Indexes: effect_unknown,
+# Each effect is in one of them, if its outcome is unknown in one of the first two. Indexes: effect_unknown,
 # effect_open, effect_expires.
 PARTS = (
     Part(effect.c.changed_at, (_has_status("unknown"),), frozenset({"unknown"})),
@@ -79,7 +79,7 @@ def select_unresolved(wanted: EffectFilter, stretch: Sequence[ColumnElement[bool
 
 
 def select_effect(scope: str, key: str) -> Executable:
-    """One effect with everything that is stored of it. Index: the primary key; no locks; one row."""
+    """One effect with all its columns. Index: the primary key; no locks; one row."""
     is_locked = and_(effect.c.status == "started", effect.c.locked_until > pg.clock_timestamp())
     return select(
         *(effect.c[name] for name in SUMMARY_COLUMNS),
@@ -93,12 +93,12 @@ def select_effect(scope: str, key: str) -> Executable:
 def resolve(
     scope: str, key: str, status: Status, *, result: str | None, error: str | None, keep: timedelta
 ) -> Executable:
-    """Settle an effect as an operator says; one row with what it was and what it is, or none if it does not exist.
+    """Settle an effect as an operator decides; one row with its former and new state, or none if it does not exist.
 
-    Index: the primary key. Locks: the effect's row, FOR UPDATE SKIP LOCKED, never waited for. A caller that stood still
-    and wakes later finds a token that is not its own, and can neither record its call nor extend its lock.
+    Index: the primary key. Locks: the effect's row, FOR UPDATE SKIP LOCKED, never waited for. A caller that hung and
+    wakes later finds another token, and can neither record its call nor extend its lock.
     """
-    # MATERIALIZED, and the condition only here: the lock checks it on the row's newest version.
+    # MATERIALIZED, and the condition only here: the lock rechecks it on the row's newest version.
     is_open = _is_open(brings_result=result is not None)
     open_one = select(effect.c.scope, effect.c.key).where(*_is(scope, key), is_open)
     picked = open_one.with_for_update(skip_locked=True).cte("picked").prefix_with("MATERIALIZED")
@@ -126,7 +126,7 @@ def _is(scope: str, key: str) -> tuple[ColumnElement[bool], ...]:
 
 
 def _is_open(*, brings_result: bool) -> ColumnElement[bool]:
-    """The outcome of the call, or its result, is not known, and no caller is about to find out."""
+    """The condition that the call's outcome, or its result, is unknown, and no caller is about to find out."""
     return or_(
         and_(literal(brings_result), effect.c.status == "done", effect.c.result.is_(None)),
         effect.c.status == "unknown",

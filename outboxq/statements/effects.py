@@ -1,8 +1,8 @@
 """Effects: claim or take over a call, extend its lock, record its outcome. Guarded HTTP requests use their rows too.
 
-Each statement but `record_with_rows` is a transaction of its own on READ COMMITTED. A call is fenced by its
-`lock_token`, a UUID that its caller made: the next caller writes a token of its own, and the earlier caller's
-statements match no row any more. All times are the database's.
+Each statement but `record_with_rows` is its own transaction at READ COMMITTED. A call is fenced by its `lock_token`, a
+UUID that its caller made: the next caller writes another one, and the earlier caller's statements match no row. All
+times are the database's.
 """
 
 from dataclasses import dataclass
@@ -39,7 +39,7 @@ _ALMOST_INTEGER = 2_147_483_646
 
 Status: TypeAlias = Literal["started", "done", "failed", "retryable", "unknown"]
 
-# How long one try of a claim waits for a row if the session would wait without end.
+# The time that one try of a claim waits for a row if the session would wait without end.
 _TRY = "1s"
 
 _now = pg.clock_timestamp
@@ -49,8 +49,8 @@ _now = pg.clock_timestamp
 class EffectState:
     """An effect as its claim found it, or left it.
 
-    `claimed`: the call is ours to make. `in_doubt`: an earlier call may have been applied. `known_seconds`: since the
-    first call; `locked_seconds`: how long the lock still lasts, negative once it ran out. `durably`: not to be read.
+    `claimed`: we are to make the call. `in_doubt`: an earlier call may have been applied. `known_seconds`: since the
+    first call; `locked_seconds`: until the lock expires, negative afterwards. `durably`: not to be read.
     """
 
     claimed: bool
@@ -67,7 +67,7 @@ class EffectState:
 
 @dataclass(frozen=True, slots=True)
 class EffectLock:
-    """The lock on an effect, as its holder knows it: it matches no row once another caller took over."""
+    """The lock on an effect, for its holder: it matches no row once another caller took over."""
 
     scope: str
     key: str
@@ -79,20 +79,20 @@ class EffectLock:
 
 
 def claim(lock: EffectLock, fingerprint: bytes | None, provider_key: UUID, lease: timedelta) -> Executable:
-    """Claim the call, or take it over from a caller that died; else read what is stored. One row, or none.
+    """Claim the call, or take it over from a caller that died; else read the effect. One row, or none.
 
-    No row only if another caller claimed it after this statement's snapshot: then claim again.
-    Index: the primary key. Locks: the effect's row, and only to take it: a call that is under way or was recorded is
-    neither locked nor waited for, even while its record is being committed. A row that is to be taken is waited for
-    one second (then 55P03) if the session would wait without end (`select_waits_without_end`), so that the caller can
-    be cancelled between two tries. A repeated claim, whose first COMMIT was not answered, finds its own token.
+    No row only if another caller claimed it after this statement's snapshot: then claim again. Index: the primary key.
+    Locks: the effect's row, and only to take it: a call under way or recorded is neither locked nor waited for, even
+    while its record is being committed. If the session would wait without end (`select_waits_without_end`), the wait
+    for a row to be taken is one second (then 55P03), so that the caller can be cancelled between two tries. A repeated
+    claim, whose first COMMIT was not answered, finds its own token.
     """
-    # Cast: without, a driver would have to guess the type of a NULL.
+    # Cast, or a driver would have to guess the type of a NULL.
     given = cast(literal(fingerprint, effect.c.fingerprint.type), effect.c.fingerprint.type)
     same_request = or_(effect.c.fingerprint.is_(None), given.is_(None), effect.c.fingerprint == given)
     is_free = or_(effect.c.status == "retryable", and_(effect.c.status == "started", effect.c.locked_until <= _now()))
     standing = _standing(lock, same_request, is_free)
-    # The insert reads this, so the time-out is set before a row is waited for.
+    # The insert reads this, so the time-out is set before the wait for a row.
     patience = select(_shorten_wait().label("value")).cte("patience").prefix_with("MATERIALIZED")
     is_wanted = and_(patience.c.value.is_not(None), ~exists(select(standing.c.claimed).where(~standing.c.is_free)))
     new = _new_row(lock, given, provider_key, lease)
@@ -114,7 +114,7 @@ def claim(lock: EffectLock, fingerprint: bytes | None, provider_key: UUID, lease
 
 
 def _standing(lock: EffectLock, same_request: ColumnElement[bool], is_free: ColumnElement[bool]) -> CTE:
-    """The effect as this statement's snapshot has it."""
+    """The effect in this statement's snapshot."""
     is_ours = and_(effect.c.lock_token == lock.token, effect.c.status == "started")
     return (
         select(*_state(effect, is_ours, same_request), and_(same_request, is_free).label("is_free"))
@@ -127,7 +127,7 @@ def _standing(lock: EffectLock, same_request: ColumnElement[bool], is_free: Colu
 def _new_row(
     lock: EffectLock, fingerprint: ColumnElement[Any], provider_key: UUID, lease: timedelta
 ) -> dict[str, ColumnElement[Any]]:
-    """The values of a call that was not made before."""
+    """The values of a first call."""
     return {
         "scope": literal(lock.scope),
         "key": literal(lock.key),
@@ -144,7 +144,7 @@ def _taken_over(token: UUID, fingerprint: ColumnElement[Any], lease: timedelta) 
     return {
         "status": "started",
         "fingerprint": func.coalesce(effect.c.fingerprint, fingerprint),
-        # Our own token: this caller claimed before, stood still, and has not called.
+        # Our own token: this caller claimed before, hung, and has not called.
         "in_doubt": or_(effect.c.in_doubt, and_(effect.c.status == "started", effect.c.lock_token != token)),
         "lock_token": token,
         "locked_until": _now() + lease,
@@ -178,12 +178,12 @@ def _waits_without_end() -> ColumnElement[bool]:
 
 
 def select_waits_without_end() -> Select[Any]:
-    """Whether the session's own lock_timeout is none. One row; no locks."""
+    """One row: true if the session's own lock_timeout is 0. No locks."""
     return select(_waits_without_end())
 
 
 def _durably() -> ColumnElement[str | None]:
-    """Make COMMIT wait for the disk although it is set not to: what a crash forgets would be called again."""
+    """Make COMMIT wait for the disk even if it is set not to: a call that a crash forgets would be made again."""
     is_off = pg.current_setting("synchronous_commit", type_=StoredText()) == "off"
     return case((is_off, pg.set_config("synchronous_commit", "on", True))).label("durably")
 
@@ -198,13 +198,13 @@ def record(
     keep: timedelta | None = None,
     unlock: bool = True,
 ) -> Executable:
-    """Write what a call came to; one row with the result and the error as stored, or none if another caller took over.
+    """Write a call's outcome; one row with the result and the error as stored, or none if another caller took over.
 
     May be repeated: the token stays.
 
     Args:
-        keep: How long it is remembered; None for ever, as for everything that is not settled.
-        unlock: Let the next caller take over at once, and not when the lock runs out.
+        keep: The time until it expires; None for ever, as for everything unsettled.
+        unlock: Let the next caller take over at once, and not when the lock expires.
 
     Index: the primary key. Locks: the effect's row.
     """
@@ -238,7 +238,7 @@ def extend(lock: EffectLock, lease: timedelta) -> Executable:
 
 
 def _update_started(lock: EffectLock, values: dict[str, object]) -> Update:
-    """Change a call that is under way; no row if it is not ours, is recorded, or is locked, which is not waited for."""
+    """Change a call that is under way; no row if it is not ours, is recorded, or is locked. Never waits."""
     held = select(effect.c.scope, effect.c.key).where(*lock.matches(), effect.c.status == "started")
     locked = held.with_for_update(skip_locked=True).cte("held").prefix_with("MATERIALIZED")
     return update(effect).where(effect.c.scope == locked.c.scope, effect.c.key == locked.c.key).values(values)
@@ -247,8 +247,8 @@ def _update_started(lock: EffectLock, values: dict[str, object]) -> Update:
 def record_with_rows(lock: EffectLock, *, result: str | None, error: str | None, keep: timedelta) -> Executable:
     """Write the response in the transaction of the endpoint's rows; no row if another request took over.
 
-    Index: the primary key. Locks: the effect's row, until the endpoint's transaction ends: a retry that comes meanwhile
-    is told that the request is under way. If the lease has run out, the retry waits and sees how the transaction ended.
+    Index: the primary key. Locks: the effect's row, until the endpoint's transaction ends: until then a retry is
+    answered that the request is under way. If the lease has expired, the retry waits for the transaction's end.
     """
     return (
         update(effect)
@@ -261,9 +261,9 @@ def record_with_rows(lock: EffectLock, *, result: str | None, error: str | None,
 def settle_started(
     lock: EffectLock, status: Status, *, result: str | None, error: str | None, keep: timedelta
 ) -> Executable:
-    """Settle a request that is under way; no row if it was taken over, is recorded, or is just being recorded.
+    """Settle a request under way; no row if it was taken over, is recorded, or is just being recorded.
 
-    Index: the primary key. Locks: the effect's row, never waited for: if a transaction has recorded and is still open,
+    Index: the primary key. Locks: the effect's row, never waited for: if an open transaction has recorded the outcome,
     its COMMIT or ROLLBACK decides.
     """
     return _update_started(lock, ending(status, result=result, error=error, keep=keep)).returning(true())
@@ -290,7 +290,7 @@ def release(lock: EffectLock, *, keep: timedelta) -> Executable:
 
 
 def select_done(lock: EffectLock) -> Executable:
-    """One row if what we recorded was committed, else none. Index: the primary key; no locks."""
+    """One row if our record was committed, else none. Index: the primary key; no locks."""
     return select(true()).where(*lock.matches(), effect.c.status == "done")
 
 

@@ -1,6 +1,6 @@
-"""Enqueue: many jobs by one INSERT, whose parameters are text: an array for a column, or one value for all jobs.
+"""Enqueue: insert many jobs at once, by text parameters: an array for a column, or one value for all jobs.
 
-The same for every driver, and with no right but INSERT. Text costs the interpreter least, and PostgreSQL parses each
+The same for every driver, and with only the right INSERT. Text costs the interpreter least, and PostgreSQL parses each
 array once.
 """
 
@@ -44,7 +44,7 @@ _OWN: Mapping[str, TypeEngine[Any]] = {
     # Cast to jsonb row by row: as jsonb, numbers take several times their text, and no array holds more than 1 GB.
     "args": Text(),
 }
-# Those of jobs with keys.
+# The same for jobs with keys.
 _OWN_KEYS: Mapping[str, TypeEngine[Any]] = {"unique_key": Text(), "group_key": Text(), "batch_id": Uuid()}
 # The columns that jobs of one envelope have in common.
 _COMMON: Mapping[str, TypeEngine[Any]] = {
@@ -56,7 +56,7 @@ _COMMON: Mapping[str, TypeEngine[Any]] = {
     "run_at": DateTime(timezone=True),
     "delay": Interval(),
 }
-# Those of jobs with keys or an expiry.
+# The same for jobs with keys or an expiry.
 _COMMON_FLOW: Mapping[str, TypeEngine[Any]] = {"every": Interval(), "expires": Interval()}
 _NO_KEYS = JobKeys()
 
@@ -71,7 +71,7 @@ def insert_jobs(jobs: Mapping[str, NewJob]) -> tuple[Insert, dict[str, str | Non
     """
     new = list(jobs.values())
     distinct = {each.envelope for each in new}
-    # A list: for plain jobs, of which all are looked at, it takes half the time of a generator.
+    # A list: for plain jobs, all of which are checked, it takes half the time of a generator.
     flows = bool([each for each in new if each.keys is not None or each.envelope.every or each.envelope.expires])
     if len(distinct) > 1:
         return (_FLOW_MIXED if flows else _INSERT_MIXED), {**arrays_of(jobs, flows=flows)}
@@ -81,7 +81,7 @@ def insert_jobs(jobs: Mapping[str, NewJob]) -> tuple[Insert, dict[str, str | Non
 
 
 def arrays_of(jobs: Mapping[str, NewJob], *, flows: bool = True) -> dict[str, str]:
-    """Jobs by their ids as the parameters of `ARRAYS`; without `flows` those of plain jobs alone."""
+    """Jobs by their ids as the parameters of `ARRAYS`; without `flows` only those of plain jobs."""
     elements = {
         envelope: [_element(text) for text in _common_texts(envelope, flows=flows).values()]
         for envelope in {each.envelope for each in jobs.values()}
@@ -92,13 +92,13 @@ def arrays_of(jobs: Mapping[str, NewJob], *, flows: bool = True) -> dict[str, st
 
 
 def text_array(items: Sequence[str | None]) -> str:
-    """Texts as an array's text; they are mostly alike."""
+    """Texts as an array's text; most of them are alike."""
     elements = {item: _element(item) for item in set(items)}
     return array_text(map(elements.__getitem__, items))
 
 
 def _own_arrays(jobs: Mapping[str, NewJob], *, flows: bool) -> dict[str, str]:
-    """The columns that differ from job to job, with `flows` those of their keys too."""
+    """The columns that differ from job to job, with `flows` also those of their keys."""
     own = {"id": array_text(jobs), "args": _quoted_array([each.args for each in jobs.values()])}
     if not flows:
         return own
@@ -125,14 +125,14 @@ def _insert(arrays: Mapping[str, TypeEngine[Any]], values: Mapping[str, TypeEngi
 
 
 def rows_of(arrays: Mapping[str, TypeEngine[Any]], place: str | None = None) -> TableValuedAlias:
-    """The elements of array parameters of these names side by side, and their number if `place` names its column."""
+    """The elements of array parameters of these names side by side, numbered if `place` names the column."""
     parameters = [cast(bindparam(name, type_=Text()), ARRAY(kind)) for name, kind in arrays.items()]
     columns = (column(name, kind) for name, kind in arrays.items())
     return unnest(*parameters).table_valued(*columns, with_ordinality=place).render_derived()
 
 
 def job_columns(given: Mapping[str, ColumnElement[Any]]) -> dict[str, ColumnElement[Any]]:
-    """The columns of new jobs, from what was given of them."""
+    """The columns of new jobs, from the given ones."""
     now = pg.clock_timestamp()
     state = case(
         (and_(given["run_at"].is_(None), given["delay"].is_(None)), literal_column("'ready'")),
@@ -150,9 +150,9 @@ def job_columns(given: Mapping[str, ColumnElement[Any]]) -> dict[str, ColumnElem
 
 
 def _flow_columns(given: Mapping[str, ColumnElement[Any]], state: ColumnElement[str]) -> dict[str, ColumnElement[Any]]:
-    """What a job with keys or an expiry has besides, and where it waits."""
+    """The additional columns of a job with keys or an expiry, and the state in which it waits."""
     now = pg.clock_timestamp()
-    # The next boundary of a clock that all producers share: one run in each window, behind its last job.
+    # The next boundary of a clock that all producers share: one run in each window, after its last job.
     boundary = pg.date_bin(given["every"], now, literal_column("timestamptz 'epoch'")) + given["every"]
     return {
         **{name: given[name] for name in _OWN_KEYS},
@@ -169,13 +169,13 @@ def _flow_columns(given: Mapping[str, ColumnElement[Any]], state: ColumnElement[
 _INSERT_ALIKE = _insert(_OWN, _COMMON)
 _INSERT_MIXED = _insert({**_OWN, **_COMMON}, {})
 _FLOW_ALIKE = _insert({**_OWN, **_OWN_KEYS}, {**_COMMON, **_COMMON_FLOW})
-# All that may differ from job to job.
+# All columns that may differ from job to job.
 ARRAYS: Mapping[str, TypeEngine[Any]] = {**_OWN, **_OWN_KEYS, **_COMMON, **_COMMON_FLOW}
 _FLOW_MIXED = _insert(ARRAYS, {})
 
 
 def _common_texts(envelope: JobEnvelope, *, flows: bool) -> dict[str, str | None]:
-    """The envelope's values as text, in the order of `_COMMON`, and with `flows` those of `_COMMON_FLOW` behind."""
+    """The envelope's values as text, in the order of `_COMMON`, and with `flows` then those of `_COMMON_FLOW`."""
     texts = {
         "queue": envelope.queue,
         "kind": envelope.kind,
@@ -192,12 +192,12 @@ def _common_texts(envelope: JobEnvelope, *, flows: bool) -> dict[str, str | None
 
 def interval_text(given: timedelta | None) -> str | None:
     """A time as the text of an interval."""
-    # Never in days: a day has 23 or 25 hours when the clocks of the session's time zone change.
+    # Never in days: a day has 23 or 25 hours when the session's time zone changes its clocks.
     return f"{given // _MICROSECOND} microseconds" if given else None
 
 
 def array_text(elements: Iterable[str]) -> str:
-    """An array's text, of elements that need no quotes, or have them."""
+    """An array's text, of elements that need no quotes or have them."""
     return "{" + ",".join(elements) + "}"
 
 

@@ -1,8 +1,8 @@
-"""Why a job, or a queue, does not run: one row, or the first entries of an index, at a time. No locks.
+"""Explain: find out why a job, or a queue, does not run, from one row or the first entries of an index. No locks.
 
-A job that runs has been deleted by a transaction that is still open, and one that a session has locked looks the same:
-the row's `xmax` is the transaction's id, or that of one of its savepoints. Each of these has a lock on its own id,
-which leads to the session; the lock of a prepared transaction has no session.
+A running job was deleted by a transaction that is still open, and one that a session has locked seems the same: the
+row's `xmax` is the id of the transaction, or of one of its savepoints. Each has a lock on its own id, which leads to
+the session; the lock of a prepared transaction has no session.
 """
 
 from typing import Any
@@ -19,7 +19,7 @@ from outboxq.tables import Instant
 
 # Counts go no further.
 MOST_COUNTED = 10_000
-# How many jobs of a coalescing key, and of open batches, are looked at.
+# The most jobs of a coalescing key, and the most open callback batches, that are checked.
 MOST_LOOKED_AT = 1_000
 
 _OPEN = "SELECT transactionid FROM pg_catalog.pg_locks WHERE locktype = 'transactionid' AND mode = 'ExclusiveLock' "
@@ -56,7 +56,7 @@ WHERE job.id = CAST(:job_id AS uuid)"""
 
 
 def job_facts(schema: str, job_id: UUID) -> TextualSelect:
-    """A job, who holds it, its lease, and whether its kind is paused. Index: the primary keys; one row."""
+    """A job, its holder and lease, and since when its kind is paused. Index: the primary keys; one row."""
     statement = _JOB.format(
         job=qualified(schema, "job"),
         relay=qualified(schema, "relay"),
@@ -95,7 +95,7 @@ def batch_facts(schema: str, batch_id: UUID) -> TextClause:
 
 
 def batches_into(schema: str, queue: str) -> TextClause:
-    """The oldest batch whose callback comes into a queue. Reads the first 1,000 open batches; one row."""
+    """The oldest callback batch whose callback goes to a queue. Reads the first 1,000 open ones; one row."""
     statement = _BATCH.format(
         job=qualified(schema, "job"),
         batch=f"(SELECT id, callback FROM {qualified(schema, 'batch')} ORDER BY id LIMIT :looked_at)",
@@ -130,7 +130,7 @@ def clock() -> Select[Any]:
 
 
 def queue_facts(schema: str, queue: str) -> TextClause:
-    """What operators have set for a queue, and by how far its tokens are reserved. Index: primary keys; one row."""
+    """The operators' settings of a queue, and how far ahead its tokens are reserved. Index: primary keys; one row."""
     return text(
         f"""\
 SELECT extract(epoch FROM pg_catalog.statement_timestamp() - queue.paused_at)::float8 AS paused_seconds,
@@ -144,7 +144,7 @@ LEFT JOIN {qualified(schema, "rate")} AS rate ON rate.name = asked.name"""
 
 
 _IN_GROUPS = ("group_key IS NOT NULL AND state = 'grouped'", 'group_key COLLATE "C", seq')
-# What may run next, in the order in which relays look for it; behind that what is to run later, and what runs.
+# The jobs that may run next, in the relays' order; then those that are to run later, and those that run.
 _DUE_NOW = (
     ("state = 'ready'", "(-priority), seq"),
     (f"state = 'scheduled' AND {_DUE}", "run_at"),
@@ -173,10 +173,10 @@ WHERE {due} AND NOT holder = ANY (ARRAY(SELECT transactionid FROM open)) LIMIT 1
 
 
 def next_job(schema: str, queue: str) -> TextClause:
-    """The job of a queue that is to run next, else one that is to run later, else one that runs; one row.
+    """The job of a queue that runs next, else one that runs later, else one that is running; one row.
 
-    Indexes: those of the claims, an entry of each besides those of jobs that run; of the groups, the first 1,000
-    entries. Jobs under leases are read.
+    Indexes: those of the claims, an entry of each besides those of running jobs; of the groups, the first 1,000
+    entries. Leased jobs are read.
     """
     job = qualified(schema, "job")
 
@@ -198,7 +198,7 @@ def next_job(schema: str, queue: str) -> TextClause:
 
 
 def ready_before(schema: str, queue: str, priority: int, seq: int) -> TextClause:
-    """How many ready jobs of a queue come before this place and do not run, up to 10,001. Index: job_ready."""
+    """The number of ready jobs of a queue that are before this place and do not run, up to 10,001. Index: job_ready."""
     before = "((-priority), seq) < (CAST(:priority AS int), CAST(:seq AS bigint))"
     is_free = f"NOT xmax = ANY (ARRAY({_OPEN}))"
     return _count(schema, f"queue = CAST(:queue AS text) AND state = 'ready' AND {before} AND {is_free}").bindparams(
@@ -207,14 +207,14 @@ def ready_before(schema: str, queue: str, priority: int, seq: int) -> TextClause
 
 
 def suspects_before(schema: str, queue: str, seq: int) -> TextClause:
-    """How many suspects of a queue come before this place, up to 10,001. Index: job_suspect."""
+    """The number of suspects of a queue before this place, up to 10,001. Index: job_suspect."""
     return _count(
         schema, "queue = CAST(:queue AS text) AND state = 'suspect' AND seq < CAST(:seq AS bigint)"
     ).bindparams(queue=queue, seq=seq)  # fmt: skip
 
 
 def group_before(schema: str, queue: str, group: str, seq: int) -> TextClause:
-    """How many jobs of a group come before this place, up to 10,001. Index: job_group."""
+    """The number of jobs of a group before this place, up to 10,001. Index: job_group."""
     return _count(
         schema,
         "queue = CAST(:queue AS text) AND group_key IS NOT NULL AND state <> 'group_waiting' "
@@ -237,9 +237,9 @@ def _count(schema: str, condition: str) -> TextClause:
 
 
 def newest_of_key(schema: str, key: str, job_id: UUID) -> TextClause:
-    """The newest of the jobs of a coalescing key that one run takes along, and how many they are; a row.
+    """The newest of the jobs of a coalescing key that one run takes along, and their number; a row.
 
-    No row if a run does not take this job along: its producer has set a later time.
+    No row if a run does not take this job along: its producer set a later time.
 
     Index: job_unique, 1,000 entries of it.
     """
@@ -255,7 +255,7 @@ ORDER BY {added_order("found")} DESC, seq DESC LIMIT 1"""
 
 
 def busiest_relays() -> TextClause:
-    """The connections of relays that have had a transaction open for the longest. Bound: 3 rows."""
+    """The relays' connections with the oldest transactions. Bound: 3 rows."""
     return text(
         """\
 SELECT pid, extract(epoch FROM pg_catalog.clock_timestamp() - xact_start)::float8 AS seconds

@@ -1,4 +1,4 @@
-"""What the exporter of metrics reads besides what operators and the doctor read: small tables, and catalogs.
+"""Gauges: reads of the metrics exporter that operators and the doctor do not share: small tables, and catalogs.
 
 No locks.
 """
@@ -31,7 +31,7 @@ _ORIGIN: ColumnElement[datetime] = literal_column("timestamptz '2000-01-01 00:00
 
 
 def relays(limit: int) -> Executable:
-    """The relays that were seen within a day: state, slots, queues, and for how long each has said nothing.
+    """The relays that were seen within a day: state, slots, queues, and the seconds since each was last seen.
 
     Reads the small table `relay_status`.
     """
@@ -40,9 +40,9 @@ def relays(limit: int) -> Executable:
 
 
 def schedule_times(limit: int) -> Executable:
-    """Schedules: for how long each has been due, negative if it is not; when it was fired last; whether it is paused.
+    """Schedules: the seconds since each was due, negative if it is not; when it was fired last; if it is paused.
 
-    Those that are due longest come first. Reads the table, which is small.
+    The longest due come first. Reads the table, which is small.
     """
     return (
         select(
@@ -57,18 +57,18 @@ def schedule_times(limit: int) -> Executable:
 
 
 def open_batches(most: int) -> Executable:
-    """How many batches are open, up to `most`. Reads as many rows."""
+    """The number of open callback batches, up to `most`. Reads as many rows."""
     some = select(literal_column("1")).select_from(batch).limit(most).subquery("some")
     return select(count()).select_from(some)
 
 
 def oldest_batch() -> Executable:
-    """The age of the oldest open batch in seconds. Index: the primary key, whose ids are of the order of time."""
+    """The age in seconds of the oldest open callback batch. Index: the primary key, whose ids are in time order."""
     return select(seconds(_NOW - batch.c.created_at)).order_by(batch.c.id).limit(1)
 
 
 def relation_sizes(schema: str) -> TextClause:
-    """The tables and indexes of the schema, and the bytes of each, without what is stored out of line. Catalogs."""
+    """The tables and indexes of the schema, and the bytes of each, without TOAST. Catalogs."""
     return text(
         """\
 SELECT class.relname::text AS relation, pg_catalog.pg_relation_size(class.oid) AS bytes
@@ -84,7 +84,7 @@ def minute(minutes_ago: int) -> Executable:
 
 
 def sum_minutes(since: datetime, before: datetime | None) -> Executable:
-    """What became of jobs in the minutes from `since` on, up to `before`: sums by queue and kind.
+    """The outcomes of jobs in the minutes from `since` on, up to `before`: sums by queue and kind.
 
     Index: the primary key of `stat`, from `since` on.
     """

@@ -1,12 +1,12 @@
-"""The claim of jobs of groups: one at a time of each group, in the order of `seq`.
+"""The claim of grouped jobs: one at a time of each group, in the order of `seq`.
 
 Two statements in one string. The first one walks over the groups and locks some of them; the second one takes a new
 snapshot, with the locks held, and picks jobs. In one statement, the snapshot could be older than the lock: another
-relay's lease that was committed in between would not be seen, and two jobs of a group would run beside each other.
+relay's lease that was committed in between would not be seen, and two jobs of a group would run at the same time.
 
-The locks are advisory ones of the transaction. In transaction mode they are held for as long as the jobs run; in lease
-mode up to the claim's COMMIT, and from then on the leased row itself keeps its group closed. A job under a lease is
-looked for in both modes: suspects always run under one. Keys whose hashes collide only wait for each other.
+The locks are advisory ones of the transaction. In transaction mode they are held while the jobs run; in lease mode up
+to the claim's COMMIT, and then the leased row itself keeps its group closed. Both modes check for a job under a lease:
+suspects always run under one. Keys whose hashes collide only wait for each other.
 
 If a queue lets N jobs of a group run at a time, a group has N locks. A claim in transaction mode holds one, from the
 first on, and takes nothing if its number is above N minus the leased jobs. A claim under a lease needs the last one, to
@@ -29,17 +29,17 @@ from outboxq.statements.numbers import next_token, one_more, one_more_attempt
 from outboxq.statements.render import compose, quote_literal, render
 from outboxq.statements.wake import channel_name
 
-# How many groups one claim looks at, at most: those whose first job may not run yet cost a look each.
+# The most groups that one claim visits: those whose first job may not run yet cost a probe each.
 GROUPS_SEEN = 200
 
-# The index job_group (queue, group_key COLLATE "C", seq), which has no jobs that are out of their group's order.
+# The index job_group (queue, group_key COLLATE "C", seq), which has no jobs out of their group's order.
 _FIRST: LiteralString = """\
 (SELECT group_key, state, run_at, {lap} AS lap FROM {job}
       WHERE {if_lap}queue = {queue} AND state <> 'group_waiting' AND group_key COLLATE "C" {where}
       ORDER BY group_key COLLATE "C", seq LIMIT 1)"""
 
-# One probe of the index for each group, whatever waits in it: from the group behind `after` to the last one, and on
-# from the first one (lap 1) up to `after`. The arms of UNION ALL are tried in their order, up to the first row.
+# One probe of the index for each group, whatever waits in it: from the group after `after` to the last one, and on from
+# the first one (lap 1) up to `after`. The arms of UNION ALL are tried in order, up to the first row.
 _HEADS: LiteralString = """\
 heads AS (
   (SELECT head.*, 1 AS place FROM (
@@ -73,7 +73,7 @@ heads AS (
     AND NOT EXISTS (SELECT FROM {queue_table} WHERE name = {queue} AND paused_at IS NOT NULL)
 )"""
 
-# CASE, so that only the groups that may run are locked; LIMIT stops the walk with the last group that is wanted.
+# CASE, so that only groups that may run are locked; LIMIT stops the walk at the last group that is wanted.
 _LOCK: LiteralString = """\
 WITH RECURSIVE {room}setting AS MATERIALIZED (
   SELECT coalesce((SELECT max_per_group FROM {queue_table} WHERE name = {queue}), {per_group}) AS most
@@ -98,8 +98,8 @@ SELECT pg_catalog.set_config('outboxq.groups', coalesce((
     AND run_at <= pg_catalog.statement_timestamp()),
   {has_room}"""
 
-# The leased jobs of the queue are as many as all slots hold. `jobs` are those of the first ones of the group that the
-# claim could take; of several at a time, other transactions may have the first of them.
+# The leased jobs of the queue are as many as all slots hold. `run` has the first jobs of each group that the claim
+# could take; if several run at a time, other transactions may have the first of them.
 _PICK: LiteralString = """\
 WITH setting AS MATERIALIZED (
   SELECT coalesce((SELECT max_per_group FROM {queue_table} WHERE name = {queue}), {per_group}) AS most
@@ -130,8 +130,8 @@ coalesce(leased.jobs, 0) < (SELECT most FROM setting)
       pg_catalog.chr(31), {queue}::text, mine.group_key, (SELECT most FROM setting) - coalesce(leased.jobs, 0))))"""
 
 # In transaction mode a group's jobs are taken up to the first one that is not due, that another transaction holds, or
-# that has died with its claim. Those that have died become suspects, each in its place: our COMMIT overwrites their
-# marks. Of groups that let several run at a time, whatever is free is taken.
+# that died with its claim. Those that died become suspects, each in its place: our COMMIT overwrites their marks. Of
+# groups that let several run at a time, all free jobs are taken.
 _LOCKED: LiteralString = """\
 locked AS MATERIALIZED (
   SELECT id, {died} AS died FROM {job} AS job
@@ -177,13 +177,13 @@ SELECT id FROM picked"""
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """The groups of a queue that a claim looked at.
+    """The groups of a queue that a claim visited.
 
     Attributes:
-        taken: The keys of the groups that it had locked, in the order of its walk.
-        seen: How many groups it looked at, and `last` the last of them; None if it did not walk to its end.
-        is_back_due: Whether jobs that were passed over are due, and to be brought back.
-        has_room: Whether it looked at all: the queue's limit has room.
+        taken: The keys of the groups that it locked, in the order of its walk.
+        seen: The number of groups that it visited, and `last` the last of them; None if it did not walk to its end.
+        is_back_due: True if jobs that were passed over are due, and to be brought back.
+        has_room: True if the queue's limit has room; else it visited none.
     """
 
     taken: tuple[str, ...]
@@ -195,16 +195,16 @@ class Look:
 
 @dataclass(frozen=True, slots=True)
 class GroupScript:
-    """The claim of jobs of a queue's groups; sent as text, because the planner has to see the groups' cursor.
+    """The claim of jobs of a queue's groups; sent as text, because the planner must see the groups' cursor.
 
     Args:
         owner: The lease under which the jobs run; None in transaction mode.
-        per_group: How many jobs of a group run at a time, if no operator has set it.
+        per_group: The number of jobs of a group that run at a time, if no operator has set it.
         most: The limit of jobs of the queue that run at a time; with `counts_leases` it is kept by counting them.
-        suspects: Whether to claim a suspect, and nothing else: only if it is the first of its group.
+        suspects: True to claim only a suspect, if it is the first of its group.
     """
 
-    # No connection prepares it. Priorities do not count within a group.
+    # No connection prepares it. Priorities do not matter within a group.
     name: ClassVar[str] = ""
     by_seq: ClassVar[bool] = True
 
@@ -218,26 +218,26 @@ class GroupScript:
 
     @property
     def leased(self) -> bool:
-        """Whether the claim gives jobs a lease instead of deleting their rows."""
+        """Return True if the claim gives jobs a lease instead of deleting their rows."""
         return self.owner is not None
 
     @property
     def lock(self) -> tuple[str, ...]:
-        """Statements to go before the claim: those of a limit that is kept by counting leased jobs."""
+        """Statements before the claim, for a limit that is kept by counting leased jobs."""
         is_counted = self.counts_leases and self.most is not None
         return lock_claims(self.schema, self.queue) if is_counted else ()
 
     def text(self, limit: int, after: str = "") -> str:
-        """The claim of up to `limit` jobs, of the groups behind `after`, and then of those up to it.
+        """The claim of up to `limit` jobs, of the groups after `after`, and then of those up to it.
 
         Indexes: job_group, an entry for each of up to `GROUPS_SEEN` groups, and the jobs that are taken;
         job_group_state, the leased jobs of the queue; the primary key. Locks: the groups, by advisory locks, and the
-        jobs, skipping those that another transaction holds; nothing is waited for.
+        jobs, skipping those that another transaction holds; never waits.
         """
         return "; ".join(statement for _, statement in self.statements(limit, after))
 
     def clearing(self, limit: int, after: str | None = None) -> list[tuple[str, str]]:
-        """Lock what the same claim would pick, so that a COMMIT overwrites their marks; "claim" returns the ids.
+        """Lock the jobs that the claim would pick, so that a COMMIT overwrites their marks; "claim" returns the ids.
 
         Indexes, locks and bound are those of the claim.
         """
@@ -248,13 +248,13 @@ class GroupScript:
         return self.statements(limit, after or "")
 
     def look(self, rows: Mapping[str, Sequence[tuple[Any, ...]]]) -> Look:
-        """What the first of its statements says."""
+        """The groups that the first of its statements reports."""
         groups, seen, last, is_back_due, has_room = rows["groups"][0]
         taken = [str(key) for key, _ in json.loads(groups)] if has_room else []
         return Look(tuple(taken), seen, last, bool(is_back_due), bool(has_room))
 
     def one(self, job_id: UUID) -> str:
-        """Take one job in the same way, whatever its group does: to see whether its row can be taken at all."""
+        """Take one job the same way, whatever its group does, to see if its row can be taken at all."""
         picked: LiteralString = (
             "WITH picked AS MATERIALIZED (SELECT id, false AS died FROM {job} WHERE id = {id} "
             "AND state IN ('grouped', 'group_suspect') LIMIT 1 FOR UPDATE SKIP LOCKED)"
@@ -262,7 +262,7 @@ class GroupScript:
         return render(self.schema, picked, id=job_id) + _action(self.schema, self.owner, self.suspects)
 
     def statements(self, limit: int, after: str = "", *, clears: bool = False) -> list[tuple[str, str]]:
-        """The statements of `text` with their owners, or of `clearing`: "groups" has the look, "claim" the jobs."""
+        """The statements of `text` with their owners, or of `clearing`: "groups" returns groups, "claim" jobs."""
         texts, number = _texts(self), str(int(limit))
         # The cursor last, as a key of a group may hold any character.
         lock = texts.lock.replace(_LIMIT, number).replace(_AFTER, quote_literal(after))
@@ -351,10 +351,10 @@ def _action(schema: str, owner: UUID | None, suspects: bool) -> str:
 
 
 def bring_back(schema: str, queue: str) -> str:
-    """Let jobs that were passed over wait at the end of their groups again, if they are due; returns how many.
+    """Put jobs that were passed over back at the end of their groups, if due; returns how many.
 
-    Index: job_group_state, up to 1,000 jobs. Locks: the jobs, skipping those that another transaction holds. In a
-    transaction of its own: rolled back with a batch, the jobs would bear marks.
+    Index: job_group_state, up to 1,000 jobs. Locks: the jobs, skipping those that another transaction holds. In its own
+    transaction: rolled back with a batch, it would leave marks on the jobs.
     """
     return render(schema, _BRING_BACK, queue=queue, headers=sql.SQL(headers_with_order("job")))
 

@@ -1,6 +1,6 @@
-"""The history: what relays add to `stat`, several times a minute, and how it is rolled up and pruned.
+"""The history: relays add to `stat` several times a minute; it is rolled up and pruned.
 
-Sent as text on a connection beside the relay's slots.
+Sent as text on a connection besides those of the relay's slots.
 """
 
 from collections.abc import Sequence
@@ -12,11 +12,11 @@ from psycopg import sql
 from outboxq.database.settings import SET_OURS
 from outboxq.statements.render import compose, render
 
-# A crash of the server may undo the last moments of the history, which need not wait for the disk.
-# lock_timeout: the rows of a minute are held for as long as another relay's statement takes.
+# The history need not wait for the disk: a crash of the server may undo its last moments. lock_timeout: the rows of a
+# minute are held while another relay's statement runs.
 SETTINGS = f"{SET_OURS}SET LOCAL synchronous_commit = off; SET LOCAL lock_timeout = '5s'; "
 
-# The upper bounds of the buckets, in seconds; behind them comes one for all that is longer.
+# The upper bounds of the buckets, in seconds; after them comes one for all longer times.
 BOUNDS = (
     0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 1800.0, 7200.0,
     43200.0,
@@ -27,7 +27,7 @@ _SECONDS: tuple[LiteralString, ...] = ("wait_seconds", "run_seconds")
 _SUMS: tuple[LiteralString, ...] = (*OUTCOMES, *_SECONDS)
 _HISTOGRAMS: tuple[LiteralString, ...] = ("wait", "run")
 
-# No sum exceeds what the table takes, nor its type: one that did would end the history of its minute.
+# No sum exceeds the table's check or its type: one that did would end the history of its minute.
 _MOST: LiteralString = "1000000000000000"
 
 
@@ -53,9 +53,8 @@ SELECT {owner}, {host}, {pid}, {version}, (SELECT pg_catalog.max(step) FROM {mig
   {slots}, 0, {listens}, '[]', {limits}, {flush}
 ON CONFLICT (id) DO NOTHING"""
 
-# READ COMMITTED: a statement that waited for the row of an earlier try looks at the number again, and adds nothing if
-# that was committed.
-# ORDER BY: all relays lock the rows of a minute in one order, so that none waits for another in a circle.
+# READ COMMITTED: a statement that waited for the row of an earlier try checks the number again, and adds nothing if
+# that was committed. ORDER BY: all relays lock the rows of a minute in one order, so that they do not deadlock.
 _FLUSH: LiteralString = """\
 WITH mine AS (
   UPDATE {relay_status} SET flush = {flush}, seen_at = pg_catalog.clock_timestamp(), state = {state}, busy = {busy},
@@ -93,11 +92,11 @@ def register(
     listens: bool,
     limits: str,
 ) -> str:
-    """Add the row of a relay, unless it is there. Index: the primary key. Locks: the row.
+    """Add the row of a relay, unless it exists. Index: the primary key. Locks: the row.
 
     Args:
-        limits: Those that its application declares, as the JSON text of a list of objects, each with the queue's name.
-        flush: The number of the last flush whose numbers are not to be added any more.
+        limits: The limits that its application declares: JSON text of a list of objects, each with the queue's name.
+        flush: The number of the last flush that is not to be added any more.
     """
     return render(
         schema,
@@ -125,14 +124,14 @@ def flush_counts(
     running: str,
     rows: Sequence[Sequence[object]],
 ) -> str:
-    """Say how the relay is, and add its numbers to those of the minute, if this flush was not committed before.
+    """Write the relay's state, and add its numbers to those of the minute, if this flush was not committed before.
 
-    One row: whether that was done now; whether the relay's row is there; whether this minute has gauges; the database's
-    time in seconds since 1970.
-    Index: the primary keys. Locks: the relay's row, then a row for each of `rows`, in the order of queues and kinds.
+    One row: true if that was done now; if the relay's row exists; if this minute has gauges; the database's time in
+    seconds since 1970. Index: the primary keys. Locks: the relay's row, then a row for each of `rows`, in the order of
+    queues and kinds.
 
     Args:
-        flush: The number of the flush, which is higher than that of any before.
+        flush: The number of the flush, higher than any before.
         free: The queues that a slot could claim from.
         running: A JSON array.
         rows: Queue and kind, the outcomes in the order of `OUTCOMES`, two sums, two histograms.
@@ -212,7 +211,7 @@ ON CONFLICT (grain, at, queue, kind) DO UPDATE SET {added}"""
 
 
 def oldest_minute(schema: str, kept: str) -> str:
-    """The hour of the oldest minute that is older than `kept`, such as "48 hours", if there is one.
+    """The hour of the oldest minute that is older than `kept`, such as "48 hours", if any.
 
     Whole hours only: a minute that relays may still add to is never among them. Index: the primary key; no locks.
     """
@@ -220,7 +219,7 @@ def oldest_minute(schema: str, kept: str) -> str:
 
 
 def roll_up(schema: str, hour: str) -> str:
-    """Make rows of an hour of those of its minutes. Index: the primary key. Locks: those rows.
+    """Turn the rows of an hour's minutes into rows of the hour. Index: the primary key. Locks: those rows.
 
     One statement: each number is in the minutes or in the hour, and never in both.
     """
@@ -286,15 +285,15 @@ SELECT pg_catalog.pg_try_advisory_xact_lock(pg_catalog.hashtext('outboxq gauges'
 
 
 def is_gauge_due(schema: str) -> str:
-    """One row: whether the caller is to write this minute's gauges; if so, no other session will meanwhile.
+    """One row: true if the caller is to write this minute's gauges; then no other session does.
 
-    Index: the primary key. Locks: an advisory lock, for which nothing waits, to the end of the transaction.
+    Index: the primary key. Locks: an advisory lock, never waited for, to the end of the transaction.
     """
     return render(schema, _CLAIM_GAUGES, of=schema, origin=_ORIGIN)
 
 
 def is_roll_up_due(schema: str) -> str:
-    """One row: whether the caller is the only session that rolls up, to the end of its transaction. No waiting."""
+    """One row: true if the caller is the only session that rolls up, to the end of its transaction. Never waits."""
     return render(
         schema,
         "SELECT pg_catalog.pg_try_advisory_xact_lock(pg_catalog.hashtext('outboxq history'), "
@@ -311,10 +310,10 @@ ON CONFLICT (at, queue) DO NOTHING"""
 
 
 def write_gauges(schema: str, gauges: Sequence[Sequence[object]]) -> str:
-    """Write how the queues stand, for this minute. Index: the primary key. Locks: the rows that are made.
+    """Write the queues' gauges for this minute. Index: the primary key. Locks: the new rows.
 
     Args:
-        gauges: The columns behind `at`, in the table's order; one row at least.
+        gauges: The columns after `at`, in the table's order; at least one row.
     """
     typed = [
         sql.SQL(

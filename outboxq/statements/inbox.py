@@ -1,4 +1,4 @@
-"""The inbox: accepting messages in the transaction of the rows they lead to, and listing what was accepted."""
+"""The inbox: accept messages in the transaction of the rows they lead to, and list accepted ones."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ from outboxq.tables import StoredText, inbox
 # 'unseen': accepted by a transaction that this statement waited for, so that its snapshot misses the row.
 Outcome: TypeAlias = Literal["accepted", "duplicate", "conflict", "unseen"]
 
-# Long enough for another backend to add a page to the table: this lock is waited for, too.
+# Long enough for another backend to add a page to the table, whose lock counts too.
 _TRY_MILLISECONDS = 10
 
 _now = pg.clock_timestamp
@@ -38,7 +38,7 @@ _now = pg.clock_timestamp
 
 @dataclass(frozen=True, slots=True)
 class MessageFilter:
-    """Which messages are meant; without any value, all of them. `message_id` is a whole id."""
+    """A choice of messages; without any value, all of them. `message_id` is a whole id."""
 
     consumer: str | None = None
     message_id: str | None = None
@@ -48,19 +48,19 @@ class MessageFilter:
         """The filter as conditions on the table `inbox`."""
         found = matching(inbox, consumer=self.consumer, message_id=self.message_id)
         if self.since is not None:
-            # The condition on expires_at follows from the other, and ends the walk of the index inbox_expires.
+            # The condition on expires_at follows from the other one, and ends the walk of the index inbox_expires.
             found += [inbox.c.seen_at >= self.since, inbox.c.expires_at > self.since]
         return found
 
 
 @cache
 def accept_messages() -> Executable:
-    """Accept those messages that were not accepted before: one row for each id, in no order, with its `Outcome`.
+    """Accept the messages that were not accepted before: one row for each id, in no order, with its `Outcome`.
 
-    Built once, because building takes longer than executing; `accept_parameters` has its parameters.
-    Index: the primary key, one descent for each id. Bound: the ids given.
-    Locks: the new rows, always in bytewise order, so that overlapping batches cannot deadlock. Waits for a
-    transaction that is accepting one of these ids, and accepts it in its place if that rolls back.
+    Built once, because building takes longer than executing; `accept_parameters` has its parameters. Index: the primary
+    key, one descent for each id. Bound: the ids given. Locks: the new rows, always in bytewise order, so that
+    overlapping batches cannot deadlock. Waits for a transaction that is accepting one of these ids, and accepts it
+    itself if that rolls back.
     """
     given = _given_messages()
     consumer = bindparam("consumer", type_=StoredText)
@@ -74,7 +74,7 @@ def accept_messages() -> Executable:
         .cte("inserted")
     )
     differs = inbox.c.fingerprint != given.c.digest
-    # A subquery for each id: a join may be planned as a walk through everything that the consumer has accepted.
+    # A subquery for each id: a join may be planned as a walk through all messages of the consumer.
     standing = (
         select(case((differs, "conflict"), else_="duplicate"))
         .where(inbox.c.consumer == consumer, inbox.c.message_id == given.c.message_id)
@@ -129,7 +129,7 @@ MESSAGE_COLUMNS = ("consumer", "message_id", "fingerprint", "seen_at", "expires_
 
 
 def select_messages(wanted: MessageFilter, stretch: Sequence[ColumnElement[bool]] = (), *, limit: int) -> Select[Any]:
-    """The messages of a stretch that match, those first that are kept longest: of one consumer, the latest.
+    """The messages of a stretch that match, the last to expire first: of one consumer, the latest.
 
     Index: inbox_expires backwards, whose order needs no sort; the primary key for a consumer and an id. No locks.
     """
@@ -148,7 +148,7 @@ def select_message(consumer: str, message_id: str) -> Executable:
 
 
 def forget_messages(consumer: str, message_ids: Sequence[str]) -> Executable:
-    """Delete messages that no transaction holds; a row for each that is there, and whether it was deleted.
+    """Delete messages that no transaction holds; a row for each that exists, with true if it was deleted.
 
     Index: the primary key. Locks: the rows, FOR UPDATE SKIP LOCKED, never waited for. Bound: the ids given.
     """

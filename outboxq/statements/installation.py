@@ -1,4 +1,4 @@
-"""The installation's id, of which the keys for other services are made, and replacing it."""
+"""The installation's id, from which the keys for other services are made, and its replacement."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -19,7 +19,7 @@ def lock_installation() -> Select[Any]:
 
 
 def select_use() -> Executable:
-    """One row: how many relays are alive, and how many calls are under way. Index: effect_open; no locks."""
+    """The number of relays alive, and of calls under way; one row. Index: effect_open; no locks."""
     alive = select(count()).select_from(relay).where(relay.c.alive_until > _now()).scalar_subquery()
     under_way = (
         select(count())
@@ -38,7 +38,7 @@ def give_new_id() -> Executable:
 def doubt_open(reason: str) -> Executable:
     """Make effects in doubt unknown, so that none is called with a key of the former id. Index: effect_open.
 
-    Locks: the rows. A caller that stood still and wakes later can neither record its call nor extend its lock.
+    Locks: the rows. A caller that hung and wakes later can neither record its call nor extend its lock.
     """
     in_doubt = or_(effect.c.status == "started", and_(effect.c.status == "retryable", effect.c.in_doubt))
     return (
@@ -56,5 +56,5 @@ def doubt_open(reason: str) -> Executable:
 
 
 def forget_unapplied(stretch: Sequence[ColumnElement[bool]]) -> Executable:
-    """Delete those of a stretch that were surely not applied: later calls get a key of the new id. Locks: the rows."""
+    """Delete effects of a stretch that were surely not applied: later calls get keys of the new id. Locks: the rows."""
     return delete(effect).where(effect.c.status == "retryable", ~effect.c.in_doubt, *stretch)

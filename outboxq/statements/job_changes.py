@@ -1,4 +1,4 @@
-"""Changing jobs that wait: their priority, their time, their arguments."""
+"""Changes of waiting jobs: their priority, their time, their arguments."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,11 +16,11 @@ from outboxq.tables import job
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobChange:
-    """What is to be changed of jobs that wait; what is None stays as it is.
+    """A change of waiting jobs; what is None stays as it is.
 
     Args:
         priority: From -32,767 to 32,767.
-        run_at: When they are to run, with a time zone.
+        run_at: The time when they are to run, with a time zone.
         run_now: They are to run as soon as a relay is free.
         args: Their arguments, as the text of a JSON object.
     """
@@ -42,7 +42,7 @@ class JobChange:
             found |= {"run_at": pg.clock_timestamp(), "parked": 0, "state": func.coalesce(now_state, job.c.state)}
         elif self.run_at is not None:
             is_later = literal(self.run_at) > pg.clock_timestamp()
-            # The claim of suspects does not look at the time. One that is put off keeps its crashes, as after a retry.
+            # The claim of suspects ignores the time. A suspect that is put off keeps its crashes, as after a retry.
             put_off = and_(job.c.state.in_(("ready", "suspect")), is_later)
             due = and_(job.c.state == "scheduled", not_(is_later))
             timed = case((put_off, "scheduled"), (due, "ready"), else_=job.c.state)
@@ -51,19 +51,18 @@ class JobChange:
 
     @property
     def fits_groups(self) -> bool:
-        """Whether jobs of a group can be changed so: they run in their order, and none is put off by itself."""
+        """Return True if the change suits grouped jobs: they run in their order, and none is put off by itself."""
         return self.priority is None and self.run_at is None
 
 
-# Jobs that wait; one that runs in a transaction waits too, as far as others can see, and is locked.
+# The states of waiting jobs; one that runs in a transaction has such a state for others, and is locked.
 CHANGEABLE = ("ready", "scheduled", "suspect", "grouped", "group_waiting", "group_suspect")
 
 
 def change_page(wanted: JobFilter, change: JobChange, *, after: UUID | None, limit: int) -> Executable:
     """Change the next page of jobs that match, wait and are not locked. `seq` stays: an older job comes first.
 
-    Index, locks and bound are those of `pick_page`. A sweep of the claims finds a job that comes to lie before their
-    cursors.
+    Index, locks and bound are those of `pick_page`. A sweep finds a job that is now before the claims' cursors.
     """
     page, picked = pick_page(job, wanted.conditions(), after, limit)
     fits = [job.c.id == picked.c.id, job.c.state.in_(CHANGEABLE)]
@@ -74,7 +73,7 @@ def change_page(wanted: JobFilter, change: JobChange, *, after: UUID | None, lim
 
 
 def select_leased(ids: Sequence[UUID]) -> Executable:
-    """Those of these jobs that run under a lease. Index: the primary key; no locks."""
+    """The jobs, of these, that run under a lease. Index: the primary key; no locks."""
     return select(job.c.id).where(job.c.id.in_(ids), job.c.state.in_(("leased", "group_leased")))
 
 

@@ -1,10 +1,10 @@
-"""Jobs that wait or run: listing, finding the backends that run them, and cancelling.
+"""Jobs that wait or run: list them, find the backends that run them, and cancel them.
 
-A job that runs in transaction mode has been deleted by a transaction that is still open: its row stays visible, and
-its `xmax` is the transaction of the relay's backend.
+A job that runs in transaction mode was deleted by a transaction that is still open: its row stays visible, and its
+`xmax` is the transaction of the relay's backend.
 
-What operators call a job's state says more than the column: `running` (such a transaction has it), `due` (scheduled,
-and its time has come) and `orphaned` (leased to a relay that is not alive, and not taken back yet) are told apart.
+The states that operators see are more than the column's: also `running` (such a transaction has it), `due` (scheduled,
+and its time has come) and `orphaned` (leased to a dead relay, and not taken back yet).
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -58,9 +58,9 @@ class Xid(UserDefinedType[str]):
 
 @dataclass(frozen=True, slots=True)
 class JobFilter:
-    """Which jobs are meant; without any value, all of them.
+    """A choice of jobs; without any value, all of them.
 
-    `state` is one of `STATES`. `created_before` keeps a command that takes several pages from chasing producers.
+    `state` is one of `STATES`. `created_before` keeps a command of several pages from chasing producers.
     """
 
     queue: str | None = None
@@ -97,12 +97,12 @@ xmax = _xmax(listed)
 
 
 def running_transactions() -> Select[Any]:
-    """The transactions that are open and have written, to be compared with an `xmax`. One row per backend; no locks."""
+    """The open transactions that have written, to be compared with an `xmax`. One row per backend; no locks."""
     return select(_activity.c.backend_xid).where(_activity.c.backend_xid.is_not(None))
 
 
 STATES = ("ready", "grouped", "running", "scheduled", "due", "leased", "orphaned", "suspect")
-# The states of jobs of groups that have the names of others; a job that holds up its group until its time is scheduled.
+# The stored states of those that grouped jobs share; a job that holds up its group until its time is scheduled.
 _STORED = {
     "scheduled": ("scheduled", "group_waiting", "grouped"),
     "due": ("scheduled", "group_waiting"),
@@ -113,7 +113,7 @@ _STORED = {
 
 
 def _in_state(jobs: FromClause, state: str) -> ColumnElement[bool]:
-    """Whether a job is in one of `STATES`; states other than `running` do not exclude jobs that a transaction has."""
+    """The condition of one of `STATES`; states other than `running` do not exclude jobs that a transaction has."""
     if state == "running":
         return _xmax(jobs).in_(running_transactions())
     stored = jobs.c.state.in_(_STORED[state]) if state in _STORED else jobs.c.state == state
@@ -121,7 +121,7 @@ def _in_state(jobs: FromClause, state: str) -> ColumnElement[bool]:
         is_due = jobs.c.run_at <= pg.statement_timestamp()
         return and_(stored, not_(is_due) if state == "scheduled" else is_due)
     if state in ("leased", "orphaned"):
-        # Not EXISTS, which would run again for each row.
+        # No EXISTS, which would run again for each row.
         alive = select(relay.c.id).where(relay.c.alive_until > pg.statement_timestamp())
         is_alive = func.coalesce(jobs.c.lease_owner.in_(alive), false())
         return and_(stored, is_alive if state == "leased" else not_(is_alive))
@@ -146,11 +146,11 @@ _WALKED = ("id", "queue", "kind", "state", "group_key", "created_at", "run_at", 
 
 
 def select_jobs(wanted: JobFilter, stretch: Sequence[ColumnElement[bool]], *, running: bool, limit: int) -> Executable:
-    """The oldest jobs of a stretch of `listed` that match, with the backend that runs each, and last their `seq`.
+    """The oldest jobs of a stretch of `listed` that match, with the backend that runs each, and their `seq` last.
 
-    Age is the millisecond in the id, and within one millisecond `seq`,
-    which has no index over all queues. Index: the primary key, in order, up to `limit` rows that match and the end of
-    the last one's millisecond, be it behind the stretch. No locks.
+    Age is the millisecond in the id, and within one millisecond `seq`, which has no index over all queues. Index: the
+    primary key, in order, up to `limit` matches and the end of the last one's millisecond, even after the stretch. No
+    locks.
     """
     first = _matching(wanted, listed, running=running).where(*stretch).order_by(listed.c.id).limit(limit).cte("first")
     last = select(first.c.id).order_by(first.c.id.desc()).limit(1).scalar_subquery()
@@ -173,8 +173,8 @@ def newest_jobs(
     """The newest jobs that match, among the `depth` newest before an id, with the backend that runs each.
 
     Args:
-        contains: JSON of objects: the arguments contain one of them, if there is any.
-        args_bytes: Of those whose text is longer, the arguments are NULL.
+        contains: JSON of objects: the arguments contain one of them, if there are any.
+        args_bytes: Arguments whose text is longer are NULL.
 
     Index: the primary key, backwards from `before`, up to `depth` rows or the first `limit` that match; then by id.
     """
@@ -203,7 +203,7 @@ def _short_args(most_bytes: int) -> ColumnElement[Any]:
 
 
 def next_jobs(queue: str, *, limit: int) -> Executable:
-    """The jobs of a queue that are ready, in the order of claims. Index: job_ready, from its start; `limit` rows."""
+    """The ready jobs of a queue, in the order of claims. Index: job_ready, from its start; `limit` rows."""
     first = (
         select(job.c.id)
         .where(job.c.queue == queue, job.c.state == literal_column("'ready'"))
@@ -225,9 +225,9 @@ def next_scheduled(queue: str, *, limit: int) -> Executable:
 
 
 def oldest_of_blocks(wanted: JobFilter, stretch: Sequence[ColumnElement[bool]], *, limit: int) -> Executable:
-    """Ids, and `seq`, of the oldest jobs of a stretch of `job` that match, as `select_jobs` has them.
+    """The ids and `seq` of the oldest jobs of a stretch of `job` that match, as in `select_jobs`.
 
-    Reads the stretch's blocks, and sorts then: in the order of an index the planner might walk that. No locks.
+    Reads the stretch's blocks, then sorts: for the order of an index the planner might walk that. No locks.
     """
     found = _matching(wanted, job).add_columns(job.c.seq).where(*stretch).cte("found").prefix_with("MATERIALIZED")
     return select(found.c.id, found.c.seq).order_by(_millisecond(found.c.id), found.c.seq).limit(limit)
@@ -244,16 +244,17 @@ def select_some(wanted: JobFilter, stretch: Sequence[ColumnElement[bool]], *, li
 
 
 def select_waiting(ids: Sequence[UUID]) -> Executable:
-    """How many of these jobs are in a state that is claimed, or run in a transaction. Index: the primary key; no locks.
+    """The number of these jobs in a state that is claimed, or running in a transaction. Index: the primary key; no
+    locks.
 
-    A job in another state comes to such a state by an UPDATE, which leaves no mark.
+    A job gets from another state to such a state by an UPDATE, which leaves no mark.
     """
     waits = job.c.state.in_(("ready", "scheduled", "grouped"))
     return select(count()).select_from(job).where(job.c.id.in_(ids), waits)
 
 
 def select_job(job_id: UUID) -> Executable:
-    """One job with everything that is stored of it. Index: the primary key; no locks; one row."""
+    """One job with all its columns. Index: the primary key; no locks; one row."""
     return (
         select(*_shown((*SUMMARY_COLUMNS, *DETAIL_COLUMNS)), *_runner())
         .select_from(_with_runners)
@@ -262,7 +263,7 @@ def select_job(job_id: UUID) -> Executable:
 
 
 def first_of_group(queue: str, group: str) -> Executable:
-    """The id of the first job of a group, and when it is due. Index: job_group, one entry; no locks."""
+    """The id of the first job of a group, and its due time. Index: job_group, one entry; no locks."""
     key = job.c.group_key.collate("C")
     return (
         select(job.c.id, job.c.run_at)
@@ -290,7 +291,7 @@ def find_job(job_id: UUID) -> Select[Any]:
 
 
 def count_matching(wanted: JobFilter, stretch: Sequence[ColumnElement[bool]], *, most: int | None) -> Executable:
-    """How many jobs of a stretch match, by queue and kind, as `count_kinds` counts them."""
+    """The number of jobs of a stretch that match, by queue and kind, as of `count_kinds`."""
     return count_kinds(job, [*wanted.conditions(), *stretch], most)
 
 
@@ -315,7 +316,7 @@ def _shown(names: Iterable[str]) -> Iterator[ColumnElement[Any]]:
 
 
 def _millisecond(job_id: ColumnElement[UUID]) -> ColumnElement[str]:
-    # The 48 bits in front, in hexadecimal: RFC 9562, section 5.7.
+    # The first 48 bits, in hexadecimal: RFC 9562, section 5.7.
     return pg.left(cast(job_id, Text), 13, type_=StoredText())
 
 

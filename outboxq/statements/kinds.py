@@ -1,4 +1,4 @@
-"""Kinds that are paused in a queue: relays put their jobs off, as they do with kinds that they do not know."""
+"""Paused kinds of a queue: relays put their jobs off, as those of kinds that they do not know."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -32,19 +32,19 @@ def resume(queue: str, kinds: Sequence[str]) -> ReturningDelete[Any]:
 
 
 def paused_names() -> Executable:
-    """The kinds that are paused: queue, kind and since when. Reads the small table `paused_kind`; no locks."""
+    """The paused kinds: queue, kind and since when. Reads the small table `paused_kind`; no locks."""
     columns = (paused_kind.c.queue, paused_kind.c.kind, paused_kind.c.paused_at)
     return select(*columns).order_by(paused_kind.c.queue, paused_kind.c.kind)
 
 
 def count_paused(stretch: Sequence[ColumnElement[bool]], *, most: int | None) -> Executable:
-    """How many jobs of a stretch are of kinds that are paused, as `count_kinds` counts them."""
+    """The number of jobs of a stretch that are of paused kinds, as of `count_kinds`."""
     is_paused = exists().where(paused_kind.c.queue == job.c.queue, paused_kind.c.kind == job.c.kind)
     return count_kinds(job, [*stretch, is_paused], most)
 
 
 def bring_back_page(queue: str, kinds: Sequence[str], ids: Sequence[UUID]) -> Executable:
-    """Let those of these jobs that are of these kinds, and were put off, run now.
+    """Make the jobs, of these, due that are of these kinds and were put off.
 
     Index and locks are those of `pick_page`.
     """
@@ -67,6 +67,6 @@ def put_off_ids(
 
 
 def _put_off(queue: str, kinds: Sequence[str]) -> list[ColumnElement[bool]]:
-    # A job of a group that was put off keeps its place in the group.
+    # A grouped job that was put off keeps its place in the group.
     is_put_off = (job.c.kind.in_(kinds), job.c.state.in_(("scheduled", "grouped")), job.c.parked > 0)
     return [*matching(job, queue=queue), *is_put_off]

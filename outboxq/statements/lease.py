@@ -1,4 +1,4 @@
-"""Leases: one row per relay process, and the sweep that takes jobs from owners that are not alive.
+"""Leases: one row per relay process, and the sweep that takes jobs from dead owners.
 
 Every time is the database's. The statements are sent as text on the lease's own connection, a transaction each.
 """
@@ -24,8 +24,8 @@ pg_catalog.jsonb_path_query_array(job.errors, '$[last - 23 to last]')
   || pg_catalog.jsonb_build_array(pg_catalog.jsonb_build_object(
     'attempt', job.attempt, 'type', {type}::text, 'message', {message}::text, 'where', '[]'::jsonb,
     'at', pg_catalog.clock_timestamp()))"""
-# A new seq puts the job behind the other suspects, which a job that kills its relays would keep waiting; a new token
-# keeps every other run from completing it.
+# A new seq puts the job after the other suspects, which a job that kills its relays would hold up; a new token keeps
+# every other run from completing it.
 _TAKE = """\
 WITH lost AS MATERIALIZED (
   SELECT job.id, job.crashes >= {max_crashes} AS over FROM {job} AS job
@@ -59,14 +59,14 @@ SELECT id, queue, kind, crashes, false FROM back UNION ALL SELECT id, queue, kin
 
 
 _SUSPECT = sql.SQL(f"state = 'suspect', headers = {headers_with_order('job')}, seq = DEFAULT")
-# In a group a suspect keeps its place. It is behind the suspects of other groups by its run_at.
+# In a group a suspect keeps its place. Its run_at puts it after the suspects of other groups.
 _GROUP_SUSPECT = sql.SQL("state = 'group_suspect', run_at = pg_catalog.clock_timestamp()")
 
 
 def extend(schema: str, owner: UUID, seconds: float, host: str, pid: int) -> str:
     """Extend the lease to `seconds` from now, or begin it. Index: the primary key; one row.
 
-    Reviving a lease that had run out is safe: jobs that were taken from it meanwhile have other tokens.
+    It is safe to revive an expired lease: jobs that were taken from it have other tokens.
     """
     return render(
         schema,
@@ -86,33 +86,33 @@ def end(schema: str, owner: UUID) -> str:
 
 
 def reap(schema: str, max_crashes: int, limit: int, *, in_group: bool = False) -> str:
-    """Take up to `limit` jobs whose owner is not alive: back as suspects, or to the dead letters over the limit.
+    """Take up to `limit` jobs whose owner is dead: back as suspects, or to the dead letters over the limit.
 
-    Returns id, queue, kind, crashes and whether it died, a row each. The attempt that never ended is not counted; the
-    crash was counted with the claim. Index: job_leased, all of which is read: as many rows as all slots hold. Locks:
-    the jobs, skipping one that is just being completed.
+    Returns a row each: id, queue, kind, crashes, and true if it is a dead letter now. The attempt that never ended is
+    not counted; the claim counted the crash. Index: job_leased, all of it: as many rows as all slots hold. Locks: the
+    jobs, skipping one that is just being completed.
 
     Args:
-        in_group: The jobs of groups, which keep their places. Index: job_group_state, all of its leased jobs.
+        in_group: The grouped jobs, which keep their places. Index: job_group_state, all of its leased jobs.
     """
     return _take(schema, _lost(schema), max_crashes, limit, _DIED, sql.SQL("job.crashes"), in_group=in_group)
 
 
 def reap_one(schema: str, job_id: UUID, *, in_group: bool = False) -> str:
-    """Reap one job, if its owner is still not alive: as a suspect, and never as a dead letter, whatever its crashes."""
+    """Reap one job, if its owner is still dead: as a suspect, and never as a dead letter, whatever its crashes."""
     lost = compose(schema, "job.id = {id} AND {lost}", id=job_id, lost=_lost(schema))
     return _take(schema, lost, NEVER, 1, _DIED, sql.SQL("job.crashes"), in_group=in_group)
 
 
 def dead_letter_lost(schema: str, job_id: UUID, reason: str) -> str:
-    """Make a dead letter of one job whose owner is not alive: its row as it stands, no numbers changed."""
+    """Make a dead letter of one job whose owner is dead: its row as it is, no numbers changed."""
     return dead_letter_row(schema, job_id, _lost_one(schema, job_id), reason)
 
 
 def lost_jobs(schema: str, limit: int, *, in_group: bool = False) -> str:
-    """The ids of up to `limit` jobs whose owner is not alive, at random: none keeps the others out for ever.
+    """The ids of up to `limit` jobs whose owner is dead, at random: none keeps the others out for ever.
 
-    Index: job_leased, or job_group_state, all of which is read; no locks.
+    Index: job_leased, or job_group_state, all of it; no locks.
     """
     return render(
         schema,
@@ -139,13 +139,13 @@ def _lost_one(schema: str, job_id: UUID) -> sql.Composable:
 
 
 def take_back(schema: str, job_id: UUID, token: int, max_crashes: int, message: str, *, in_group: bool = False) -> str:
-    """Reap one job of a relay that lives, because the run of the job has died; `message` says why."""
+    """Reap one job of a live relay, because its run has died; `message` says why."""
     ours = _ours(schema, job_id, token)
     return _take(schema, ours, max_crashes, 1, message, sql.SQL("job.crashes"), in_group=in_group)
 
 
 def take_back_locked(schema: str, job_id: UUID, token: int, crashes: int, *, in_group: bool = False) -> str:
-    """Take back one job whose row another transaction had locked. It did not fail: `crashes` are as before."""
+    """Take back one job whose row another transaction had locked. It did not fail: `crashes` is the former number."""
     message = "another transaction held the job's row when its handler had ended"
     return _take(schema, _ours(schema, job_id, token), NEVER, 1, message, sql.Literal(crashes), in_group=in_group)
 
@@ -185,7 +185,7 @@ def _take(
 
 
 def note_interrupted(schema: str, job_ids: list[str], message: str) -> str:
-    """Note in the rows of jobs that wait again that their runs were interrupted; no rows.
+    """Record in the rows of jobs that wait again that their runs were interrupted; no rows.
 
     Index: the primary key. Locks: the rows; skips those that others hold.
     """
@@ -199,7 +199,7 @@ def note_interrupted(schema: str, job_ids: list[str], message: str) -> str:
 
 
 def forget_relays(schema: str) -> str:
-    """Remove the rows of relays that have been dead for a day and whose lease has no jobs any more."""
+    """Remove the rows of relays that have been dead for a day and have no leased jobs."""
     return render(
         schema,
         "WITH old AS MATERIALIZED (SELECT id FROM {relay} "
@@ -211,7 +211,7 @@ def forget_relays(schema: str) -> str:
 
 
 def leased_jobs(schema: str, owner: UUID) -> str:
-    """The jobs under a lease, their tokens, and whether they are of groups.
+    """The jobs under a lease, their tokens, and true for grouped ones.
 
     Indexes: job_leased; job_group_state, all leased jobs of groups; no locks.
     """
@@ -224,7 +224,7 @@ def leased_jobs(schema: str, owner: UUID) -> str:
 
 
 def look_around(schema: str, queues: tuple[str, ...]) -> str:
-    """What concerns a relay of these queues: rows of a word, a name, another name and details as JSON, or NULL.
+    """The settings and suspects of these queues: rows of a word, a name, another name and details as JSON, or NULL.
 
     - 'suspects', queue: the queue has suspects. Index: job_suspect, a probe a queue.
     - 'groups', queue: the queue has jobs of groups. Index: job_group, a probe a queue.

@@ -1,4 +1,4 @@
-"""Settling many jobs of one lease at once, each by its own token. Sent as text, with other statements behind."""
+"""Settle many jobs of one lease at once, each by its own token. Sent as text, with other statements after it."""
 
 from collections.abc import Iterable
 from typing import LiteralString
@@ -7,8 +7,8 @@ from outboxq.job import Job
 from outboxq.statements.numbers import next_token, one_attempt_less
 from outboxq.statements.render import quote_identifier
 
-# `job` also has the keys in a condition of its own: if it were only joined with the list, the whole table might be read
-# if statistics know of no such jobs, or if the list is such a large part of the table that a scan looks cheap.
+# `job` also has the keys in its own condition: only joined with the list, the whole table might be read if statistics
+# know of no such jobs, or if the list is such a large part of the table that a scan seems cheap.
 _LEASED: LiteralString = """\
 WITH oq_held AS MATERIALIZED (
   SELECT id, token FROM unnest({ids}::uuid[], {tokens}::bigint[]) AS held (id, token)
@@ -24,14 +24,14 @@ _MINE: LiteralString = "job.id = ANY ({ids}::uuid[]) AND job.id = held.id AND jo
 
 
 def finish_leased(schema: str, jobs: Iterable[Job], *, free: bool = False, keeping: str = "") -> str:
-    """Delete jobs whose handlers are done; returns the ids of those that are not under their lease any more.
+    """Delete jobs whose handlers are done; returns the ids of those no longer under their lease.
 
-    Index: the primary key (`NO_SCANS`). Waits for a reaper or an operator's command that has locked a row, and then
-    finds what it left.
+    Index: the primary key (`NO_SCANS`). Waits for a reaper or an operator's command that has locked a row, and respects
+    its change.
 
     Args:
         free: Leave the jobs whose rows are locked, and return their ids too.
-        keeping: Writes the rows of those that this deletes (`insert_finished`, of `gone`).
+        keeping: Writes the finished rows of the deleted jobs (`insert_finished`, of `gone`).
     """
     kept: LiteralString = ", kept AS (\n{keeping}\n)" if keeping else ""
     return _with_jobs(
@@ -53,9 +53,9 @@ WHERE NOT EXISTS (SELECT FROM gone WHERE gone.id = held.id)""",
 
 
 def release_leased(schema: str, jobs: Iterable[Job], *, free: bool = False) -> str:
-    """Let jobs whose handlers have not begun wait again where they waited, their attempt uncounted; no rows.
+    """Give back jobs whose handlers have not begun, in their places, their attempt uncounted; no rows.
 
-    They keep their `seq`: a new one would put them behind a whole backlog. A sweep finds jobs that are before a cursor.
+    They keep their `seq`: a new one would put them after a whole backlog. A sweep finds jobs that are before a cursor.
     Index, locks and `free` are those of `finish_leased`.
     """
     jobs = tuple(jobs)
@@ -81,12 +81,12 @@ FROM oq_held AS held WHERE """
 
 
 def standing(schema: str, jobs: Iterable[Job]) -> str:
-    """Which of these jobs are in the table: their ids, a row each. Index: the primary key; no locks."""
+    """The ids of those of these jobs that are in the table, a row each. Index: the primary key; no locks."""
     return _with_jobs(schema, jobs, "SELECT id FROM {job} WHERE id = ANY ({ids}::uuid[])")
 
 
 def _with_jobs(schema: str, jobs: Iterable[Job], statement: LiteralString, **parts: str) -> str:
-    # Formatted without quoting, because there may be a thousand: hexadecimal digits and integers need none.
+    # Formatted without quotes, which cost time for a thousand: hexadecimal digits and integers need none.
     ids, tokens = zip(*((job.id.hex, str(int(job.lease_token or 0))) for job in jobs), strict=True)
     table = quote_identifier(schema, "job")
     return statement.format(ids=f"'{{{','.join(ids)}}}'", tokens=f"'{{{','.join(tokens)}}}'", job=table, **parts)

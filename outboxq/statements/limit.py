@@ -1,8 +1,8 @@
 """The limit of jobs of a queue that run at a time: a part of the claims that keep it.
 
 In transaction mode the limit has slots, advisory locks that a claim's transaction holds to its end: they need no row,
-and go with the backend. In lease mode no transaction is open while a job runs, so the jobs under leases are counted, by
-one claim of the queue at a time.
+and end with the backend. In lease mode no transaction is open while a job runs, so one claim of the queue at a time
+counts the leased jobs.
 """
 
 from typing import LiteralString
@@ -14,8 +14,8 @@ from outboxq.statements.by_index import NO_SCANS
 from outboxq.statements.numbers import next_token, one_attempt_less
 from outboxq.statements.render import compose, fill, render
 
-# The slots are tried from one at random on: claims seldom try a slot that is taken.
-# Two names of slots may have the same hash: the queue then runs a job less at a time, never one more.
+# The slots are tried from a random one on: claims seldom try a taken slot. Two slots' names may have the same hash:
+# then the queue runs a job less at a time, never one more.
 _SLOT: LiteralString = """\
 wanted (queue, most, first) AS MATERIALIZED (
   SELECT {queue}::text, {most}::integer, pg_catalog.random()
@@ -36,21 +36,21 @@ wanted (queue, most) AS MATERIALIZED (
     SELECT pg_catalog.count(*) FROM {job} AS job WHERE job.state = 'group_leased' AND job.queue = wanted.queue
   )
 )"""
-# Without an index's statistics the small set of leased jobs may look as cheap to find by a walk over the table.
+# Without an index's statistics a walk over the table may seem as cheap to find the few leased jobs.
 _BY_INDEX = (NO_SCANS, "SET LOCAL lock_timeout = '2s'")
 
 
 def lock_class(schema: str) -> str:
-    """What the advisory locks of an installation's limits are called; its hash is their first key."""
+    """The name of the advisory locks of an installation's limits; its hash is their first key."""
     return f"outboxq_{schema} limit"
 
 
 def room(schema: str, queue: object, most: object, *, counts_leases: bool) -> sql.Composed:
     """The CTEs `wanted` and `room`: a row in `room` if fewer jobs of the queue run than its limit allows.
 
-    A slot that was free is ours until the transaction ends; no rows are locked, nothing is waited for, and at most as
-    many locks are tried as the limit has slots. A count by itself may be one that another claim is about to change: it
-    goes after `lock_claims`, in a statement of its own, whose snapshot sees what the claim before has committed.
+    A slot that was free is ours until the transaction ends; it locks no rows, never waits, and tries at most as many
+    locks as the limit has slots. Another claim may be about to change a count: so the count goes after `lock_claims`,
+    in its own statement, whose snapshot sees the commit of the claim before.
 
     Args:
         queue: A name, or SQL such as `$1`; `most`, the limit, likewise.
@@ -60,22 +60,22 @@ def room(schema: str, queue: object, most: object, *, counts_leases: bool) -> sq
 
 
 def lock_claims(schema: str, queue: str) -> tuple[str, ...]:
-    """Let one claim of a queue in lease mode at a time count and claim; a row. Held until the claim's COMMIT.
+    """Lock out other claims of a queue in lease mode, to count and claim; a row. Held until the claim's COMMIT.
 
-    Waits for such claims, each of which is one string up to its COMMIT. The claim is given up (55P03) if one hangs.
+    Waits for such claims, each of which is one string up to its COMMIT. Fails (55P03) if one hangs.
     """
     lock = "SELECT pg_catalog.pg_advisory_xact_lock(pg_catalog.hashtext({locks}), pg_catalog.hashtext({queue}))"
     return *_BY_INDEX, fill(lock, locks=lock_class(schema), queue=queue)
 
 
 def take_slot(schema: str, queue: str, most: int) -> str:
-    """Take a slot of a limit for the rest of the transaction; one row: whether one was free."""
+    """Take a slot of a limit for the rest of the transaction; one row: true if one was free."""
     slot = room(schema, queue, most, counts_leases=False)
     return render(schema, "WITH {slot}\nSELECT EXISTS (SELECT FROM room)", slot=slot)
 
 
 def return_suspect(schema: str, job_id: UUID, token: int, crashes: int, *, in_group: bool = False) -> str:
-    """Let a suspect that was claimed and did not begin wait again, in its place, with nothing counted.
+    """Give back a suspect that was claimed and did not begin, in its place, with nothing counted.
 
     Index: the primary key. Its token fences off a reaper's changes.
     """

@@ -1,7 +1,7 @@
-"""Pages: change many rows, a bounded number per transaction, without waiting for a lock.
+"""Pages: changes of many rows, a bounded number per transaction, without waiting for a lock.
 
-A page is the next `limit` matching rows in the order of the primary key. Rows that another transaction holds are passed
-over and reported; the next page starts behind the last row seen, so that all pages cost one walk of the index.
+A page is the next `limit` matching rows in the order of the primary key. Rows that another transaction holds are
+skipped and reported; the next page starts after the last row seen, so that all pages cost one walk of the index.
 """
 
 from collections.abc import Iterable, Sequence
@@ -15,21 +15,21 @@ from sqlalchemy import CTE, ColumnElement, Connection, Executable, FromClause, R
 from outboxq.statements.builtin import count, pg
 from outboxq.tables import Instant
 
-# How many rows an operator's transaction changes; if it is rolled back, so many have marks to be cleared.
+# The most rows that an operator's transaction changes; if it rolls back, so many have marks to be cleared.
 MAX_PAGE_ROWS = 200
 
 
 def matching(rows: FromClause, **wanted: object) -> list[ColumnElement[bool]]:
-    """Conditions that the columns of these names have these values; None stands for any."""
+    """Conditions that the columns of these names have these values; None means any."""
     return [rows.c[name] == value for name, value in wanted.items() if value is not None]
 
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """What became of one page: rows that were changed, that another transaction held, and that could not be changed.
+    """The outcome of one page: rows that were changed, that another transaction held, and that could not be changed.
 
-    The next page starts behind `last`; None if nothing matched any more. `key_taken` are dead letters whose unique
-    key a living job has. `requested` are those of the changed that run, and that their relays were asked to end.
+    The next page starts after `last`; None if no row matched. `key_taken` are dead letters whose unique key a living
+    job has. `requested` are those of the changed jobs that run, and that their relays are to end.
     """
 
     changed: tuple[UUID, ...]
@@ -46,7 +46,7 @@ def pick_page(
     """The page, and those of its rows that could be locked: CTEs for the statement that changes them.
 
     Index: the primary key, walked in order from `after`. Locks: the picked rows, FOR UPDATE SKIP LOCKED, never waited
-    for. Bound: `limit` rows. The conditions stand in both, because the lock rechecks them on a row's newest version.
+    for. Bound: `limit` rows. The conditions are in both, because the lock rechecks them on a row's newest version.
     """
     start = [] if after is None else [table.c.id > after]
     # MATERIALIZED: neither may be merged into a plan that runs its LIMIT or its locks more than once.
@@ -62,7 +62,7 @@ def pick_page(
 
 
 def page_outcome(page: CTE, picked: CTE, changed: CTE, key_taken: CTE | None = None) -> Executable:
-    """Every row of the page in order: whether it could be locked, is among the changed, and among `key_taken`."""
+    """Every row of the page in order: true if it could be locked, if it was changed, and if it is in `key_taken`."""
     rows = page.outerjoin(picked, picked.c.id == page.c.id).outerjoin(changed, changed.c.id == page.c.id)
     columns = [picked.c.id.is_not(None).label("picked"), changed.c.id.is_not(None).label("changed")]
     if key_taken is None:
@@ -86,7 +86,7 @@ def read_page(rows: Iterable[Row[Any]]) -> Page:
 
 @dataclass(frozen=True, slots=True)
 class KindCount:
-    """How many rows of one kind in one queue are meant."""
+    """The number of rows of one kind in one queue."""
 
     queue: str
     kind: str
@@ -94,7 +94,7 @@ class KindCount:
 
 
 def count_kinds(rows: FromClause, conditions: Sequence[ColumnElement[bool]], most: int | None = None) -> Executable:
-    """How many rows match, by queue and kind; with `most`, as if there were no more than so many. No locks."""
+    """The number of rows that match, by queue and kind; with `most`, of at most so many. No locks."""
     if most is not None:
         rows = select(rows.c.queue, rows.c.kind).where(*conditions).limit(most).subquery("some")
         conditions = ()

@@ -1,4 +1,4 @@
-"""Jobs of unknown kinds: parked until later. And the marks that a claim leaves when it is rolled back: overwritten."""
+"""Park jobs of unknown kinds until later, and overwrite the marks that a claim leaves when it is rolled back."""
 
 from typing import LiteralString
 
@@ -32,9 +32,9 @@ def park_head(
 ) -> str:
     """Park the jobs of unknown kinds among the first `limit` of a queue, in one statement; returns how many.
 
-    Walks at most `limit` entries of the claim's own index, and locks only what it parks, skipping what others hold.
-    Arrays of keys, because a join may compare each with each if statistics know of no such job. The state is compared
-    with a subquery, so that the planner finds the keys by the primary key and not by the claim's index.
+    Walks at most `limit` entries of the claim's own index, and locks only the jobs that it parks, skipping those that
+    others hold. Arrays of keys, because a join may compare each with each if statistics know of no such job. The state
+    is compared with a subquery, so that the planner finds the keys by the primary key and not by the claim's index.
 
     Args:
         only_marks: Only clear the jobs' marks.
@@ -54,7 +54,7 @@ def park_head(
     )
 
 
-# 5 s, 10 s, 20 s, ... to 5 min. The exponent is bounded on both sides before it is used: a power may underflow, too.
+# 5 s, 10 s, 20 s, ... to 5 min. The exponent is bounded on both sides first: a power may underflow, too.
 PARKED_UNTIL = (
     "pg_catalog.clock_timestamp() + least(interval '5 minutes', "
     "interval '5 seconds' * pg_catalog.power(2, least(greatest(parked, 0), 6)))"
@@ -62,9 +62,9 @@ PARKED_UNTIL = (
 
 
 def clear_marks(schema: str, job_ids: list[str]) -> str:
-    """Overwrite, at COMMIT, the marks in the rows of jobs whose claim was rolled back on purpose.
+    """Overwrite, at COMMIT, the marks in the rows of jobs whose claim was rolled back intentionally.
 
-    Index: the primary key. Locks: the rows, until the caller's transaction ends; skips rows that others hold already.
+    Index: the primary key. Locks: the rows, until the caller's transaction ends; skips rows that others hold.
     """
     return render(
         schema,

@@ -1,4 +1,4 @@
-"""Progress: how far handlers that run have come, by their own notes, in a small table beside the jobs."""
+"""Progress: running handlers' own notes of it, in a small table of their own."""
 
 from collections.abc import Collection, Sequence
 from typing import Any, LiteralString, NamedTuple
@@ -11,7 +11,7 @@ from outboxq.tables import progress
 
 
 class ProgressNote(NamedTuple):
-    """What the handler of a job has noted last, in this attempt of the job; `fraction` is from 0 to 1."""
+    """The last note of a job's handler, in this attempt of the job; `fraction` is from 0 to 1."""
 
     job_id: UUID
     attempt: int
@@ -19,7 +19,7 @@ class ProgressNote(NamedTuple):
     note: str
 
 
-# The rows stand for a moment: they need not be on the disk before COMMIT is answered.
+# The rows are short-lived: COMMIT need not wait for the disk.
 SETTINGS = "SET LOCAL client_encoding = 'UTF8'; SET LOCAL synchronous_commit = off; "
 _WRITE: LiteralString = """\
 WITH over AS (
@@ -37,11 +37,11 @@ ON CONFLICT (job_id) DO UPDATE SET attempt = excluded.attempt, fraction = exclud
 
 
 def write_progress(schema: str, relay: UUID, notes: Sequence[ProgressNote], ended: Collection[UUID]) -> str:
-    """Write what handlers noted, and delete the notes of jobs that this relay has ended; none is in both.
+    """Write handlers' notes, and delete those of jobs that this relay has ended; no job is in both.
 
-    Index: the primary key. Waits only for another relay that writes a note of the same job. The note of an earlier
-    attempt gives way, and does not come back. One that another relay has left a minute ago gives way to any: a dead
-    letter that was put back counts its attempts anew.
+    Index: the primary key. Waits only for another relay that writes a note of the same job. A note overwrites that of
+    an earlier attempt, and never that of a later one. One that another relay left a minute ago is always overwritten: a
+    dead letter that was put back counts its attempts from the start.
     """
     return render(
         schema,
@@ -56,7 +56,7 @@ def write_progress(schema: str, relay: UUID, notes: Sequence[ProgressNote], ende
 
 
 def may_read_progress(schema: str) -> TextClause:
-    """Whether the table `progress` is there, and this role may read it; one row. For any driver. No locks."""
+    """One row: true if the table `progress` exists, and this role may read it. For any driver. No locks."""
     return text(
         "SELECT coalesce("
         "pg_catalog.has_table_privilege(pg_catalog.to_regclass(CAST(:name AS text))::oid, 'SELECT'), false)"
@@ -64,6 +64,6 @@ def may_read_progress(schema: str) -> TextClause:
 
 
 def select_progress(job_ids: Collection[UUID]) -> Select[Any]:
-    """What was noted last of these jobs. Index: the primary key; no locks."""
+    """The last notes of these jobs. Index: the primary key; no locks."""
     columns = ("job_id", "fraction", "note", "noted_at")
     return select(*(progress.c[name] for name in columns)).where(progress.c.job_id.in_(list(job_ids)))

@@ -1,7 +1,7 @@
-"""Pruning: deleting what has expired from the inbox, the effects and the dead letters, a batch at a time.
+"""Pruning: delete expired messages, effects, finished rows and dead letters, a bounded number at a time.
 
-Sent as text on the pruner's own connection. A batch is a transaction: `BEGIN`, one deletion, COMMIT. Should the
-process die, or the answer to COMMIT be lost, the next round deletes what is left.
+Sent as text on the pruner's own connection. Each deletion is a transaction: `BEGIN`, the deletion, COMMIT. If the
+process dies, or the answer to COMMIT is lost, the next round deletes what is left.
 """
 
 from typing import LiteralString
@@ -13,16 +13,16 @@ from outboxq.statements.cancel import COUNTS
 from outboxq.statements.render import fill, render
 
 # synchronous_commit: a deletion need not wait for the disk or a standby; if a crash undoes it, it is made again.
-# lock_timeout: rows are never waited for, but the table may be locked by a migration.
-# enable_*: rather than look a thousand keys up, the planner would read a table of 100,000 rows as a whole, every time.
+# lock_timeout: rows are never waited for, but a migration may lock the table. enable_*: instead of probes of a thousand
+# keys, the planner would read a table of 100,000 rows as a whole, every time.
 BEGIN = f"""\
 BEGIN ISOLATION LEVEL READ COMMITTED READ WRITE; SET LOCAL synchronous_commit = off; SET LOCAL lock_timeout = '1s'; \
 {NO_SCANS}; SET LOCAL enable_hashjoin = off; SET LOCAL enable_mergejoin = off"""
 
-# MATERIALIZED: a bare `IN (SELECT ... LIMIT ...)` may be planned as a join whose limited side is run again for each row
-# of the other, and then takes more than it asked for. Every test of what may go stands inside, and is made again on the
-# newest version of a row that was changed a moment ago.
-# statement_timestamp(), unlike clock_timestamp(), is stable and can bound the index.
+# MATERIALIZED: a bare `IN (SELECT ... LIMIT ...)` may be planned as a join whose limited side runs again for each row
+# of the other, and then takes more than the limit. Every test of what may go is inside, and is made again on the newest
+# version of a row that has just changed. statement_timestamp(), unlike clock_timestamp(), is stable and can bound the
+# index.
 _DELETE = """\
 WITH expired AS MATERIALIZED (
   SELECT {key} FROM {table}
@@ -37,29 +37,29 @@ SELECT pg_catalog.count(*) FROM deleted"""
 
 
 def delete_messages(schema: str, limit: int, skip: int = 0) -> str:
-    """Delete up to `limit` messages that have expired, but for the oldest `skip` of them; one row, with their number.
+    """Delete up to `limit` expired messages, except the oldest `skip`; one row, with their number.
 
     Index: inbox_expires, from its start; the primary key. Locks: the rows, skipping those that another transaction
-    holds. A session that accepts a message which is being deleted waits for this transaction, and accepts it anew.
+    holds. A session that accepts a message which is being deleted waits for this transaction, and accepts it again.
     """
     return _delete(schema, "inbox", ("consumer", "message_id"), limit, skip)
 
 
 def delete_effects(schema: str, limit: int, skip: int = 0) -> str:
-    """Delete up to `limit` expired effects like `delete_messages`, but none that may be under way or is unknown.
+    """Delete up to `limit` expired effects like `delete_messages`, but none that is started or unknown.
 
     Index: effect_expires, from its start; the primary key. Locks: the rows, skipping those that another transaction
-    holds; one that is claimed anew at this moment is passed over, and has no expiry any more.
+    holds, such as one that is just being claimed again, and so loses its expiry.
     """
-    # The table's own check allows no expiry in these states; asked for all the same.
+    # The table's own check allows no expiry in these states; tested all the same.
     return _delete(schema, "effect", ("scope", "key"), limit, skip, " AND status NOT IN ('started', 'unknown')")
 
 
 def delete_finished(schema: str, limit: int, skip: int = 0) -> str:
-    """Delete up to `limit` finished jobs whose time is over, like `delete_messages`.
+    """Delete up to `limit` expired finished rows, like `delete_messages`.
 
     Index: done_job_expires, from its start; the primary key. Locks: the rows, skipping those that another transaction
-    holds: one that writes the row of a job of the same id anew.
+    holds: one that overwrites the row for a job of the same id.
     """
     return _delete(schema, "done_job", ("id",), limit, skip)
 
@@ -81,9 +81,9 @@ SELECT pg_catalog.count(*) FROM deleted"""
 def delete_requests(schema: str, limit: int, skip: int = 0) -> str:
     """Delete up to `limit` cancellations of an hour ago whose jobs are gone; one row, with their number.
 
-    A request stands for as long as its job is there: the job may come back from a retry or a crash. A later job of the
-    same id keeps none. Reads all requests, of which there are few; index: the job's primary key. Locks: the rows,
-    skipping those that others hold.
+    A request lives as long as its job, which may come back from a retry or a crash; a later job of the same id does not
+    count. Reads all requests, of which there are few; index: the job's primary key. Locks: the rows, skipping those
+    that others hold.
     """
     return render(schema, _DELETE_REQUESTS, limit=limit, skip=skip)
 
@@ -105,18 +105,18 @@ SELECT pg_catalog.count(*) FROM deleted"""
 def delete_progress(schema: str, limit: int, skip: int = 0) -> str:
     """Delete up to `limit` notes of jobs that are gone; one row, with their number.
 
-    Relays delete their own: these are left of relays that were killed. Reads all notes, of which there are few; index:
-    the job's primary key. Locks: the rows, skipping those that others hold.
+    Relays delete their own notes: these are of killed relays. Reads all notes, of which there are few; index: the job's
+    primary key. Locks: the rows, skipping those that others hold.
     """
     return render(schema, _DELETE_PROGRESS, limit=limit, skip=skip)
 
 
-# As JSON, because tables of before step 11 have no such column.
+# As JSON, because tables before step 11 have no such column.
 _KEEP: LiteralString = "pg_catalog.to_jsonb(settings) ->> 'keep_dead_seconds'::text"
 _SELECT_KEPT: LiteralString = """\
 SELECT kept.name, kept.keep FROM (SELECT name, {keep} AS keep FROM {queue_table} AS settings) AS kept
 WHERE kept.keep IS NOT NULL ORDER BY kept.name"""
-# What operators have set is read in the statement itself: if it is taken back, no later deletion goes by it.
+# The statement itself reads the operators' setting: once it is undone, no deletion follows it.
 _DELETE_DEAD: LiteralString = """\
 WITH kept AS MATERIALIZED (
   SELECT coalesce((SELECT ({keep})::float8 FROM {queue_table} AS settings WHERE settings.name = {queue}), {declared})
@@ -136,7 +136,7 @@ SELECT pg_catalog.count(*) FROM deleted"""
 
 
 def select_kept(schema: str) -> str:
-    """The queues for which operators have set how long dead letters are kept, and for how many seconds: 0 for ever.
+    """The queues for which operators have set how long dead letters are kept, and the seconds: 0 for ever.
 
     Reads the small table `queue`; no locks.
     """
@@ -144,13 +144,13 @@ def select_kept(schema: str) -> str:
 
 
 def delete_dead(schema: str, queue: str, declared: float | None, limit: int, skip: int = 0) -> str:
-    """Delete up to `limit` dead letters of a queue whose time is over, but for the oldest `skip`; a row, their number.
+    """Delete up to `limit` expired dead letters of a queue, except the oldest `skip`; one row, with their number.
 
     Index: dead_job_queue (queue, died_at), from the queue's oldest; the primary key. Locks: the rows, skipping those
-    that another transaction holds. One that died again meanwhile is not deleted: its time begins anew.
+    that another transaction holds. One that has just died again is not deleted: its time starts again.
 
     Args:
-        declared: For how many seconds the application keeps them, if operators have not set it; None for ever.
+        declared: The seconds for which the application keeps them, if operators have set none; None for ever.
     """
     seconds = sql.SQL("NULL::float8") if declared is None else sql.SQL("{}::float8").format(float(declared))
     return render(schema, _DELETE_DEAD, keep=sql.SQL(_KEEP), queue=queue, declared=seconds, limit=limit, skip=skip)

@@ -1,4 +1,4 @@
-"""Queues: their names, pausing them, and their limits. The claim looks at `paused_at`; nothing else stops it."""
+"""Queues: their names, pauses and limits. The claim checks `paused_at` by itself."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -32,7 +32,7 @@ LIMITS = (
 
 
 def known_queues() -> Executable:
-    """Every queue with a setting, a job or a dead letter, since when it is paused, and what else is set.
+    """Every queue with a setting, a job or a dead letter, since when it is paused, and its other settings.
 
     `is_used`: it has a job or a dead letter.
 
@@ -45,7 +45,7 @@ def known_queues() -> Executable:
     used = union(*walks, _walk(dead_job, None, "dead"), leased).cte("used")
     names = union(select(used.c[0]), select(queue.c.name)).subquery("names")
     name = names.c[0]
-    # As JSON, because tables of before step 11 have no such column.
+    # As JSON, because tables before step 11 have no such column.
     settings = queue.alias("settings")
     kept = cast(literal_column("pg_catalog.to_jsonb(settings) ->> 'keep_dead_seconds'::text"), Real())
     limits = (settings.c[column.name].label(column.name.removeprefix("max_")) for column in LIMITS)
@@ -64,7 +64,7 @@ def known_queues() -> Executable:
 
 
 def pause(names: Sequence[str]) -> ReturningInsert[Any]:
-    """Pause queues, with a setting or without; returns those that were not paused before.
+    """Pause queues, with settings or without; returns those that were not paused before.
 
     Index: the primary key. Locks: the settings' rows, in the order of `names`; claims only read them.
     """
@@ -77,7 +77,7 @@ def pause(names: Sequence[str]) -> ReturningInsert[Any]:
 
 
 def set_values(names: Sequence[str], given: Mapping[str, object]) -> ReturningInsert[Any]:
-    """Set values of queues, with a setting or without, by column; returns the queues that had others before.
+    """Set values of queues, with settings or without, by column; returns the queues that had others before.
 
     Index: the primary key. Locks: the settings' rows, in the order of `names`; claims only read them.
     """
@@ -99,7 +99,7 @@ def resume(names: Sequence[str]) -> ReturningUpdate[Any]:
 
 
 def _walk(rows: FromClause, condition: ColumnElement[bool] | None, name: str) -> Select[tuple[str]]:
-    """The distinct queues of an index that begins with the queue: from each name to the next greater one."""
+    """The distinct queues of an index that begins with the queue, from each name to the next."""
     conditions = [] if condition is None else [condition]
     first = select(pg.min(rows.c.queue).label("queue")).where(*conditions)
     walk = first.cte(f"{name}_queues", recursive=True)

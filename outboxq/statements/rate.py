@@ -1,10 +1,10 @@
-"""The rate of a queue: how many of its jobs begin in a time, by the generic cell rate algorithm.
+"""The rate of a queue: bounds how many of its jobs begin in a time, by the generic cell rate algorithm.
 
-A relay reserves tokens and commits that, then claims as many jobs: no handler's transaction holds the row. A relay that
+A relay reserves tokens and commits, then claims as many jobs: no handler's transaction holds the row. A relay that
 dies, or finds fewer jobs, wastes tokens: fewer jobs begin, never more.
 
-`tat` is the theoretical arrival time: the time at which all tokens that were reserved would have come one by one. Never
-more than `burst` tokens lie ahead of now, whatever the order of reservations.
+`tat` is the theoretical arrival time: the time at which all reserved tokens would have come one by one. Never more than
+`burst` tokens are ahead of now, whatever the order of reservations.
 """
 
 from dataclasses import dataclass
@@ -16,9 +16,9 @@ from outboxq.statements.by_index import BY_INDEX
 from outboxq.statements.render import render
 from outboxq.statements.transaction import UNTIMED
 
-# `waiting`: the first jobs, up to the most that are wanted, that no transaction is running. A job whose row is deleted
-# in an open transaction is seen like one that waits, and would cost a token at each look; its `xmax` tells. A multixact
-# may have the number of a transaction that runs: then the next look finds the job.
+# `waiting`: the first jobs, up to the most that are wanted, that no transaction runs. A job whose row an open
+# transaction deleted seems to wait, and would cost a token each time; its `xmax` shows it. A multixact may have the
+# number of a running transaction: then the next reservation finds the job.
 _RUNS: LiteralString = "job.xmax = ANY (ARRAY(SELECT transactionid FROM open))"
 _WAITING: LiteralString = """\
 open AS MATERIALIZED (
@@ -47,10 +47,9 @@ open AS MATERIALIZED (
 ), asked AS MATERIALIZED (
   SELECT pg_catalog.count(*) AS jobs, least({chunk}, pg_catalog.count(*))::float8 AS least_jobs FROM waiting
 )"""
-# All times are in microseconds, and rounded up. The time is read behind the row's lock. Several tokens are used within
-# `keep`, and so count from its end on; one token is used at once.
-# A `tat` that is too far ahead was made at another rate, or by a clock that was set back: the rate begins anew, without
-# tokens.
+# All times are in microseconds, and rounded up. The time is read after the row is locked. Several tokens are used
+# within `keep`, and so count from its end; one token is used at once. A `tat` that is too far ahead is of another rate,
+# or of a clock that was set back: the rate begins again, without tokens.
 _TAKEN: LiteralString = """\
 budget AS MATERIALIZED (
   SELECT rate.tat FROM {rate} AS rate CROSS JOIN asked
@@ -84,14 +83,14 @@ _SETTINGS: LiteralString = "; ".join((*BY_INDEX, "SET LOCAL lock_timeout = '2s';
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenRequest:
-    """What a relay asks for.
+    """A relay's request for tokens.
 
     Args:
-        most: How many tokens at most.
-        chunk: How many at least, unless fewer jobs wait.
+        most: The most tokens.
+        chunk: The least tokens, unless fewer jobs wait.
         each_seconds: The time from one token to the next.
-        burst: How many tokens there may be at once; not less than `chunk`, with `keep_seconds` besides.
-        keep_seconds: For how long several tokens may be kept before they are used.
+        burst: The most tokens that may exist at once; enough for `chunk` and those of `keep_seconds`.
+        keep_seconds: The time within which several tokens are used.
     """
 
     most: int
@@ -104,12 +103,12 @@ class TokenRequest:
 def reserve_tokens(schema: str, queue: str, asked: TokenRequest, room: sql.Composed | None = None) -> str:
     """Reserve tokens of a queue's rate, if jobs wait and there is room for them, and COMMIT.
 
-    One row: how many jobs wait, up to `asked.most`; whether the queue's limit has room; the tokens that were reserved;
-    the seconds until tokens will be due, NULL if the queue's rate has no row yet.
+    One row: how many jobs wait, up to `asked.most`; true if the queue's limit has room; the tokens reserved; the
+    seconds until tokens are due, NULL if the queue's rate has no row yet.
 
-    Indexes: those of the claims, and job_group; up to `most` entries each, besides those of jobs that run. Locks: the
-    rate's row to the COMMIT of this string, waiting for other reservations. A reservation is given up (55P03) if one
-    hangs. If a slot is taken to see whether there is room, it is let go at once.
+    Indexes: those of the claims, and job_group; up to `most` entries each, besides those of running jobs. Locks: the
+    rate's row to the COMMIT of this string, waiting for other reservations. It fails (55P03) if one hangs. A slot that
+    is taken to see if there is room is released at once.
 
     Args:
         room: The CTEs of `limit.room`, if the queue has a limit.
@@ -135,7 +134,7 @@ def _float8(seconds: float) -> sql.Composable:
 
 
 def begin_rate(schema: str, queue: str) -> str:
-    """Make the row of a queue's rate, with all tokens there, unless it is there. Index: the primary key."""
+    """Make the row of a queue's rate, with all tokens, unless it exists. Index: the primary key."""
     return render(
         schema,
         "INSERT INTO {rate} (name, tat) VALUES ({queue}, pg_catalog.clock_timestamp()) ON CONFLICT (name) DO NOTHING",

@@ -1,4 +1,4 @@
-"""Reading the history that relays write into `stat`."""
+"""Queries of the history that relays write into `stat`."""
 
 from datetime import datetime, timedelta
 from typing import Any
@@ -15,9 +15,9 @@ _ORIGIN: ColumnElement[datetime] = literal_column("timestamptz '2000-01-01 00:00
 
 
 def select_history(*, queue: str | None, kind: str | None, since: timedelta, by: str) -> Executable:
-    """The sums of outcomes and of each bucket, by minutes, by hours, or by kinds, from the minute of `since` ago on.
+    """The sums of outcomes and of each bucket, by minutes, hours or kinds, from the minute of `since` ago on.
 
-    Index: the primary key, from `since` on; rows that minutes have become (`grain` 3600) are older. No locks.
+    Index: the primary key, from `since` on; rolled-up rows (`grain` 3600) are older. No locks.
     """
     now = pg.statement_timestamp()
     groups: tuple[ColumnElement[Any], ...] = (stat.c.queue, stat.c.kind)

@@ -1,4 +1,4 @@
-"""Reindexing: which indexes of `job` are bloated, and how they are rebuilt while relays go on working.
+"""Reindexing: find the bloated indexes of `job`, and rebuild them while relays go on working.
 
 Sent as text on the reindexer's own connection, outside of a transaction: REINDEX CONCURRENTLY cannot run inside of one.
 The queries read catalogs and shared memory only, and wait for no lock.
@@ -8,7 +8,7 @@ from psycopg import sql
 
 from outboxq.statements.render import fill, quote_identifier, render
 
-# Vacuum counts the entries of a partial index when it cleans it. How many came since then can only be bounded.
+# Vacuum counts the entries of a partial index when it cleans it. The number added since can only be bounded.
 _WASTED = """\
 SELECT index_class.relname, bytes::text
 FROM pg_catalog.pg_index AS entry JOIN pg_catalog.pg_class AS index_class ON index_class.oid = entry.indexrelid
@@ -21,9 +21,9 @@ WHERE entry.indrelid = pg_catalog.to_regclass({job})::oid AND entry.indisvalid A
     * (index_class.reltuples::float8 + (counts.n_ins_since_vacuum + counts.n_dead_tup)::float8)
 ORDER BY bytes DESC"""
 
-# 1. Another REINDEX, a migration or a vacuum works on the table: only one of them may.
-# 2. and 3. Transactions that REINDEX CONCURRENTLY would wait for. The age of other roles' transactions may be hidden;
-# lock_timeout bounds the wait for these.
+# First: another REINDEX, a migration or a vacuum works on the table: only one of them may. Then: transactions that
+# REINDEX CONCURRENTLY would wait for. The age of other roles' transactions may be hidden; lock_timeout bounds the wait
+# for these.
 _OBSTACLE = """\
 SELECT CASE
   WHEN EXISTS (
@@ -57,7 +57,7 @@ ORDER BY 1"""
 def settings() -> str:
     """Limit every statement of this session: 5 s for a lock, 60 s in all."""
     # SET, as the session is ours alone, never a pooler's. lock_timeout: REINDEX CONCURRENTLY waits for each transaction
-    # that has the table in use. Claims and producers do not wait for it, but vacuum cannot visit the table meanwhile.
+    # that uses the table. Claims and producers do not wait for it, but until then vacuum cannot visit the table.
     return (
         "SET lock_timeout = '5s'; SET statement_timeout = '60s'; SET idle_session_timeout = 0; "
         "SET default_transaction_read_only = off; SET search_path = pg_catalog"
@@ -65,12 +65,12 @@ def settings() -> str:
 
 
 def backend_pid() -> str:
-    """One row: the pid of the backend that answers; behind a pooler not the one that the client was told at connect."""
+    """One row: the pid of the backend that answers; behind a pooler not the one that the client received at connect."""
     return "SELECT pg_catalog.pg_backend_pid()::text"
 
 
 def owns_jobs(schema: str) -> str:
-    """One row: `true` if this role may rebuild the indexes of `job` and drop what that may leave, else `false`.
+    """One row: `true` if this role may rebuild the indexes of `job` and drop left-over ones, else `false`.
 
     MAINTAIN is not enough: it does not allow dropping an index.
     """
@@ -91,21 +91,21 @@ def try_lock_reindexing(schema: str) -> str:
 
 
 def wasted_indexes(schema: str, min_bytes: int, bytes_per_entry: int) -> str:
-    """The indexes of `job` that seem larger than both limits, the largest first: name, and size of the file.
+    """The indexes of `job` that seem larger than both limits, the largest first: name and size of the file.
 
-    By vacuum's counts, which a crash of the server forgets: to be confirmed by `count_jobs`.
+    By vacuum's counts, which a crash of the server discards: to be confirmed by `count_jobs`.
     """
     return fill(_WASTED, job=quote_identifier(schema, "job"), min_bytes=min_bytes, bytes_per_entry=bytes_per_entry)
 
 
 def count_jobs(schema: str, limit: int) -> str:
-    """One row: how many jobs there are, counted up to `limit`. No index: reads the table until it has so many."""
+    """One row: the number of jobs, up to `limit`. No index: reads the table until it has so many."""
     counted = "SELECT pg_catalog.count(*)::text FROM (SELECT FROM {job} LIMIT {limit}) AS found"
     return render(schema, counted, limit=limit)
 
 
 def obstacle(schema: str, old_seconds: float) -> str:
-    """One row: why a REINDEX would have to wait, or NULL."""
+    """One row: the reason why a REINDEX would have to wait, or NULL."""
     return fill(_OBSTACLE, job=quote_identifier(schema, "job"), old_seconds=old_seconds)
 
 
@@ -123,12 +123,12 @@ def index_bytes(schema: str, index: str) -> str:
 def reindex(schema: str, index: str) -> str:
     """Rebuild an index from the live rows. Reads the whole table.
 
-    Locks: SHARE UPDATE EXCLUSIVE, which neither claims nor producers wait for. Waits for the transactions that have the
-    table in use, and for older snapshots.
+    Locks: SHARE UPDATE EXCLUSIVE, for which neither claims nor producers wait. Waits for the transactions that use the
+    table, and for older snapshots.
     """
     return fill("REINDEX INDEX CONCURRENTLY {index}", index=sql.Identifier(schema, index))
 
 
 def drop_index(schema: str, index: str) -> str:
-    """Drop a left-over index. Locks: SHARE UPDATE EXCLUSIVE; waits for transactions that have the table in use."""
+    """Drop a left-over index. Locks: SHARE UPDATE EXCLUSIVE; waits for transactions that use the table."""
     return fill("DROP INDEX CONCURRENTLY IF EXISTS {index}", index=sql.Identifier(schema, index))

@@ -1,4 +1,4 @@
-"""Relays that live, by the rows that they keep of themselves."""
+"""Live relays, by the rows that they write of themselves."""
 
 from collections.abc import Sequence
 from typing import LiteralString
@@ -11,14 +11,14 @@ from outboxq.statements.doctor.sessions import qualified
 from outboxq.statements.render import quote_identifier, render
 from outboxq.tables import relay_status
 
-# A relay says several times a minute that it lives.
+# A relay writes its row several times a minute.
 DEAD_SECONDS = 60.0
-# How many rows are looked at.
+# The most rows that are read.
 MOST_RELAYS = 1_000
-# A relay names so many of its kinds.
+# The most kinds that a relay names.
 MOST_KINDS = 1_000
 
-# What a limit may be, as the table `queue` takes it: name, least, most and type.
+# The checks of the table `queue` on a limit: name, least, most and type.
 _LIMITS = (
     ("running", "1", "10000", "int"),
     ("per_group", "1", "1000", "int"),
@@ -38,7 +38,7 @@ def served_queues(schema: str, limit: int) -> str:
 
 
 def select_relays(limit: int) -> Executable:
-    """The relays that were seen last, of those of the last day. Reads the small table `relay_status`; no locks."""
+    """The relays that were seen last; rows of a day ago are pruned. Reads the small table `relay_status`; no locks."""
     return (
         select(
             relay_status,
@@ -50,7 +50,7 @@ def select_relays(limit: int) -> Executable:
 
 
 def may_read_relays(schema: str) -> TextClause:
-    """One row: whether this role may read `relay_status`; NULL if there is no such table. Catalogs only."""
+    """One row: true if this role may read `relay_status`; NULL if there is no such table. Catalogs only."""
     table = quote_identifier(schema, "relay_status")
     return text(
         "SELECT pg_catalog.has_table_privilege(pg_catalog.to_regclass(CAST(:relays AS text))::oid, 'SELECT')"
@@ -61,11 +61,11 @@ _SEEN = "extract(epoch FROM pg_catalog.statement_timestamp() - seen_at)::float8"
 
 
 def relays_for(schema: str, queue: str, kind: str | None) -> TextClause:
-    """The relays that were seen within a day, those that serve a queue in front, the last seen first.
+    """The relays that were seen within a day, those that serve a queue first, the last seen first.
 
     `serves` the queue; `has_room`: a slot could have claimed from it when the relay was last seen; `knows` the kind,
-    which is true if the relay knows more kinds than it names.
-    Reads the small table `relay_status`, 1,000 rows of it at the most; no locks.
+    also true if the relay may know more kinds than it names. Reads the small table `relay_status`, 1,000 rows of it at
+    the most; no locks.
     """
     return text(
         f"""\
@@ -78,14 +78,14 @@ ORDER BY CAST(:queue AS text) = ANY (queues) DESC, seen_at DESC LIMIT :most"""
 
 
 def relay_seen(schema: str, relay: UUID) -> TextClause:
-    """For how many seconds a relay was not seen; no row if it keeps none. Index: the primary key; no locks."""
+    """The seconds since a relay was seen; no row if it has none. Index: the primary key; no locks."""
     return text(
         f"SELECT {_SEEN} AS seen_seconds FROM {qualified(schema, 'relay_status')} WHERE id = CAST(:relay AS uuid)"
     ).bindparams(relay=str(relay))
 
 
 def serving_relays(schema: str) -> TextClause:
-    """The relays that were seen within a day, the last seen first: what they serve, and what runs there for long.
+    """The relays that were seen within a day, the last seen first: their queues, and their long-running jobs.
 
     Reads the small table `relay_status`, 1,000 rows of it at the most; no locks.
     """
@@ -97,10 +97,10 @@ def serving_relays(schema: str) -> TextClause:
 
 
 def declared_limits(schema: str) -> TextClause:
-    """The limits of queues that the applications of living relays declare, a row for each queue.
+    """The limits of queues that the applications of live relays declare, a row for each queue.
 
-    If relays declare different ones, those of the relay that was started last; without what is no limit. Reads the
-    small table `relay_status`; no locks.
+    If relays declare different ones, those of the relay that started last, without invalid ones. Reads the small table
+    `relay_status`; no locks.
     """
     numbers = ", ".join(
         "CAST(pg_catalog.jsonb_path_query_first("
@@ -123,7 +123,7 @@ ORDER BY declared.name, relay.started_at DESC"""
 
 
 def kinds_at_relays(schema: str, pairs: Sequence[tuple[str, str]]) -> TextClause:
-    """How many living relays serve each of these queues, and how many of those know the kind; no row without any.
+    """The number of live relays that serve each of these queues, and of those that know the kind; no row without any.
 
     Reads the small table `relay_status`, 1,000 rows of it at the most, for each pair; no locks.
     """

@@ -5,7 +5,7 @@ from typing import LiteralString
 
 from psycopg import sql
 
-# What stands for each table in a text; a plain {queue} is the name of a queue.
+# The placeholder of each table in a text; a plain {queue} is the name of a queue.
 _TABLES = {
     "job": "job",
     "dead": "dead_job",
@@ -35,7 +35,7 @@ def render(schema: str, statement: LiteralString, /, **values: object) -> str:
 
 
 def compose(schema: str, statement: LiteralString, /, **values: object) -> sql.Composed:
-    """What `render` makes, as a part that can be given to another statement as a value."""
+    """The result of `render` as a part that another statement takes as a value."""
     tables = {name: sql.Identifier(schema, table) for name, table in _TABLES.items()}
     return sql.SQL(statement).format(**tables, **_as_sql(values))
 
@@ -46,8 +46,8 @@ def fill(statement: LiteralString, /, **values: object) -> str:
 
 
 def named(statement: str, types: str) -> tuple[str, str]:
-    """The name under which a statement with parameters of these types is prepared, and what prepares it."""
-    # The name is a hash of the text: if a pooler shows us another client's statement of this name, it is the same one.
+    """The name under which a statement with parameters of these types is prepared, and its PREPARE."""
+    # The name is a hash of the text: another client's statement of this name, behind a pooler, is the same one.
     name = f"outboxq_{hashlib.sha256(statement.encode()).hexdigest()[:32]}"
     return name, f"PREPARE {name} ({types}) AS {statement}"
 
@@ -64,6 +64,6 @@ def quote_identifier(*names: str) -> str:
 def quote_literal(value: str) -> str:
     """A string as an SQL literal."""
     if "'" not in value and "\\" not in value and "\0" not in value:
-        # As the driver writes it, which takes a hundred times as long: each COMMIT that keeps jobs has a few of these.
+        # As the driver writes it, in a hundredth of the time: each COMMIT with finished rows has a few of these.
         return f"'{value}'"
     return sql.Literal(value).as_string(None)

@@ -1,7 +1,8 @@
-"""Results that are waited for: the flags of waiters, the look at what became of jobs, and the call to look again.
+"""Results that are waited for: the flags of waiters, the query of jobs' outcomes, and the call to query again.
 
-A waiter holds the flags of its jobs, as shared advisory locks, before it looks. What ends a job tries the same locks
-exclusively, until its COMMIT: if one is refused, somebody waits, and a notification goes along with the COMMIT.
+A waiter takes the flags of its jobs, as shared advisory locks, before it queries. A transaction that ends a job tries
+the same locks exclusively, until its COMMIT: if one is refused, a waiter exists, and a notification goes with the
+COMMIT.
 """
 
 from collections.abc import Collection
@@ -10,9 +11,9 @@ from uuid import UUID
 
 from outboxq.statements.render import fill, render
 
-# Stands for all jobs, as a flag that every waiter holds, and in a notification.
+# All jobs, as a flag that every waiter holds, and in a notification.
 ALL_JOBS = ""
-# Locks are in a table of the server's that all sessions share: a transaction that ends more jobs tries the flag of all.
+# All sessions share the server's table of locks: a transaction that ends more jobs tries the flag of all.
 _FLAGS_TRIED = 64
 
 
@@ -22,9 +23,9 @@ def result_channel(schema: str) -> str:
 
 
 def try_result_flags(schema: str, names: Collection[str]) -> str:
-    """Try to hold flags, shared: a row for each, with its name and whether it is held now. Never waits.
+    """Try to hold flags, shared: a row for each, with its name and true if it is held now. Never waits.
 
-    False from the moment at which a transaction that ends the job has tried the flag, late, until it is over.
+    False from the time when a transaction that ends the job has tried the flag, late in it, until its end.
     """
     return fill(
         "SELECT name, pg_catalog.pg_try_advisory_lock_shared(pg_catalog.hashtext({channel}), pg_catalog.hashtext(name))"
@@ -50,10 +51,10 @@ WHERE NOT pg_catalog.pg_try_advisory_xact_lock(pg_catalog.hashtext({channel}), p
 
 
 def tell_waiters(schema: str, job_ids: Collection[UUID]) -> str:
-    """Notify those who wait for these jobs, in the transaction that ends them; without any, nothing is notified.
+    """Notify the waiters for these jobs, in the transaction that ends them; without waiters there is no notification.
 
-    Never waits, and holds up to 64 advisory locks until the transaction is over. Two jobs whose flags are the same by
-    their hash, and two large transactions, notify for nothing.
+    Never waits, and holds up to 64 advisory locks until the transaction ends. Two jobs whose flags have the same hash,
+    and two large transactions, notify for nothing.
     """
     names = sorted(map(str, job_ids)) if len(job_ids) <= _FLAGS_TRIED else [ALL_JOBS]
     return fill(_TELL, channel=result_channel(schema), names=names)
@@ -71,10 +72,10 @@ LEFT JOIN LATERAL (
 
 
 def look_at_jobs(schema: str, job_ids: Collection[str]) -> str:
-    """What became of jobs: a row for each, with its id; whether it waits or runs; its outcome and its result as JSON
-    text, if it is over and kept; and why it is dead.
+    """The outcomes of jobs: a row for each, with its id; true if it waits or runs; the outcome and the result as JSON
+    text of its finished row; and the reason of its dead letter.
 
-    Of a kept row and a dead letter of one id, which a producer chose twice, the later counts. One statement, so that
-    a job on its way from one table to the other is seen in one of them. Indexes: the primary keys; no locks.
+    Of a finished row and a dead letter of one id, which a producer chose twice, the later counts. One statement, so
+    that a job on its way between tables is seen in one of them. Indexes: the primary keys; no locks.
     """
     return render(schema, _LOOK, ids=list(job_ids))

@@ -1,6 +1,6 @@
-"""Schedules: those that are due are locked, and moved on in the transaction that adds their jobs; and changes of them.
+"""Schedules: lock those that are due, and move them on in the transaction that adds their jobs; and change them.
 
-The row's lock and its `next_at` are the whole protocol: no relay leads, and nothing remembers what was fired.
+The row's lock and its `next_at` are the whole protocol: no relay leads, and fired times are not stored.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -34,28 +34,28 @@ SUMMARY_COLUMNS = (
     "name", "kind", "queue", "cron", "time_zone", "missed", "jitter_seconds", "declared", "next_at", "last_at",
     "paused_at", "created_at", "owner",
 )  # fmt: skip
-# What a schedule is, apart from its name and its times.
+# The columns of a schedule, except its name and its times.
 _GIVEN = ("kind", "queue", "args", "options", "cron", "time_zone", "missed", "jitter_seconds", "declared")
 _NOW: ColumnElement[datetime] = pg.statement_timestamp(type_=Instant())
 _CLOCK: ColumnElement[datetime] = pg.clock_timestamp(type_=Instant())
-# As JSON, because tables of before step 15 have no such columns.
+# As JSON, because tables before step 15 have no such columns.
 _OWNER = cast(literal_column("pg_catalog.to_jsonb(schedule) ->> 'owner'::text"), Text)
 _DISABLED_AT = cast(literal_column("pg_catalog.to_jsonb(schedule) ->> 'disabled_at'::text"), Instant())
-# An operator who pauses it moves the time.
+# An operator's pause changes the time.
 IS_DISABLED = func.coalesce(schedule.c.paused_at == _DISABLED_AT, literal_column("false"))
-# By how much the database's clock may go back, and what it has fired is waited for instead of fired once more.
+# If the database's clock goes back by up to this, fired times are waited for instead of fired again.
 CLOCK_STEP = timedelta(hours=1)
 
 
-# For the transaction that fires schedules: the keys of unique jobs may be held by producers' transactions.
+# For the transaction that fires schedules: producers' transactions may hold the keys of unique jobs.
 WAIT_SHORTLY = text("SELECT pg_catalog.set_config('lock_timeout', '2s', true)")
 
 
 def lock_due(limit: int, without: Collection[str] = ()) -> Select[Any]:
-    """The schedules that are due, the longest due first, without those of these names; with the database's time.
+    """The schedules that are due, the longest due first, except those of these names; with the database's time.
 
     Index: schedule_next, from its start. Locks: the rows, skipping those that another transaction holds: a relay that
-    fires them, or an operator. A row that was moved on a moment ago is looked at anew, and is not due any more.
+    fires them, or an operator. A row that has just been moved on is rechecked, and no longer due.
     """
     return (
         select(*_summary(), schedule.c.args, schedule.c.options, _NOW.label("now"))
@@ -67,7 +67,7 @@ def lock_due(limit: int, without: Collection[str] = ()) -> Select[Any]:
 
 
 def advance(name: str, next_at: datetime, last_at: datetime | None) -> Update:
-    """The schedule is due next at `next_at`; `last_at` is the newest time that it was due, if any was fired.
+    """Set the schedule's next time; `last_at` is the newest time that it was due, if any was fired.
 
     Index: the primary key. The row is locked by `lock_due` in the same transaction.
     """
@@ -76,7 +76,7 @@ def advance(name: str, next_at: datetime, last_at: datetime | None) -> Update:
 
 
 def seconds_to_next(without: Collection[str] = ()) -> Select[Any]:
-    """In how many seconds the next schedule is due; negative if it is, no row if there is none.
+    """The seconds until the next schedule is due; negative if it is, no row if there is none.
 
     Index: schedule_next, its first entry. No locks.
     """
@@ -88,15 +88,15 @@ def seconds_to_next(without: Collection[str] = ()) -> Select[Any]:
 def put(rows: Sequence[Mapping[str, object]], *, keep_declared: bool) -> ReturningInsert[Any]:
     """Make schedules, or change those of the same names; returns those that were made or changed, by name.
 
-    One that was there keeps the time that it is due, if its cron text and its time zone stay, and stays paused. A time
-    that is later than it can be was computed while the database's clock was ahead, and is computed again.
+    An existing one keeps its next time, if its cron text and time zone stay, and stays paused. A next time that is too
+    late was computed while the database's clock was ahead, and is computed again.
 
     Args:
         rows: In the order of their names, so that two transactions lock them in the same order. If they have an owner,
-            those of another one are left alone, and those that were disabled are so no longer.
-        keep_declared: Leave those alone that an application's code declares.
+            those of another one are left alone, and disabled ones are enabled.
+        keep_declared: Leave alone those that an application's code declares.
 
-    Index: the primary key. Locks: the rows of these names; waits for a relay that fires one, which takes a moment.
+    Index: the primary key. Locks: the rows of these names; waits briefly for a relay that fires one.
     """
     new = insert(schedule).values(list(rows))
     same = and_(schedule.c.cron == new.excluded.cron, schedule.c.time_zone == new.excluded.time_zone)
@@ -118,10 +118,10 @@ def put(rows: Sequence[Mapping[str, object]], *, keep_declared: bool) -> Returni
 
 
 def _is_ahead(next_at: ColumnElement[datetime]) -> ColumnElement[bool]:
-    """Tell whether a schedule is due later than at `next_at`, which is the first time behind now.
+    """The condition that a schedule is due later than at `next_at`, which is the first time after now.
 
-    Not if that time has come meanwhile, or was fired: by a clock that has gone back since, a little. One that was hours
-    ahead has fired times that are not waited for.
+    Not if that time has come by now, or was fired by a clock that has gone back a little since. The times that a clock
+    fired hours ahead are not waited for.
     """
     fired = and_(schedule.c.last_at >= next_at, schedule.c.last_at <= _CLOCK + CLOCK_STEP)
     not_fired = func.coalesce(~fired, literal_column("true"))
@@ -136,13 +136,13 @@ def select_schedules(*, queue: str | None = None, kind: str | None = None, limit
 
 
 def select_schedule(name: str, *, lock: bool = False) -> Select[Any]:
-    """One schedule with its job. Index: the primary key. Locks: the row, if asked for, until a relay has fired it."""
+    """One schedule with its job. Index: the primary key. `lock` locks the row, and waits for a relay that fires it."""
     row = select(*_summary(), schedule.c.args, schedule.c.options).where(schedule.c.name == name)
     return row.with_for_update() if lock else row
 
 
 def select_declared(owners: Collection[str]) -> Select[Any]:
-    """Those that code of these owners declares, or of none that is known, and that are not paused.
+    """The schedules that code of these owners, or of an unknown one, declares, and that are not paused.
 
     Reads the table, which is small; no locks.
     """
@@ -152,13 +152,13 @@ def select_declared(owners: Collection[str]) -> Select[Any]:
 
 
 def select_owners(names: Collection[str]) -> Select[Any]:
-    """Whose those of these names are: name, owner. Index: the primary key; no locks."""
+    """The owners of the schedules of these names: name, owner. Index: the primary key; no locks."""
     columns = [schedule.c[name] for name in ("name", "owner")]
     return select(*columns).where(schedule.c.name.in_(sorted(names)))
 
 
 def disable(name: str, owner: str) -> ReturningUpdate[Any]:
-    """Pause a schedule that its owner's code does not declare any more, if it is not paused; its name, if it was.
+    """Pause a schedule that its owner's code no longer declares, if it is not paused; returns its name, if so.
 
     Index: the primary key. Locks: the row.
     """
@@ -172,9 +172,9 @@ def disable(name: str, owner: str) -> ReturningUpdate[Any]:
 
 
 def adopt(names: Sequence[str], owner: str | None) -> ReturningUpdate[Any]:
-    """Give schedules to an application's code, or to operators; returns the names of those that were another's.
+    """Give schedules to an application's code, or to operators; returns the names of those that had another owner.
 
-    Those of operators stay paused if they are. Index: the primary key. Locks: the rows.
+    Paused ones stay paused for operators. Index: the primary key. Locks: the rows.
     """
     kept = {"disabled_at": null()} if owner is None else {}
     is_another = or_(schedule.c.owner.is_distinct_from(owner), schedule.c.declared.is_(owner is None))
@@ -187,7 +187,7 @@ def adopt(names: Sequence[str], owner: str | None) -> ReturningUpdate[Any]:
 
 
 def remove(names: Sequence[str]) -> ReturningDelete[Any]:
-    """Delete schedules; returns the names of those that were there. Index: the primary key. Locks: the rows."""
+    """Delete schedules; returns the names of those that existed. Index: the primary key. Locks: the rows."""
     return delete(schedule).where(schedule.c.name.in_(names)).returning(schedule.c.name)
 
 
@@ -202,7 +202,7 @@ def pause(names: Sequence[str]) -> ReturningUpdate[Any]:
 
 
 def resume(name: str, next_at: datetime) -> Update:
-    """The schedule is paused no longer, and due at `next_at`. Index: the primary key. Locks: the row."""
+    """Resume the schedule, due at `next_at`. Index: the primary key. Locks: the row."""
     return update(schedule).where(schedule.c.name == name).values(paused_at=None, next_at=next_at)
 
 

@@ -1,4 +1,4 @@
-"""Which server and which database this is, how durable its commits are, and which step its tables are at."""
+"""Facts of the server and the database: version, run, durability of commits, and the step of the tables."""
 
 from dataclasses import dataclass
 
@@ -28,8 +28,8 @@ _EPOCH = text(
 _READ_ONLY = text(
     "SELECT pg_catalog.pg_is_in_recovery() OR pg_catalog.current_setting('default_transaction_read_only')::bool"
 )
-# While a receiver runs and nothing waits to be replayed, the standby has all that it was sent. Otherwise it is as old
-# as the last commit that it replayed; if it has replayed none since its start, as the checkpoint that it began from.
+# While a receiver runs and nothing waits to be replayed, the standby has everything that it received. Otherwise it is
+# as old as the last commit that it replayed; without one since its start, as the checkpoint that it began from.
 _STANDBY_DELAY = text(
     """\
 SELECT CASE
@@ -70,7 +70,7 @@ ORDER BY held.pid"""
 
 @dataclass(frozen=True, slots=True)
 class ServerFacts:
-    """The server's version and the database's encoding, in PostgreSQL's words, and whether the database has Citus."""
+    """The server's version and the database's encoding, in PostgreSQL's words, and true if the database has Citus."""
 
     major: int
     version: str
@@ -84,23 +84,23 @@ def server_facts(connection: Connection) -> ServerFacts:
 
 
 def synchronous_commit(connection: Connection) -> tuple[str, str]:
-    """The value of `synchronous_commit` and, in PostgreSQL's words, where it comes from. Takes no lock."""
+    """The value of `synchronous_commit` and its source, in PostgreSQL's words. Takes no lock."""
     row = connection.execute(_SETTING).one()
     return row.setting, row.source
 
 
 def server_epoch(connection: Connection) -> str:
-    """Which run of which server this is; differs after a restart, a crash of any backend, and a failover.
+    """The run of the server; differs after a restart, a crash of any backend, and a failover.
 
-    The number of a transaction that a crash undid, or that a promoted standby never heard of, is given out again: what
-    `pg_xact_status` says of it holds within one epoch only. The cumulative statistics are discarded by every crash
-    recovery, also by one that the postmaster survives; reset by hand, they change the epoch for nothing, which is safe.
+    The number of a transaction that a crash undid, or that a promoted standby never received, is used again: the answer
+    of `pg_xact_status` holds within one epoch only. Every crash recovery discards the cumulative statistics, also one
+    that the postmaster survives; a reset by hand changes the epoch for nothing, which is safe.
     """
     return server_run(connection)[0]
 
 
 def server_run(connection: Connection) -> tuple[str, bool]:
-    """The server's epoch, and whether this database has Citus."""
+    """The server's epoch, and true if this database has Citus."""
     row = connection.execute(_EPOCH).one()
     return row.epoch, row.has_citus
 
@@ -114,7 +114,7 @@ def schema_version(connection: Connection, schema: str) -> int | None:
 
 
 def missing_installation(connection: Connection, schema: str) -> str:
-    """Look for what is there in place of tables that were migrated, and the way out. Reads catalogs; no locks."""
+    """Describe what exists in place of migrated tables, and the way out. Reads catalogs; no locks."""
     if connection.execute(_MARKER, {"marker": quote_identifier(schema, "job")}).scalar() is not None:
         return (
             f"tables in schema {schema!r} without the rows of its table `migration`, as `pg_dump --schema-only` leaves "
@@ -136,7 +136,7 @@ def missing_installation(connection: Connection, schema: str) -> str:
 def newest_step(schema: str) -> TextClause:
     """The last migration step that was made. Reads the small table `migration`; no locks."""
     marker = quote_identifier(schema, "migration")
-    # Escaped, a colon in the schema's name is no bound parameter.
+    # A colon in the schema's name is escaped, or it would begin a bound parameter.
     return text(f"SELECT pg_catalog.max(step) FROM {marker}".replace(":", r"\:"))
 
 
@@ -146,7 +146,7 @@ def try_lock_version(connection: Connection, schema: str) -> bool:
 
 
 def lock_version(connection: Connection, schema: str) -> None:
-    """Wait for a migration of `schema` that is under way, and keep others out until the transaction ends.
+    """Wait for a migration of `schema` under way, and keep others out until the transaction ends.
 
     The same advisory lock that every migration step takes.
     """
@@ -154,12 +154,12 @@ def lock_version(connection: Connection, schema: str) -> None:
 
 
 def version_lock_holders(connection: Connection, schema: str) -> list[str]:
-    """The sessions that have the lock of `lock_version`, a text for each, as far as this role may know."""
+    """The sessions that hold the lock of `lock_version`, a text for each, as far as this role may see."""
     return [str(holder) for holder in connection.execute(_HOLDERS, {"schema": schema}).scalars()]
 
 
 def is_read_only(connection: Connection) -> bool:
-    """Whether this server takes no changes: a replica, or one that was set so. Reads no table."""
+    """Return True if this server takes no changes: a replica, or one that was set so. Reads no table."""
     found: bool = connection.execute(_READ_ONLY).scalar_one()
     return found
 
@@ -167,7 +167,7 @@ def is_read_only(connection: Connection) -> bool:
 def standby_delay_seconds(connection: Connection) -> float | None:
     """The age of a standby's data, in seconds; None if the server is no standby. Reads no table.
 
-    The clocks of the primary and of this server are compared, unless the standby has everything: then it is 0.
+    It compares the clocks of the primary and of this server, unless the standby has everything: then it is 0.
     """
     found: float | None = connection.execute(_STANDBY_DELAY).scalar_one()
     return found

@@ -1,8 +1,8 @@
-"""Putting a claimed job back, or among the dead letters, in the transaction of its handler's rows.
+"""Settling: put a claimed job back, or among the dead letters, in the transaction of its handler's rows.
 
-In transaction mode no lock is waited for: the claim deleted the only other row with this id, in this transaction. Under
-a lease the row is still there, and is changed only if it still has our token: after waiting for the lock of a reaper or
-an operator's command there is another token, or no row.
+In transaction mode there is no wait for a lock: the claim deleted the only other row with this id, in this transaction.
+Under a lease the row still exists, and is changed only if it has our token: after a wait for the lock of a reaper or an
+operator's command there is another token, or no row.
 """
 
 import secrets
@@ -41,7 +41,7 @@ from outboxq.statements.numbers import MOST_COUNTED, MOST_TOKEN, next_token
 from outboxq.statements.park import PARKED_UNTIL
 from outboxq.tables import dead_job, job, queue
 
-# What is written back as it was claimed.
+# The columns that are written back as they were claimed.
 _KEPT = (
     "id", "queue", "kind", "args", "headers", "priority", "max_attempts", "crashes", "unique_key", "group_key",
     "created_at", "batch_id",
@@ -64,9 +64,9 @@ def _compile_in_place(statement: _InsertInPlace, compiler: SQLCompiler, **option
 def put_back(
     claimed: Job, *, attempt: int, errors: "str | ColumnElement[str]", delay: timedelta | None, passes: bool = False
 ) -> Insert | Update:
-    """The job waits again, behind everything that waits (it draws a new `seq`); ready at once without `delay`.
+    """Put the job back, after everything that waits (it gets a new `seq`); ready at once without `delay`.
 
-    A job of a group keeps its place, and the jobs behind it wait until it is due, unless it `passes`, or the queue lets
+    A grouped job keeps its place, and the jobs after it wait until it is due, unless it `passes`, or the queue lets
     several jobs of a group run at a time: then it is out of the order until it is due. A relay that knows its kind has
     run it, so `parked` is 0 again.
     """
@@ -81,13 +81,14 @@ def _random_token() -> int:
 def _schedule(claimed: Job, delay: timedelta | None, passes: bool) -> dict[str, object]:
     ran: dict[str, object] = {}
     if claimed.lease_token is None and claimed.unique_key is not None:
-        # A token, which no lease has had, shows that the job ran, although its attempt may not have been counted.
+        # A token, which no lease has had, shows that the job ran, even if its attempt was not counted.
         ran["lease_token"] = _random_token()
     if delay is None:
         return {**ran, "state": "ready" if claimed.group_key is None else "grouped"}
     later: ColumnElement[Any] = pg.clock_timestamp() + literal(delay)
     if claimed.expires_at is not None:
-        # Then it is dropped at once: until then its group, its batch and a waiting caller would wait for nothing.
+        # It is dropped at its expiry: after that its group, its callback batch and a waiting caller would wait for
+        # nothing.
         later = func.least(later, literal(claimed.expires_at))
     if claimed.group_key is None:
         return {**ran, "state": "scheduled", "run_at": later}
@@ -97,10 +98,10 @@ def _schedule(claimed: Job, delay: timedelta | None, passes: bool) -> dict[str, 
 
 
 def put_back_until(claimed: Job, run_at: datetime) -> Insert | Update:
-    """The job waits until `run_at`, its attempt not counted: another one of its key has the window.
+    """Put the job back until `run_at`, its attempt not counted: another one of its key has the window.
 
-    Under a lease, what may be of a newer job is written too. Its token shows that it waits for another attempt: a run
-    of its key takes it along before it is due.
+    Under a lease, the content, which may be a newer job's, is also written. The token shows that the job waits for
+    another attempt: a run of its key takes it along before it is due.
     """
     waits: dict[str, object] = {
         "state": "scheduled",
@@ -116,10 +117,10 @@ def put_back_until(claimed: Job, run_at: datetime) -> Insert | Update:
 
 
 def put_back_parked(claimed: Job) -> Insert | Update:
-    """The job waits again, for later and without an attempt counted: no handler here knows its kind."""
+    """Put the job back for later, without an attempt counted: no handler here knows its kind."""
     later: ColumnElement[object] = literal_column(PARKED_UNTIL.replace("parked", str(claimed.parked)))
     parked = min(claimed.parked + 1, MOST_COUNTED)
-    # In a group the job holds up those behind it: whether it may be passed is known to its handler alone.
+    # In a group the job holds up those after it: only its handler knows if they may pass it.
     state = "scheduled" if claimed.group_key is None else "grouped"
     changed = {"parked": parked, "errors": claimed.errors, "attempt": claimed.attempt - 1, "state": state}
     return _write(claimed, {**changed, "run_at": later})
@@ -128,7 +129,8 @@ def put_back_parked(claimed: Job) -> Insert | Update:
 def remove(claimed: Job) -> Delete:
     """Delete the row of a job that is still under its lease.
 
-    Index: the primary key. Waits for a reaper or an operator's command that has locked the row, and finds what it left.
+    Index: the primary key. Waits for a reaper or an operator's command that has locked the row, and respects its
+    change.
     """
     return delete(job).where(job.c.id == claimed.id, job.c.lease_token == claimed.lease_token)
 
@@ -139,8 +141,8 @@ def unchanged(claimed: Job) -> Select[tuple[UUID]]:
         # Every lease has a new token.
         return select(job.c.id).where(job.c.id == claimed.id, job.c.lease_token == claimed.lease_token)
     same = select(job.c.id).where(job.c.id == claimed.id, job.c.seq == claimed.seq)
-    # Every way of putting a job back draws a new seq. One of a group keeps it, but every way takes a new run_at, later
-    # than that with which the job was due when it was claimed.
+    # Every way of putting a job back gives it a new seq. A grouped job keeps its seq, but every way gives it a new
+    # run_at, later than that with which it was claimed.
     return same if claimed.group_key is None else same.where(job.c.run_at == claimed.run_at)
 
 
@@ -151,7 +153,7 @@ def _write(claimed: Job, changed: dict[str, object]) -> Insert | Update:
         if in_group:
             return _InsertInPlace(job).values(**_kept(claimed, in_place=True), **expiry, **changed, seq=claimed.seq)
         return insert(job).values(**_kept(claimed), **expiry, **changed)
-    # `crashes` takes back the crash that the claim of a suspect counted. A new token: the old one is good for nothing.
+    # `crashes` undoes the crash that the claim of a suspect counted. A new token makes the old one useless.
     fenced = update(job).where(job.c.id == claimed.id, job.c.lease_token == claimed.lease_token)
     released: dict[str, object] = {"lease_owner": None, "lease_token": _NEXT_TOKEN}
     if not in_group:
@@ -162,12 +164,12 @@ def _write(claimed: Job, changed: dict[str, object]) -> Insert | Update:
 
 
 def insert_dead(claimed: Job, *, reason: str, errors: "str | ColumnElement[str]") -> Insert:
-    """The job as a dead letter; an earlier one of the same id, queue and kind gives way: the job has died again.
+    """Make the job a dead letter; it overwrites an earlier one of the same id, queue and kind: the job died again.
 
-    Otherwise the insert would fail for ever, and the job would hold up its queue. One of another queue or kind is not
-    its producer's to overwrite: then the new one has another id.
+    Otherwise the insert would fail for ever, and the job would hold up its queue. One of another queue or kind must not
+    be overwritten: then the new one gets another id.
     """
-    # No other dead letter of this id can come meanwhile: a job is inserted only after the one before it left the table.
+    # No other dead letter of this id can come now: a job is inserted only after the one before it left the table.
     is_other = or_(dead_job.c.queue != claimed.queue, dead_job.c.kind != claimed.kind)
     is_taken = exists().where(dead_job.c.id == claimed.id, is_other)
     own_id = case((is_taken, pg.gen_random_uuid()), else_=literal(claimed.id, dead_job.c.id.type))
@@ -182,7 +184,7 @@ def insert_dead(claimed: Job, *, reason: str, errors: "str | ColumnElement[str]"
 def postpone(claimed: Job, delay: timedelta, *, passes: bool = False) -> Insert | Update:
     """Move a job out of the way of its queue, back from its lease if it has one, without counting the attempt.
 
-    A job that waits is changed only if no other transaction holds it; nothing is written of its errors and arguments.
+    A waiting job is changed only if no other transaction holds it; its errors and arguments are not written.
 
     Args:
         passes: As in `put_back`.
@@ -196,15 +198,15 @@ def postpone(claimed: Job, delay: timedelta, *, passes: bool = False) -> Insert 
 
 
 def errors_with(kept: str, record: str) -> "ColumnElement[str]":
-    """The history plus one record, stamped by the database's clock."""
+    """The errors plus one record, stamped by the database's clock."""
     stamped = cast(literal(record, Text), JSONB).op("||")(pg.jsonb_build_object("at", pg.clock_timestamp()))
     return cast(literal(kept, Text), JSONB).op("||")(pg.jsonb_build_array(stamped))
 
 
 def _kept(claimed: Job, *, in_place: bool = False) -> dict[str, object]:
-    """What is written back as it was claimed.
+    """The values that are written back as they were claimed.
 
-    Unless `in_place`, with the order in which a coalesced job was added, as its next row draws a new `seq`.
+    Unless `in_place`, with the order in which a coalesced job was added, as its next row gets a new `seq`.
     """
     kept: dict[str, object] = {name: getattr(claimed, name) for name in _KEPT}
     if claimed.unique_key is not None and not in_place:

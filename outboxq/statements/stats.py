@@ -1,4 +1,4 @@
-"""Counting the jobs that wait, run and died, and the effects and kinds that are unknown."""
+"""Counts of the jobs that wait, run and died, and of unknown effects and kinds."""
 
 from collections.abc import Sequence
 from typing import Any, LiteralString
@@ -43,7 +43,7 @@ def count_jobs() -> Executable:
     ).group_by(jobs.c.queue)
 
 
-# Each walk over the jobs of a queue: the stored states that it finds, and the order of the index that it follows.
+# The walks over the jobs of a queue: the stored states that each finds, and the order of its index.
 _WALKS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("ready", "listed.state = 'ready'", ("queue", "(-priority)", "seq")),
     ("scheduled", "listed.state = 'scheduled'", ("queue", "run_at")),
@@ -55,13 +55,13 @@ WALKS = (*(name for name, _, _ in _WALKS), "leased")
 
 
 def count_first_jobs(most: int, only: str | None = None) -> Executable:
-    """One row per queue with jobs, as `count_jobs` has it, of up to `most` jobs that each of six walks finds.
+    """One row per queue with jobs, as of `count_jobs`, from up to `most` jobs of each of six walks.
 
-    With `only`, of this queue alone.
+    With `only`, for this queue alone.
 
-    `walked_...`: how many each walk has found, up to `most` + 1. A walk follows one index from the first job of a queue
-    to the last that it counts, and from one queue to the next by a probe; the leased jobs of all queues are one walk.
-    Indexes: job_ready, job_scheduled, job_suspect, job_group, job_group_state, job_leased. No locks.
+    `walked_...`: the number that each walk found, up to `most` + 1. A walk follows one index from the first job of a
+    queue to the last that it counts, and from one queue to the next by a probe; the leased jobs of all queues are one
+    walk. Indexes: job_ready, job_scheduled, job_suspect, job_group, job_group_state, job_leased. No locks.
     """
     jobs = _walked(most, only)
     is_parked = and_(jobs.c.state.in_(("scheduled", "due")), jobs.c.parked > 0)
@@ -76,10 +76,10 @@ def count_first_jobs(most: int, only: str | None = None) -> Executable:
 
 
 def first_ids(states: Sequence[str], most: int, only: str | None = None) -> Select[tuple[UUID]]:
-    """The ids of the jobs in these of `STATES`, among those that the walks of `count_first_jobs` find.
+    """The ids of the jobs in these `STATES`, among those that the walks of `count_first_jobs` find.
 
-    Relays claim from the starts of these walks, so that what they hold is there. Bound: `most` + 1 jobs for each queue
-    and each of five walks, and as many that are leased. No locks.
+    Relays claim from the starts of these walks, so the jobs that they hold are there. Bound: `most` + 1 jobs for each
+    queue and each of five walks, and as many leased ones. No locks.
     """
     jobs = _walked(most, only)
     return select(jobs.c.id).where(jobs.c.state.in_(states)).distinct()
@@ -115,12 +115,12 @@ def _walk(name: str, condition: str, order: tuple[str, ...], most: int, only: st
 
 
 def _condition(predicate: str) -> ColumnElement[bool]:
-    """What the predicate of an index says, in its words, so that the planner sees it."""
+    """The predicate of an index, in its own words, so that the planner sees it."""
     return literal_column(predicate, Boolean())
 
 
 def _queues(name: str, rows: FromClause, condition: ColumnElement[bool], only: str | None = None) -> CTE:
-    """The queues of the rows of an index that begins with them, each found by a probe behind the one before."""
+    """The queues of the rows of an index that begins with them, each found by a probe after the one before."""
     if only is not None:
         return select(literal(only, StoredText()).label("queue")).cte(f"queues_{name}")
     column = rows.c.queue
@@ -145,17 +145,17 @@ _ESTIMATE_DEAD: LiteralString = "EXPLAIN (FORMAT JSON) SELECT FROM {dead} AS job
 
 
 def estimate_jobs(schema: str, name: str | None, state: str) -> str:
-    """A plan, which says how many jobs, of one queue or of all, are in a stored state. Reads the statistics alone."""
+    """A plan that estimates how many jobs, of one queue or of all, are in a stored state. Reads only the statistics."""
     return render(schema, _ESTIMATE if name is None else _ESTIMATE + _OF_QUEUE, name=name, state=state)
 
 
 def estimate_dead(schema: str, name: str) -> str:
-    """A plan, which says how many dead letters a queue has, as `estimate_jobs` does."""
+    """A plan that estimates how many dead letters a queue has, like `estimate_jobs`."""
     return render(schema, _ESTIMATE_DEAD, name=name)
 
 
 def first_parked_kinds(most: int, only: str | None = None) -> Executable:
-    """`parked_kinds`, of the first `most` scheduled jobs of each queue, or of one. Index: job_scheduled; no locks."""
+    """The `parked_kinds` of the first `most` scheduled jobs per queue, or of one. Index: job_scheduled; no locks."""
     queues = _queues("parked", listed, _condition("listed.state = 'scheduled'"), only)
     first = (
         select(listed.c.queue, listed.c.kind, listed.c.run_at, listed.c.parked, xmax.label("held_by"))
@@ -164,7 +164,7 @@ def first_parked_kinds(most: int, only: str | None = None) -> Executable:
         .limit(most)
         .lateral("first")
     )
-    # Behind the walk: few jobs are put off, and each of these alone is looked up.
+    # After the walk: few jobs are put off, and only these are probed.
     is_paused = exists().where(paused_kind.c.queue == first.c.queue, paused_kind.c.kind == first.c.kind)
     return (
         select(
@@ -181,7 +181,7 @@ def first_parked_kinds(most: int, only: str | None = None) -> Executable:
 
 
 def count_left(served: Sequence[str]) -> Executable:
-    """How many jobs are left when a relay of these queues has nothing to run: (sort, jobs), the sorts of `admin.stats`.
+    """The jobs left when a relay of these queues has nothing to run: (sort, jobs), the sorts of `admin.stats`.
 
     Reads the table once, whatever its size; no locks.
     """
@@ -205,7 +205,7 @@ def count_dead() -> Executable:
 
 
 def parked_kinds() -> Executable:
-    """The kinds that no relay knew, and that are not paused, per queue. Index: job_scheduled, read once; no locks."""
+    """The kinds that no relay knew and that are not paused, per queue. Index: job_scheduled, read once; no locks."""
     is_paused = exists().where(paused_kind.c.queue == listed.c.queue, paused_kind.c.kind == listed.c.kind)
     return (
         select(
@@ -221,17 +221,17 @@ def parked_kinds() -> Executable:
 
 
 def paused_queues() -> Executable:
-    """The queues that are paused. Reads the small table `queue`; no locks."""
+    """The paused queues. Reads the small table `queue`; no locks."""
     return select(queue.c.name, queue.c.paused_at).where(queue.c.paused_at.is_not(None))
 
 
 def count_unknown_effects() -> Executable:
-    """How many effects wait for an operator. Index: effect_unknown, which holds no others; no locks."""
+    """The number of effects that wait for an operator. Index: effect_unknown, which holds no others; no locks."""
     return select(count()).select_from(effect).where(effect.c.status == "unknown")
 
 
 def count_first_unknown_effects(most: int) -> Executable:
-    """`count_unknown_effects`, up to `most` + 1."""
+    """The number of `count_unknown_effects`, up to `most` + 1."""
     first = select(effect.c.changed_at).where(_condition("effect.status = 'unknown'")).limit(most + 1).subquery("first")
     return select(count()).select_from(first)
 

@@ -1,7 +1,7 @@
-"""Reading a large table a stretch at a time, in the order of an index: 20,000 rows, and those of the last one's value.
+"""Stretches: read a large table 20,000 rows at a time, and those of the last one's value, in the order of an index.
 
-However few rows match a filter, each statement is over soon, holds its snapshot for a moment only, and is the same walk
-whatever the planner believes of the filter.
+However few rows match a filter, each statement ends soon, holds its snapshot only for a moment, and is the same walk
+whatever the planner estimates for the filter.
 """
 
 import math
@@ -39,19 +39,19 @@ def stretches(
     first: int | None = None,
     give_up_at: float = math.inf,
 ) -> Iterator[list[ColumnElement[bool]]]:
-    """Conditions by which a table is read, one after the other, in the order of a column.
+    """Yield conditions by which a table is read, one after the other, in the order of a column.
 
-    Each row that is there all the while meets one of them; rows of one value are in one stretch. One that is added or
-    changed meanwhile may be read once, twice or not at all, as by any statements that follow each other.
+    Each row that exists all the time meets one of them; rows of one value are in one stretch. A row that is added or
+    changed during the walk may be read once, twice or not at all, as by any statements in sequence.
 
     Args:
         column: With an index; never NULL where `where` holds.
-        where: What holds for all rows that are meant, such as the condition of a partial index, or where to begin.
-        first: How many rows the first stretch has, for a caller that may need no more; each next one is twice as long.
-        give_up_at: A time of the monotonic clock. No time-out of a statement ends a walk.
+        where: Conditions of all rows that are wanted, such as that of a partial index, or the place to begin.
+        first: The rows of the first stretch, for a caller that may need no more; each next one is twice as long.
+        give_up_at: A time of the monotonic clock. No statement's time-out ends a walk.
 
     Raises:
-        TimeoutError: it is not over at that time.
+        TimeoutError: the walk has not ended at that time.
     """
     rest, rows = list(where), STRETCH_ROWS if first is None else max(1, min(first, STRETCH_ROWS))
     while True:
@@ -69,7 +69,7 @@ def stretches(
 def end_of_stretch(
     column: ColumnElement[Any], where: Sequence[ColumnElement[bool]], rows: int, *, is_backwards: bool
 ) -> Executable:
-    """The column's value in the last of so many rows; no row if fewer are left. Index: the column's; no locks."""
+    """The column's value in the last of `rows` rows; no row if fewer are left. Index: the column's; no locks."""
     order = column.desc() if is_backwards else column.asc()
     return select(column).where(*where).order_by(order).offset(rows - 1).limit(1)
 
@@ -77,13 +77,13 @@ def end_of_stretch(
 def stretches_of_blocks(
     connection: Connection, table: Table, *, give_up_at: float = math.inf
 ) -> Iterator[list[ColumnElement[bool]]]:
-    """`stretches` in the order in which a table is stored: it reads each block once, whatever the order of its ids.
+    """Yield `stretches` in a table's stored order: they read each block once, whatever the order of its ids.
 
-    By an index each row of a table in no order costs a block of its own, and two if it was not vacuumed. What is stored
-    behind the end that the table has now is not read. No sort, and no locks.
+    By an index each row of an unordered table costs a block of its own, and two if it was not vacuumed. Rows after the
+    table's present end are not read. No sort, and no locks.
 
     Raises:
-        TimeoutError: it is not over at that time.
+        TimeoutError: the walk has not ended at that time.
     """
     blocks: int = connection.execute(count_blocks(mapped_schema(connection), table.name)).scalar_one()
     for start in range(0, blocks, STRETCH_BLOCKS):
@@ -94,9 +94,9 @@ def stretches_of_blocks(
 
 
 def sorted_apart(found: Select[Any], greatest: str, limit: int) -> Select[Any]:
-    """The rows with the greatest values of a column, among those of a stretch of blocks: read first, and then sorted.
+    """The rows with a column's greatest values, of a stretch of blocks: read first, then sorted.
 
-    A statement that asks for rows in the order of an index may be planned as a walk of that index. No locks.
+    A statement with the order of an index may be planned as a walk of that index. No locks.
     """
     # MATERIALIZED: planned by itself, without the order and the limit.
     rows = found.order_by(None).limit(None).cte("rows").prefix_with("MATERIALIZED")
@@ -104,7 +104,7 @@ def sorted_apart(found: Select[Any], greatest: str, limit: int) -> Select[Any]:
 
 
 def count_blocks(schema: str, name: str) -> Executable:
-    """The number of a table's blocks. Reads its files' sizes alone; no locks."""
+    """The number of a table's blocks. Reads only its files' sizes; no locks."""
     table = pg.to_regclass(literal(quote_identifier(schema, name), StoredText()))
     size: ColumnElement[int] = pg.pg_relation_size(table, type_=BigInteger())
     block = cast(pg.current_setting(literal("block_size", StoredText())), Integer())

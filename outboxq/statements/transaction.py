@@ -1,4 +1,4 @@
-"""The settings of a relay's transactions, and how another connection ends one of them."""
+"""The settings of a relay's transactions, and statements by which another connection ends one of them."""
 
 from functools import lru_cache
 
@@ -6,31 +6,31 @@ from psycopg import sql
 
 from outboxq.statements.render import fill
 
-# How much longer the server waits than the relay, which acts on its own deadlines while it can.
+# The server waits this much longer than the relay, which acts on its own deadlines while it can.
 IDLE_GRACE_SECONDS = 10.0
 
-# Less would hit the claim and the COMMIT, which share the transaction: only the relay enforces shorter deadlines.
+# Less would hit the claim and the COMMIT, which share the transaction: the relay alone enforces shorter deadlines.
 LEAST_SECONDS = 1.0
 
-# What the driver itself sends to begin a slot's transaction.
+# The driver's own statement to begin a slot's transaction.
 BEGIN = "BEGIN ISOLATION LEVEL READ COMMITTED"
 
-# LOCAL: behind a transaction pooler a session belongs to another client a moment later.
-# DateStyle: psycopg reads ISO alone, whatever the database's default.
+# LOCAL: behind a transaction pooler a session soon belongs to another client. DateStyle: psycopg reads only ISO,
+# whatever the database's default.
 READABLE_DATES = "SET LOCAL datestyle = 'ISO'"
-# For statements of ours that find rows by a condition and come through the driver, which prepares them: a plan that was
-# made while the table was empty, an idle relay's normal state, would scan whatever arrives later.
+# For our statements that find rows by a condition and go through the driver, which prepares them: a plan that was made
+# while the table was empty, an idle relay's normal state, would scan all that arrives later.
 LOCAL_SETTINGS = ("SET LOCAL plan_cache_mode = force_custom_plan", READABLE_DATES)
 
 
-# No time-out of the role's may cut a long claim short: the claim would be repeated for ever, as long each time.
+# The role's time-out must not cancel a long claim, which would be repeated for ever, as long each time.
 UNTIMED = "SET LOCAL statement_timeout = 0"
 TIMED_AGAIN = "SET LOCAL statement_timeout TO DEFAULT"
 
 
 @lru_cache(256)
 def local_timeouts(seconds: float | None) -> tuple[str, ...]:
-    """The server's own deadlines for the rest of a transaction; with None those of the role and the database stand.
+    """The server's own deadlines for the rest of a transaction; with None those of the role and the database hold.
 
     The handler's savepoint contains a statement_timeout. The idle time-out frees a job whose relay hangs.
     """
@@ -53,21 +53,21 @@ TIMEOUTS_OFF = (
 )
 
 
-# Noted when the transaction of a leased job begins, as a listener of the user's may have set it: see `restored`.
+# Recorded when the transaction of a leased job begins, as a user's listener may have set it: see `restored`.
 NOTE_ROLE = "pg_catalog.set_config('outboxq.role', pg_catalog.current_setting('role'), true)"
 _ROLE_AS_NOTED = "SELECT pg_catalog.set_config('role', pg_catalog.current_setting('outboxq.role', true), true); "
 
 
 def restored(inner_savepoint: str, seconds: float | None, *, is_noted: bool) -> str:
-    """The role, the right to write and the deadlines as they were before a handler, for statements of ours behind it.
+    """Restore the role, the right to write and the deadlines from before a handler, for our statements after it.
 
-    What a handler sets outlives its savepoint if its rows stand. READ ONLY ends with the savepoint.
+    A handler's settings outlive its savepoint if that is released. READ ONLY ends with the savepoint.
 
     Args:
-        is_noted: Whether `NOTE_ROLE` stands at the transaction's beginning; else the role is that of the session.
+        is_noted: True if the transaction began with `NOTE_ROLE`; else the role is that of the session.
     """
     role = _ROLE_AS_NOTED if is_noted else "SET LOCAL ROLE TO DEFAULT; "
-    # The time-outs first: what comes behind is sent under those of the handler until then.
+    # The time-outs first: until then statements run under those of the handler.
     return (
         f"{_statement_timeouts(seconds)}"
         f"RELEASE SAVEPOINT {inner_savepoint}; SAVEPOINT {inner_savepoint}; "
@@ -76,7 +76,7 @@ def restored(inner_savepoint: str, seconds: float | None, *, is_noted: bool) -> 
 
 
 def _statement_timeouts(seconds: float | None) -> str:
-    """The deadlines again but for `lock_timeout`: by it a handler says how long its COMMIT may wait for a lock."""
+    """Restore the deadlines except `lock_timeout`, with which a handler bounds its COMMIT's wait for a lock."""
     if seconds is None:
         return f"{TIMED_AGAIN}; SET LOCAL idle_in_transaction_session_timeout TO DEFAULT; "
     statement, idle = (int(value * 1000) for value in (max(seconds, LEAST_SECONDS), seconds + IDLE_GRACE_SECONDS))
@@ -94,15 +94,15 @@ def current_xid() -> str:
 
 
 def xact_status(xid: str) -> str:
-    """One row: what became of a transaction."""
+    """One row: the status of a transaction."""
     return f"SELECT pg_catalog.pg_xact_status('{int(xid)}'::xid8)"
 
 
 def may_be_committed(xid: str) -> str:
-    """One row: whether a transaction of another epoch may be one that this server has committed.
+    """One row: true if this server may have committed a transaction of another epoch.
 
-    False for a transaction that this server undid, runs now, or never heard of; if the number was given out again,
-    perhaps true.
+    False for a transaction that this server undid, runs now, or never received; perhaps true if the number was used
+    again.
     """
     return (
         f"SELECT CASE WHEN '{int(xid)}'::xid8 < pg_catalog.pg_snapshot_xmax(pg_catalog.pg_current_snapshot()) "
@@ -111,8 +111,8 @@ def may_be_committed(xid: str) -> str:
 
 
 def prepared_as(xid: str) -> str:
-    """The name under which this transaction is prepared for a two-phase commit; no row if it is not."""
-    # The view shows ids without their epoch; no two open transactions differ by the epoch alone.
+    """The name under which a transaction is prepared for a two-phase commit; no row if it is not."""
+    # The view shows ids without their epoch; no two open transactions differ only by the epoch.
     return (
         f"SELECT gid FROM pg_catalog.pg_prepared_xacts WHERE transaction::text = '{int(xid) & 0xFFFF_FFFF}' "
         "AND database = pg_catalog.current_database()"
@@ -125,7 +125,7 @@ def rollback_prepared(gid: str) -> str:
 
 
 def end_backend(pid: int, xid: str, *, terminate: bool) -> str:
-    """Cancel what a backend runs, or terminate it, if it still runs this transaction. One row if it did."""
+    """Cancel a backend's statement, or terminate the backend, if it still runs this transaction. One row if it did."""
     action = sql.SQL("pg_catalog.pg_terminate_backend" if terminate else "pg_catalog.pg_cancel_backend")
     return fill(
         "SELECT {action}(pid) FROM pg_catalog.pg_stat_activity WHERE pid = {pid} AND backend_xid::text = {xid}",

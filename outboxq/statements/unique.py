@@ -1,13 +1,13 @@
-"""Unique jobs: who has a key, which is free when its job does not live and no period keeps it.
+"""Unique jobs: a key is free when its job does not live and no period keeps it.
 
 No relay writes a key when a job ends: the COMMIT that removes the job's row frees the key. A job that runs in
-transaction mode is deleted, but not yet for others: every other snapshot sees its row, so its key is taken.
+transaction mode is deleted, but every other snapshot still sees its row, so its key is taken.
 
 A job whose expiry has passed does not live, unless it runs: a relay that claims it later drops it.
 
-A key whose job is gone is taken over by compare-and-set. `ctid` says which version of the key's row the statement has
-judged: if another transaction has taken the key over meanwhile, be it for a job of the same id, there is a newer
-version, whose job this statement's snapshot does not show.
+A key whose job is gone is taken over by compare-and-set. `ctid` is the version of the key's row that the statement has
+judged: if another transaction has taken the key over since, even for a job of the same id, there is a newer version,
+whose job this statement's snapshot does not show.
 """
 
 from collections.abc import Mapping, Sequence
@@ -56,34 +56,34 @@ MAX_STORED_KEY_BYTES = 1_024
 
 _ARRAYS: Mapping[str, TypeEngine[Any]] = {**ARRAYS, "key": Text(), "kept": Interval()}
 
-# Not the job's id: a dead letter that is retried takes its key over under the id that it had.
+# Not the job's id: a retried dead letter takes its key over under its former id.
 _VERSION: ColumnElement[Any] = literal_column("unique_key.ctid")
 # The expiry is compared with a time before the snapshot, and the row's mark is read after it: a relay that has claimed
-# the job by then is seen, and one that claims it later reads a later clock before it calls the handler.
+# the job by then is seen, and one that claims it later reads a later time before it calls the handler.
 _LIVES: LiteralString = (
     "CASE WHEN job.expires_at <= pg_catalog.statement_timestamp() "
     f"THEN job.state = 'leased' OR job.state = 'group_leased' OR {HELD} ELSE true END"
 )
 _lives: ColumnElement[bool] = literal_column(_LIVES, Boolean())
-# By the primary key, for each row of unique_key: as a join the planner might read the table as a whole.
+# By the primary key, for each row of unique_key: for a join the planner might read the whole table.
 _HAS_JOB = select(true()).where(job.c.id == unique_key.c.job_id, _lives).scalar_subquery().is_not(None)
 
 
 def stored_key(kind: ColumnElement[str], headers: ColumnElement[Any]) -> ColumnElement[str]:
-    """The unique key of a job as the table has it; NULL if it has none."""
+    """The unique key of a job, as in the table; NULL if it has none."""
     return kind.op("||")(literal_column("pg_catalog.chr(31)", Text())).op("||")(
         cast(headers, JSONB).op("->>")(literal_column(f"'{KEY_HEADER}'", Text()))
     )
 
 
 def add_unique(jobs: Mapping[str, UniqueJob]) -> tuple[Executable, dict[str, str]]:
-    """Insert jobs of different keys by their ids in hex, in their order, but for those whose key is taken.
+    """Insert jobs of different keys by their ids in hex, in their order, except those whose key is taken.
 
-    A row for each job: its number from 1 on, whether it was added, and the id of the job that has its key; NULL if
-    another transaction has taken the key meanwhile.
+    A row for each job: its number from 1 on, true if it was added, and the id of the job that has its key; NULL if
+    another transaction has just taken the key.
 
     Index: the primary keys. Locks: the rows of the keys that are taken, until the transaction ends; waits for another
-    transaction that is just taking one of them. Bound: the jobs given.
+    transaction that is taking one of them. Bound: the jobs given.
 
     Returns:
         The statement and its parameters.
@@ -92,7 +92,7 @@ def add_unique(jobs: Mapping[str, UniqueJob]) -> tuple[Executable, dict[str, str
 
 
 def insert_without_keys(jobs: Mapping[str, UniqueJob]) -> tuple[Insert, dict[str, str]]:
-    """Insert jobs by their ids in hex, in their order, whose keys are taken later, by `take_keys`.
+    """Insert jobs by their ids in hex, in their order; `take_keys` takes their keys later.
 
     Locks nothing but the new rows; one index entry each.
 
@@ -103,7 +103,7 @@ def insert_without_keys(jobs: Mapping[str, UniqueJob]) -> tuple[Insert, dict[str
 
 
 def key_owners(keys: list[str]) -> Executable:
-    """Which job has each of these keys, as text. Index: the primary key; no locks."""
+    """The ids of the jobs that have these keys, as text. Index: the primary key; no locks."""
     wanted = cast(bindparam("keys", text_array(keys), type_=Text()), ARRAY(Text()))
     return select(unique_key.c.key, cast(unique_key.c.job_id, Text())).where(unique_key.c.key == any_(wanted))
 
@@ -164,7 +164,7 @@ def _add_unique() -> Executable:
 
 
 def _take(wanted: CTE, standing: CTE, values: Mapping[str, ColumnElement[Any]]) -> ReturningInsert[tuple[UUID]]:
-    """Take the keys that no job has, in the order of their bytes: two transactions wait for the same keys in one order.
+    """Take the keys that no job has, in the order of their bytes: all transactions wait for keys in one order.
 
     By compare-and-set: the key's row is still the version that was judged.
     """
@@ -183,8 +183,8 @@ _ADD = _add_unique()
 _INSERT = _insert_without_keys()
 
 
-# Keys in the order of their bytes: two transactions that want the same keys wait in one order.
-# The scalar subqueries are run for each row, by the primary key; as a join the planner might read the table as a whole.
+# Keys in the order of their bytes: all transactions wait for keys in one order. The scalar subqueries run for each row,
+# by the primary key; for a join the planner might read the whole table.
 _TAKE: LiteralString = """\
 WITH added AS MATERIALIZED (
   SELECT new.key, new.id, new.kept_for, new.place
@@ -216,11 +216,11 @@ FROM added LEFT JOIN taken ON taken.job_id = added.id LEFT JOIN standing ON stan
 def take_keys(schema: str, jobs: Mapping[str, UniqueJob]) -> str:
     """Take the keys of jobs that this transaction has inserted, by their ids in hex, and delete those that get none.
 
-    The first of two jobs of one key wins. Jobs that a rollback to a savepoint has undone ask for nothing. A row for
-    each job that is there: its id in hex, whether it stays, and the id of the job that has the key, if that is known.
+    The first of two jobs of one key wins. Jobs that a rollback to a savepoint has undone take none. A row for each job
+    that exists: its id in hex, true if it stays, and the id of the job that has the key, if known.
 
     Index: the primary keys. Locks: the rows of the keys that are taken, until the transaction ends; waits for another
-    transaction that is just taking one of them. Bound: the keys given.
+    transaction that is taking one of them. Bound: the keys given.
     """
     return render(
         schema,
@@ -233,7 +233,7 @@ def take_keys(schema: str, jobs: Mapping[str, UniqueJob]) -> str:
 
 
 def key_is_free(key: ColumnElement[str]) -> ColumnElement[bool]:
-    """Whether no living job has this key, or the key is NULL. Index: the primary keys; no locks."""
+    """The condition that no living job has this key, or the key is NULL. Index: the primary keys; no locks."""
     holder = exists().where(unique_key.c.key == key, job.c.id == unique_key.c.job_id, _lives)
     return ~holder
 
@@ -241,13 +241,13 @@ def key_is_free(key: ColumnElement[str]) -> ColumnElement[bool]:
 def take_for_dead(picked: CTE, conditions: Sequence[ColumnElement[bool]]) -> tuple[CTE, CTE]:
     """Take the unique keys of those dead letters among `picked` that meet the conditions.
 
-    A period that keeps a key for a job that is gone does not count, and goes on: it is about adding jobs.
+    A period that keeps a key for a job that is gone does not count, and goes on: it bounds only new jobs.
 
     Index: the primary keys. Locks: the rows of the keys that are taken; waits for another transaction that is just
     taking one of them.
 
     Returns:
-        The ids that have their keys now, in `job_id`, and those that have a key which they did not get, in `id`.
+        The ids that have their keys now, in `job_id`, and those that did not get their key, in `id`.
     """
     key = stored_key(dead_job.c.kind, dead_job.c.headers)
     asking = (
@@ -275,9 +275,9 @@ def take_for_dead(picked: CTE, conditions: Sequence[ColumnElement[bool]]) -> tup
 
 
 def lock_idle_keys(schema: str, after: str, limit: int) -> str:
-    """Lock the keys among the next `limit` that nothing seems to need: their job is gone, and their period over.
+    """Lock the keys among the next `limit` that nothing seems to need: their job is gone, and their period has ended.
 
-    A row for each of these keys in their order, and whether it was locked.
+    A row for each of the `limit` keys in their order, with true if it was locked.
 
     Index: the primary key, from `after` on; that of `job` for each key. Locks: the idle keys, skipping those that
     another transaction holds. A producer that takes one over waits for this transaction.
@@ -298,7 +298,7 @@ WITH page AS MATERIALIZED (
 SELECT page.key, locked.key IS NOT NULL FROM page LEFT JOIN locked ON locked.key = page.key ORDER BY page.key
 """
 
-# Asked again, of a snapshot that was taken with the locks held: before that a producer may have taken a key over.
+# Checked again, in a snapshot that was taken with the locks held: before, a producer may have taken a key over.
 _DELETE_IDLE: LiteralString = """\
 WITH deleted AS (
   DELETE FROM {unique_key} AS held
@@ -314,6 +314,6 @@ SELECT pg_catalog.count(*) FROM deleted
 def delete_idle_keys(schema: str, keys: list[str]) -> str:
     """Delete keys that this transaction has locked, if nothing needs them; one row, with their number.
 
-    A statement of its own behind `lock_idle_keys`. Index: the primary keys. Locks: none but those held.
+    A separate statement after `lock_idle_keys`. Index: the primary keys. Locks: none but those held.
     """
     return render(schema, _DELETE_IDLE, keys=keys)

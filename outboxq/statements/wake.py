@@ -1,4 +1,4 @@
-"""Sleeping and waking: the sleep flag is an advisory lock, which goes with the process that holds it.
+"""Sleeping and waking: the sleep flag is an advisory lock, which ends with the process that holds it.
 
 The trigger of migration step 2 is the other side, and uses the same key and channel.
 """
@@ -12,12 +12,12 @@ from sqlalchemy import text
 
 from outboxq.statements.render import fill, render
 
-# How many groups of a queue a poll looks at.
+# The most groups of a queue that a poll visits.
 GROUPS_POLLED = 100
 
-# Stands for all queues in a notification. No queue has this name.
+# All queues, in a notification. No queue has this name.
 ALL_QUEUES = ""
-# Stands for what operators set, in a notification. No queue has this name either.
+# Operators' settings, in a notification. No queue has this name either.
 SETTINGS = "\x1fsettings"
 
 # For producers, in their transaction: no locks, no rows. SILENCE reads the old value before it sets the new one.
@@ -45,7 +45,7 @@ def listen_on(channel: str) -> str:
 
 
 def unlisten(channel: str) -> str:
-    """Listen on a channel no longer."""
+    """Stop listening on a channel."""
     return fill("UNLISTEN {channel}", channel=sql.Identifier(channel))
 
 
@@ -55,10 +55,10 @@ def notify_on(channel: str) -> str:
 
 
 def try_sleep_flags(schema: str, queues: Collection[str]) -> str:
-    """Try to hold the sleep flags of queues: a row for each, with its name and whether it is held now. Never waits.
+    """Try to hold the sleep flags of queues: a row for each, with its name and true if it is held now. Never waits.
 
-    False while another relay holds the flag, and until a producer's insert into the queue is committed: the trigger
-    holds the flag shared meanwhile.
+    False while another relay holds the flag, and while a producer's insert into the queue is not committed: the trigger
+    holds the flag shared until then.
     """
     return fill(
         "SELECT name, pg_catalog.pg_try_advisory_lock(pg_catalog.hashtext({channel}), pg_catalog.hashtext(name)) "
@@ -85,14 +85,14 @@ def notify(schema: str, queue: str) -> str:
 
 @lru_cache(64)
 def poll_queues(schema: str, queues: tuple[str, ...]) -> str:
-    """What waits in these queues: a row for each queue that is not paused and has a job that no lease holds.
+    """The waiting jobs of these queues: a row for each queue that is not paused and has a job that no lease holds.
 
-    The queue's name, whether a job is ready, the seconds until the next scheduled one (negative if it is due, or NULL),
-    whether a suspect waits, the seconds until the first job of a group may run (or NULL), and whether a suspect of a
-    group waits. A job that runs at this moment, in a transaction that is not committed, is seen too.
+    The queue's name, true if a job is ready, the seconds until the next scheduled one (negative if it is due, or NULL),
+    true if a suspect waits, the seconds until the first job of a group may run (or NULL), and true if a suspect of a
+    group waits. A job that runs now, in a transaction that is not committed, is seen too.
 
     Indexes: job_ready, job_scheduled, job_suspect and job_group_state, the first entry of each queue; job_group, the
-    first jobs of its first 100 groups: if there are more, one of them is taken to be due. No locks.
+    first jobs of its first 100 groups: if there may be more, one counts as due. No locks.
     """
     return render(schema, _POLL, queues=list(queues), groups=GROUPS_POLLED)
 

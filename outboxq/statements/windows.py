@@ -1,10 +1,10 @@
-"""Windows: which job of a key runs in a part of the clock of length `every`. Sent as text.
+"""Windows: one job of a key runs in each part of the clock of length `every`. Sent as text.
 
-A key's row in `unique_key` says until when its window lasts and which job has it, under the key behind a character that
-no other key begins with. It is kept for its time, as that of a unique job, and pruned with those.
+A key's row in `unique_key` holds the end of its window and the job that has it, under the key after a character with
+which no other key begins. It lasts for its time, like a unique job's, and is pruned with those.
 
-The window is taken in the transaction that has claimed the job, or, under a lease, in one that is committed before its
-handler begins. So if a relay dies, the window is free again, or belongs to the job that runs again.
+The window is taken in the transaction that claimed the job, or, under a lease, in one that commits before its handler
+begins. So if a relay dies, the window is free again, or belongs to the job that runs again.
 """
 
 from collections.abc import Sequence
@@ -19,15 +19,14 @@ from outboxq.statements.added import added_order, headers_with_order
 from outboxq.statements.by_index import NO_SCANS, SCANS_AGAIN
 from outboxq.statements.render import render
 
-# A check of the table, less the character in front.
+# A check of the table, less the first character.
 MAX_KEY_BYTES = 1_023
 
-# `locked`: the row of a key may be held by a transaction whose handler runs for an hour. The lock is tried, and never
-# waited for; it is held for as long as the row. Two keys of one hash: the second job waits for its next window.
-# `until` and the condition of the update are of one reading of the clock: a window is taken only if it ends later than
-# the one that was taken before, whichever version of the row a transaction sees.
-# `newest` is of a snapshot older than the lock: a transaction that has the lock is not committed in it, so that the job
-# which it runs is seen waiting.
+# `locked`: a transaction whose handler runs for an hour may hold the row of a key. The lock is tried, and never waited
+# for; it is held as long as the row. Two keys of one hash: the second job waits for its next window. `until` and the
+# condition of the update are of one reading of the clock: a window is taken only if it ends later than the last one,
+# whichever version of the row a transaction sees. `newest` is of a snapshot older than the lock: a transaction that has
+# the lock is not committed in it, so the job that it runs seems to wait.
 _TAKE: LiteralString = """\
 WITH wanted AS MATERIALIZED (
   SELECT given.key, given.id, clock.now,
@@ -59,7 +58,7 @@ WHERE NOT EXISTS (SELECT FROM taken WHERE taken.key = pg_catalog.chr(30) || want
 
 @dataclass(frozen=True, slots=True)
 class WantedWindow:
-    """A window that a claim wants: for one job of a key, whose windows have this length."""
+    """A window that a claim wants: for one job of a key whose windows have this length."""
 
     key: str
     job_id: UUID
@@ -78,12 +77,12 @@ def take_windows(schema: str, wanted: Sequence[WantedWindow], claimed: Sequence[
     waits or runs elsewhere and has `every` too, its place by the order of adding, its `created_at`, `args`, `headers`
     and `max_attempts`, or NULL.
 
-    Index: the primary key, and job_unique for the keys that are left out, of which each job is read. Locks: an advisory
-    lock and the row of each key that is taken, until the transaction ends. It waits for a pruner that deletes such a
-    row, and for no other transaction.
+    Index: the primary key, and job_unique for the keys that are left out, whose jobs are all read. Locks: an advisory
+    lock and the row of each key that is taken, until the transaction ends. Waits for a pruner that deletes such a row,
+    and for no other transaction.
 
     Args:
-        claimed: The jobs of these keys that the claim has: a window that one of them has is theirs.
+        claimed: The jobs of these keys that the claim has: a window of one of them is theirs.
     """
     return (
         f"{NO_SCANS}; "

@@ -111,7 +111,7 @@ class Pruner(PeriodicTask):
         return over
 
     def _sweep_page(self, connection: PGconn, after: UUID, limit: int) -> tuple[int, UUID | None, int]:
-        """Sweep the next callback batches after `after`; returns how many were checked, the last, and how many ended."""
+        """Sweep the next callback batches after `after`; returns how many it checked, the last, and how many ended."""
         statement = sweep_batches(self.schema, after, limit)
         try:
             ((looked, last, finished),) = run_on_libpq(connection, "; ".join((BEGIN, *SETTINGS, statement, "COMMIT")))

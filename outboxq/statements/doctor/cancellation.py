@@ -9,7 +9,7 @@ MAX_REQUESTS = 100
 
 
 def unanswered_requests(schema: str, after_seconds: float) -> TextClause:
-    """Requests of so long ago whose jobs still run: id, queue, kind and the request's age, the oldest first.
+    """Requests of this age whose jobs still run: id, queue, kind and the request's age, the oldest first.
 
     Reads all requests, of which there are few. Index: the job's primary key.
     """
@@ -27,7 +27,7 @@ ORDER BY request.requested_at LIMIT :most"""
 
 
 def paused_kinds(schema: str) -> TextClause:
-    """The kinds that are paused, and for how many seconds. Reads the small table `paused_kind`."""
+    """The paused kinds, and for how many seconds. Reads the small table `paused_kind`."""
     return text(
         "SELECT queue, kind, extract(epoch FROM pg_catalog.clock_timestamp() - paused_at)::float8 AS seconds "
         f"FROM {qualified(schema, 'paused_kind')} ORDER BY queue, kind"

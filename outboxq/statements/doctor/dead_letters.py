@@ -1,4 +1,4 @@
-"""How long queues keep their dead letters, and how old the oldest is. No locks."""
+"""The time for which queues keep their dead letters, and the age of the oldest. No locks."""
 
 from sqlalchemy import TextClause, text
 
@@ -18,7 +18,7 @@ WHERE oldest.seconds > kept.seconds + CAST(:late AS float8) ORDER BY kept.name""
 
 
 def kept_queues(schema: str) -> TextClause:
-    """What `select_kept` reads: queues, and for how many seconds operators have them keep their dead letters."""
+    """The rows of `select_kept`: queues, and the seconds for which operators have them keep their dead letters."""
     return text(select_kept(schema).replace(":", r"\:"))
 
 

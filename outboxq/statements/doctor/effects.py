@@ -11,7 +11,7 @@ MAX_EFFECTS = 10_000
 
 
 def unknown_effects(schema: str) -> TextClause:
-    """How many effects are unknown, and for how long the oldest. Index: effect_unknown, 10,000 entries of it."""
+    """The number of unknown effects, and the age of the oldest. Index: effect_unknown, 10,000 entries of it."""
     return text(
         f"""\
 SELECT pg_catalog.count(*) AS effects,
@@ -23,7 +23,7 @@ FROM (
 
 
 def abandoned_effects(schema: str, grace_seconds: float) -> TextClause:
-    """How many calls are open, with a lock that ran out `grace_seconds` ago, and for how long the oldest.
+    """The number of open calls whose lock expired `grace_seconds` ago, and the seconds since the oldest did.
 
     Index: effect_open, from its start.
     """

@@ -1,4 +1,4 @@
-"""The limits and rates of queues, and whether they keep jobs waiting at this moment. No locks."""
+"""The limits and rates of queues, and how much of them is used at this moment. No locks."""
 
 from sqlalchemy import TextClause, text
 
@@ -7,7 +7,7 @@ from outboxq.statements import group_claim, windows
 from outboxq.statements.doctor.sessions import qualified
 from outboxq.statements.limit import lock_class
 
-# The names of advisory locks in pg_locks are numbers without a sign.
+# The keys of advisory locks in pg_locks are unsigned numbers.
 _RUNNING = """\
 SELECT limited.name AS queue, limited.most, greatest((
     SELECT pg_catalog.count(*) FROM pg_catalog.pg_locks AS held
@@ -31,7 +31,7 @@ CROSS JOIN LATERAL (
 ) AS leased"""
 
 
-# Any login may take an advisory lock. `claims`: the one that lets a queue's claims in lease mode count.
+# Any login may take an advisory lock. `claims`: the lock under which a queue's claims in lease mode count.
 _FOREIGN = """\
 SELECT held.pid, activity.usename::text AS login, activity.application_name, activity.state,
   extract(epoch FROM pg_catalog.clock_timestamp() - coalesce(activity.xact_start, activity.state_change))::float8
@@ -62,15 +62,15 @@ ORDER BY held.pid LIMIT 20"""
 def foreign_locks(
     schema: str, queue: str | None, *, most: int = 0, group: str | None = None, per_group: int = 1
 ) -> TextClause:
-    """The sessions, but for relays', that hold advisory locks of limits and groups, of a queue and a group of it.
+    """The sessions, except relays', that hold advisory locks of limits and groups, of a queue and a group of it.
 
-    Without a queue those of all limits, groups and windows.
+    Without a queue, those of all limits, groups and windows.
 
     Reads pg_locks. A prepared transaction has no `pid`.
 
     Args:
         most: The limit of the queue.
-        per_group: How many jobs of a group run at a time.
+        per_group: The number of jobs of a group that run at a time.
     """
     slots = [] if queue is None else [queue, *(f"{queue}\x1f{place}" for place in range(most))]
     turns = [] if group is None else [f"{queue}\x1f{group}\x1f{slot}" for slot in range(1, per_group + 1)]
@@ -94,7 +94,7 @@ def queue_limits(schema: str) -> TextClause:
 
 
 def running(schema: str) -> TextClause:
-    """How many slots of queues' limits are taken, those of jobs under leases included; a row for each of `names`.
+    """The number of taken slots of queues' limits, those of leased jobs included; a row for each of `names`.
 
     A suspect of transaction mode has a lease and a slot, and counts once.
 
@@ -104,6 +104,6 @@ def running(schema: str) -> TextClause:
 
 
 def rates_ahead(schema: str) -> TextClause:
-    """By how many seconds the reserved tokens are ahead, for each queue with a rate. Reads the table `rate`."""
+    """The seconds by which the reserved tokens are ahead, for each queue with a rate. Reads the table `rate`."""
     ahead = "extract(epoch FROM tat - pg_catalog.clock_timestamp())::float8 AS ahead_seconds"
     return text(f"SELECT name AS queue, {ahead} FROM {qualified(schema, 'rate')}")

@@ -1,4 +1,4 @@
-"""Schedules that do not do what they are there for. Reads the table of schedules, which is small; no locks."""
+"""Schedules that do not add their jobs. Reads the table of schedules, which is small; no locks."""
 
 from typing import Any
 
@@ -9,14 +9,14 @@ from outboxq.statements.doctor.sessions import qualified
 from outboxq.tables import Instant, schedule
 
 MAX_SCHEDULES = 1_000
-# Of each queue with a schedule, so many of the newest dead letters.
+# The most of the newest dead letters of each queue with a schedule.
 MAX_DEAD = 1_000
-# As JSON, because tables of before step 15 have no such column.
+# As JSON, because tables before step 15 have no such column.
 _IS_DISABLED = "coalesce(paused_at = (pg_catalog.to_jsonb(schedule) ->> 'disabled_at'::text)::timestamptz, false)"
 
 
 def late_schedules(schema: str, older_than_seconds: float) -> TextClause:
-    """Schedules that should have been fired so long ago, the latest ones first. Index: schedule_next, its start."""
+    """Schedules that should have been fired this long ago, the latest ones first. Index: schedule_next, its start."""
     return text(
         f"""\
 SELECT name, kind, queue, extract(epoch FROM pg_catalog.statement_timestamp() - next_at)::float8 AS late_seconds
@@ -27,7 +27,7 @@ ORDER BY next_at LIMIT :most"""
 
 
 def paused_schedules(schema: str, older_than_seconds: float) -> TextClause:
-    """Schedules that have been paused for so long, and those that are disabled, with their owner."""
+    """Schedules that have been paused for this long, and those that are disabled, with their owner."""
     return text(
         f"""\
 SELECT name, kind, queue, extract(epoch FROM pg_catalog.statement_timestamp() - paused_at)::float8 AS paused_seconds,
@@ -40,7 +40,7 @@ ORDER BY paused_at LIMIT :most"""
 
 
 def coming_schedules() -> Select[Any]:
-    """Schedules that are due later, the last ones first, with the time of the look, no earlier than its rows."""
+    """Schedules that are due later, the last ones first, with the time of the query, no earlier than its rows."""
     named = (schedule.c[name] for name in ("name", "kind", "queue", "cron", "time_zone", "next_at", "last_at"))
     return (
         select(*named, pg.clock_timestamp(type_=Instant()).label("now"))
@@ -51,7 +51,7 @@ def coming_schedules() -> Select[Any]:
 
 
 def all_schedules(schema: str) -> TextClause:
-    """The kinds that schedules add, and which of them code declares that are not disabled."""
+    """The kinds that schedules add; `declared` is true if code declares the schedule and it is not disabled."""
     return text(
         f"SELECT name, kind, queue, declared AND NOT {_IS_DISABLED} AS declared "
         f"FROM {qualified(schema, 'schedule')} AS schedule ORDER BY name LIMIT :most"

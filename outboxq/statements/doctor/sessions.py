@@ -1,4 +1,4 @@
-"""Sessions, transactions, slots and settings, as the doctor looks at them.
+"""Sessions, transactions, slots and settings, for the doctor.
 
 Everything here reads views of the server's shared memory or small catalogs; nothing waits for a lock.
 """
@@ -34,7 +34,7 @@ BLOCKING_MODES = ("ShareLock", "ShareRowExclusiveLock", "ExclusiveLock", "Access
 
 
 def qualified(schema: str, name: str) -> str:
-    """A table's name for a text statement. Escaped, a colon in the schema's name is no bound parameter."""
+    """A table's name for a text statement. A colon in it is escaped, or it would begin a bound parameter."""
     return quote_identifier(schema, name).replace(":", r"\:")
 
 
@@ -77,13 +77,13 @@ def jobs_of(schema: str) -> TableClause:
 
 
 def leased_jobs(jobs: TableClause, transactions: list[str], stretch: Sequence[ColumnElement[bool]]) -> Executable:
-    """How many jobs of a stretch each of these transactions has deleted, changed or locked. No locks."""
+    """The number of jobs of a stretch that each of these transactions has deleted, changed or locked. No locks."""
     by = cast(jobs.c.xmax, StoredText())
     return select(by.label("xid"), count().label("jobs")).where(by.in_(transactions), *stretch).group_by(by)
 
 
 def snapshot_holders() -> TextClause:
-    """Sessions of this database by the age of what they keep vacuum from removing, the oldest first. Bound: 100.
+    """Sessions of this database by the age of the rows that they keep from vacuum, the oldest first. Bound: 100.
 
     A session of another database holds nothing back here, and neither does a vacuum.
     """
@@ -102,7 +102,7 @@ ORDER BY transactions DESC, xact_start NULLS LAST LIMIT :listed"""
 
 
 def prepared_transactions(schema: str) -> TextClause:
-    """Prepared transactions of this database, the oldest first, and whether they hold rows of `job`. Bound: 100."""
+    """Prepared transactions of this database, the oldest first; `holds_jobs` if they lock rows of `job`. Bound: 100."""
     return text(
         """\
 SELECT prepared.gid, prepared.owner::text AS owner, prepared.transaction::text AS xid,
@@ -124,7 +124,7 @@ ORDER BY prepared.prepared LIMIT :listed"""
 
 
 def replication_slots() -> TextClause:
-    """Slots that last. Their `inactive_since` is there from PostgreSQL 17 on. Bound: 100."""
+    """Permanent replication slots. Their `inactive_since` exists from PostgreSQL 17 on. Bound: 100."""
     return text(
         """\
 SELECT slots.slot_name::text AS name, slots.slot_type AS type, slots.active, slots.active_pid, slots.wal_status,
@@ -153,7 +153,7 @@ ORDER BY transactions DESC LIMIT :listed"""
 
 
 def hidden_transactions() -> TextClause:
-    """How many sessions of this database have a transaction whose age and state this role may not see."""
+    """The number of sessions of this database with a transaction whose age and state this role may not see."""
     return text(
         """\
 SELECT pg_catalog.count(*) FROM pg_catalog.pg_stat_activity
@@ -163,8 +163,8 @@ WHERE datname = pg_catalog.current_database() AND (backend_xid IS NOT NULL OR ba
 
 
 def settings(names: tuple[str, ...]) -> TextClause:
-    """What a session of this role in this database starts with; names that the server does not know are left out."""
-    # reset_val: `setting` would show what this very transaction has set.
+    """The initial settings of this role's sessions in this database, without names that the server does not know."""
+    # reset_val: `setting` would show what this transaction has set.
     return text(
         "SELECT name, reset_val AS value, unit, source FROM pg_catalog.pg_settings "
         "WHERE name = ANY (:names) ORDER BY name"
@@ -192,7 +192,7 @@ ORDER BY 1, 2 LIMIT :listed"""
 
 
 def connection_room() -> TextClause:
-    """How many connections are open and allowed: of the server, of this database and of this role (-1: no limit)."""
+    """The connections that are open and allowed: of the server, of this database and of this role (-1: no limit)."""
     return text(
         """\
 WITH clients AS (

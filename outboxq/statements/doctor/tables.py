@@ -1,4 +1,4 @@
-"""Whether the tables are there, whole, vacuumed, and may be used by this role.
+"""The state of the tables: if they exist, are whole and vacuumed, and if this role may use them.
 
 Catalogs only, which any role may read; nothing waits for a lock.
 """
@@ -20,7 +20,7 @@ def tables(schema: str) -> TextClause:
 
 
 def indexes(schema: str) -> TextClause:
-    """Every index of the schema's tables, with its definition behind the table's name."""
+    """Every index of the schema's tables, with its definition after the table's name."""
     return text(
         f"""\
 SELECT index_class.relname::text AS name, class.relname::text AS table, entry.indisunique AS is_unique,
@@ -51,7 +51,7 @@ def functions(schema: str) -> TextClause:
 
 
 def vacuum_state(schema: str) -> TextClause:
-    """Of each table: dead and live rows, when it was vacuumed last, and its storage options."""
+    """The dead and live rows, the last vacuum and the storage options of each table."""
     return text(
         f"""\
 SELECT class.relname::text AS table, coalesce(class.reloptions, '{{}}') AS options,
@@ -65,14 +65,14 @@ WHERE namespace.nspname = :schema AND class.relkind IN ('r', 'p') ORDER BY 1"""
 
 
 def schema_usage(schema: str) -> TextClause:
-    """Whether this role may look into the schema at all."""
+    """One row: true if this role has the right USAGE on the schema."""
     return text(
         "SELECT pg_catalog.has_schema_privilege(oid, 'USAGE') FROM pg_catalog.pg_namespace WHERE nspname = :schema"
     ).bindparams(schema_name(schema))
 
 
 def missing_rights(schema: str, wanted: list[tuple[str, str]]) -> TextClause:
-    """Which of these (table, privilege) pairs this role lacks. A right on some columns counts as the right."""
+    """The pairs (table, privilege), of these, that this role lacks. A right on some columns counts as the right."""
     return text(
         f"""\
 SELECT class.relname::text AS table, wanted.privilege
@@ -86,7 +86,7 @@ ORDER BY 1, 2"""
 
 
 def columns_without(right: str, schema: str, table: str, columns: tuple[str, ...]) -> TextClause:
-    """On which of these columns of the table this role lacks a right."""
+    """The columns of the table, of these, on which this role lacks a right."""
     return text(
         f"""\
 SELECT attribute.attname::text
@@ -129,7 +129,7 @@ GROUP BY class.oid, class.relname ORDER BY 1"""
 
 
 def groups_of_role(names: list[str]) -> TextClause:
-    """Those of these roles that exist and whose rights this role has. Catalogs only; no locks."""
+    """The roles, of these, that exist and whose rights this role has. Catalogs only; no locks."""
     return text(
         "SELECT rolname::text FROM pg_catalog.pg_roles "
         "WHERE rolname = ANY (CAST(:names AS name[])) AND pg_catalog.pg_has_role(oid, 'USAGE')"
@@ -137,7 +137,7 @@ def groups_of_role(names: list[str]) -> TextClause:
 
 
 def search_path() -> TextClause:
-    """The search path in which this role's sessions look functions and operators up."""
+    """The search path in which this role's sessions find functions and operators."""
     return text("SELECT session_user::text AS role, pg_catalog.current_setting('search_path') AS value")
 
 

@@ -1,4 +1,4 @@
-"""Which jobs wait, where and for how long, and whether relays are there to run them.
+"""The jobs that wait, where and for how long, and the relays that could run them.
 
 Bounded: at most 1,000 queues, and of each the first 10,000 jobs in the order of an index. No locks.
 """
@@ -52,7 +52,7 @@ def _waiting(schema: str, state: str, order: str) -> TextClause:
 
 
 def paused_queues(schema: str) -> TextClause:
-    """The queues that are paused. Reads the small table `queue`."""
+    """The paused queues. Reads the small table `queue`."""
     return text(f"SELECT name FROM {qualified(schema, 'queue')} WHERE paused_at IS NOT NULL")
 
 
@@ -65,7 +65,7 @@ def suspects(schema: str) -> TextClause:
 
 
 def orphaned_leases(schema: str, grace_seconds: float) -> TextClause:
-    """Leased jobs per owner that is not alive, or not known. Indexes: job_leased, job_group_state, 10,000 entries."""
+    """Leased jobs per owner that is dead or unknown. Indexes: job_leased, job_group_state, 10,000 entries."""
     return text(
         f"""\
 SELECT leased.lease_owner::text AS owner, relay.host, relay.pid, leased.jobs,
@@ -83,7 +83,7 @@ ORDER BY leased.jobs DESC LIMIT 100"""
 
 
 def connected_relays() -> TextClause:
-    """How many connections of relays this database has."""
+    """The number of relays' connections to this database."""
     return text(
         "SELECT pg_catalog.count(*) FROM pg_catalog.pg_stat_activity "
         "WHERE datname = pg_catalog.current_database() AND application_name = 'outboxq relay'"
@@ -91,13 +91,13 @@ def connected_relays() -> TextClause:
 
 
 def living_relays(schema: str) -> TextClause:
-    """How many relays hold a lease that has not run out. Reads the small table `relay`."""
+    """The number of relays whose lease has not expired. Reads the small table `relay`."""
     return text(
         f"SELECT pg_catalog.count(*) FROM {qualified(schema, 'relay')} WHERE alive_until > pg_catalog.clock_timestamp()"
     )
 
 
-# One entry of job_group for each of the first groups of a queue, and up to 1,000 entries behind a job that is put off.
+# One entry of job_group for each of the first groups of a queue, and up to 1,000 entries after a job that is put off.
 _BLOCKED = """\
 WITH RECURSIVE queues (name) AS (
   (SELECT queue FROM {job} WHERE group_key IS NOT NULL AND state <> 'group_waiting' ORDER BY queue LIMIT 1)
@@ -130,7 +130,7 @@ MAX_GROUPS = 1_000
 
 
 def blocked_groups(schema: str) -> TextClause:
-    """The jobs that hold up their groups, and how many wait behind each, up to 1,000, the most first.
+    """The jobs that hold up their groups, and how many wait for each, up to 1,000, the most first.
 
     Index: job_group, an entry for each of the first 1,000 groups of a queue. No locks.
     """
@@ -138,12 +138,12 @@ def blocked_groups(schema: str) -> TextClause:
     return text(statement).bindparams(max_queues=MAX_QUEUES, max_groups=MAX_GROUPS)
 
 
-# The oldest open batches that are looked at.
+# The most open callback batches that are checked, the oldest first.
 MAX_BATCHES = 1_000
 
 
 def stale_batches(schema: str, seconds: float) -> TextClause:
-    """Open batches that are older than this: whether any of them has no member left, and has none in a nested batch.
+    """Open callback batches that are older than this; `is_over` if one has no member and no nested batch left.
 
     Index: the primary key of `batch`, the first 1,000 entries; job_batch and batch_parent, one probe each. No locks.
     """

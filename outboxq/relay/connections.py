@@ -36,7 +36,7 @@ from outboxq.tables import SCHEMA
 
 logger = logging.getLogger("outboxq.relay")
 
-# How many connections stay open while all slots sleep. With the listener's and the lease's an idle relay has four.
+# The connections that stay open while all slots sleep. With the listener's and the lease's an idle relay has four.
 _WARM_CONNECTIONS = 2
 
 

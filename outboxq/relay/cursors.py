@@ -1,5 +1,4 @@
-"""Cursors: the places in a queue where a slot's next claim starts, so that it does not walk over what was claimed
-before.
+"""Cursors: where a slot's next claim starts in a queue, so that it does not walk over what was claimed before.
 
 A deleted job's index entry stays until vacuum takes it, and with an old snapshot open vacuum takes nothing. So a claim
 starts after the last job that its slot claimed. Jobs that were committed late, came back or have a higher priority are

@@ -226,8 +226,8 @@ class DeadlineEnforcer:
         if not batch.owner.seize():
             return
         self.cuts += 1
-        # Only now is it certain which job ran: one that has just ended, or is held up, is not to blame. `together` is
-        # read before the deadline, which a returning call clears first.
+        # Only now is it certain which job ran: one that has just ended, or is held up, is not to blame.
+        # `together` is read before the deadline, which a returning call clears first.
         is_several = batch.running.together > 1
         is_over = batch.running.deadline == deadline and not runner.is_held_up()
         blamed = batch.running_jobs if is_over else ()

@@ -76,7 +76,7 @@ def _run_loop(started: Future[asyncio.AbstractEventLoop], ends: threading.Event)
     """Run an event loop until `ends` is set. It runs in no task of ours, which a handler could cancel.
 
     Handlers can end the loop by a KeyboardInterrupt, a SystemExit, or its stop(): it then runs again, and the error
-    reaches whatever awaits the handler's task. Signals reach the main thread alone.
+    reaches the code that awaits the handler's task. Signals reach the main thread alone.
     """
     with asyncio.Runner() as runner:
         loop = runner.get_loop()

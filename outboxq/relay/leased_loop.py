@@ -117,8 +117,7 @@ class LeasedLoop:
         return leased
 
     def _has_slot(self, connection: Connection, claimed: Claimed) -> bool:
-        """Take a slot of the limit again for a suspect of a queue in transaction mode; without one the suspect goes
-        back.
+        """Take a slot of the limit again for a suspect of a queue in transaction mode, or give the suspect back.
 
         The claim's COMMIT gave up the claim's own slot. The transaction of the job itself begins here, and holds the
         slot to its end.

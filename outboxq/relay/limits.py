@@ -68,7 +68,7 @@ class RelayLimits:
         free_after_seconds: How long a handler that was cut off has to notice.
         refused_seconds: The relay ends if the database refuses its login for so long: the password may have changed,
             and the next start may have the new one.
-        abort_seconds: How long a stopping relay has to take the jobs of all its slots back, or to have their COMMITs
+        abort_seconds: How long a stopping relay has to take back the jobs of all its slots, or to have their COMMITs
             answered.
         lease_mode: How long the claims of lease mode last.
         hooks: How far the hooks of a registry may lag, and how long the relay waits for them.

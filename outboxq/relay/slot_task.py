@@ -117,7 +117,7 @@ class SlotTask(SlotLoop):
 
     def abandon(self) -> None:
         """Cancel the handler; its transaction is rolled back as the task ends."""
-        # The task and not the future: a cancelled future is done at once, whatever its task does.
+        # The task and not the future: a cancelled future is done at once, even if its task is not.
         self.slot.is_abandoned = True
         if self._task is not None:
             _call_soon(self._loop, self._task.cancel)

@@ -152,8 +152,8 @@ def reopen(entry: UUID) -> Executable:
 def delete_entries(moment: datetime, limit: int) -> Executable:
     """Delete up to `limit` ended rows that were written before this time, the oldest first.
 
-    Actions that were cut off and cannot be resumed have ended, too. Index: audit_at, from its start, past open rows;
-    the primary key. Locks: the rows, which nothing else locks.
+    Actions that were cut off and cannot be resumed have ended, too.
+    Index: audit_at, from its start, past open rows; the primary key. Locks: the rows, which nothing else locks.
     """
     is_over = or_(audit.c.finished_at.is_not(None), audit.c.action.in_(_NEVER_RESUMED))
     over = select(audit.c.id).where(audit.c.at < moment, is_over)

@@ -47,8 +47,9 @@ SETTINGS = (
 )
 
 # The newest member first: the last one claimed is usually the last one to end, and dead entries of earlier ones are not
-# walked over. No SKIP LOCKED: a check that skipped the row may be the only one whose snapshot sees the end, if the
-# check that holds the row rolls back.
+# walked over.
+# No SKIP LOCKED: a check that skipped the row may be the only one whose snapshot sees the end, if the check that holds
+# the row rolls back.
 _OVER: LiteralString = """\
 over AS (
   DELETE FROM {batch} AS batch
@@ -156,8 +157,7 @@ def _finish(schema: str, statement: LiteralString, wanted: sql.Composable, **val
 
 
 def open_batch(batch_id: UUID, callback: str, parent_id: UUID | None) -> tuple[Insert, dict[str, object]]:
-    """Open a callback batch with its callback, as JSON, and the batch of which the callback is a member. Needs only
-    INSERT.
+    """Open a callback batch with its callback, as JSON, and the callback's own batch. Needs only INSERT.
 
     Returns:
         The statement and its parameters.

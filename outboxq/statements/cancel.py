@@ -265,8 +265,7 @@ def _walk(
 
 
 def terminate(schema: str, job_id: UUID) -> str:
-    """End the backend whose transaction runs a job; a row with its pid, and true if the signal was sent; none if none
-    runs it.
+    """End the backend whose transaction runs a job; a row, if there is one: its pid, and true if the signal was sent.
 
     In one statement: the backend may run another job a moment later. A transaction that runs a job has deleted its row,
     so its id is the row's `xmax`. Index: the primary key; no locks.

@@ -61,10 +61,10 @@ HELD = _of_last_transaction(
 )
 
 # MATERIALIZED: a bare `id IN (SELECT ... LIMIT ...)` may be planned as a join whose limited side runs again for each
-# row of the other, and then takes more than the limit. Every eligibility test is inside. Locks: the picked jobs,
-# skipping those that another transaction holds. READ COMMITTED rechecks `picked` against the newest version of a row,
-# so a job that has just finished is skipped. The later parts find the jobs by an array of their keys: a join, planned
-# while the table was empty, may walk the whole table.
+# row of the other, and then takes more than the limit. Every eligibility test is inside.
+# Locks: the picked jobs, skipping those that another transaction holds. READ COMMITTED rechecks `picked` against the
+# newest version of a row, so a job that has just finished is skipped. The later parts find the jobs by an array of
+# their keys: a join, planned while the table was empty, may walk the whole table.
 _PICKED: LiteralString = """\
 WITH {room}picked AS MATERIALIZED (
   SELECT id{also} FROM {job} AS job

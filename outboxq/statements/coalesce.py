@@ -39,7 +39,8 @@ siblings AS MATERIALIZED (
   LIMIT {{limit}} FOR UPDATE SKIP LOCKED
 )"""
 # The newest of a key is the one added last, which no clock shows. `seq` too: a job that is put off may have another
-# one's content. An aggregate: a sort may be planned with penalties so high that the statement would be compiled.
+# one's content.
+# An aggregate: a sort may be planned with penalties so high that the statement would be compiled.
 _NEWEST: LiteralString = f"""\
 newest AS MATERIALIZED (
   SELECT unique_key, pg_catalog.array_agg(id) AS ids, pg_catalog.max(ARRAY[{added_order("gone")}, seq]) AS place

@@ -231,8 +231,8 @@ def find_finished(job_id: UUID) -> Select[Any]:
 def add_again(job_id: UUID, new_id: UUID) -> ReturningInsert[Any]:
     """Add a job with the kind, queue, arguments and headers of a finished one, without our own headers.
 
-    Returns the new id; no row if the finished row is gone. Index: the primary key of `done_job`. Waits for no lock: the
-    id is new.
+    Returns the new id; no row if the finished row is gone.
+    Index: the primary key of `done_job`. Waits for no lock: the id is new.
     """
     own = cast(array(sorted(OWN_HEADERS)), ARRAY(Text))
     stored = cast(done_job.c.headers, JSONB)

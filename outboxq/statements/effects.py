@@ -81,11 +81,11 @@ class EffectLock:
 def claim(lock: EffectLock, fingerprint: bytes | None, provider_key: UUID, lease: timedelta) -> Executable:
     """Claim the call, or take it over from a caller that died; else read the effect. One row, or none.
 
-    No row only if another caller claimed it after this statement's snapshot: then claim again. Index: the primary key.
-    Locks: the effect's row, and only to take it: a call under way or recorded is neither locked nor waited for, even
-    while its record is being committed. If the session would wait without end (`select_waits_without_end`), the wait
-    for a row to be taken is one second (then 55P03), so that the caller can be cancelled between two tries. A repeated
-    claim, whose first COMMIT was not answered, finds its own token.
+    No row only if another caller claimed it after this statement's snapshot: then claim again.
+    Index: the primary key. Locks: the effect's row, and only to take it: a call under way or recorded is neither locked
+    nor waited for, even while its record is being committed. If the session would wait without end
+    (`select_waits_without_end`), the wait for a row to be taken is one second (then 55P03), so that the caller can be
+    cancelled between two tries. A repeated claim, whose first COMMIT was not answered, finds its own token.
     """
     # Cast, or a driver would have to guess the type of a NULL.
     given = cast(literal(fingerprint, effect.c.fingerprint.type), effect.c.fingerprint.type)

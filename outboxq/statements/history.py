@@ -12,8 +12,8 @@ from psycopg import sql
 from outboxq.database.settings import SET_OURS
 from outboxq.statements.render import compose, render
 
-# The history need not wait for the disk: a crash of the server may undo its last moments. lock_timeout: the rows of a
-# minute are held while another relay's statement runs.
+# The history need not wait for the disk: a crash of the server may undo its last moments.
+# lock_timeout: the rows of a minute are held while another relay's statement runs.
 SETTINGS = f"{SET_OURS}SET LOCAL synchronous_commit = off; SET LOCAL lock_timeout = '5s'; "
 
 # The upper bounds of the buckets, in seconds; after them comes one for all longer times.
@@ -54,7 +54,8 @@ SELECT {owner}, {host}, {pid}, {version}, (SELECT pg_catalog.max(step) FROM {mig
 ON CONFLICT (id) DO NOTHING"""
 
 # READ COMMITTED: a statement that waited for the row of an earlier try checks the number again, and adds nothing if
-# that was committed. ORDER BY: all relays lock the rows of a minute in one order, so that they do not deadlock.
+# that was committed.
+# ORDER BY: all relays lock the rows of a minute in one order, so that they do not deadlock.
 _FLUSH: LiteralString = """\
 WITH mine AS (
   UPDATE {relay_status} SET flush = {flush}, seen_at = pg_catalog.clock_timestamp(), state = {state}, busy = {busy},
@@ -127,8 +128,8 @@ def flush_counts(
     """Write the relay's state, and add its numbers to those of the minute, if this flush was not committed before.
 
     One row: true if that was done now; if the relay's row exists; if this minute has gauges; the database's time in
-    seconds since 1970. Index: the primary keys. Locks: the relay's row, then a row for each of `rows`, in the order of
-    queues and kinds.
+    seconds since 1970.
+    Index: the primary keys. Locks: the relay's row, then a row for each of `rows`, in the order of queues and kinds.
 
     Args:
         flush: The number of the flush, higher than any before.

@@ -57,10 +57,10 @@ class MessageFilter:
 def accept_messages() -> Executable:
     """Accept the messages that were not accepted before: one row for each id, in no order, with its `Outcome`.
 
-    Built once, because building takes longer than executing; `accept_parameters` has its parameters. Index: the primary
-    key, one descent for each id. Bound: the ids given. Locks: the new rows, always in bytewise order, so that
-    overlapping batches cannot deadlock. Waits for a transaction that is accepting one of these ids, and accepts it
-    itself if that rolls back.
+    Built once, because building takes longer than executing; `accept_parameters` has its parameters.
+    Index: the primary key, one descent for each id. Bound: the ids given.
+    Locks: the new rows, always in bytewise order, so that overlapping batches cannot deadlock. Waits for a transaction
+    that is accepting one of these ids, and accepts it itself if that rolls back.
     """
     given = _given_messages()
     consumer = bindparam("consumer", type_=StoredText)

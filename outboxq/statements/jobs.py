@@ -244,8 +244,7 @@ def select_some(wanted: JobFilter, stretch: Sequence[ColumnElement[bool]], *, li
 
 
 def select_waiting(ids: Sequence[UUID]) -> Executable:
-    """The number of these jobs in a state that is claimed, or running in a transaction. Index: the primary key; no
-    locks.
+    """The number of these jobs in a state that is claimed, or in a transaction. Index: the primary key; no locks.
 
     A job gets from another state to such a state by an UPDATE, which leaves no mark.
     """

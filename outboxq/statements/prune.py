@@ -13,16 +13,16 @@ from outboxq.statements.cancel import COUNTS
 from outboxq.statements.render import fill, render
 
 # synchronous_commit: a deletion need not wait for the disk or a standby; if a crash undoes it, it is made again.
-# lock_timeout: rows are never waited for, but a migration may lock the table. enable_*: instead of probes of a thousand
-# keys, the planner would read a table of 100,000 rows as a whole, every time.
+# lock_timeout: rows are never waited for, but a migration may lock the table.
+# enable_*: instead of probes of a thousand keys, the planner would read a table of 100,000 rows as a whole, every time.
 BEGIN = f"""\
 BEGIN ISOLATION LEVEL READ COMMITTED READ WRITE; SET LOCAL synchronous_commit = off; SET LOCAL lock_timeout = '1s'; \
 {NO_SCANS}; SET LOCAL enable_hashjoin = off; SET LOCAL enable_mergejoin = off"""
 
 # MATERIALIZED: a bare `IN (SELECT ... LIMIT ...)` may be planned as a join whose limited side runs again for each row
 # of the other, and then takes more than the limit. Every test of what may go is inside, and is made again on the newest
-# version of a row that has just changed. statement_timestamp(), unlike clock_timestamp(), is stable and can bound the
-# index.
+# version of a row that has just changed.
+# statement_timestamp(), unlike clock_timestamp(), is stable and can bound the index.
 _DELETE = """\
 WITH expired AS MATERIALIZED (
   SELECT {key} FROM {table}

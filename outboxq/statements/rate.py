@@ -48,8 +48,9 @@ open AS MATERIALIZED (
   SELECT pg_catalog.count(*) AS jobs, least({chunk}, pg_catalog.count(*))::float8 AS least_jobs FROM waiting
 )"""
 # All times are in microseconds, and rounded up. The time is read after the row is locked. Several tokens are used
-# within `keep`, and so count from its end; one token is used at once. A `tat` that is too far ahead is of another rate,
-# or of a clock that was set back: the rate begins again, without tokens.
+# within `keep`, and so count from its end; one token is used at once.
+# A `tat` that is too far ahead is of another rate, or of a clock that was set back: the rate begins again, without
+# tokens.
 _TAKEN: LiteralString = """\
 budget AS MATERIALIZED (
   SELECT rate.tat FROM {rate} AS rate CROSS JOIN asked

@@ -64,8 +64,8 @@ def relays_for(schema: str, queue: str, kind: str | None) -> TextClause:
     """The relays that were seen within a day, those that serve a queue first, the last seen first.
 
     `serves` the queue; `has_room`: a slot could have claimed from it when the relay was last seen; `knows` the kind,
-    also true if the relay may know more kinds than it names. Reads the small table `relay_status`, 1,000 rows of it at
-    the most; no locks.
+    also true if the relay may know more kinds than it names.
+    Reads the small table `relay_status`, 1,000 rows of it at the most; no locks.
     """
     return text(
         f"""\

@@ -72,8 +72,8 @@ LEFT JOIN LATERAL (
 
 
 def look_at_jobs(schema: str, job_ids: Collection[str]) -> str:
-    """The outcomes of jobs: a row for each, with its id; true if it waits or runs; the outcome and the result as JSON
-    text of its finished row; and the reason of its dead letter.
+    """The outcomes of jobs: a row for each, with its id; true if it waits or runs; the outcome and result (JSON text)
+    of its finished row; the reason of its dead letter.
 
     Of a finished row and a dead letter of one id, which a producer chose twice, the later counts. One statement, so
     that a job on its way between tables is seen in one of them. Indexes: the primary keys; no locks.

@@ -183,8 +183,8 @@ _ADD = _add_unique()
 _INSERT = _insert_without_keys()
 
 
-# Keys in the order of their bytes: all transactions wait for keys in one order. The scalar subqueries run for each row,
-# by the primary key; for a join the planner might read the whole table.
+# Keys in the order of their bytes: all transactions wait for keys in one order.
+# The scalar subqueries run for each row, by the primary key; for a join the planner might read the whole table.
 _TAKE: LiteralString = """\
 WITH added AS MATERIALIZED (
   SELECT new.key, new.id, new.kept_for, new.place

@@ -23,10 +23,11 @@ from outboxq.statements.render import render
 MAX_KEY_BYTES = 1_023
 
 # `locked`: a transaction whose handler runs for an hour may hold the row of a key. The lock is tried, and never waited
-# for; it is held as long as the row. Two keys of one hash: the second job waits for its next window. `until` and the
-# condition of the update are of one reading of the clock: a window is taken only if it ends later than the last one,
-# whichever version of the row a transaction sees. `newest` is of a snapshot older than the lock: a transaction that has
-# the lock is not committed in it, so the job that it runs seems to wait.
+# for; it is held as long as the row. Two keys of one hash: the second job waits for its next window.
+# `until` and the condition of the update are of one reading of the clock: a window is taken only if it ends later than
+# the last one, whichever version of the row a transaction sees.
+# `newest` is of a snapshot older than the lock: a transaction that has the lock is not committed in it, so the job that
+# it runs seems to wait.
 _TAKE: LiteralString = """\
 WITH wanted AS MATERIALIZED (
   SELECT given.key, given.id, clock.now,

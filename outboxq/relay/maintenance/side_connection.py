@@ -1,5 +1,4 @@
-"""Transactions besides those of a relay's slots, on a connection of their own, made as the relay's engine makes its
-own.
+"""Transactions besides those of a relay's slots, on a connection of their own, made like the relay engine's own.
 
 It comes from a separate pool: slots that hold all of the engine's connections do not delay it.
 """

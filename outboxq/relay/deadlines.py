@@ -233,7 +233,7 @@ class DeadlineEnforcer:
         blamed = batch.running_jobs if is_over else ()
         try:
             stack = runner.stack() if is_over and not is_several else None
-            # If no handler blocks the loop, a task may do so that this very handler started.
+            # The loop is blocked, but by no handler: perhaps by a task that this one started.
             is_blocked = runner.is_held_up() and not any(other.is_running() for other in self._runners)
             # If one of several jobs of a call hangs, which one is unknown. As suspects they run alone, which shows it.
             self._end(runner, batch, stack, is_crash=is_blocked or (is_over and is_several))

@@ -97,7 +97,7 @@ class HookThread:
             self._changed.wait_for(self._is_idle, max(0.0, self._ends_at - time.monotonic()))
 
     def finish(self) -> None:
-        """Deliver the last events, and end the thread; abandon it if a hook takes too long. Call it at least once."""
+        """Deliver the last events and end the thread, or abandon it if a hook is slow. A second call does nothing."""
         if not self._is_open:
             return
         self.settle()

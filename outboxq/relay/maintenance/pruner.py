@@ -49,7 +49,7 @@ class Pruner(PeriodicTask):
 
     Args:
         first_seconds: A relay prunes first within this time, however long its rounds are apart.
-        deletes: True to delete expired rows. Callback batches are swept in any case.
+        deletes: True to delete expired rows. Cancellations, notes and callback batches are swept in any case.
         batch_rows: The most rows that one transaction deletes.
         max_batches: The most transactions for each table in one round; for dead letters, for each queue.
         keep_dead: By queue, the seconds for which the application keeps its dead letters, if operators have set none.

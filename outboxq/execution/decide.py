@@ -22,7 +22,8 @@ from outboxq.statements.transaction import clock_seconds
 def decide(connection: Connection, batch: BatchState, runtime: Runtime) -> Handlers:
     """Fill `batch.decided`, once for a claim; return the handlers, by kind."""
     if not batch.claimed.is_plain:
-        coalesce(connection, batch, runtime.schema)
+        if runtime.coalesces:
+            coalesce(connection, batch, runtime.schema)
         batch.expires = _expiries(connection, batch, runtime)
     handlers, decided = runtime.handlers_of(batch.jobs), batch.decided
     if batch.expires or runtime.orders.cancelled or None in handlers.values():

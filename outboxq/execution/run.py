@@ -57,7 +57,7 @@ def run(connection: Connection, batch: BatchState, runtime: Runtime, handlers: H
     begin = partial(_begin, connection, batch, shared=shared)
     try:
         with collected_unique_adds(connection):
-            if batch.is_lone:
+            if len(batch.jobs) == 1:
                 job = batch.jobs[0]
                 result = _run_alone(connection, batch, job, runtime, handlers, begin, shared=shared)
                 _settle_alone(connection, batch, job, runtime, result)
@@ -244,9 +244,9 @@ def _settle_alone(connection: Connection, batch: BatchState, job: Job, runtime: 
             return
         # The handler worked outside the database: its result must outlive a lost connection.
         batch.late_result = result
-    if batch.transaction is None:
-        batch.begin(connection)
-        batch.late_result = None
+    # Also if it has begun: the relay may have taken the batch away meanwhile, and then no other of its jobs begins.
+    batch.begin(connection)
+    batch.late_result = None
     _restore(connection, batch, runtime)
     if isinstance(result, UnknownKindResult):
         settle.park(connection, job)

@@ -73,6 +73,7 @@ class Runtime:
         is_interruption: Returns True for an error of a handler that is the relay's own interruption.
         notes: The progress of handlers; None if it is not recorded.
         prepared_rows: The connection's prepared INSERTs of finished rows; None to send them as text.
+        coalesces: Claimed jobs of a key take along what waits for it.
         has_citus: A job may be seen before the rows of the transaction that added it.
     """
 
@@ -91,6 +92,7 @@ class Runtime:
     notes: ProgressNotes | None = None
     prepared_rows: PreparedStatements | None = None
     has_citus: bool = False
+    coalesces: bool = True
 
     def is_failure(self, error: BaseException) -> bool:
         """Return True if an error of a handler is a failed attempt of its job.

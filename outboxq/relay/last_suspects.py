@@ -20,8 +20,8 @@ class LastSuspects:
     queues: tuple[str, ...]
     _waits: int = 0
 
-    def remain(self, connection: Connection) -> bool:
-        """Query the suspects; True once the slot may claim some, False if there are none or the lease cannot be had."""
+    def remain(self, connection: Connection) -> bool | None:
+        """Query the suspects; return True if the slot may claim some, None if it has waited a moment for the lease."""
         with connection.begin():
             # In all queues of the relay: the result replaces what all of its slots know.
             rows = run_script(connection, look_around(self.state.config.schema, self.state.lease.queues))
@@ -30,9 +30,8 @@ class LastSuspects:
         quarantine.groups |= seen.group_suspects
         if not quarantine.known_in(self.queues):
             return False
-        while not lease.want():
-            if self._waits >= _WAITS or self.state.stopping.is_set():
-                return False
-            self._waits += 1
-            pause(connection, _WAIT_SECONDS)
-        return True
+        if lease.want():
+            return True
+        self._waits += 1
+        pause(connection, _WAIT_SECONDS)
+        return None if self._waits < _WAITS else False

@@ -35,6 +35,8 @@ class LeasedSlot(Protocol):
 
     def received(self, claimed: Claimed) -> Claimed: ...
 
+    def committed(self, ended: Ended) -> None: ...
+
     def publish(self, report: BatchReport) -> None: ...
 
 
@@ -86,13 +88,16 @@ class LeasedLoop:
                 if not leased.is_worked_off:
                     settled = self._settle(connection, leased, runtime)
                     following = settled.claimed and slot.received(settled.claimed)
+                    slot.left += settled.left
                     # Now: if the connection is lost already, leaving this block raises.
-                    self._committed(settled)
-                ended = Ended(BatchReport(len(leased.jobs), leased.parked()), following)
+                    slot.committed(settled)
+                # What a handler left sends the jobs back that have not begun.
+                has_returned = bool(runtime.guard.left)
+                ended = Ended(BatchReport(len(leased.jobs), leased.parked()), following, was_too_large=has_returned)
                 self._planner.record(leased.claimed.request, ended)
                 self.batch = None
                 if following is not None and following.jobs:
-                    self._committed(ended)
+                    slot.committed(ended)
                 leased = None if following is None else self._hold(connection, following)
         return ended
 
@@ -152,7 +157,7 @@ class LeasedLoop:
             leased.unknown.append(batch.job)
         elif ended.report is not None:
             self._slot.batch = None
-            self._slot.publish(replace(ended.report, claimed=0))
+            self._slot.committed(replace(ended, report=replace(ended.report, claimed=0)))
 
     def _settle(self, connection: Connection, leased: LeasedBatch, runtime: Runtime) -> Ended:
         # If users' code listens to the connection, each job has its own transaction: then claims do not grow.
@@ -165,9 +170,6 @@ class LeasedLoop:
         if self.batch is not None:
             settled = lease_mode.release_waiting(connection, self.batch, self._slot.state.config.schema)
             self.batch = None
-            self._committed(settled)
-
-    def _committed(self, ended: Ended) -> None:
-        self._slot.left += ended.left
-        if ended.report is not None:
-            self._slot.publish(ended.report)
+            self._slot.left += settled.left
+            if settled.report is not None:
+                self._slot.publish(settled.report)

@@ -46,7 +46,8 @@ class Planner:
         self._last = random.choice(queues)
         self._last_claimed: Claimed | None = None
         # The next sort: for a single queue, which is claimed from without a poll, and for several queues.
-        self._ready_first, self._due_next, self._grouped_next = False, set[str](), set[str]()
+        self._taken: Sort | None = Sort.READY
+        self._due_next, self._grouped_next = set[str](), set[str]()
         # A COMMIT brings only a claim of the same mode: a claim in lease mode would end the transaction that it begins.
         self._changes_queues = len(queues) > 1 and all(state.registry.claims[name] != "lease" for name in queues)
         # The number of jobs that are still to run one by one.
@@ -72,10 +73,6 @@ class Planner:
 
         Outside of a transaction. The caller records what a claim took before it requests the next.
         """
-        if connected is not self._connected:
-            # The last connection was perhaps spoiled or lost, so that the jobs of a claim had to go back; or a claim
-            # took too long there.
-            self._most_leased = dict.fromkeys(self._order.queues, 1)
         self._connected = connected
         self._admission.return_unused()
         self._walks_since = time.monotonic()
@@ -83,28 +80,26 @@ class Planner:
         state, queues = self._state, self._order.queues
         yield from state.quarantine.round(self, queues, state.poller.is_held, state.lease.want, self._claims_of)
         yield from self._only_queue(queues[0]) if len(queues) == 1 else self._queues_in_turns()
-        # Nothing waits: ready jobs will wake the slot.
-        self._is_rested = self._ready_first = True
-        self._due_next.clear()
+        self._is_rested = True
 
     def _only_queue(self, name: str) -> Iterator[Asked]:
         """The claims of a single queue, which show as much as a poll.
 
-        Ready and due jobs take turns, so that neither backlog starves the other; grouped ones come between them, or
-        before them, if the queue is known to have any.
+        Ready jobs, due ones and those of groups take turns, so that no backlog starves the others.
         """
         is_known = self._state.poller.take_queue(name)
         if is_known is None:
             return
         self._is_called = is_known
-        sorts = [Sort.READY, Sort.DUE] if self._ready_first else [Sort.DUE, Sort.READY]
-        if self._state.has_groups(name):
-            sorts.insert(1 if self._ready_first else 0, Sort.GROUPED)
-        self._ready_first = not self._ready_first
-        for sort in sorts:
+        sorts = (Sort.READY, Sort.DUE, Sort.GROUPED) if self._state.has_groups(name) else (Sort.READY, Sort.DUE)
+        first = sorts.index(self._taken) + 1 if self._taken in sorts else 0
+        for sort in sorts[first:] + sorts[:first]:
             yield from self._claims_of(name, sort)
             if self._state.poller.is_held(name):
+                # The other sorts have their turn when the hold ends.
                 return
+        # Nothing waits: ready jobs will wake the slot.
+        self._taken = None
 
     def _queues_in_turns(self) -> Iterator[Asked]:
         """The claims of several queues, from those in which something is known to wait."""
@@ -118,8 +113,11 @@ class Planner:
                 yield from self._poll()
                 turn = self._take_turn()
             if turn is None:
-                return
+                break
             yield from self._claims_of(*turn)
+        if not any(map(self._state.poller.is_held, self._order.queues)):
+            # As for a single queue.
+            self._due_next.clear()
 
     def _wants_poll(self) -> bool:
         """Return True if the last poll is too old to be trusted."""
@@ -149,14 +147,14 @@ class Planner:
         return turn
 
     def _claims_of(self, name: str, sort: Sort) -> Generator[Asked, None, bool]:
-        """The claims of one sort of jobs of a queue, up to its end; returns True if nothing waits there."""
+        """The claims of one sort of jobs of a queue, up to its end; returns False if the queue is full."""
         cursor = self._cursors[name, sort]
         while True:
             if self._state.flow.restricts:
                 yield from self._admission.reserve(name, 1 if self._alone_for else self._claims.of(name).batch_size)
             request = self._ask(name, sort)
             if request is None:
-                return False
+                return True
             yield request
             if self._last_claimed is None or self._last_claimed.is_full:
                 return False
@@ -206,6 +204,7 @@ class Planner:
         # Without a listener no slot sleeps for long, and a call would cost it empty claims.
         is_called |= self._is_called and self._state.listener is not None
         self._is_called = False
+        self._taken = sort
         if sort is Sort.GROUPED:
             poller.record_groups(name)
         if self._walks_since is not None:
@@ -262,11 +261,13 @@ class Planner:
     def record(self, request: ClaimRequest, ended: Ended) -> None:
         """Record the end of a batch, or of its claim."""
         self._has_found = True
-        if self._state.flow.restricts:
+        if self._state.flow.restricts and ended.report is not None:
             self._admission.ended(request.queue, ended.claimed)
         claimed = 0 if ended.report is None else ended.report.claimed
         self._alone_for = max(0, (ended.run_alone or self._alone_for) - claimed)
-        if ended.was_too_large:
+        if ended.was_too_large and request.script.leased:
+            self._most_leased[request.queue] = 1
+        elif ended.was_too_large:
             self._most = max(1, request.limit // 2)
 
     def _follow_seconds(self, walk_seconds: float) -> float:

@@ -282,7 +282,10 @@ class RelayRun:
         return leased_jobs(runner.slot for runner in [*serving, *hanging])
 
     def _record_reaped(self, event: JobCrashed) -> None:
-        self._state.publish(BatchReport(0, (event,)))
+        with self._state.lock:
+            self._state.counters.add(BatchReport(0, (event,)))
+        self._state.aggregate.add((event,))
+        self.emit(event)
 
     def _serve_to_the_end(self) -> None:
         slots = sum(group.slots for group, _ in self.groups)

@@ -174,7 +174,8 @@ class Slot:
             while self._may_go_on(connected):
                 if self.work_once(connected, runtime):
                     continue
-                if self._last_suspects.remain(connected.connection) and self.work_once(connected, runtime):
+                remain = self._last_suspects.remain(connected.connection)
+                if remain is None or (remain and self.work_once(connected, runtime)):
                     continue
                 held_seconds = self.state.poller.held_seconds(self.queues)
                 if held_seconds is None:
@@ -232,7 +233,7 @@ class Slot:
                 ended = None
                 # None if COMMIT was refused, and all is undone.
                 while ended is None:
-                    run(connection, batch, runtime, handlers, shared=not batch.is_lone)
+                    run(connection, batch, runtime, handlers, shared=len(batch.jobs) > 1)
                     ended = commit(connection, batch, runtime, self._after(connection, batch, runtime))
                 self.left += ended.left
                 self._planner.record(claimed.request, ended)
@@ -242,9 +243,8 @@ class Slot:
                 if not (claimed.jobs or claimed.moved):
                     return ended
                 # Now, because the connection may be lost after this.
-                self.batch, self._outages = None, 0
-                assert ended.report is not None, "a batch that is committed has a report"
-                self.publish(ended.report)
+                self.batch = None
+                self.committed(ended)
             if not claimed.moved:
                 return None
             # If this is not committed, a claim finds the suspects again by their marks.
@@ -289,6 +289,12 @@ class Slot:
             claims += (event(queue, count) for (event, queue), count in self._vain_claims.items())
             self._claims, self._vain_claims = [], Counter()
         self.state.publish(report, claims, parked)
+
+    def committed(self, ended: Ended) -> None:
+        """Publish what was committed on the slot's connection, which works."""
+        self._outages = 0
+        if ended.report is not None:
+            self.publish(ended.report)
 
     def _publish_last(self, connection: Connection, report: BatchReport, runtime: Runtime) -> None:
         """Park the jobs of unknown kinds of the last batch, with others at the head of the queue; publish the batch."""

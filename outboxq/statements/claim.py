@@ -160,6 +160,7 @@ class ClaimScript:
         leased: True if the claim gives jobs a lease instead of deleting their rows.
         most: The queue's limit, if any: then the claim takes jobs if there is room for them.
         lock: Statements before the claim, with their owner, for a limit that is kept by counting leased jobs.
+        name: The name under which a connection prepares the claim.
     """
 
     # Its jobs run in the order of their priorities.
@@ -171,11 +172,7 @@ class ClaimScript:
     leased: bool = False
     most: int | None = None
     lock: tuple[tuple[str, str], ...] = ()
-
-    @property
-    def name(self) -> str:
-        """The name under which a connection prepares the claim."""
-        return self.texts.name
+    name: str = ""
 
     def text(self, limit: int, cursor: Cursor | None = None) -> str:
         """The claim of up to `limit` jobs, only of those after `cursor`."""
@@ -197,9 +194,8 @@ class ClaimScript:
         """
         if prepared is None:
             return self.statements(limit, cursor)
-        name = self.texts.name
-        preparing = [] if name in prepared else [("settings", self.texts.definition)]
-        claim = f"EXECUTE {name}({', '.join(self._arguments(limit, cursor))})"
+        preparing = [] if self.name in prepared else [("settings", self.texts.definition)]
+        claim = f"EXECUTE {self.name}({', '.join(self._arguments(limit, cursor))})"
         return [*preparing, *self.lock, *_PLANNED_ONCE, ("claim", claim), *_AS_BEFORE]
 
     def look(self, _: Mapping[str, object]) -> None:
@@ -268,7 +264,7 @@ class ClaimStatements:
 
         def script(owner: UUID | None, sort: _Eligible) -> ClaimScript:
             texts = _texts(schema, owner, sort, counts)
-            return ClaimScript(texts, quote_literal(queue), sort == _READY, owner is not None, most, lock)
+            return ClaimScript(texts, quote_literal(queue), sort == _READY, owner is not None, most, lock, texts.name)
 
         self.ready = script(None, _READY)
         self.due = script(None, _DUE)

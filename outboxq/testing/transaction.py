@@ -271,6 +271,7 @@ def _runtimes(
             max_crashes=1,
             caller=runner,
             sharing_queues=frozenset(),
+            coalesces=False,
             is_interruption=_is_for_the_test,
             keeper=Keeper.of(registry) if keeps else Keeper(),
         )

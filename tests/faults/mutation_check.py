@@ -523,6 +523,20 @@ MUTANTS = (
         ),
     ),
     Mutant(
+        "the check that a batch is still its slot's, before the next of its jobs begins",
+        "outboxq/execution/run.py",
+        "    batch.begin(connection)\n    batch.late_result = None\n",
+        "    if batch.transaction is None:\n        batch.begin(connection)\n    batch.late_result = None\n",
+        ("tests/relay/test_seized.py",),
+    ),
+    Mutant(
+        "the turns of the sorts of jobs",
+        "outboxq/relay/planner.py",
+        "        self._taken = sort\n",
+        "        self._taken = None\n",
+        ("tests/relay/test_planner.py::test_due_jobs_have_their_turn_at_a_queue_that_is_held_for_its_rate",),
+    ),
+    Mutant(
         "tokens before the claim",
         "outboxq/relay/admission.py",
         "        if not self._shared.has_rate(queue):\n",
@@ -1572,7 +1586,7 @@ MUTANTS = (
     Mutant(
         "the smaller claim of a lease behind one that was cancelled",
         "outboxq/relay/planner.py",
-        "            self._most_leased = dict.fromkeys(self._order.queues, 1)\n",
+        "            self._most_leased[request.queue] = 1\n",
         "            pass\n",
         ("tests/execution/test_failing_claims.py::test_a_cancelled_claim_of_a_lease_asks_for_less",),
     ),

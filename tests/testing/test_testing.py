@@ -71,6 +71,13 @@ def test_drain_runs_jobs_inside_the_tests_own_transaction(engine: Engine, sessio
         assert names(elsewhere) == []
 
 
+def test_drain_runs_each_job_of_a_key(session: OutboxSession) -> None:
+    """Also those that a relay would coalesce: a test counts on every job that it has added."""
+    session.add_jobs(app.record.options(coalesce="key").job(name=name) for name in ("a", "b", "c"))
+    report = drain(session, app.jobs)
+    assert (report.done, report.others) == (3, ())
+
+
 def test_drain_survives_the_tests_own_commit_and_rollback(session: OutboxSession) -> None:
     """Under "create_savepoint" both act on the session's savepoint."""
     session.add_job(app.record, name="committed")

@@ -809,13 +809,6 @@ MUTANTS = (
         ),
     ),
     Mutant(
-        "the claim that took the jobs, beside the one that was asked for since",
-        "outboxq/relay/planner.py",
-        "            following = self._ask(request.queue, request.sort)\n",
-        "            following = self._ask(self._last, request.sort)\n",
-        ("tests/relay/test_turns.py::test_a_claim_that_was_not_sent_says_nothing_about_the_jobs_that_run",),
-    ),
-    Mutant(
         "the excuse of a job whose row could not be had",
         "outboxq/relay/slot.py",
         "                self.state.lease.excuse(batch.job)\n",
@@ -1960,8 +1953,8 @@ MUTANTS = (
     Mutant(
         "jobs of a key taken along after the handlers too",
         "outboxq/relay/slot.py",
-        "                    run(connection, batch, runtime, handlers, shared=not batch.is_lone)\n",
-        "                    run(connection, batch, runtime, handlers, shared=not batch.is_lone)\n"
+        "                    run(connection, batch, runtime, handlers, shared=len(batch.jobs) > 1)\n",
+        "                    run(connection, batch, runtime, handlers, shared=len(batch.jobs) > 1)\n"
         "                    decide(connection, batch, runtime)\n",
         ("tests/flow/test_coalesce.py::test_a_job_that_is_added_while_another_of_its_key_runs_is_followed_by_a_run",),
     ),

@@ -1,6 +1,7 @@
 """A primary dies and its standby takes over: queue and ledger stay one, and the relay goes on."""
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -15,6 +16,7 @@ from outboxq.events import DatabaseBack, DatabaseLost
 from outboxq.execution.batch_state import BatchReport, BatchState
 from outboxq.execution.claim import Claimed, ClaimRequest
 from outboxq.execution.errors import WritesRefused
+from outboxq.execution.keep import Keeper
 from outboxq.execution.recovery import record_result, recover
 from outboxq.outcomes import Done
 from outboxq.postgres import Server
@@ -120,7 +122,8 @@ def test_a_job_whose_transaction_begins_on_a_standby_is_not_charged(pair: Pair) 
             with pytest.raises(psycopg.errors.ReadOnlySqlTransaction):
                 record_result(standby, batch, job, Done(), nothing)
         standby_engine.dispose()
-        assert recover(primary, batch, refused.value, nothing).report == BatchReport(1, ())
+        no_steps: Any = SimpleNamespace(keeper=Keeper())
+        assert recover(primary, batch, refused.value, no_steps).report == BatchReport(1, ())
         state = "SELECT state, attempt, crashes, errors, run_at <= clock_timestamp() FROM outboxq.job"
         assert rows(engine, state) == [("ready", 0, 0, [], True)]
 

@@ -123,7 +123,7 @@ def driver_connection(connection: Connection) -> DriverConnection:
     Raises:
         TypeError: another driver.
     """
-    proxied = connection._dbapi_connection  # noqa: SLF001  # as in `dbapi_connection`
+    proxied = connection._dbapi_connection  # noqa: SLF001  # what the property reads, which is slow
     below = dbapi_connection(connection) if proxied is None else proxied.dbapi_connection
     if isinstance(below, _DRIVERS):
         return below

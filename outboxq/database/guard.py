@@ -87,8 +87,8 @@ class ClaimSavepoint(Savepoint):
         self.is_released = False
         self._savepoint = "outboxq_sealed"
         self._claim_name = name
-        self._previous_nested = connection._nested_transaction  # noqa: SLF001  # where SQLAlchemy's own enters itself
-        connection._nested_transaction = self  # noqa: SLF001  # and leaves again
+        self._previous_nested = connection._nested_transaction  # noqa: SLF001  # SQLAlchemy has no way to adopt it
+        connection._nested_transaction = self  # noqa: SLF001  # the place of the innermost savepoint
 
     @property
     def name(self) -> str:
@@ -379,7 +379,7 @@ def _watched_cursor(factory: type[Any], guard: "Guard") -> type[Any]:
         def connection(self) -> object:
             if guard.savepoint is not None or guard.on_first_use is not None:
                 # The driver too reads the connection of its cursors, for the types that it adapts: for each statement.
-                caller = sys._getframe(1).f_globals  # noqa: SLF001  # in the library reference, and cheap
+                caller = sys._getframe(1).f_globals  # noqa: SLF001  # documented; a walk of the stack is slow
                 if str(caller.get("__name__", "")).partition(".")[0] not in _DRIVERS:
                     guard.hands_out()
             return super().connection

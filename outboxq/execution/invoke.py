@@ -234,7 +234,7 @@ class AsyncInvoker:
             ended.append((returned, None))
         if self._session is not None:
             # Tasks that the handler left behind run before the relay goes on, and would use the session with it.
-            self._session.sync_session = self._session._proxied = cast("Session", _REFUSING)  # noqa: SLF001  # add() and its like use it
+            self._session.sync_session = self._session._proxied = cast("Session", _REFUSING)  # noqa: SLF001  # its methods call it
 
 
 class _Refusing:

@@ -98,7 +98,7 @@ def defer(session: Session, *writes: Write) -> None:
 
 
 def send_at_commit(sessions: Session | type[Session]) -> None:
-    """Have the writes that are deferred in a session, or in those of a class, sent before COMMIT.
+    """Send the deferred writes of a session, or of the sessions of a class, before each COMMIT.
 
     A class whose sessions often defer needs this once: listening to each session costs more than its writes.
     """

@@ -161,7 +161,7 @@ class Listener(ListeningThread):
             self._notify(name)
 
     def _raise_flags(self, connection: PGconn, queues: Iterable[str]) -> None:
-        # Session locks are counted, so each is taken once per process, whatever the number of its idle slots.
+        # Session locks are counted, so each is taken once per process, for all of its idle slots.
         missing = set(queues) - self._flags.keys()
         if not missing or (missing <= self._refused and time.monotonic() < self._retry_at):
             return

@@ -1,7 +1,7 @@
 """The metrics of a relay: its counts, read when they are requested.
 
 A supervisor's child sends them through a socket: on request, every few seconds and at its end. So its counts stay in
-the supervisor's totals, whatever ends the child.
+the supervisor's totals after the child has ended or died.
 """
 
 import select

@@ -101,7 +101,7 @@ class SharedPoller:
         return self.statement if queues == self.queues else poll_queues(self._schema, queues)
 
     def begin(self) -> Poll:
-        """Begin a poll, whatever other slots do."""
+        """Begin a poll, also while other slots poll."""
         with self._lock:
             self.latest = Poll(self.latest.number + 1)
             return self.latest
@@ -190,7 +190,7 @@ class SharedPoller:
             self._called_after[queue] = self.latest.number
 
     def take_queue(self, queue: str) -> bool | None:
-        """Record that the caller claims from this queue, whatever waits there; True if something was known to wait.
+        """Record that the caller claims from this queue; return True if something was known to wait there.
 
         None if the caller must not claim at this moment.
         """

@@ -164,7 +164,7 @@ class RelayRun:
 
     def _make_listener(self, poller: SharedPoller) -> Listener:
         config = self.config
-        # Through the database URL, as producers do, whatever URL the listener has.
+        # Through the database URL, as producers do, and not through the URL of the listener.
         hearing = HearingCheck(
             self._connector(None), self.limits.hearing_seconds, min(config.poll_seconds, UNFLAGGED_PAUSE_SECONDS)
         )

@@ -1,4 +1,4 @@
-"""The place of a coalesced job among those of its key: the order of `seq`, whatever the database's clock showed.
+"""The place of a coalesced job among those of its key: the order of `seq`, and not that of the database's clock.
 
 A job that is put back gets a new `seq`, and a header holds its first one; also that of a job whose content another row
 takes over.

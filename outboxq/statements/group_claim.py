@@ -38,8 +38,8 @@ _FIRST: LiteralString = """\
       WHERE {if_lap}queue = {queue} AND state <> 'group_waiting' AND group_key COLLATE "C" {where}
       ORDER BY group_key COLLATE "C", seq LIMIT 1)"""
 
-# One probe of the index for each group, whatever waits in it: from the group after `after` to the last one, and on from
-# the first one (lap 1) up to `after`. The arms of UNION ALL are tried in order, up to the first row.
+# One probe of the index for each group, of one job or of a million: from the group after `after` to the last one, then
+# from the first one (lap 1) up to `after`. The arms of UNION ALL are tried in order, up to the first row.
 _HEADS: LiteralString = """\
 heads AS (
   (SELECT head.*, 1 AS place FROM (
@@ -254,7 +254,7 @@ class GroupScript:
         return Look(tuple(taken), seen, last, bool(is_back_due), bool(has_room))
 
     def one(self, job_id: UUID) -> str:
-        """Take one job the same way, whatever its group does, to see if its row can be taken at all."""
+        """Take one job the same way, without regard to its group, to check if its row can be taken at all."""
         picked: LiteralString = (
             "WITH picked AS MATERIALIZED (SELECT id, false AS died FROM {job} WHERE id = {id} "
             "AND state IN ('grouped', 'group_suspect') LIMIT 1 FOR UPDATE SKIP LOCKED)"

@@ -99,7 +99,7 @@ def reap(schema: str, max_crashes: int, limit: int, *, in_group: bool = False) -
 
 
 def reap_one(schema: str, job_id: UUID, *, in_group: bool = False) -> str:
-    """Reap one job, if its owner is still dead: as a suspect, and never as a dead letter, whatever its crashes."""
+    """Reap one job, if its owner is still dead: as a suspect, and never as a dead letter."""
     lost = compose(schema, "job.id = {id} AND {lost}", id=job_id, lost=_lost(schema))
     return _take(schema, lost, NEVER, 1, _DIED, sql.SQL("job.crashes"), in_group=in_group)
 
@@ -229,7 +229,7 @@ def look_around(schema: str, queues: tuple[str, ...]) -> str:
     - 'suspects', queue: the queue has suspects. Index: job_suspect, a probe a queue.
     - 'groups', queue: the queue has jobs of groups. Index: job_group, a probe a queue.
     - 'group_suspects', queue: it has suspects in groups. Index: job_group_state, a probe a queue.
-    - 'group_leases': jobs of groups are leased, in whatever queue. Index: job_group_state, one probe.
+    - 'group_leases': jobs of groups are leased, in any queue. Index: job_group_state, one probe.
     - 'limits', queue, NULL, settings: its limits and its rate, if it has any.
     - 'paused', queue, kind: jobs of this kind are not to run.
     - 'cancel', job's id, outcome: the job is not to go on. Up to 1,000, the newest first. Index: the jobs' primary key,

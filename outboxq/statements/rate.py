@@ -4,7 +4,7 @@ A relay reserves tokens and commits, then claims as many jobs: no handler's tran
 dies, or finds fewer jobs, wastes tokens: fewer jobs begin, never more.
 
 `tat` is the theoretical arrival time: the time at which all reserved tokens would have come one by one. Never more than
-`burst` tokens are ahead of now, whatever the order of reservations.
+`burst` tokens are ahead of now, in any order of reservations.
 """
 
 from dataclasses import dataclass

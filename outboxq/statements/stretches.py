@@ -1,7 +1,7 @@
 """Stretches: read a large table 20,000 rows at a time, and those of the last one's value, in the order of an index.
 
 However few rows match a filter, each statement ends soon, holds its snapshot only for a moment, and is the same walk
-whatever the planner estimates for the filter.
+for each estimate that the planner makes of the filter.
 """
 
 import math
@@ -77,7 +77,7 @@ def end_of_stretch(
 def stretches_of_blocks(
     connection: Connection, table: Table, *, give_up_at: float = math.inf
 ) -> Iterator[list[ColumnElement[bool]]]:
-    """Yield `stretches` in a table's stored order: they read each block once, whatever the order of its ids.
+    """Yield `stretches` in a table's stored order: they read each block once, in any order of its ids.
 
     By an index each row of an unordered table costs a block of its own, and two if it was not vacuumed. Rows after the
     table's present end are not read. No sort, and no locks.

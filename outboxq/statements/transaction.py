@@ -16,7 +16,7 @@ LEAST_SECONDS = 1.0
 BEGIN = "BEGIN ISOLATION LEVEL READ COMMITTED"
 
 # LOCAL: behind a transaction pooler a session soon belongs to another client.
-# DateStyle: psycopg reads only ISO, whatever the database's default.
+# DateStyle: psycopg reads only ISO, which need not be the database's default.
 READABLE_DATES = "SET LOCAL datestyle = 'ISO'"
 # For our statements that find rows by a condition and go through the driver, which prepares them: a plan that was made
 # while the table was empty, an idle relay's normal state, would scan all that arrives later.

@@ -2,7 +2,7 @@
 
 import os
 import time
-from datetime import UTC, datetime
+from dataclasses import dataclass
 from itertools import accumulate
 from operator import add
 
@@ -34,19 +34,15 @@ def uuid7s(count: int) -> list[str]:
     return [f"{prefix}{low:x}" for low in lows]
 
 
+@dataclass(slots=True)
 class DatabaseClock:
-    """An estimate of the database's clock: this process's own clock, and its distance from the database's.
+    """An estimate of the database's clock, by its distance from this process's own: `time.time() + ahead_seconds`.
 
     As exact as half of the round trip in which they were compared, and the drift of the two since then.
     """
 
-    def __init__(self) -> None:
-        self._ahead_seconds = 0.0
+    ahead_seconds: float = 0.0
 
     def compare(self, database_seconds: float, asked_at: float, answered_at: float) -> None:
         """Record that the database's clock showed `database_seconds` between these two times of `time.time()`."""
-        self._ahead_seconds = database_seconds - (asked_at + answered_at) / 2
-
-    def now(self) -> datetime:
-        """The time that the database's clock shows now, in UTC."""
-        return datetime.fromtimestamp(time.time() + self._ahead_seconds, UTC)
+        self.ahead_seconds = database_seconds - (asked_at + answered_at) / 2

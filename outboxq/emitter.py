@@ -19,7 +19,7 @@ _FAILURES = (JobRetried, JobDied)
 _OF_EXCEPTIONS = vars(BaseException)
 
 
-HasUse: TypeAlias = Callable[[type[Event]], bool]
+HasUse: TypeAlias = Callable[[], bool]
 
 
 class EventQueue(Protocol):
@@ -38,7 +38,8 @@ class Emitter:
     """Passes events to hooks; a hook that fails is reported to `on_failure` and never breaks a job.
 
     A hook with an attribute `events`, a set of classes, receives those events; any other all but `CountedEvent`. If it
-    has a method `has_use_for`, which takes a class, events of a class for which that returns False may be left out.
+    has a method `use_of`, which takes a class and returns a function, events of that class may be left out while the
+    function returns False.
 
     Args:
         later: Receives each event after the hooks.
@@ -52,7 +53,7 @@ class Emitter:
         self._later = later
         # By class: the hooks that receive it, and whether it is wanted later.
         self._told: dict[type[Event], tuple[tuple[Hook, ...], bool]] = {}
-        # By class: the methods `has_use_for` of its hooks; None if a hook has a use for it in any case.
+        # By class: what `use_of` of its hooks returned; None if a hook has a use for it in any case.
         self._uses: dict[type[Event], tuple[HasUse, ...] | None] = {}
 
     def __call__(self, event: Event) -> None:
@@ -78,15 +79,15 @@ class Emitter:
         if uses is None:
             return True
         for has_use in uses:  # noqa: SIM110  # any() takes three times as long, and this is called for each batch
-            if has_use(kind):
+            if has_use():
                 return True
         return False
 
     def _find(self, kind: type[Event]) -> tuple[tuple[Hook, ...], bool]:
         hooks = tuple(hook for hook in self._hooks if _is_told(hook, kind))
         found = self._told[kind] = hooks, self._later is not None and self._later.wants(kind)
-        asked = [getattr(hook, "has_use_for", None) for hook in hooks]
-        self._uses[kind] = None if found[1] or None in asked else tuple(each for each in asked if each)
+        uses_of = [getattr(hook, "use_of", None) for hook in hooks]
+        self._uses[kind] = None if found[1] or None in uses_of else tuple(use_of(kind) for use_of in uses_of if use_of)
         return found
 
 

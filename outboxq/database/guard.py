@@ -22,7 +22,7 @@ from sqlalchemy.exc import InvalidRequestError
 
 from outboxq.database.defects import contain
 from outboxq.database.driver import driver_connection, run_script, transaction_status
-from outboxq.database.sql_text import left_by, refused_verb
+from outboxq.database.sql_text import Leavings, Reading, read, readings
 from outboxq.errors import HandlerRolledBack, TransactionVerbRefused
 
 # The fields of a connection that SQLAlchemy has closed for good, and that is in no transaction.
@@ -263,7 +263,8 @@ class Guard:
         if self.watcher is not None:
             self.watcher.hands_out()
         if self.is_handlers_turn and isinstance(query, str):
-            self._note(query, {})
+            if leavings := (readings.get(query) or self._read(query)).leavings:
+                self._note(leavings, {})
         elif self.is_handlers_turn:
             self.left = "the driver's own cursor"
 
@@ -286,11 +287,7 @@ class Guard:
             self.watcher.sees(text, context)
         savepoint = self.savepoint
         if savepoint is not None:
-            verb: str | None = None
-            try:
-                verb = refused_verb(text)
-            except Exception as error:  # noqa: BLE001  # raised again, unless it is a defect
-                self._assume_worst(error)
+            verb = (readings.get(text) or self._read(text)).refused
             if verb:
                 raise TransactionVerbRefused(
                     f"the handler sent {verb}, but its transaction is the relay's: return to commit, raise to roll back"
@@ -307,17 +304,22 @@ class Guard:
                 if is_piece or text is context.statement:
                     # As it was compiled: without all of its values.
                     text = compiled.string
-            self._note(text, {} if many else parameters)
+            if leavings := (readings.get(text) or self._read(text)).leavings:
+                self._note(leavings, {} if many else parameters)
         # Last: those above may have sent something themselves.
         self._announced = statement
 
-    def _note(self, statement: str, parameters: object) -> None:
-        """Record what a handler's statement may leave on the connection."""
+    def _read(self, statement: str) -> Reading:
         try:
-            leavings = left_by(statement)
-            if leavings is None:
-                return
-            self.is_altered = True
+            return read(statement)
+        except Exception as error:  # noqa: BLE001  # raised again, unless it is a defect
+            self._assume_worst(error)
+            return Reading()
+
+    def _note(self, leavings: Leavings, parameters: object) -> None:
+        """Record what a handler's statement may leave on the connection."""
+        self.is_altered = True
+        try:
             given = parameters if isinstance(parameters, Mapping) else {}
             if any(given.get(name) is not True for name in leavings.only_local):
                 self.left = self.left or "set_config"

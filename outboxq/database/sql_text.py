@@ -10,7 +10,6 @@ that changes the session. Functions, procedures and triggers of users are not ex
 
 import re
 from collections.abc import Iterator
-from functools import lru_cache
 from itertools import islice, pairwise
 from string import whitespace
 from typing import NamedTuple
@@ -29,7 +28,7 @@ _ESCAPED = re.compile(r"(?:[^'\\]++|\\.)*+'?", re.DOTALL)
 _TRANSACTION_VERBS = frozenset(("BEGIN", "START", "COMMIT", "END", "ROLLBACK", "ABORT", "PREPARE"))
 
 # Longer texts are read each time: kept, they would hold memory.
-_KEPT_CHARACTERS = 10_000
+_KEPT_CHARACTERS, _MOST_KEPT = 10_000, 2_048
 
 # What these do lasts as long as the transaction, or belongs to all sessions.
 _LEAVE_NOTHING = frozenset(
@@ -81,7 +80,7 @@ def may_end_transaction(statement: str) -> bool:
 
 def refused_verb(statement: str) -> str | None:
     """The transaction verb that a statement begins with, if a handler may not send it; else None."""
-    # Each statement of a handler passes here, and nearly all begin with their verb.
+    # Nearly all statements begin with their verb.
     word = _WORD.match(statement)
     verb = word.group().upper() if word else first_word(statement)
     if verb not in _TRANSACTION_VERBS:
@@ -148,10 +147,6 @@ class Leavings(NamedTuple):
 
 def left_by(statement: str) -> Leavings | None:
     """The state that a statement sets or leaves on its connection; None if it neither sets nor leaves any."""
-    return _kept(statement) if len(statement) <= _KEPT_CHARACTERS else _read(statement)
-
-
-def _read(statement: str) -> Leavings | None:
     code = without_literals(statement).lower()
     first = _CODE_VERB.match(code)
     verb = first[1] if first else "a statement without a verb"
@@ -174,4 +169,22 @@ def _read(statement: str) -> Leavings | None:
     return Leavings(None, tuple(only_local)) if sets else None
 
 
-_kept = lru_cache(2_048)(_read)
+class Reading(NamedTuple):
+    """What a handler's statement does besides reading and writing rows, by `refused_verb` and `left_by`."""
+
+    refused: str | None = None
+    leavings: Leavings | None = None
+
+
+# Of the statements that were read last. A look costs no call: each statement of a handler is looked up.
+readings: dict[str, Reading] = {}
+
+
+def read(statement: str) -> Reading:
+    """Read a statement, and add it to `readings`."""
+    reading = Reading(refused_verb(statement), left_by(statement))
+    if len(statement) <= _KEPT_CHARACTERS:
+        if len(readings) >= _MOST_KEPT:
+            readings.clear()
+        readings[statement] = reading
+    return reading

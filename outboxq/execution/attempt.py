@@ -28,8 +28,7 @@ from outboxq.execution.chain import check_follower
 from outboxq.execution.containment import is_intact, undo
 from outboxq.execution.errors import ROLLED_BACK, SWALLOWED, TransactionEscaped
 from outboxq.execution.failure import Failed
-from outboxq.execution.handler_session import IS_OVER, HandlerSession, hand_over
-from outboxq.execution.invoke import Args, Run
+from outboxq.execution.invoke import IS_OVER, Args, HandlerSession, Run, hand_over
 from outboxq.execution.late_rows import RowsMayBeLate
 from outboxq.execution.preload import load_entity, watch_unlocked
 from outboxq.execution.runtime import CancelledResult, Runtime
@@ -42,7 +41,7 @@ from outboxq.job import THEN_HEADER, Job
 from outboxq.outcomes import Done, Outcome, Snooze
 
 _SHORTEST_SNOOZE_SECONDS = 0.05
-_CANCELLED = CancelledResult()
+_CANCELLED, _DONE = CancelledResult(), Done()
 
 AttemptResult: TypeAlias = Outcome | Failed | CancelledResult
 
@@ -119,7 +118,12 @@ class Attempt:
                 raise
             runtime.check_rest(self._connection, job)
             # A cancelled handler may be half done even if it returned: none of its rows is kept.
-            result = _CANCELLED if call.is_cancelled else self._handler.returned.outcome(returned)
+            if call.is_cancelled:
+                result = _CANCELLED
+            elif returned is None and not self._handler.keeps_result:
+                result = _DONE
+            else:
+                result = self._handler.returned.outcome(returned)
             if isinstance(result, Done):
                 if run.deferred:
                     hand_over(run.deferred, self.session())
@@ -191,7 +195,7 @@ class Attempt:
 
     def _arguments(self) -> dict[str, object]:
         """Decode the job's arguments, and load its entities."""
-        signature = self._handler.signature()
+        signature = self._handler.signature
         arguments = signature.decode(self._job.args)
         if not signature.takes_entities:
             return arguments

@@ -15,8 +15,7 @@ from outboxq.emitter import drop_tracebacks
 from outboxq.errors import HandlerError, HandlerRolledBack
 from outboxq.execution.batch_state import BatchState
 from outboxq.execution.containment import SharedSavepoint
-from outboxq.execution.handler_session import HandlerSession
-from outboxq.execution.invoke import Run
+from outboxq.execution.invoke import HandlerSession, Run
 from outboxq.execution.plan import Segment
 from outboxq.execution.preload import Locks, entity_keys, load_entity, load_together, watch_unlocked
 from outboxq.execution.runtime import Runtime

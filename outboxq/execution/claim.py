@@ -8,6 +8,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from operator import attrgetter
 from typing import Any, TypeAlias, cast
 from uuid import UUID
@@ -15,8 +16,7 @@ from uuid import UUID
 from sqlalchemy import Connection
 
 from outboxq.clock import DatabaseClock
-from outboxq.database.driver import Answer, Script, is_lost, run_script
-from outboxq.execution.prepared import PreparedStatements
+from outboxq.database.driver import Answer, PreparedStatements, Script, is_lost, run_script
 from outboxq.job import Job
 from outboxq.statements.claim import ANCHOR, RETURNED, ClaimScript, Sort, claim_by_id
 from outboxq.statements.group_claim import GroupScript, Look
@@ -148,7 +148,7 @@ class ClaimRequest:
         taken = rows if rows and rows[0][1] is not None else ()
         if len(taken) > self.limit:
             raise AssertionError(f"a claim took {len(taken)} jobs where {self.limit} were asked for")
-        jobs, is_plain, now = list[Job](), True, (self.clock.now(),)
+        jobs, is_plain, now = list[Job](), True, (datetime.fromtimestamp(time.time() + self.clock.ahead_seconds, UTC),)
         for row in taken:
             # The columns of RETURNED, in order, the token, and the time. Added: unpacking both would make a list first.
             job = _JOB(*(row[1:_END_OF_JOB] + now))

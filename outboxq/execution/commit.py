@@ -15,11 +15,11 @@ from outboxq.execution.batch_state import BatchReport, BatchState, Ended
 from outboxq.execution.claim import ClaimRequest, ClaimTransaction, forgive
 from outboxq.execution.errors import ESCAPED, ConnectionLost, TransactionEscaped
 from outboxq.execution.failure import Failed
+from outboxq.execution.families import steps_of
 from outboxq.execution.run import FREE_RETRIES
 from outboxq.execution.runtime import Runtime
 from outboxq.execution.settle import settle_result
 from outboxq.execution.step import Step
-from outboxq.execution.steps import steps_of
 from outboxq.fault_points import fault_point
 
 # If an optional step is refused, only the steps are undone.

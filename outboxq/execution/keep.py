@@ -13,10 +13,9 @@ from typing import TypeAlias
 from uuid import UUID
 
 from outboxq.clock import clock
-from outboxq.database.driver import Rows
+from outboxq.database.driver import PreparedStatements, Rows, may_be_of_prepared
 from outboxq.database.errors import describe_error, sqlstate_of
 from outboxq.events import Event, JobCancelled, JobDied, JobDiscarded, JobDone, JobExpired
-from outboxq.execution.prepared import PreparedStatements, may_be_of_prepared
 from outboxq.execution.step import Step
 from outboxq.handlers.keeping import Keeping
 from outboxq.handlers.resolved import Registry

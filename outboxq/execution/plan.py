@@ -103,6 +103,6 @@ def _in_parts(given: list[_Given], size: int) -> list[list[_Given]]:
 def _arguments(handler: AnyHandler, job: Job) -> dict[str, object] | None:
     try:
         check_follower(job)
-        return handler.signature().decode(job.args)
+        return handler.signature.decode(job.args)
     except BaseException:  # noqa: BLE001  # users' own types raise what they like; alone, it is recorded with its job
         return None

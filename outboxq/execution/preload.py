@@ -15,7 +15,7 @@ from sqlalchemy.orm import ColumnProperty, Mapper, RelationshipProperty, Session
 from outboxq.codec.entities import EntityKey, entity_mapper
 from outboxq.errors import EntityGone
 from outboxq.execution.changes import Listeners, is_listened_to
-from outboxq.execution.handler_session import SESSION_OPTIONS, HandlerSession
+from outboxq.execution.invoke import SESSION_OPTIONS, HandlerSession
 from outboxq.execution.write_buffer import RowId
 from outboxq.handlers.row_writes import is_sqlalchemy_type
 from outboxq.handlers.set_based import FactsOf, key_array

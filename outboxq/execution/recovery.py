@@ -26,6 +26,7 @@ from outboxq.execution.claim import AnyScript, ClaimRequest, begin_transaction, 
 from outboxq.execution.commit import commit_checked
 from outboxq.execution.errors import ConnectionLost, ConnectionSpoiled, TransactionEscaped, WritesRefused
 from outboxq.execution.failure import Failed
+from outboxq.execution.families import steps_of
 from outboxq.execution.find_outcome import (
     COMMITTED_BY_HANDLER,
     LeftPrepared,
@@ -36,7 +37,6 @@ from outboxq.execution.find_outcome import (
 )
 from outboxq.execution.runtime import Result, Runtime, SettledByClaim, UnknownKindResult
 from outboxq.execution.settle import JobRowHeld, settle_result
-from outboxq.execution.steps import steps_of
 from outboxq.job import Job
 from outboxq.statements.lease import take_back, take_back_locked
 

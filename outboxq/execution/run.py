@@ -22,9 +22,9 @@ from outboxq.execution.attempt import Attempt, AttemptResult
 from outboxq.execution.batch_call import call_batch_handler
 from outboxq.execution.batch_state import BatchState
 from outboxq.execution.chain import has_follower
-from outboxq.execution.decide import ended_meanwhile
 from outboxq.execution.errors import ESCAPED, ConnectionLost, TransactionEscaped
 from outboxq.execution.failure import Failed
+from outboxq.execution.families import ended_meanwhile
 from outboxq.execution.plan import Handlers, Segment, plan_segments
 from outboxq.execution.preload import Locks, entity_keys, lock_ahead
 from outboxq.execution.runtime import Result, Runtime, SettledByClaim, UnknownKindResult
@@ -141,7 +141,7 @@ def _lock_rows(connection: Connection, batch: BatchState, runtime: Runtime, hand
     locking = {
         kind: found
         for kind, found in handlers.items()
-        if found is not None and found.signature().locks and not runtime.registry.loads_late(kind)
+        if found is not None and found.signature.locks and not runtime.registry.loads_late(kind)
     }
     if not locking:
         return
@@ -159,7 +159,7 @@ def _lock_rows(connection: Connection, batch: BatchState, runtime: Runtime, hand
 
 def _locked_keys(handler: AnyHandler, job: Job, runtime: Runtime) -> Sequence[EntityKey]:
     try:
-        return [key for key in entity_keys([handler.signature().decode(job.args)]) if key.locked]
+        return [key for key in entity_keys([handler.signature.decode(job.args)]) if key.locked]
     except BaseException as error:
         # Users' own types raise what they like; the error is recorded when the job runs.
         if not runtime.is_failure(error):

@@ -11,7 +11,7 @@ from sqlalchemy import Connection
 
 from outboxq.codec.text import storable
 from outboxq.database.closing import give_up
-from outboxq.database.driver import is_at_rest
+from outboxq.database.driver import PreparedStatements, is_at_rest
 from outboxq.database.guard import Guard
 from outboxq.effects.api import EffectAccess
 from outboxq.effects.runners import AsyncEffectRunner, EffectRunner
@@ -23,7 +23,6 @@ from outboxq.execution.invoke import Invoker
 from outboxq.execution.keep import Keeper
 from outboxq.execution.late_rows import wait_while_young
 from outboxq.execution.orders import Orders
-from outboxq.execution.prepared import PreparedStatements
 from outboxq.handlers.handler import AnyHandler
 from outboxq.handlers.progress import ProgressNotes
 from outboxq.handlers.resolved import Registry

@@ -30,8 +30,7 @@ from outboxq.execution.chain import follower_of, has_follower
 from outboxq.execution.changes import row_changes, row_writes, uses_only
 from outboxq.execution.containment import SharedSavepoint
 from outboxq.execution.errors import SharingEnded, TransactionEscaped
-from outboxq.execution.handler_session import IS_OVER, HandlerSession, hand_over
-from outboxq.execution.invoke import Run
+from outboxq.execution.invoke import IS_OVER, HandlerSession, Run, hand_over
 from outboxq.execution.plan import Segment
 from outboxq.execution.preload import Locks, PreloadedEntities, entity_keys, load_entity, watch_unlocked
 from outboxq.execution.runtime import Runtime

@@ -11,7 +11,6 @@ from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from typing import Any, NamedTuple, Protocol
 
 from outboxq.errors import HandlerError
-from outboxq.execution.handler_session import HandlerSession
 from outboxq.forks import await_here, call_here
 from outboxq.handlers.around import Around, Arounds, Wrapping
 from outboxq.handlers.context import AsyncBatchContext, AsyncContext, BatchContext, JobContext
@@ -21,7 +20,8 @@ from outboxq.job import Job
 class HasSession(Protocol):
     """One job's attempt; its session is made when it is first used, and None before."""
 
-    made: HandlerSession | None
+    @property
+    def made(self) -> object: ...
 
 
 class Surrounded(NamedTuple):

@@ -86,7 +86,8 @@ class Aggregate:
         with self._lock:
             if len(events) == 1 and type(events[0]) in RAN:
                 one = cast("Ended", events[0])
-                job, ran, waited = one.job, one.seconds, one.job.waited_seconds
+                job, ran = one.job, one.seconds
+                (waited,) = _waited_seconds(job.claimed_at, (one,))
                 counts = self._counts.get((job.queue, job.kind)) or _counts_of(self._counts, job.queue, job.kind)
                 counts.outcomes[RAN[type(one)]] += 1
                 counts.wait_seconds += waited

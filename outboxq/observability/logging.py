@@ -6,8 +6,10 @@ Two formatters print it, and the application's own records: `LineFormatter` for 
 import logging
 import re
 import threading
+from collections.abc import Callable
 from dataclasses import fields
 from datetime import UTC, datetime
+from functools import partial
 from textwrap import dedent
 from types import TracebackType
 from typing import TypeAlias
@@ -92,9 +94,9 @@ class EventLog:
         """Log the event."""
         log_event(event, tracebacks=self._tracebacks)
 
-    def has_use_for(self, kind: type[Event]) -> bool:
-        """Return True if the logger's level, as it is now, lets a record of such an event through."""
-        return logger.isEnabledFor(_MESSAGES[kind][0])
+    def use_of(self, kind: type[Event]) -> Callable[[], bool]:
+        """Return a function that tells if the logger's level, as it then is, lets a record of such an event through."""
+        return partial(logger.isEnabledFor, _MESSAGES[kind][0])
 
 
 def log_event(event: Event, *, tracebacks: bool = True) -> None:

@@ -21,13 +21,12 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 from outboxq.codec.text import name_and_line
 from outboxq.config import RelayConfig
 from outboxq.database.closing import give_up
-from outboxq.database.driver import driver_connection
+from outboxq.database.driver import PreparedStatements, driver_connection
 from outboxq.database.engines import Engines
 from outboxq.database.errors import opening
 from outboxq.database.guard import Guard
 from outboxq.emitter import HOOKS_OPTION
 from outboxq.execution.invoke import AsyncInvoker, Invoker, SyncInvoker
-from outboxq.execution.prepared import PreparedStatements
 from outboxq.forks import cut_off_in_children
 from outboxq.handlers.handler import Flavour
 from outboxq.relay.limits import RelayLimits

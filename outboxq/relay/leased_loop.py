@@ -14,7 +14,7 @@ from outboxq.execution.batch_state import BatchReport, BatchState, Ended
 from outboxq.execution.claim import Claimed, ClaimRequest
 from outboxq.execution.coalesce import coalesce_leased
 from outboxq.execution.commit import commit
-from outboxq.execution.decide import decide
+from outboxq.execution.families import decide
 from outboxq.execution.lease_mode import LeasedBatch, return_suspect, take_slot
 from outboxq.execution.run import run
 from outboxq.execution.runtime import Runtime

@@ -13,9 +13,8 @@ from outboxq.execution.claim import Claimed, ClaimRequest
 from outboxq.execution.lease_mode import LeasedBatch
 from outboxq.relay.admission import Query, SlotAdmission
 from outboxq.relay.connections import SlotConnection
-from outboxq.relay.cursors import GroupCursor, QueueCursor, Start, Sweep
 from outboxq.relay.poller import Order
-from outboxq.relay.queue_claims import QueueClaims
+from outboxq.relay.queue_claims import GroupCursor, QueueClaims, QueueCursor, Start, Sweep
 from outboxq.relay.state import RelayState
 from outboxq.statements.claim import Sort
 
@@ -35,7 +34,7 @@ class Planner:
         queues = order.queues
         self._state = state
         self._order = order
-        self._claims = QueueClaims(state)
+        self._claims = QueueClaims(state.config, state.registry, state.lease, state.flow)
         self._admission = SlotAdmission(state.admission)
         self._cursors: dict[tuple[str, Sort], Start] = {(name, sort): Start() for name in queues for sort in Sort}
         for name in queues:

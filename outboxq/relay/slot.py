@@ -43,8 +43,8 @@ from outboxq.events import (
 from outboxq.execution.batch_state import BatchReport, BatchState, Ended
 from outboxq.execution.claim import Claimed, ClaimRequest, claim
 from outboxq.execution.commit import commit, send_left
-from outboxq.execution.decide import decide
 from outboxq.execution.errors import ConnectionLost, ConnectionSpoiled, TransactionEscaped, WritesRefused
+from outboxq.execution.families import decide
 from outboxq.execution.lease_mode import LeasedBatch
 from outboxq.execution.recovery import recover, recover_claim
 from outboxq.execution.run import run

@@ -26,7 +26,6 @@ from outboxq.execution.keep import Keeper
 from outboxq.handlers.resolved import Registry
 from outboxq.observability.aggregate import Aggregate
 from outboxq.relay.admission import Admission
-from outboxq.relay.cursors import Sweep
 from outboxq.relay.effect_runners import EffectRunners
 from outboxq.relay.flow_settings import FlowSettings
 from outboxq.relay.hook_thread import HookThread
@@ -36,6 +35,7 @@ from outboxq.relay.listener import Listener
 from outboxq.relay.login import Login
 from outboxq.relay.poller import SharedPoller
 from outboxq.relay.progress import ProgressWriter
+from outboxq.relay.queue_claims import Sweep
 from outboxq.relay.suspects import QuarantineTurns
 
 # The events that the relay handles before it emits them.

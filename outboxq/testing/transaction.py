@@ -28,12 +28,11 @@ from outboxq.errors import ConfigError
 from outboxq.events import Event, JobDied, JobDone, JobRetried
 from outboxq.execution.batch_state import BatchState
 from outboxq.execution.claim import ClaimRequest, claim
-from outboxq.execution.decide import decide
+from outboxq.execution.families import decide, steps_of
 from outboxq.execution.invoke import AsyncInvoker, Invoker, SyncInvoker
 from outboxq.execution.keep import Keeper
 from outboxq.execution.run import run
 from outboxq.execution.runtime import Runtime, is_cancellation
-from outboxq.execution.steps import steps_of
 from outboxq.handlers.context import AsyncContext, Context
 from outboxq.handlers.registry import Jobs
 from outboxq.handlers.resolved import Registry

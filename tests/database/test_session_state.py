@@ -2,7 +2,7 @@
 
 import pytest
 
-from outboxq.database.sql_text import Leavings, _read, left_by
+from outboxq.database.sql_text import Leavings, left_by
 from tests.support.growth import LINEAR, growth
 
 
@@ -111,9 +111,9 @@ def test_what_lasts_longer_than_its_transaction_is_named(sql: str, what: str) ->
 )
 def test_a_statement_is_read_in_linear_time(unit: str) -> None:
     """32 times the text takes about 32 times as long."""
-    assert growth(_read, lambda size: f"SELECT {unit * size}", 100) < LINEAR
+    assert growth(left_by, lambda size: f"SELECT {unit * size}", 100) < LINEAR
 
 
 def test_a_setting_of_many_arguments_is_read_in_linear_time() -> None:
     """What is looked ahead for is bounded by one call."""
-    assert growth(_read, lambda size: "SELECT " + "set_config(%(a)s, %(b)s, true), " * size, 20) < LINEAR
+    assert growth(left_by, lambda size: "SELECT " + "set_config(%(a)s, %(b)s, true), " * size, 20) < LINEAR

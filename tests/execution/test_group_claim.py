@@ -10,7 +10,7 @@ from sqlalchemy import Connection, Engine, text
 from outboxq.database.driver import run_script
 from outboxq.execution.claim import ClaimRequest, claim
 from outboxq.relay.connections import connection_options
-from outboxq.relay.cursors import GroupCursor
+from outboxq.relay.queue_claims import GroupCursor
 from outboxq.statements.claim import Sort
 from outboxq.statements.group_claim import GROUPS_SEEN, GroupScript
 from outboxq.statements.wake import poll_queues

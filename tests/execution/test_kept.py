@@ -18,11 +18,10 @@ from sqlalchemy.orm import sessionmaker
 import outboxq.execution.keep as keep_module
 from outboxq import Backoff, BatchContext, BatchItem, Context, Discard, Jobs, OutboxSession, Retry, find_job
 from outboxq.admin.finished import list_finished, run_again, show_finished
-from outboxq.database.driver import run_script
+from outboxq.database.driver import PreparedStatements, run_script
 from outboxq.errors import ArgsNotKept, JobNotFound, RegistryError
 from outboxq.events import JobDied, JobDone, JobLeaseLost
 from outboxq.execution.keep import FinishedRows, Keeper
-from outboxq.execution.prepared import PreparedStatements
 from outboxq.statements.done import FinishedColumns
 from outboxq.statements.prune import delete_finished
 from tests.support.app import QUICK, Effect

@@ -10,9 +10,8 @@ from sqlalchemy import Connection, Engine, create_engine, event, text
 from sqlalchemy.orm import sessionmaker
 
 from outboxq import Context, Jobs, OutboxSession, Relay, RelayConfig, SlotGroup
-from outboxq.database.driver import Script, run_script
+from outboxq.database.driver import PreparedStatements, Script, run_script
 from outboxq.execution.claim import ClaimRequest, claim
-from outboxq.execution.prepared import PreparedStatements
 from outboxq.postgres import Database
 from outboxq.statements.claim import ClaimScript, ClaimStatements, Cursor
 from tests.support.app import Effect

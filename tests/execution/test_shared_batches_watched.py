@@ -15,11 +15,11 @@ from sqlalchemy.orm import Session, sessionmaker
 from sqlalchemy.types import Integer, TypeDecorator
 
 from outboxq import AsyncContext, Backoff, Context, Jobs, OutboxSession
-from outboxq.database import defects, guard
+from outboxq.database import defects, sql_text
 from outboxq.events import Event, JobDone
 from outboxq.execution import shared_batch
 from outboxq.execution.write_buffer import WriteBuffer
-from outboxq.handlers import deferred
+from outboxq.handlers import deferred, unlocked
 from outboxq.handlers.row_writes import Catalog
 from outboxq.handlers.unlocked import UnlockedChanges
 from tests.support.app import Account, Effect
@@ -242,14 +242,14 @@ def _by_defer(ctx: Any, session: Session, which: int) -> None:
 PLANTED: dict[str, tuple[object, str, Callable[[Any, Session, int], None]]] = {
     "what a statement writes": (shared_batch, "row_writes", _by_statement),
     "what may end the transaction": (shared_batch, "may_end_transaction", _by_statement),
-    "the verb": (guard, "refused_verb", _by_statement),
-    "what is left": (guard, "left_by", _by_statement),
+    "the verb": (sql_text, "refused_verb", _by_statement),
+    "what is left": (sql_text, "left_by", _by_statement),
     "what waits": (WriteBuffer, "send", _by_defer),
     "the catalogs": (Catalog, "facts", _by_entity),
     "deferrable constraints": (Catalog, "has_deferrable", _by_statement),
     "what was deferred": (deferred, "may_wait", _by_defer),
     "what changed": (shared_batch, "row_changes", _by_entity),
-    "unlocked changes": (UnlockedChanges, "look", _by_entity),
+    "unlocked changes": (unlocked, "_changed", _by_entity),
 }
 
 
@@ -270,7 +270,8 @@ def test_a_defect_of_what_watches_is_logged_once_and_no_handler_meets_it(
     """Each job is done with its rows, by itself if it has to be; handlers that catch everything catch nothing."""
     module, function, act = PLANTED[name]
     runs: Counter[int] = Counter()
-    with mock.patch.object(module, function, _DEFECT):
+    # As in a process that has read no statement yet.
+    with mock.patch.dict(sql_text.readings, clear=True), mock.patch.object(module, function, _DEFECT):
         run(drain, sessions, handler_of(flavour, act, runs), batch_size)
     assert found(engine) == expected("update-returning")
     assert runs[CAUGHT] == 0

@@ -340,7 +340,7 @@ MUTANTS = (
     Mutant(
         "the comparison of the relay's clock with the database's",
         "outboxq/clock.py",
-        "        self._ahead_seconds = database_seconds - (asked_at + answered_at) / 2\n",
+        "        self.ahead_seconds = database_seconds - (asked_at + answered_at) / 2\n",
         "",
         ("tests/relay/test_event_times.py",),
     ),
@@ -636,7 +636,7 @@ MUTANTS = (
     ),
     Mutant(
         "the check of changes of unlocked rows before they are flushed",
-        "outboxq/execution/handler_session.py",
+        "outboxq/execution/invoke.py",
         "            self.look()\n        super().flush(objects)\n",
         "            pass\n        super().flush(objects)\n",
         ("tests/handlers/test_unlocked.py",),
@@ -664,7 +664,7 @@ MUTANTS = (
     ),
     Mutant(
         "the sweep from the start of a queue",
-        "outboxq/relay/cursors.py",
+        "outboxq/relay/queue_claims.py",
         "        if time.monotonic() >= self._sweep.due_at and self._sweep.take_turn():\n",
         "        if self._cursor is None:\n",
         ("tests/relay/test_following.py",),
@@ -722,7 +722,7 @@ MUTANTS = (
     ),
     Mutant(
         "the note of a rollback by a session that has sent nothing",
-        "outboxq/execution/handler_session.py",
+        "outboxq/execution/invoke.py",
         "        session.is_rolled_back = True\n",
         "        pass\n",
         (
@@ -766,8 +766,8 @@ MUTANTS = (
     Mutant(
         "the settings of a transaction, by which names mean other tables",
         "outboxq/database/guard.py",
-        "            self.is_altered = True\n",
-        "",
+        "        self.is_altered = True\n        try:\n",
+        "        try:\n",
         (
             "tests/execution/test_shared_batches_surroundings.py::test_what_is_known_of_tables_is_not_of_another_search_path",
         ),
@@ -1217,21 +1217,21 @@ MUTANTS = (
     ),
     Mutant(
         "the text of claims, on a connection that has just lost what it prepared twice",
-        "outboxq/execution/prepared.py",
+        "outboxq/database/driver.py",
         "self._age = 0 if self._age >= _WORTHWHILE else -_WORTHWHILE",
         "self._age = 0",
         ("tests/execution/test_prepared_claims.py::test_a_driver_that_lets_go_of_all_statements_costs_no_job",),
     ),
     Mutant(
         "a claim that is prepared again after a loss",
-        "outboxq/execution/prepared.py",
+        "outboxq/database/driver.py",
         "self._age = 0 if self._age >= _WORTHWHILE else -_WORTHWHILE",
         "self._age = -_WORTHWHILE",
         ("tests/execution/test_prepared_claims.py::test_a_driver_that_lets_go_of_all_statements_costs_no_job",),
     ),
     Mutant(
         "a prepared claim that is there already",
-        "outboxq/execution/prepared.py",
+        "outboxq/database/driver.py",
         "if sqlstate == _THERE_ALREADY:",
         "if False:",
         ("tests/execution/test_prepared_claims.py::test_a_name_that_is_taken_is_used",),
@@ -1921,7 +1921,7 @@ MUTANTS = (
     ),
     Mutant(
         "the look for cancellations at a claim",
-        "outboxq/execution/decide.py",
+        "outboxq/execution/families.py",
         "    return CancelledResult() if cancelled and job.id in cancelled else None\n",
         "    return None\n",
         (
@@ -1945,7 +1945,7 @@ MUTANTS = (
     ),
     Mutant(
         "the look at the expiry before a handler is called",
-        "outboxq/execution/decide.py",
+        "outboxq/execution/families.py",
         "    if batch.expires and time.monotonic() >= batch.expires.get(job.id, math.inf):\n",
         "    if batch.expires and time.monotonic() >= math.inf:\n",
         ("tests/relay/test_expiry.py::test_an_expired_job_is_dropped_and_the_others_run",),

@@ -36,9 +36,9 @@ from outboxq.fault_points import FaultPoint, fault_action
 from outboxq.handlers.context import BatchContext, BatchItem
 from outboxq.handlers.options import DEFAULT_TIMEOUT_SECONDS
 from outboxq.postgres import Database
-from outboxq.relay.cursors import Sweep
 from outboxq.relay.deadlines import DeadlineEnforcer, Runner
 from outboxq.relay.limits import RelayLimits
+from outboxq.relay.queue_claims import Sweep
 from tests.conftest import StartRelay
 from tests.execution.test_raised import Named
 from tests.support.app import Account, Effect

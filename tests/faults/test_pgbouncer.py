@@ -12,9 +12,9 @@ from sqlalchemy.ext.asyncio import create_async_engine
 from sqlalchemy.orm import sessionmaker
 
 from outboxq import OutboxSession, RelayConfig
+from outboxq.database.driver import PreparedStatements
 from outboxq.database.engines import make_engine
 from outboxq.events import DatabaseLost, JobDied, JobRetried
-from outboxq.execution.prepared import PreparedStatements
 from outboxq.handlers.handler import AnyHandler
 from outboxq.postgres import Database
 from outboxq.relay.limits import RelayLimits

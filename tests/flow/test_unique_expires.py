@@ -14,7 +14,7 @@ from outboxq import Backoff, Context, JobHandle, Jobs, OutboxSession, RelayConfi
 from outboxq.admin.dead_letters import DeadFilter, count_matching, retry_page
 from outboxq.admin.queues import pause, resume
 from outboxq.events import JobDone, JobExpired
-from outboxq.execution import decide
+from outboxq.execution import families
 from outboxq.postgres import Database
 from tests.conftest import StartRelay
 from tests.support.ledger import rows
@@ -233,7 +233,7 @@ def test_a_job_that_was_claimed_before_it_expired_runs_though_its_turn_comes_lat
     sessions: Sessions, start_relay: StartRelay, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Adds of its key were suppressed meanwhile: dropped, it would leave nothing that runs."""
-    jobs, ran, clock = Jobs(), list[str](), decide.time.monotonic
+    jobs, ran, clock = Jobs(), list[str](), families.time.monotonic
 
     @jobs.handler(queue="reports")
     def nightly(ctx: Context, name: str) -> None:
@@ -241,7 +241,7 @@ def test_a_job_that_was_claimed_before_it_expired_runs_though_its_turn_comes_lat
         if name == "first":
             assert not add(sessions, unique="b").added
             later = SimpleNamespace(monotonic=lambda: clock() + 2 * HOUR.total_seconds())
-            monkeypatch.setattr(decide, "time", later)
+            monkeypatch.setattr(families, "time", later)
 
     with sessions.begin() as session:
         session.add_job(nightly.options(unique="a", expires=HOUR), name="first")

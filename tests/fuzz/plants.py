@@ -20,7 +20,7 @@ from sqlalchemy.sql import ClauseElement
 
 from outboxq.execution import changes, invoke, preload, shared_batch, write_buffer
 from outboxq.execution.changes import _Writable
-from outboxq.execution.handler_session import HandlerSession, hand_over
+from outboxq.execution.invoke import HandlerSession, hand_over
 from outboxq.execution.preload import PreloadedEntities
 from outboxq.execution.shared_batch import _SharedRun
 from outboxq.execution.surround import Surrounded

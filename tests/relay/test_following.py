@@ -13,7 +13,6 @@ import pytest
 from sqlalchemy import Connection, Engine, text
 from sqlalchemy.orm import sessionmaker
 
-import outboxq.relay.cursors as cursors
 from outboxq import AsyncContext, Backoff, Context, Jobs, OutboxSession, Relay, RelayConfig, SlotGroup
 from outboxq.database.driver import Script, run_script
 from outboxq.events import Event, JobDone, JobsSuspected
@@ -21,10 +20,11 @@ from outboxq.execution.batch_state import BatchReport, BatchState, Ended
 from outboxq.execution.claim import Claimed, ClaimRequest, claim
 from outboxq.postgres import Database
 from outboxq.queue_limits import QueueLimits
-from outboxq.relay.cursors import QueueCursor, Sweep
+from outboxq.relay import queue_claims
 from outboxq.relay.limits import RelayLimits
 from outboxq.relay.planner import Planner
 from outboxq.relay.poller import Order
+from outboxq.relay.queue_claims import QueueCursor, Sweep
 from outboxq.relay.state import RelayState
 from outboxq.relay.suspects import QuarantineTurns
 from outboxq.statements.claim import ClaimScript, ClaimStatements, Cursor, Sort
@@ -266,7 +266,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(cursors, "time", clock)
+    monkeypatch.setattr(queue_claims, "time", clock)
     return clock
 
 
@@ -318,7 +318,9 @@ def test_what_lies_before_the_cursor_is_run_while_claims_go_on(
         {what: 2 if what == "retried" else 1}
     )
     since = order.index("job 50")
-    assert max(place for place, name in enumerate(order) if name == what) <= since + cursors.SWEEP_SECONDS / 0.01 + 5
+    assert (
+        max(place for place, name in enumerate(order) if name == what) <= since + queue_claims.SWEEP_SECONDS / 0.01 + 5
+    )
     assert waiting(engine) == 0
 
 

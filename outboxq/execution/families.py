@@ -1,21 +1,28 @@
-"""Decide: results of claimed jobs that are known without a run. They are settled like all others.
+"""The families that the core does not name: what decides a job without a run, and what rides on its COMMIT.
 
-A job is decided if it has expired, was cancelled, has no handler here, or is settled by its claim (`coalesce`).
+A job is decided if it has expired, was cancelled, has no handler here, or is settled by its claim (`coalesce`). Then
+it is settled like all others. The steps of a COMMIT have a file each.
 """
 
 import math
 import time
+from collections.abc import Mapping, Sequence
 from uuid import UUID
 
 from psycopg.pq import TransactionStatus
 from sqlalchemy import Connection
 
 from outboxq.database.driver import run_outside_transaction, run_script
+from outboxq.events import Event
 from outboxq.execution.batch_state import BatchState
+from outboxq.execution.callback_batches import FinishBatches, batch_ids
 from outboxq.execution.coalesce import coalesce
 from outboxq.execution.plan import Handlers
 from outboxq.execution.runtime import CancelledResult, ExpiredResult, Runtime, UnknownKindResult
+from outboxq.execution.step import Step
+from outboxq.execution.unique_keys import TakeKeys
 from outboxq.job import UNIQUE_HEADER, Job
+from outboxq.outbox.unique import unique_adds
 from outboxq.statements.transaction import clock_seconds
 
 
@@ -67,3 +74,26 @@ def _expiries(connection: Connection, batch: BatchState, runtime: Runtime) -> di
         for job_id, at in expiring.items()
         if job_id not in unique or at.timestamp() <= now
     }
+
+
+def steps_of(
+    connection: Connection,
+    batch: BatchState,
+    events: Sequence[Event],
+    runtime: Runtime,
+    stands_for: Mapping[UUID, tuple[UUID, ...]] | None = None,
+) -> list[Step]:
+    """Make the steps of a transaction in which jobs of a batch end by these events; none for plain jobs.
+
+    Args:
+        stands_for: Jobs that others run for; by default the batch's.
+    """
+    found: list[Step] = []
+    if runtime.keeper.kinds:
+        stands_for = batch.stands_for if stands_for is None else stands_for
+        found += runtime.keeper.steps(runtime.schema, events, stands_for, runtime.prepared_rows)
+    if adds := unique_adds(connection):
+        found.append(TakeKeys(runtime.schema, adds))
+    if not batch.claimed.is_plain and (ids := batch_ids(batch.jobs)):
+        found.append(FinishBatches(runtime.schema, ids))
+    return found

@@ -9,7 +9,7 @@ import logging
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypeAlias
+from typing import TypeAlias, cast
 from uuid import UUID
 
 from outboxq.clock import clock
@@ -143,7 +143,9 @@ class Keeper:
         kinds = self.kinds
         if not kinds or (self._paused_until and clock() < self._paused_until):
             return None
-        over = [event for event in events if isinstance(event, Over) and event.job.kind in kinds]
+        over = [
+            event for event in cast("Iterable[Over]", events) if type(event) in _OUTCOMES and event.job.kind in kinds
+        ]
         return self._columns(over, others) if over else None
 
     def steps(
@@ -202,14 +204,15 @@ class Keeper:
         given = list(zip(jobs, keepings, strict=True)) if self._has_args else []
         ended = over if self._has_results else []
         taken = [others.get(job.id) for job in jobs] if others else []
+        claimed_at = jobs[0].claimed_at
         return FinishedColumns(
+            queue=jobs[0].queue,
+            claimed_at=None if claimed_at is None else claimed_at.timestamp(),
             id=[job.id for job in jobs],
-            queue=[job.queue for job in jobs],
             kind=[job.kind for job in jobs],
             outcome=[_OUTCOMES[type(event)] for event in over],
             attempt=[job.attempt for job in jobs],
             created_at=[job.created_at.timestamp() for job in jobs],
-            claimed_at=[job.claimed_at.timestamp() if job.claimed_at else None for job in jobs],
             seconds=[event.seconds for event in over],
             args=[job.args if keeping.args else None for job, keeping in given],
             headers=[job.headers if keeping.args else None for job, keeping in given],

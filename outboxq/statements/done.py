@@ -39,9 +39,10 @@ DETAIL_COLUMNS = ("relay", "expires_at", "stands_for", "args", "headers", "resul
 
 
 class FinishedColumns(NamedTuple):
-    """Finished rows by columns: each has a value for each job, or is empty.
+    """Finished rows of jobs of one claim by columns: each has a value for each job, or is empty; two are the claim's.
 
     Attributes:
+        queue, claimed_at: Those of all jobs.
         created_at, claimed_at: Seconds since 1970, which the server reads in a quarter of the time of a date.
         seconds: The handler's run time.
         args, headers, result: JSON text, for kinds that store them.
@@ -49,13 +50,13 @@ class FinishedColumns(NamedTuple):
         keep_seconds: The time until the row expires.
     """
 
+    queue: str
+    claimed_at: float | None
     id: Sequence[UUID]
-    queue: Sequence[str]
     kind: Sequence[str]
     outcome: Sequence[str]
     attempt: Sequence[int]
     created_at: Sequence[float]
-    claimed_at: Sequence[float | None]
     seconds: Sequence[float]
     args: Sequence[str | None]
     headers: Sequence[str | None]
@@ -64,15 +65,13 @@ class FinishedColumns(NamedTuple):
     keep_seconds: Sequence[float]
 
 
-# The types of the arrays, in the order of `FinishedColumns`.
+# The types of the arrays, in the order of `FinishedColumns`, and of the values before and after them.
 _TYPES: Mapping[str, str] = {
     "id": "uuid",
-    "queue": "text",
     "kind": "text",
     "outcome": "text",
     "attempt": "int",
     "created_at": "float8",
-    "claimed_at": "float8",
     "seconds": "float8",
     "args": "jsonb",
     "headers": "jsonb",
@@ -80,12 +79,13 @@ _TYPES: Mapping[str, str] = {
     "stands_for": "text",
     "keep_seconds": "float8",
 }
+_BEFORE, _AFTER = ("text", "float8"), "uuid"
 _INSERT: LiteralString = """\
 INSERT INTO {done} AS earlier (id, queue, kind, outcome, attempt, created_at,
   claimed_at, seconds, args, headers, result, stands_for,
   expires_at, relay)
-SELECT finished.id, queue, kind, outcome, attempt, pg_catalog.to_timestamp(created_at),
-  pg_catalog.to_timestamp(claimed_at), seconds, args, headers, result, stands_for::uuid[],
+SELECT finished.id, {queue}, kind, outcome, attempt, pg_catalog.to_timestamp(created_at),
+  pg_catalog.to_timestamp({claimed_at}::float8), seconds, args, headers, result, stands_for::uuid[],
   pg_catalog.clock_timestamp() + pg_catalog.make_interval(secs => keep_seconds), {relay}::uuid
 FROM (SELECT {arrays}) AS finished"""
 _OF_GONE: LiteralString = "\nJOIN gone ON gone.id = finished.id"
@@ -121,9 +121,9 @@ def insert_finished(schema: str, finished: FinishedColumns, relay: UUID | None, 
 @cache
 def prepared_insert(schema: str) -> PreparedInsert:
     """The same INSERT prepared, one plan for any jobs; it fails (23505) if one of the ids has a row."""
-    types = [f"{type_name}[]" for type_name in _TYPES.values()]
-    numbers = [f"${number}" for number in range(1, len(types) + 2)]
-    return PreparedInsert(*named(_insert(schema, *numbers), ", ".join([*types, "uuid"])))
+    types = [*_BEFORE, *(f"{type_name}[]" for type_name in _TYPES.values()), _AFTER]
+    numbers = [f"${number}" for number in range(1, len(types) + 1)]
+    return PreparedInsert(*named(_insert(schema, *numbers), ", ".join(types)))
 
 
 def execute_insert(schema: str, finished: FinishedColumns, relay: UUID | None) -> str:
@@ -132,10 +132,12 @@ def execute_insert(schema: str, finished: FinishedColumns, relay: UUID | None) -
 
 
 def _insert(schema: str, *values: str) -> str:
-    *arrays, relay = values
+    queue, claimed_at, *arrays, relay = values
     columns = zip(_TYPES.items(), arrays, strict=True)
     return _INSERT.format(
         done=quote_identifier(schema, "done_job"),
+        queue=queue,
+        claimed_at=claimed_at,
         # An array that is shorter than the others, such as an empty one, is filled up with NULL.
         arrays=", ".join(
             f"pg_catalog.unnest({array}::{type_name}[]) AS {name}" for (name, type_name), array in columns
@@ -145,9 +147,10 @@ def _insert(schema: str, *values: str) -> str:
 
 
 def _literals(finished: FinishedColumns, relay: UUID | None) -> list[str]:
-    columns = zip(_TYPES.values(), finished, strict=True)
-    arrays = [_array(type_name, column) for type_name, column in columns]
-    return [*arrays, "NULL" if relay is None else f"'{relay}'"]
+    queue, claimed_at, *columns = finished
+    arrays = [_array(type_name, column) for type_name, column in zip(_TYPES.values(), columns, strict=True)]
+    before = quote_literal(queue), "NULL" if claimed_at is None else repr(claimed_at)
+    return [*before, *arrays, "NULL" if relay is None else f"'{relay}'"]
 
 
 def _array(type_name: str, column: Sequence[Any]) -> str:

@@ -29,7 +29,7 @@ from tests.support.ledger import ledger, rows
 from tests.support.scripts import note_scripts
 
 KEEP = timedelta(days=7)
-_ROWS = [(UUID(int=n), "q", "work", "done", 1, 1e9, None, 0.5, None, None, None, None, 60.0) for n in (1, 2)]
+_ROWS = [(UUID(int=n), "work", "done", 1, 1e9, 0.5, None, None, None, None, 60.0) for n in (1, 2)]
 _SEEN_PATIENCE = """\
 CREATE FUNCTION outboxq.seen() RETURNS trigger LANGUAGE plpgsql AS
   $$BEGIN NEW.queue := current_setting('lock_timeout'); RETURN NEW; END$$;
@@ -574,7 +574,7 @@ def test_the_insert_of_rows_is_prepared_once_and_sent_as_text_if_that_is_lost(
 def test_the_insert_that_is_lost_again_and_again_is_sent_as_text_for_a_while_only() -> None:
     """As claims are: each COMMIT with rows counts, also one that sent them as text."""
     lost, prepared = psycopg.errors.InvalidSqlStatementName(), PreparedStatements()
-    step = FinishedRows(Keeper(), "outboxq", FinishedColumns(*zip(*_ROWS, strict=True)), prepared)
+    step = FinishedRows(Keeper(), "outboxq", FinishedColumns("q", None, *zip(*_ROWS, strict=True)), prepared)
     for _ in range(2):
         step.committed(())
         assert "EXECUTE" in str(step.statements())
@@ -615,7 +615,7 @@ def test_rows_wait_for_a_lock_for_a_second_and_what_follows_as_long_as_before(
     engine: Engine, prepared: PreparedStatements | None
 ) -> None:
     """Whatever the transaction allows, which holds for the keys of unique jobs, and for a COMMIT that notifies."""
-    step = FinishedRows(Keeper(), "outboxq", FinishedColumns(*zip(*_ROWS, strict=True)), prepared)
+    step = FinishedRows(Keeper(), "outboxq", FinishedColumns("q", None, *zip(*_ROWS, strict=True)), prepared)
     with engine.begin() as connection:
         run_script(connection, _SEEN_PATIENCE)
         shown = run_script(connection, "SET LOCAL lock_timeout = '7s'", *step.statements(), "SHOW lock_timeout")

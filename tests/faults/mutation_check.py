@@ -2032,9 +2032,9 @@ MUTANTS = (
     ),
     Mutant(
         "the arguments of a newer job that runs, for one that waits for the next window",
-        "outboxq/execution/windows.py",
-        "        is_older = place is not None and job.added_order < tuple(place)\n",
-        "        is_older = False\n",
+        "outboxq/execution/coalesce.py",
+        "            is_older = place is not None and job.added_order < tuple(place)\n",
+        "            is_older = False\n",
         (f"{_THROTTLE}::test_an_older_job_that_is_put_back_has_the_arguments_of_a_newer_one_that_runs",),
     ),
     Mutant(

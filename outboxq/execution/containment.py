@@ -14,7 +14,7 @@ from outboxq.database.guard import Guard, Savepoint
 from outboxq.errors import HandlerError, HandlerRolledBack, TransactionEndedByHandler
 from outboxq.execution.batch_state import BatchState
 from outboxq.execution.errors import ROLLED_BACK, SWALLOWED, ConnectionLost, TransactionEscaped
-from outboxq.execution.failure import TRANSIENT, Describing, describe_failure
+from outboxq.execution.failure import TRANSIENT, describe_failure
 from outboxq.execution.settle import check_shared, current_xid
 
 
@@ -133,5 +133,5 @@ class SharedSavepoint:
             # If SQLAlchemy noticed the end of the transaction, its error says more than ours.
             reason = TransactionEndedByHandler() if intact else error
             # Writes of one job may be sent while another runs.
-            args = Describing([each.args for each in self._batch.jobs])
-            raise TransactionEscaped(job, describe_failure(reason, job, args)) from error
+            args = [each.args for each in self._batch.jobs]
+            raise TransactionEscaped(job, describe_failure(reason, job, args=args)) from error

@@ -62,19 +62,6 @@ class Failed:
     error: BaseException | None = field(default=None, repr=False, compare=False)
 
 
-@dataclass(frozen=True, slots=True)
-class Describing:
-    """Options for the record of a failure.
-
-    Attributes:
-        args: The stored arguments of all jobs of the call that failed; None if texts are kept whole.
-        homes: The paths of the application's code.
-    """
-
-    args: Sequence[str] | None
-    homes: tuple[str, ...] = ()
-
-
 def withheld(result: R) -> R:
     """Remove the text of its error or handler from an attempt's result; type, place and SQLSTATE stay."""
     if isinstance(result, Failed):
@@ -90,24 +77,32 @@ def _without_text(error: StoredException) -> StoredException:
 
 
 def describe_failure(
-    error: BaseException, job: Job, describing: Describing | None = None, stack: Sequence[Frame] | None = None
+    error: BaseException,
+    job: Job,
+    *,
+    args: Sequence[str] = (),
+    is_whole: bool = False,
+    homes: tuple[str, ...] = (),
+    stack: Sequence[Frame] | None = None,
 ) -> Failed:
     """The record of an exception that ended an attempt of `job`.
 
     Args:
-        describing: By default redacted by the job's own arguments.
+        args: The stored arguments of all jobs of the call that failed; by default the job's own.
+        is_whole: Texts are kept whole, and not redacted by the arguments.
+        homes: The paths of the application's code.
         stack: The handler's call stack, if it did not raise the error itself.
     """
-    how = describing or Describing([job.args])
-    original, describer = original_of(error), _Describer(how, error)
+    original = original_of(error)
+    describer = _Describer(None if is_whole else args or [job.args], homes, error)
     frames = describer.frames(frames_of(error) if stack is None else stack)
     kind, message = describer.type_of(original), describer.message(error, READ_CHARACTERS)
     chain: tuple[StoredException, ...] = ()
     # If users' classes raise, the attempt is still recorded.
     with suppress(BaseException):
-        first = StoredException(type=kind, message=message, frames=stored_frames(frames, how.homes, _FRAMES))
+        first = StoredException(type=kind, message=message, frames=stored_frames(frames, homes, _FRAMES))
         chain = _fitting(describer.chain(error, _DEPTH, first))
-    record = ErrorRecord(job.attempt, kind, message, where(frames, how.homes), chain)
+    record = ErrorRecord(job.attempt, kind, message, where(frames, homes), chain)
     sqlstate, permanent = sqlstate_of(original), issubclass(type(original), PermanentError)
     prepared = is_of_prepared(original)
     return Failed(record, prepared or sqlstate in TRANSIENT, prepared, permanent, sqlstate, error)
@@ -143,9 +138,9 @@ class _Typed(msgspec.Struct):
 class _Describer:
     """Describes the exceptions of one failure, up to a number of them, as its handler wants."""
 
-    def __init__(self, how: Describing, error: BaseException) -> None:
-        self._redactor = Redactor(how.args, () if how.args is None else _reachable(error))
-        self._homes = how.homes
+    def __init__(self, args: Sequence[str] | None, homes: tuple[str, ...], error: BaseException) -> None:
+        self._redactor = Redactor(args, () if args is None else _reachable(error))
+        self._homes = homes
         self._left = _MOST_EXCEPTIONS
 
     def type_of(self, error: BaseException) -> str:

@@ -9,7 +9,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from os import path
 from pathlib import PurePath
-from types import FrameType, TracebackType
+from traceback import walk_stack, walk_tb
+from types import FrameType
 from typing import NamedTuple
 
 from outboxq.codec.text import storable
@@ -41,31 +42,20 @@ class Frame(NamedTuple):
 
 def frames_of(error: BaseException) -> list[Frame]:
     """The frames of an exception's traceback, the innermost last."""
-    steps: list[FrameType | TracebackType] = []
     # Read as Python does: users' classes can redefine the attribute.
-    step: TracebackType | None = vars(BaseException)["__traceback__"].__get__(error)
-    while step is not None:
-        steps.append(step)
-        step = step.tb_next
-    return _ends(steps)
+    return _ends([*walk_tb(vars(BaseException)["__traceback__"].__get__(error))])
 
 
 def frames_of_stack(innermost: FrameType) -> list[Frame]:
     """The frames of a call stack, read from outside, the innermost last."""
-    steps: list[FrameType | TracebackType] = []
-    step: FrameType | None = innermost
-    while step is not None:
-        steps.append(step)
-        step = step.f_back
-    return _ends(steps[::-1])
+    return _ends([*walk_stack(innermost)][::-1])
 
 
-def _ends(steps: list[FrameType | TracebackType]) -> list[Frame]:
+def _ends(steps: list[tuple[FrameType, int]]) -> list[Frame]:
     """Both ends of a stack; between them, if it is too long, the number of frames left out."""
     left_out = len(steps) - _OUTER_FRAMES - _INNER_FRAMES
     found: list[Frame] = []
-    for step in steps if left_out <= 0 else (*steps[:_OUTER_FRAMES], *steps[-_INNER_FRAMES:]):
-        frame, line = (step, step.f_lineno) if isinstance(step, FrameType) else (step.tb_frame, step.tb_lineno)
+    for frame, line in steps if left_out <= 0 else (*steps[:_OUTER_FRAMES], *steps[-_INNER_FRAMES:]):
         code, file, module = frame.f_code, frame.f_globals.get("__file__"), frame.f_globals.get("__name__")
         is_of_module = type(file) is type(module) is str and file == code.co_filename and module in sys.modules
         found.append(Frame(code.co_filename or "?", line or 0, code.co_name, not is_of_module))

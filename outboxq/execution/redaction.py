@@ -124,11 +124,6 @@ class Redactor:
         return f"{self.redact(text_of(original.diag.message_primary), kept_characters)} (SQLSTATE {sqlstate})"
 
 
-def redact(message: str, args: str) -> str:
-    """The beginning of `message`, with every value of the stored arguments replaced by its argument's name."""
-    return Redactor([args]).redact(message)
-
-
 def _quoting_texts(errors: Iterable[BaseException]) -> list[str]:
     """The texts of the failure that quote rows and data, which other texts may repeat."""
     quoting: list[object] = []

@@ -17,7 +17,7 @@ from outboxq.effects.api import EffectAccess
 from outboxq.effects.runners import AsyncEffectRunner, EffectRunner
 from outboxq.errors import EffectRefused, HandlerError
 from outboxq.execution.errors import Abandoned, ConnectionLost, ConnectionSpoiled
-from outboxq.execution.failure import Describing, Failed, R, describe_failure, describe_reason, withheld
+from outboxq.execution.failure import Failed, R, describe_failure, describe_reason, withheld
 from outboxq.execution.frames import Frame, homes_of
 from outboxq.execution.invoke import Invoker
 from outboxq.execution.keep import Keeper
@@ -167,8 +167,7 @@ class Runtime:
         """
         handler = self.registry.handlers.get(job.kind)
         homes = () if handler is None else homes_of(handler.__module__)
-        args = None if self._keeps_whole(job) else [job.args]
-        return describe_failure(error, job, Describing(args, homes), stack)
+        return describe_failure(error, job, is_whole=self._keeps_whole(job), homes=homes, stack=stack)
 
     def reason(self, reason: object, job: Job) -> str:
         """Redact the reason that a handler gave for its outcome."""

@@ -23,13 +23,12 @@ from outboxq.error_record import ErrorRecord, read_attempts
 from outboxq.errors import EntityGone, PayloadError, PermanentError
 from outboxq.execution.failure import (
     KEPT_ERRORS,
-    Describing,
     describe_failure,
     describe_reason,
     kept_errors,
 )
 from outboxq.execution.frames import frames_of
-from outboxq.execution.redaction import MOST_VALUES, READ_CHARACTERS, Redactor, redact
+from outboxq.execution.redaction import MOST_VALUES, READ_CHARACTERS, Redactor
 from outboxq.job import Job
 from tests.support.growth import LINEAR, growth
 
@@ -39,6 +38,10 @@ NOW = datetime(2026, 1, 1, tzinfo=UTC)
 def job_with(args: object) -> Job:
     stored = json.dumps(args, ensure_ascii=False)
     return Job(UUID(int=7), "accounts", "credit", stored, "{}", 0, 3, None, 0, 0, None, None, "[]", NOW, NOW, 1)
+
+
+def redact(message: str, args: str) -> str:
+    return Redactor([args]).redact(message)
 
 
 def message_of(error: BaseException, args: object = None) -> str:
@@ -342,7 +345,7 @@ def test_the_users_frames_are_kept_and_ours_are_not() -> None:
     def fail(depth: int) -> None:
         if depth:
             fail(depth - 1)
-        redact(None, "{}")  # type: ignore[arg-type]
+        Redactor(["{}"]).redact(None)  # type: ignore[arg-type]
 
     try:
         fail(8)
@@ -639,4 +642,4 @@ def test_old_records_are_read_and_broken_ones_left_out() -> None:
 def test_texts_are_whole_only_if_the_handler_says_so() -> None:
     """Then also those of drivers, with the rows that they quote."""
     error = wrapped(Diagnosed("x"), IntegrityError)
-    assert "ann@example.org" in describe_failure(error, job_with({}), Describing(args=None)).record.message
+    assert "ann@example.org" in describe_failure(error, job_with({}), is_whole=True).record.message

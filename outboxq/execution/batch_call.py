@@ -120,40 +120,21 @@ def _load_items(
     absent: Callable[[Job], None],
 ) -> dict[str, object]:
     """Make the handler's items: each job with its arguments, and with its entities loaded."""
-    keys = entity_keys(arguments)
     # A reference keeps the entities: the session's identity map is weak.
-    loaded = load_together(session, keys, locks)
-    given = arguments
-    if keys:
-        given = [
-            _given(session, values, locks, partial(absent, job)) for job, values in zip(jobs, arguments, strict=True)
-        ]
-        watch_unlocked(session, handler.unlocked_changes, _loaded(arguments, given))
+    held = load_together(session, entity_keys(arguments), locks)
+    given: list[dict[str, object]] = []
+    loaded: list[tuple[EntityKey, object]] = []
+    for job, values in zip(jobs, arguments, strict=True):
+        given.append({**values})
+        for name, key in values.items():
+            if isinstance(key, EntityKey):
+                may_lock = not locks.has(key.entity, key.identity)
+                given[-1][name] = load_entity(session, name, key, partial(absent, job), may_lock=may_lock)
+                loaded.append((key, given[-1][name]))
+    watch_unlocked(session, handler.unlocked_changes, loaded)
     items = [BatchItem(handler.arguments(**values), job) for job, values in zip(jobs, given, strict=True)]
-    del loaded
+    del held
     return {"items": items}
-
-
-def _loaded(
-    arguments: Sequence[Mapping[str, object]], given: Sequence[Mapping[str, object]]
-) -> list[tuple[EntityKey, object]]:
-    return [
-        (value, values[name])
-        for keys, values in zip(arguments, given, strict=True)
-        for name, value in keys.items()
-        if isinstance(value, EntityKey)
-    ]
-
-
-def _given(
-    session: HandlerSession, arguments: Mapping[str, object], locks: Locks, absent: Callable[[], None]
-) -> dict[str, object]:
-    return {
-        name: load_entity(session, name, value, absent, may_lock=not locks.has(value.entity, value.identity))
-        if isinstance(value, EntityKey)
-        else value
-        for name, value in arguments.items()
-    }
 
 
 def _close(session: Session, runtime: Runtime) -> bool:

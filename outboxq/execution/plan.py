@@ -39,8 +39,8 @@ def plan_segments(batch: BatchState, handlers: Handlers) -> Sequence[Segment]:
         or (not batch.claimed.is_plain and _reorders_groups(batch, handlers))
     ):
         return (Segment("alone", range(len(batch.jobs))),)
-    shared: list[_Given] = []
-    by_handler: dict[BatchHandler[Any, Any], list[_Given]] = {}
+    # The jobs of each batch handler; under None those of batchable kinds.
+    together: dict[BatchHandler[Any, Any] | None, list[_Given]] = {None: []}
     alone: list[Job] = []
     for job in batch.jobs:
         handler = handlers[job.kind]
@@ -50,11 +50,28 @@ def plan_segments(batch: BatchState, handlers: Handlers) -> Sequence[Segment]:
         arguments = _arguments(handler, job)
         if arguments is None:
             alone.append(job)
-        elif isinstance(handler, BatchHandler):
-            by_handler.setdefault(handler, []).append((job, arguments))
         else:
-            shared.append((job, arguments))
-    return _spans(batch, shared, by_handler, alone)
+            caller = handler if isinstance(handler, BatchHandler) else None
+            together.setdefault(caller, []).append((job, arguments))
+    jobs: list[Job] = []
+    segments: list[Segment] = []
+    lone: list[Job] = []
+    for caller, given in together.items():
+        size = SHARED_AT_ONCE if caller is None else caller.max_size
+        for first in range(0, len(given), size):
+            part = given[first : first + size]
+            if len(part) > 1:
+                places = range(len(jobs), len(jobs) + len(part))
+                kind: SegmentKind = "shared" if caller is None else "batch"
+                segments.append(Segment(kind, places, [arguments for _, arguments in part]))
+                jobs += [job for job, _ in part]
+            else:
+                lone += [job for job, _ in part]
+    if alone := lone + alone:
+        segments.append(Segment("alone", range(len(jobs), len(jobs) + len(alone))))
+        jobs += alone
+    batch.jobs = tuple(jobs)
+    return segments
 
 
 def _runs_together(handler: AnyHandler | None) -> TypeGuard[AnyHandler]:
@@ -71,33 +88,6 @@ def _reorders_groups(batch: BatchState, handlers: Handlers) -> bool:
         (handler := handlers[job.kind]) is not None and handler.batchable and _arguments(handler, job) is not None
         for job in batch.jobs
     )
-
-
-def _spans(
-    batch: BatchState, shared: list[_Given], by_handler: Mapping[BatchHandler[Any, Any], list[_Given]], alone: list[Job]
-) -> list[Segment]:
-    together: list[tuple[SegmentKind, list[_Given]]] = [("shared", some) for some in _in_parts(shared, SHARED_AT_ONCE)]
-    for handler, given in by_handler.items():
-        together.extend(("batch", some) for some in _in_parts(given, handler.max_size))
-    jobs: list[Job] = []
-    spans: list[Segment] = []
-    lone: list[Job] = []
-    for kind, given in together:
-        if len(given) > 1:
-            places = range(len(jobs), len(jobs) + len(given))
-            spans.append(Segment(kind, places, [arguments for _, arguments in given]))
-            jobs += [job for job, _ in given]
-        else:
-            lone += [job for job, _ in given]
-    if alone := lone + alone:
-        spans.append(Segment("alone", range(len(jobs), len(jobs) + len(alone))))
-        jobs += alone
-    batch.jobs = tuple(jobs)
-    return spans
-
-
-def _in_parts(given: list[_Given], size: int) -> list[list[_Given]]:
-    return [given[first : first + size] for first in range(0, len(given), size)]
 
 
 def _arguments(handler: AnyHandler, job: Job) -> dict[str, object] | None:

@@ -9,7 +9,7 @@ its own.
 """
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 
 import psycopg
@@ -224,7 +224,12 @@ class _SharedRun:
             fault_point("before-handler")
             seconds = handler.timeout_seconds
             self._batch.running.deadline = None if seconds is None else time.monotonic() + seconds
-            returned = self._call_handler(handler, opened, run, given)
+            try:
+                returned = runtime.invoker.call(handler, opened.session, run, given)
+            except BaseException as error:
+                runtime.check_rest(self._connection, job, error)
+                raise
+            runtime.check_rest(self._connection, job)
             self._batch.running.deadline = None
             if self._call.is_cancelled:
                 raise HandlerError("a job of the batch was cancelled: each runs by itself")
@@ -247,22 +252,13 @@ class _SharedRun:
             self._mark_sent()
         fault_point("after-handler")
 
-    def _call_handler(
-        self, handler: AnyHandler, opened: _JobSession, run: Run, given: dict[str, object] | Surrounded
-    ) -> object:
-        try:
-            returned = self._runtime.invoker.call(handler, opened.session, run, given)
-        except BaseException as error:
-            self._runtime.check_rest(self._connection, run.job, error)
-            raise
-        self._runtime.check_rest(self._connection, run.job)
-        return returned
-
     def _given(self, opened: _JobSession, handler: AnyHandler, arguments: Mapping[str, object]) -> dict[str, object]:
         """Make the arguments of one job, with entities in its session, in their present state."""
         given, found = dict(arguments), dict[object, object]()
         loaded: list[tuple[EntityKey, object]] = []
-        find = self._finder(opened)
+        # Rows that were loaded ahead are not for a session that the job's arounds used: these may have loaded the same
+        # rows, put listeners on the session, or set what is visible.
+        find = self._entity if opened.made is None else self._load_entity
         for name, key in arguments.items():
             if type(key) is EntityKey:
                 identity = key.entity, key.identity
@@ -274,13 +270,6 @@ class _SharedRun:
             watch_unlocked(opened.session(), handler.unlocked_changes, loaded)
         return given
 
-    def _finder(self, opened: _JobSession) -> Callable[[Session, str, EntityKey], object]:
-        """The finder of a job's entities: rows that were loaded ahead are not for a session that its arounds used.
-
-        Arounds may have loaded these rows, put listeners on the session, or set what is visible.
-        """
-        return self._entity if opened.made is None else partial(load_entity, absent=self._absent)
-
     def _entity(self, session: Session, name: str, key: EntityKey) -> object:
         entity = self._rows.take(key)
         if entity is None and not self._is_unsure:
@@ -288,15 +277,15 @@ class _SharedRun:
             entity = self._rows.take(key)
         if entity is None:
             # The class cannot be loaded ahead, or the row does not exist.
-            return load_entity(session, name, key, self._absent)
+            return self._load_entity(session, name, key)
         # As the SELECT of a lone job would: then a handler's calls have the same effect on the session's transaction.
         session.connection()
         # As add(), without its search for related objects: none were loaded.
         session._save_or_update_impl(instance_state(entity))  # noqa: SLF001  # what add() calls
         return entity
 
-    def _absent(self) -> None:
-        self._runtime.absent(self._connection, self._batch.job)
+    def _load_entity(self, session: Session, name: str, key: EntityKey) -> object:
+        return load_entity(session, name, key, partial(self._runtime.absent, self._connection, self._batch.job))
 
     def _load_ahead(self) -> None:
         """Send the waiting writes, then load rows of the next jobs.
@@ -323,7 +312,10 @@ class _SharedRun:
             session.check()
             session.look()
             hand_over(run.deferred, session)
-            changes = row_changes(session, self._facts_of) if self._may_wait(session) else None
+            is_usable = session.is_active and not session.in_nested_transaction() and not self._is_unsure
+            is_own = uses_only(session, self._connection)
+            may_all = is_usable and is_own and holds_only_jobs(session) and may_all_wait(session)
+            changes = row_changes(session, self._facts_of) if may_all else None
             if changes is not None and session.in_transaction():
                 self._add(changes, take_jobs(session))
                 self._add_deferred(take_writes(session))
@@ -336,22 +328,14 @@ class _SharedRun:
             self._send()
             check_shared(self._connection, self._savepoint.xid)
 
-    def _may_wait(self, session: Session) -> bool:
-        """Return True if the session has only rows, jobs and deferred statements that may wait."""
-        is_usable = session.is_active and not session.in_nested_transaction() and not self._is_unsure
-        is_own = uses_only(session, self._connection)
-        return is_usable and is_own and holds_only_jobs(session) and may_all_wait(session)
-
     def _may_fail_at_commit(self) -> bool:
         """Return True if the job may have violated a deferred constraint, which a later job might mend."""
-        if all(map(self._is_contained, self._written)):
-            return False
-        # If unsure, the known constraints may have changed.
-        return self._is_unsure or self._runtime.catalog.has_deferrable(self._connection)
-
-    def _is_contained(self, write: RowWrite | None) -> bool:
-        facts = None if write is None else self._facts_of(write.table)
-        return write is not None and facts is not None and facts.contains(write)
+        for write in self._written:
+            facts = None if write is None else self._facts_of(write.table)
+            if write is None or facts is None or not facts.contains(write):
+                # If unsure, the known constraints may have changed.
+                return self._is_unsure or self._runtime.catalog.has_deferrable(self._connection)
+        return False
 
     def _add(self, changes: Sequence[RowChange], jobs: Mapping[str, NewJob]) -> None:
         for change in changes:

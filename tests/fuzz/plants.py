@@ -321,7 +321,12 @@ def arounds_come_late() -> AbstractContextManager[object]:
 
 @plant("rows that were loaded ahead are given to a session that an around has used")
 def used_sessions_take_rows() -> AbstractContextManager[object]:
-    return mock.patch.object(_SharedRun, "_finder", lambda self, _: self._entity)
+    given = _SharedRun._given
+
+    def given_to_any(self: Any, opened: Any, *known: Any) -> dict[str, object]:
+        return given(self, SimpleNamespace(made=None, session=opened.session), *known)
+
+    return mock.patch.object(_SharedRun, "_given", given_to_any)
 
 
 @plant("an outcome that an around gives counts as done")

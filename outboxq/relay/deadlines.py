@@ -10,15 +10,15 @@ Statements run in short-lived threads, one for each slot that is past its deadli
 other slots wait for the database.
 """
 
-import asyncio
 import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
-from sqlalchemy import Connection
+from sqlalchemy import Connection, Engine
+from sqlalchemy.util import greenlet_spawn
 
 from outboxq.database.engines import Engines
 from outboxq.database.errors import describe_error
@@ -32,8 +32,9 @@ from outboxq.execution.seized import end_other_transaction, settle_aborted, sett
 from outboxq.handlers.call import HandlerCall
 from outboxq.job import Job
 from outboxq.relay.connections import connection_options, make_slot_connection
+from outboxq.relay.event_loop import LoopThread
 from outboxq.relay.limits import RelayLimits
-from outboxq.relay.slot import Slot
+from outboxq.relay.slot_loop import SlotTask, SlotThread
 from outboxq.relay.threads import BoundedStart
 
 logger = logging.getLogger("outboxq.relay")
@@ -45,45 +46,8 @@ _CONNECTIONS = 4
 # The most jobs that are named of a handler that cannot be freed.
 _NAMED = 3
 
+Runner: TypeAlias = SlotThread | SlotTask
 Action: TypeAlias = Callable[[Connection], BatchReport | None]
-
-
-class Runner(Protocol):
-    """A slot on its thread or in its task.
-
-    `has_failed`: the slot ended by an error.
-    """
-
-    slot: Slot
-    has_failed: bool
-
-    def is_alive(self) -> bool: ...
-
-    def join(self, timeout_seconds: float) -> None: ...
-
-    def abandon(self) -> None:
-        """Free the resources of a slot that was cut off, as far as possible."""
-        ...
-
-    def ask(self) -> None:
-        """Request a sign of life from the event loop, which the handler shares with others."""
-        ...
-
-    def cancel(self, call: HandlerCall) -> None:
-        """Cancel a handler in its own event loop, if it has one."""
-        ...
-
-    def is_held_up(self) -> bool:
-        """Return True if no sign of life came, and another handler has the loop."""
-        ...
-
-    def is_running(self) -> bool:
-        """Return True if the slot's handler has the event loop at this moment."""
-        ...
-
-    def stack(self) -> list[Frame]:
-        """The call stack of the slot's handler."""
-        ...
 
 
 class DeadlineEnforcer:
@@ -101,7 +65,7 @@ class DeadlineEnforcer:
         self,
         engines: Engines,
         schema: str,
-        loop: Callable[[], asyncio.AbstractEventLoop | None],
+        loop: LoopThread,
         replace: Callable[[Runner], None],
         stuck: Callable[[BaseException], None],
         limits: RelayLimits,
@@ -139,7 +103,9 @@ class DeadlineEnforcer:
                 self._check_cancelled(runner, batch)
         self._check_leased(runners)
         while self._ended:
-            self._replace_cut(*self._ended.pop(), now)
+            runner, jobs = self._ended.pop()
+            self._cut.append((runner, now + self._limits.free_after_seconds, jobs))
+            self._replace(runner)
         self._cut = [cut for cut in self._cut if cut[0].is_alive()]
         if any(now > until for _, until, _ in self._cut):
             # Name the jobs of all: the first one past its time may be held up by another one's handler.
@@ -181,7 +147,7 @@ class DeadlineEnforcer:
                 if batch is not None and batch.owner.seize():
                     taken += len(batch.jobs)
                     pending.remove(runner)
-                    self._start(self._acting, runner, partial(self._end, runner, batch, None, is_crash=False))
+                    self._start(self._acting, runner, partial(self._end, runner, batch))
                 elif not runner.is_alive() or runner.slot.is_seized():
                     pending.remove(runner)
             if pending:
@@ -207,25 +173,12 @@ class DeadlineEnforcer:
         threads[runner] = thread
         thread.start()
 
-    def _replace_cut(self, runner: Runner, jobs: Sequence[Job], now: float) -> None:
-        self._cut.append((runner, now + self._limits.free_after_seconds, jobs))
-        self._replace(runner)
-
     def _enforce(self, runner: Runner, batch: BatchState, deadline: float) -> None:
         """Cancel, then cut off, unless the job ends by itself."""
         runner.ask()
-        cut_after_seconds = self._limits.cut_after_seconds
-        until = time.monotonic() + cut_after_seconds
-        # An async handler is cancelled by its own loop, together with the query that it awaits.
-        if runner.slot.flavour == "sync":
-            self._cancel(batch, deadline)
-        while time.monotonic() < until:
-            time.sleep(min(_STEP_SECONDS, cut_after_seconds))
-            if batch.running.deadline != deadline or batch.owner.is_seized:
-                return
-        if not batch.owner.seize():
+        cancel = partial(self._cancel, batch, deadline)
+        if not self._cut_off(runner, batch, cancel, lambda: batch.running.deadline != deadline):
             return
-        self.cuts += 1
         # Only now is it certain which job ran: one that has just ended, or is held up, is not to blame.
         # `together` is read before the deadline, which a returning call clears first.
         is_several = batch.running.together > 1
@@ -259,30 +212,64 @@ class DeadlineEnforcer:
 
     def _end_cancelled(self, runner: Runner, batch: BatchState, call: HandlerCall) -> None:
         """Cancel what a handler sends, then cut it off, unless it ends by itself."""
-        until = time.monotonic() + self._limits.cut_after_seconds
-        # An async handler is cancelled by its own loop, together with the query that it awaits.
-        if runner.slot.flavour == "sync":
-            self._on_connection(partial(_cancel_statement, batch, call))
-        while time.monotonic() < until:
-            time.sleep(min(_STEP_SECONDS, self._limits.cut_after_seconds))
-            if call.is_over or batch.owner.is_seized:
-                return
-        if not batch.owner.seize():
+        cancel = partial(self._on_connection, partial(_cancel_statement, batch, call))
+        if not self._cut_off(runner, batch, cancel, lambda: call.is_over):
             return
-        self.cuts += 1
         # However the call has ended since, nothing of the batch was committed, and its cancelled jobs end here.
         cancelled = tuple(job for job in call.jobs if job.id in self._orders.cancelled)
         try:
-            self._settle(runner, partial(_settle_cancelled, runner.slot, batch, cancelled))
+            self._end(runner, batch, cancelled=cancelled)
         finally:
             self._ended.append((runner, call.jobs))
 
-    def _end(self, runner: Runner, batch: BatchState, stack: list[Frame] | None, *, is_crash: bool) -> None:
-        self._settle(runner, partial(_settle, runner.slot, batch, stack, is_crash))
+    def _cut_off(
+        self, runner: Runner, batch: BatchState, cancel: Callable[[], object], has_ended: Callable[[], bool]
+    ) -> bool:
+        """Cancel a handler's statement, and take the batch from its slot if the handler does not end; False if not."""
+        cut_after_seconds = self._limits.cut_after_seconds
+        until = time.monotonic() + cut_after_seconds
+        # An async handler is cancelled by its own loop, together with the query that it awaits.
+        if runner.slot.flavour == "sync":
+            cancel()
+        while time.monotonic() < until:
+            time.sleep(min(_STEP_SECONDS, cut_after_seconds))
+            if has_ended() or batch.owner.is_seized:
+                return False
+        if not batch.owner.seize():
+            return False
+        self.cuts += 1
+        return True
 
-    def _settle(self, runner: Runner, settle: Action) -> None:
-        """Settle a batch that was taken from its slot, and free what the slot holds."""
+    def _end(
+        self,
+        runner: Runner,
+        batch: BatchState,
+        stack: list[Frame] | None = None,
+        *,
+        is_crash: bool = False,
+        cancelled: tuple[Job, ...] | None = None,
+    ) -> None:
+        """Settle a batch that was taken from its slot, and free what the slot holds.
+
+        Args:
+            stack: That of a handler that was cut off.
+            cancelled: The jobs to end, if jobs were cancelled; the others wait again.
+        """
         slot = runner.slot
+
+        def settle(connection: Connection) -> BatchReport:
+            # The runtime first: once that transaction has ended, other relays find its marks.
+            runtime = slot.runtime_on(make_slot_connection(connection, SyncInvoker()))
+            timed_out = HandlerTimedOut(batch.running.timeout_seconds or 0.0)
+            failed = None if stack is None else runtime.describe(timed_out, batch.job, stack=stack)
+            try:
+                end_other_transaction(connection, batch, terminate=True)
+                if cancelled is not None:
+                    return settle_cancelled(connection, batch, cancelled, runtime)
+                return settle_aborted(connection, batch, runtime, failed, is_crash=is_crash)
+            finally:
+                runtime.guard.remove()
+
         try:
             report = self._on_connection(settle)
         finally:
@@ -305,7 +292,16 @@ class DeadlineEnforcer:
         """Run `action` on its own connection; None if that fails: then the claim's mark stays."""
         try:
             with self._connections:
-                return self._on_sync(action) if self._engines.sync is not None else self._through_loop(action)
+                if self._engines.sync is not None:
+                    return _run_on(self._engines.sync, self._schema, action)
+                assert self._engines.asynchronous is not None
+                engine = self._engines.asynchronous.sync_engine
+                future = self._loop.submit(greenlet_spawn(_run_on, engine, self._schema, action))
+                try:
+                    return future.result(_LOOP_SECONDS)
+                except TimeoutError:
+                    future.cancel()
+                    raise
         except Exception as error:  # noqa: BLE001  # users' engines raise what they like
             logger.warning(
                 "leased jobs, or those of a handler past its time, were not settled: %s",
@@ -314,29 +310,10 @@ class DeadlineEnforcer:
             )
             return None
 
-    def _on_sync(self, action: Action) -> BatchReport | None:
-        assert self._engines.sync is not None
-        options = connection_options(self._engines.sync, self._schema)
-        with self._engines.sync.connect().execution_options(**options) as connection:
-            return action(connection)
 
-    def _through_loop(self, action: Action) -> BatchReport | None:
-        loop = self._loop()
-        if loop is None:
-            return None
-        future = asyncio.run_coroutine_threadsafe(self._on_async(action), loop)
-        try:
-            return future.result(_LOOP_SECONDS)
-        except TimeoutError:
-            future.cancel()
-            raise
-
-    async def _on_async(self, action: Action) -> BatchReport | None:
-        engine = self._engines.asynchronous
-        assert engine is not None
-        async with engine.connect() as connection:
-            await connection.execution_options(**connection_options(engine, self._schema))
-            return await connection.run_sync(action)
+def _run_on(engine: Engine, schema: str, action: Action) -> BatchReport | None:
+    with engine.connect().execution_options(**connection_options(engine, schema)) as connection:
+        return action(connection)
 
 
 def _stuck_in(jobs: Sequence[Job]) -> RelayStuck:
@@ -347,31 +324,6 @@ def _stuck_in(jobs: Sequence[Job]) -> RelayStuck:
     return RelayStuck(
         f"{handler} could not be freed after its deadline, or after a cancellation: this process must be replaced"
     )
-
-
-def _settle(
-    slot: Slot, batch: BatchState, stack: list[Frame] | None, is_crash: bool, connection: Connection
-) -> BatchReport:
-    """End the transaction of a seized batch, and settle its jobs; `stack` is that of a handler that was cut off."""
-    # The runtime first: once that transaction has ended, other relays find its marks.
-    runtime = slot.runtime_on(make_slot_connection(connection, SyncInvoker()))
-    timed_out = HandlerTimedOut(batch.running.timeout_seconds or 0.0)
-    failed = None if stack is None else runtime.describe(timed_out, batch.job, stack=stack)
-    try:
-        end_other_transaction(connection, batch, terminate=True)
-        return settle_aborted(connection, batch, runtime, failed, is_crash=is_crash)
-    finally:
-        runtime.guard.remove()
-
-
-def _settle_cancelled(slot: Slot, batch: BatchState, cancelled: tuple[Job, ...], connection: Connection) -> BatchReport:
-    """End the transaction of a seized batch, and end its cancelled jobs; the others wait again."""
-    runtime = slot.runtime_on(make_slot_connection(connection, SyncInvoker()))
-    try:
-        end_other_transaction(connection, batch, terminate=True)
-        return settle_cancelled(connection, batch, cancelled, runtime)
-    finally:
-        runtime.guard.remove()
 
 
 def _cancel_statement(batch: BatchState, call: HandlerCall, connection: Connection) -> None:

@@ -44,8 +44,7 @@ from outboxq.relay.maintenance.task import PeriodicTask
 from outboxq.relay.poller import SharedPoller
 from outboxq.relay.progress import ProgressWriter
 from outboxq.relay.slot_groups import FlavouredGroup
-from outboxq.relay.slot_task import SlotTask
-from outboxq.relay.slot_thread import SlotThread
+from outboxq.relay.slot_loop import SlotTask, SlotThread
 from outboxq.relay.startup import declare_schedules, find_keeper, wait_for_database
 from outboxq.relay.state import RelayReport, RelayState
 from outboxq.relay.suspects import QuarantineTurns
@@ -96,7 +95,7 @@ class RelayRun:
         self._deadlines = DeadlineEnforcer(
             self.engines,
             self.config.schema,
-            self._loop.get,
+            self._loop,
             self._replace,
             self._fail,
             self.limits,

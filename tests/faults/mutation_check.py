@@ -861,8 +861,8 @@ MUTANTS = (
     Mutant(
         "the end of the backend at a timeout",
         "outboxq/relay/deadlines.py",
-        "        end_other_transaction(connection, batch, terminate=True)\n        return settle_aborted(",
-        "        return settle_aborted(",
+        "                end_other_transaction(connection, batch, terminate=True)\n                if cancelled",
+        "                if cancelled",
         ("tests/faults/test_deadlines.py",),
     ),
     Mutant(

@@ -14,7 +14,7 @@ from contextlib import suppress
 from outboxq.observability.metrics.counter import EventCounter
 from outboxq.observability.metrics.families import JOBS
 from outboxq.observability.metrics.reading import OUTCOMES, Reading, add_kinds
-from outboxq.relay.activity import RelayLook
+from outboxq.relay.run import RelayLook
 
 TELL_SECONDS = 5.0
 # A supervisor that takes nothing for so long, because its process is stopped, gets the rest the next time.

@@ -1,7 +1,7 @@
 """The relay: the process that claims jobs and runs their handlers, with one slot per unit of concurrency."""
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
 
 from sqlalchemy.ext.asyncio import AsyncEngine
@@ -13,10 +13,9 @@ from outboxq.events import Hook
 from outboxq.execution.frames import homes_of
 from outboxq.handlers.registry import Jobs
 from outboxq.observability.logging import EventLog
-from outboxq.relay.activity import RelayLook
 from outboxq.relay.hook_thread import HookThread
 from outboxq.relay.limits import RelayLimits
-from outboxq.relay.run import RelayRun
+from outboxq.relay.run import RelayLook, RelayRun
 from outboxq.relay.signals import stop_signals
 from outboxq.relay.slot_groups import check_engines, resolve_groups
 from outboxq.relay.state import RelayReport
@@ -57,7 +56,6 @@ class Relay:
         check_engines(self._groups, self._engines)
         self._hooks = tuple(hooks)
         self._stopping = threading.Event()
-        self._wakers: list[Callable[[], None]] = []
         self._run: RelayRun | None = None
 
     def run(self) -> RelayReport:
@@ -86,8 +84,8 @@ class Relay:
         Safe from any thread and from a signal handler. To work again, make another relay.
         """
         self._stopping.set()
-        for wake in list(self._wakers):
-            wake()
+        if (run := self._run) is not None:
+            run.wake_all()
 
     def look(self) -> RelayLook | None:
         """Read the relay's totals and activity, from any thread, also after its end; None before it began."""
@@ -111,9 +109,7 @@ class Relay:
             self._limits,
             until_empty,
         )
-        self._wakers.append(run.wake_all)
         try:
             return run.work()
         finally:
-            self._wakers.remove(run.wake_all)
             self._engines.dispose()

@@ -1,18 +1,27 @@
-"""One run of a relay, from start to end: its event loop, its lifespan, its services and its slots."""
+"""One run of a relay, from start to end: its event loop, its lifespan, its services and its slots.
+
+Its activity, as its history tables and its metrics show it.
+"""
 
 import logging
+import os
+import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from contextlib import AbstractAsyncContextManager, ExitStack
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from uuid import uuid4
 
+import msgspec
 from sqlalchemy import Connection
 from sqlalchemy.util import greenlet_spawn
 
+from outboxq import __version__
 from outboxq.config import RelayConfig, SlotGroup
 from outboxq.database.driver import run_script
 from outboxq.database.engines import Engines, listen_connector
@@ -22,8 +31,9 @@ from outboxq.events import JobCrashed, RelayStarted, RelayStopped, RelayStopping
 from outboxq.execution.batch_state import BatchReport
 from outboxq.handlers.handler import Flavour
 from outboxq.handlers.resolved import Registry
-from outboxq.observability.flush import Flusher, RelayActivity
-from outboxq.relay.activity import RelayLook, activity_of, identity_of, leased_jobs, look_at
+from outboxq.observability.aggregate import Counts
+from outboxq.observability.flush import Flusher, RelayActivity, RelayIdentity
+from outboxq.queue_limits import limits_text
 from outboxq.relay.connections import make_slot_connections
 from outboxq.relay.deadlines import DeadlineEnforcer, Runner
 from outboxq.relay.effect_runners import make_effect_runners
@@ -43,12 +53,14 @@ from outboxq.relay.maintenance.side_connection import SideConnection
 from outboxq.relay.maintenance.task import PeriodicTask
 from outboxq.relay.poller import SharedPoller
 from outboxq.relay.progress import ProgressWriter
+from outboxq.relay.slot import Slot
 from outboxq.relay.slot_groups import FlavouredGroup
 from outboxq.relay.slot_loop import SlotTask, SlotThread
 from outboxq.relay.startup import declare_schedules, find_keeper, wait_for_database
 from outboxq.relay.state import RelayReport, RelayState
 from outboxq.relay.suspects import QuarantineTurns
 from outboxq.statements.lease import look_around
+from outboxq.statements.relays import MOST_KINDS
 from outboxq.statements.transaction import clock_seconds
 
 logger = logging.getLogger("outboxq.relay")
@@ -58,6 +70,32 @@ _CHECK_SECONDS = 0.1
 # Closing things in the event loop may take this much longer than handlers may.
 _CLOSE_SECONDS = 5.0
 _LEASE_WAIT_SECONDS = 2.0
+
+
+# The most jobs that are named in the relay's activity, of those that have run for at least so long.
+_RUNNING_MOST, _LONG_SECONDS = 50, 1.0
+
+SLOT_STATES: tuple[str, ...] = ("busy", "idle", "asleep")
+
+
+@dataclass(frozen=True, slots=True)
+class RelayLook:
+    """A relay at one moment.
+
+    Args:
+        totals: The outcomes of its jobs since it began.
+        slots: The number of its slots in each of `SLOT_STATES`.
+        claimed: For each of its queues, the number of jobs that its slots have claimed.
+        kinds: Each queue and kind that it runs.
+    """
+
+    identity: RelayIdentity
+    totals: Counts
+    slots: Counter[str]
+    claimed: Counter[str]
+    kinds: tuple[tuple[str, str], ...]
+    hook_failures: int
+    flush_failures: int
 
 
 @dataclass(eq=False)
@@ -75,6 +113,7 @@ class RelayRun:
     until_empty: bool
 
     def __post_init__(self) -> None:
+        config, engines, limits = self.config, self.engines, self.limits
         self._queues = tuple(dict.fromkeys(name for group, _ in self.groups for name in group.queues))
         self._loop = LoopThread()
         self._runners: list[Runner] = []
@@ -84,39 +123,14 @@ class RelayRun:
         self._trim_at = 0.0
         self._trimming: Future[None] | None = None
         self._trimming_since = 0.0
-        self._connector = partial(listen_connector, self.engines, loop=self._loop.get)
-        beside = SideConnection(self.engines, self.config.schema, self._loop)
+        # Not by `listen_url`: a connection through a pooler suffices.
+        connect = listen_connector(engines, None, self._loop.get)
+        beside = SideConnection(engines, config.schema, self._loop)
         self._scheduler = Scheduler(beside.transact, beside.rest, self.emit, self.stopping, self.until_empty)
-        self._state = self._make_state()
-        self._maintenance = Maintenance.from_config(
-            self.config, self.limits, self._connector, self.emit, self.stopping, self.registry, self.until_empty
-        )
-        self._historian = self._make_historian()
-        self._deadlines = DeadlineEnforcer(
-            self.engines,
-            self.config.schema,
-            self._loop,
-            self._replace,
-            self._fail,
-            self.limits,
-            self._state.flow.orders,
-        )
-        self._connections = make_slot_connections(
-            self.config,
-            self.engines,
-            {flavour for _, flavour in self.groups},
-            self.limits,
-            keeps_warm=not self.until_empty,
-        )
-
-    def _make_state(self) -> RelayState:
-        config = self.config
         poller = SharedPoller(config.schema, self._queues)
-        listener = self._make_listener(poller) if config.listen and not self.until_empty else None
         quarantine, flow = QuarantineTurns(), FlowSettings(self.registry.limits)
         lease = RelayLease(
-            # Not by `listen_url`: a connection through a pooler suffices.
-            self._connector(None),
+            connect,
             config,
             uuid4(),
             self._queues,
@@ -128,7 +142,20 @@ class RelayRun:
             wake=self.wake_all,
             expect_schedule=self._scheduler.expect,
         )
-        return RelayState(
+        listener = None
+        if config.listen and not self.until_empty:
+            # Through the database URL, as producers do, and not through the URL of the listener.
+            hearing = HearingCheck(connect, limits.hearing_seconds, min(config.poll_seconds, UNFLAGGED_PAUSE_SECONDS))
+            listener = Listener(
+                listen_connector(engines, config.listen_url, self._loop.get),
+                config.schema,
+                poller.record_call,
+                limits.probe_seconds,
+                hearing,
+                is_held=poller.is_held,
+                record_settings=lease.look_soon,
+            )
+        self._state = state = RelayState(
             config=config,
             registry=self.registry,
             until_empty=self.until_empty,
@@ -139,44 +166,63 @@ class RelayRun:
             lease=lease,
             quarantine=quarantine,
             flow=flow,
-            effect_runners=make_effect_runners(self.engines, config.schema, config.effect_lease_seconds, self.emit),
-            progress=ProgressWriter(self._connector(None), config.schema, lease.owner),
-            limits=self.limits,
+            effect_runners=make_effect_runners(engines, config.schema, config.effect_lease_seconds, self.emit),
+            progress=ProgressWriter(connect, config.schema, lease.owner),
+            limits=limits,
         )
-
-    def _make_historian(self) -> Historian:
-        config, state = self.config, self._state
-        self._identity = identity_of(state, self._queues, sum(group.slots for group, _ in self.groups))
+        self._maintenance = Maintenance.from_config(
+            config,
+            limits,
+            partial(listen_connector, engines, loop=self._loop.get),
+            self.emit,
+            self.stopping,
+            self.registry,
+            self.until_empty,
+        )
+        self._identity = RelayIdentity(
+            id=lease.owner,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            version=__version__,
+            queues=self._queues,
+            kinds=tuple(sorted(self.registry.handlers))[:MOST_KINDS],
+            slots=sum(group.slots for group, _ in self.groups),
+            listens=listener is not None,
+            limits=limits_text(self.registry.limits),
+        )
         flusher = Flusher(config.schema, self._identity, state.aggregate, self._activity, state.clock)
-        beside = SideConnection(self.engines, config.schema, self._loop)
-        connect, limits = self._connector(None), self.limits.history
-        return Historian(flusher, connect, beside, config.schema, self.stopping, limits, config.stats_seconds)
+        beside = SideConnection(engines, config.schema, self._loop)
+        self._historian = Historian(
+            flusher, connect, beside, config.schema, self.stopping, limits.history, config.stats_seconds
+        )
+        self._deadlines = DeadlineEnforcer(
+            engines, config.schema, self._loop, self._replace, self._fail, limits, flow.orders
+        )
+        flavours = {flavour for _, flavour in self.groups}
+        self._connections = make_slot_connections(config, engines, flavours, limits, keeps_warm=not self.until_empty)
 
     def _activity(self) -> RelayActivity:
+        """The activity of the slots, as far as it can be read while they work."""
+        slots = [runner.slot for runner in list(self._runners)]
         state = "stopping" if self.stopping.is_set() else "draining" if self.until_empty else "serving"
-        return activity_of(state, [runner.slot for runner in list(self._runners)])
+        busy = sum(slot.running > 0 for slot in slots)
+        free = dict.fromkeys(queue for slot in slots if not slot.running for queue in slot.queues)
+        running = list(islice((job for slot in slots for job in _running_on(slot)), _RUNNING_MOST))
+        return RelayActivity(state, busy, tuple(free), msgspec.json.encode(running).decode())
 
     def look(self) -> RelayLook:
-        """Read the relay's totals and activity; from any thread."""
-        slots = [runner.slot for runner in list(self._runners)]
-        return look_at(self._identity, self._state, slots, self.hooks.failures, self._historian.failures)
-
-    def _make_listener(self, poller: SharedPoller) -> Listener:
-        config = self.config
-        # Through the database URL, as producers do, and not through the URL of the listener.
-        hearing = HearingCheck(
-            self._connector(None), self.limits.hearing_seconds, min(config.poll_seconds, UNFLAGGED_PAUSE_SECONDS)
-        )
-        connect = self._connector(config.listen_url)
-        return Listener(
-            connect,
-            config.schema,
-            poller.record_call,
-            self.limits.probe_seconds,
-            hearing,
-            is_held=poller.is_held,
-            record_settings=lambda: self._state.lease.look_soon(),
-        )
+        """Read the relay's totals and activity, as far as possible while its slots work; from any thread."""
+        state, queues = self._state, self._queues
+        states, claimed = Counter(dict.fromkeys(SLOT_STATES, 0)), Counter(dict.fromkeys(queues, 0))
+        for slot in [runner.slot for runner in list(self._runners)]:
+            running, batch, leased = slot.running, slot.batch, slot.leased_batch
+            states["busy" if running else "asleep" if slot.sleep.is_asleep else "idle"] += 1
+            queue = batch.queue if batch is not None else next((job.queue for job in leased.jobs), "") if leased else ""
+            claimed[queue or slot.queues[0]] += running
+        handlers = self.registry.handlers.values()
+        kinds = tuple(dict.fromkeys((each.queue, each.kind) for each in handlers if each.queue in queues))
+        totals, hooks, history = state.aggregate.totals(), self.hooks.failures, self._historian.failures
+        return RelayLook(self._identity, totals, states, claimed, kinds, hooks, history)
 
     def work(self) -> RelayReport:
         """Open everything, serve, and close everything in the opposite order."""
@@ -276,9 +322,12 @@ class RelayRun:
     def _leased_jobs(self) -> set[tuple[str, int]]:
         """The jobs that this relay's slots run under the lease, or will run next, with their tokens."""
         # With slots that were cut off: their job has started, and is charged if it ends the process.
-        serving = list(self._runners)
         hanging = [runner for runner in self._cut_off if runner.is_alive()]
-        return leased_jobs(runner.slot for runner in [*serving, *hanging])
+        slots = [runner.slot for runner in [*list(self._runners), *hanging]]
+        jobs = [batch.job for slot in slots if (batch := slot.batch) is not None]
+        # All jobs of the claim: settled ones do no harm.
+        jobs += [job for slot in slots if (leased := slot.leased_batch) is not None for job in leased.jobs]
+        return {(str(job.id), job.lease_token) for job in jobs if job.lease_token is not None}
 
     def _record_reaped(self, event: JobCrashed) -> None:
         with self._state.lock:
@@ -401,3 +450,16 @@ class RelayRun:
             runner.abandon()
         # An abandoned handler may block the loop: then nothing can be closed in it.
         self._loop.is_blocked = self._loop.is_blocked or not self._loop.answers()
+
+
+def _running_on(slot: Slot) -> list[dict[str, object]]:
+    """The jobs that run on a slot, if they have run for long."""
+    batch = slot.batch
+    seconds = None if batch is None else batch.running.seconds_now
+    if batch is None or seconds is None or seconds < _LONG_SECONDS:
+        return []
+    pid = None if batch.transaction is None else batch.transaction.pid
+    return [
+        {"id": job.id, "queue": job.queue, "kind": job.kind, "attempt": job.attempt, "seconds": seconds, "pid": pid}
+        for job in batch.running_jobs
+    ]

@@ -26,7 +26,7 @@ from outboxq.observability.metrics.exposition import expose, registry_of
 from outboxq.observability.metrics.families import FAMILIES, JOBS
 from outboxq.observability.metrics.reading import MOST, Reading, without_kinds
 from outboxq.observability.metrics.server import parse_address
-from outboxq.relay.activity import SLOT_STATES
+from outboxq.relay.run import SLOT_STATES
 from tests.support.events import job
 from tests.support.metrics import parsed, promtool, value
 

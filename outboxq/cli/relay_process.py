@@ -30,12 +30,10 @@ from outboxq.observability.logging import EventLog, JsonFormatter, LineFormatter
 from outboxq.observability.metrics.counter import EventCounter
 from outboxq.observability.metrics.reading import Reading, without_kinds
 from outboxq.relay import health
-from outboxq.relay.child_metrics import ChildMetrics
-from outboxq.relay.metrics import MetricsTeller, read_relay
+from outboxq.relay.metrics import ChildMetrics, MetricsTeller, read_relay
 from outboxq.relay.relay import Relay
 from outboxq.relay.signals import stop_signals, stop_when_parent_dies
-from outboxq.relay.slot_groups import resolve_groups
-from outboxq.relay.startup import check_database
+from outboxq.relay.startup import check_database, resolve_groups
 from outboxq.relay.state import RelayReport
 from outboxq.relay.supervisor import EXIT_STUCK, Supervisor
 

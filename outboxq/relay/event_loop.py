@@ -1,20 +1,35 @@
-"""The relay's event loop, in its own thread: blocking sync handlers never delay async ones."""
+"""The relay's event loop, in its own thread: blocking sync handlers never delay async ones.
+
+The application's lifespan is entered there if it is async: resources that it opens before the first job and closes
+after the last one.
+"""
 
 import asyncio
 import inspect
 import threading
 from collections.abc import Awaitable, Coroutine, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
-from typing import Any, TypeVar
+from contextlib import (
+    AbstractAsyncContextManager,
+    AbstractContextManager,
+    ExitStack,
+    asynccontextmanager,
+    contextmanager,
+    nullcontext,
+    suppress,
+)
+from typing import Any, TypeAlias, TypeVar
 
-from outboxq.forks import await_here, runs_here
+from outboxq.errors import ConfigError
+from outboxq.forks import await_here, call_here, runs_here
+from outboxq.handlers.resolved import Lifespan
 
 _STOP_SECONDS = 5.0
 # A loop that does not answer within this time is blocked by a handler.
 _ANSWER_SECONDS = 1.0
 
 T = TypeVar("T")
+AnyLifespan: TypeAlias = AbstractContextManager[object] | AbstractAsyncContextManager[object]
 
 
 class LoopThread:
@@ -85,3 +100,39 @@ def _run_loop(started: Future[asyncio.AbstractEventLoop], ends: threading.Event)
         while not ends.is_set():
             with suppress(KeyboardInterrupt, SystemExit):
                 loop.run_forever()
+
+
+def make_lifespan(lifespan: Lifespan | None) -> AnyLifespan:
+    """Make the context manager of the application's lifespan, not entered yet.
+
+    Raises:
+        ConfigError: the lifespan is neither a context manager nor a generator function.
+    """
+    if lifespan is None:
+        return nullcontext()
+    if inspect.isasyncgenfunction(lifespan):
+        return asynccontextmanager(lifespan)()
+    if inspect.isgeneratorfunction(lifespan):
+        return contextmanager(lifespan)()
+    opened = lifespan()
+    if isinstance(opened, AbstractContextManager | AbstractAsyncContextManager):
+        return opened
+    raise ConfigError(
+        "a lifespan returns a context manager, sync or async, or is a generator function that yields the state once, "
+        f"got {type(opened).__name__}"
+    )
+
+
+def enter_lifespan(stack: ExitStack, lifespan: AnyLifespan, loop: LoopThread, exit_seconds: float) -> object:
+    """Enter the lifespan, an async one in the loop, and have `stack` leave it; returns its state."""
+    if isinstance(lifespan, AbstractContextManager):
+        state = call_here(lifespan.__enter__)
+        stack.push(lambda *error: call_here(lifespan.__exit__, *error))
+        return state
+    state = loop.call(lifespan.__aenter__())
+    stack.callback(_leave_in_loop, lifespan, loop, exit_seconds)
+    return state
+
+
+def _leave_in_loop(lifespan: AbstractAsyncContextManager[object], loop: LoopThread, exit_seconds: float) -> None:
+    loop.call_unless_blocked(lifespan.__aexit__(None, None, None), exit_seconds)

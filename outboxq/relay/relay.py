@@ -17,7 +17,7 @@ from outboxq.relay.hook_thread import HookThread
 from outboxq.relay.limits import RelayLimits
 from outboxq.relay.run import RelayLook, RelayRun
 from outboxq.relay.signals import stop_signals
-from outboxq.relay.slot_groups import check_engines, resolve_groups
+from outboxq.relay.startup import check_engines, resolve_groups
 from outboxq.relay.state import RelayReport
 
 

@@ -37,15 +37,13 @@ from outboxq.queue_limits import limits_text
 from outboxq.relay.connections import make_slot_connections
 from outboxq.relay.deadlines import DeadlineEnforcer, Runner
 from outboxq.relay.effect_runners import make_effect_runners
-from outboxq.relay.event_loop import LoopThread
+from outboxq.relay.event_loop import LoopThread, enter_lifespan, make_lifespan
 from outboxq.relay.flow_settings import FlowSettings
-from outboxq.relay.hearing import HearingCheck
 from outboxq.relay.hook_thread import HookThread
 from outboxq.relay.idle import UNFLAGGED_PAUSE_SECONDS
 from outboxq.relay.lease import RelayLease
-from outboxq.relay.lifespan import enter_lifespan, make_lifespan
 from outboxq.relay.limits import RelayLimits
-from outboxq.relay.listener import Listener
+from outboxq.relay.listener import HearingCheck, Listener
 from outboxq.relay.maintenance.historian import Historian
 from outboxq.relay.maintenance.scheduler import Scheduler
 from outboxq.relay.maintenance.service import Maintenance
@@ -54,9 +52,8 @@ from outboxq.relay.maintenance.task import PeriodicTask
 from outboxq.relay.poller import SharedPoller
 from outboxq.relay.progress import ProgressWriter
 from outboxq.relay.slot import Slot
-from outboxq.relay.slot_groups import FlavouredGroup
 from outboxq.relay.slot_loop import SlotTask, SlotThread
-from outboxq.relay.startup import declare_schedules, find_keeper, wait_for_database
+from outboxq.relay.startup import FlavouredGroup, declare_schedules, find_keeper, wait_for_database
 from outboxq.relay.state import RelayReport, RelayState
 from outboxq.relay.suspects import QuarantineTurns
 from outboxq.statements.lease import look_around

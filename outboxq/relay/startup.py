@@ -1,8 +1,13 @@
-"""Startup: the checks of a relay's database before it works: server, durability and tables, once it can connect."""
+"""Startup: which slots a relay has, and the checks of its database before it works, once it can connect.
+
+Of the database: server, durability and tables.
+"""
 
 import logging
 import threading
+import time
 from collections.abc import Callable
+from typing import TypeAlias
 from uuid import UUID
 
 import psycopg
@@ -11,26 +16,29 @@ from sqlalchemy.exc import DBAPIError
 from sqlalchemy.util import greenlet_spawn
 
 from outboxq.admin import schedule_owners
-from outboxq.config import RelayConfig
+from outboxq.config import RelayConfig, SlotGroup
 from outboxq.database.driver import run_script
-from outboxq.database.engines import Engines
+from outboxq.database.engines import Engines, check_capacity
 from outboxq.database.errors import (
+    INSUFFICIENT_PRIVILEGE,
     QUERY_CANCELED,
     NoConnection,
     describe_error,
     is_database_unavailable,
+    is_refused,
     is_transient,
     opening,
+    outage_reason,
     sqlstate_of,
 )
 from outboxq.emitter import Emitter
-from outboxq.errors import ConfigError, SchemaError
+from outboxq.errors import ConfigError, LoginRefused, SchemaError
 from outboxq.events import DatabaseLost
 from outboxq.execution.keep import Keeper
+from outboxq.handlers.handler import Flavour
 from outboxq.handlers.resolved import Registry
 from outboxq.migrations.server import check_server, refusing_bytes
 from outboxq.relay.event_loop import LoopThread
-from outboxq.relay.login import Login
 from outboxq.statements.citus import citus_state
 from outboxq.statements.done import may_write
 from outboxq.statements.relays import kinds_at_relays, may_read_relays
@@ -39,9 +47,41 @@ from outboxq.tables import LATEST_VERSION, NEEDED_VERSION, OWNERS_VERSION, SCHEM
 
 logger = logging.getLogger("outboxq.relay")
 
-_INSUFFICIENT_PRIVILEGE = "42501"
+FlavouredGroup: TypeAlias = tuple[SlotGroup, Flavour]
 
 _FIRST_PAUSE_SECONDS, _PAUSE_CAP_SECONDS = 0.5, 10.0
+
+
+class Login:
+    """The time since which the database refuses the relay's login; shared by its slots.
+
+    If it is refused for long, the relay ends, as its next start may have the new password.
+
+    Args:
+        patience_seconds: How long it may be refused.
+    """
+
+    def __init__(self, patience_seconds: float) -> None:
+        self._patience_seconds = patience_seconds
+        self._refused_since: float | None = None
+
+    def succeeded(self) -> None:
+        """Record that a connection was opened."""
+        self._refused_since = None
+
+    def failed(self, error: BaseException) -> None:
+        """Record that no connection was opened.
+
+        Raises:
+            LoginRefused: the server has refused the role, password or database for too long.
+        """
+        if not is_refused(error):
+            self._refused_since = None
+            return
+        now = time.monotonic()
+        self._refused_since = since = self._refused_since or now
+        if now - since >= self._patience_seconds:
+            raise LoginRefused(outage_reason(error) or type(error).__name__, now - since) from error
 
 
 def wait_for_database(
@@ -124,7 +164,7 @@ def declare_schedules(connection: Connection, schema: str, registry: Registry) -
             with mapped.begin():
                 _disable_gone(mapped, schema, registry)
     except DBAPIError as error:
-        if sqlstate_of(error) != _INSUFFICIENT_PRIVILEGE:
+        if sqlstate_of(error) != INSUFFICIENT_PRIVILEGE:
             raise
         raise ConfigError(
             "the relay's role may not write the schedules that the code declares: run what `outboxq roles --sql` prints"
@@ -227,3 +267,57 @@ def check_version(connection: Connection, schema: str) -> None:
             f"found outboxq tables at step {version}, and step {NEEDED_VERSION} is needed: run `outboxq migrate`, or "
             f"call `outboxq.migrations.upgrade(op, to={LATEST_VERSION})` in a revision of your Alembic history"
         )
+
+
+def resolve_groups(config: RelayConfig, registry: Registry) -> list[FlavouredGroup]:
+    """The groups of slots, each with its flavour; `*` becomes every queue that no group names.
+
+    Raises:
+        ConfigError: a queue without handlers, a queue in two groups, or a group with both flavours.
+    """
+    if not config.groups:
+        flavours: list[tuple[str, Flavour]] = sorted(registry.flavours.items())
+        return [(SlotGroup((name,), config.slots_per_queue), flavour) for name, flavour in flavours]
+    named = [name for group in config.groups for name in group.queues]
+    for name in dict.fromkeys(named):
+        if name != "*" and name not in registry.flavours:
+            known = ", ".join(sorted(registry.flavours))
+            raise ConfigError(f"queue {name!r} has no handlers in this registry (queues with handlers: {known})")
+        if named.count(name) > 1:
+            raise ConfigError(f"queue {name!r} is named by two groups: give each queue to one")
+    unnamed = tuple(sorted(registry.flavours.keys() - set(named)))
+    return [pair for group in config.groups for pair in _by_flavour(group, unnamed, registry)]
+
+
+def _by_flavour(group: SlotGroup, unnamed: tuple[str, ...], registry: Registry) -> list[FlavouredGroup]:
+    names = tuple(name for given in group.queues for name in (unnamed if given == "*" else (given,)))
+    flavours: list[Flavour] = list(dict.fromkeys(registry.flavours[name] for name in names))
+    if len(flavours) > 1 and "*" not in group.queues:
+        raise ConfigError(
+            f"the queues {', '.join(names)} have sync and async handlers, which cannot share slots: "
+            "give each flavour a group of its own"
+        )
+    in_turns = group.in_turns.union(unnamed if "*" in group.queues else ())
+    found: list[FlavouredGroup] = []
+    for flavour in flavours:
+        own = tuple(name for name in names if registry.flavours[name] == flavour)
+        found.append((SlotGroup(own, group.slots, in_turns=in_turns.intersection(own)), flavour))
+    return found
+
+
+def check_engines(groups: list[FlavouredGroup], engines: Engines) -> None:
+    """Refuse slots that have no engine, or an engine whose pool has too few connections.
+
+    Raises:
+        ConfigError: the message names the queues or the engine.
+    """
+    for flavour, engine, hint in (
+        ("sync", engines.sync, "give Relay a sync Engine or a URL, and the AsyncEngine as async_engine="),
+        ("async", engines.asynchronous, "give Relay async_engine=..., or a URL"),
+    ):
+        own = [group for group, its_flavour in groups if its_flavour == flavour]
+        if own and engine is None:
+            names = ", ".join(name for group in own for name in group.queues)
+            raise ConfigError(f"the queues {names} have {flavour} handlers, but there is no {flavour} engine: {hint}")
+        if own and engine is not None:
+            check_capacity(engine, sum(group.slots for group in own) + 1)

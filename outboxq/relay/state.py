@@ -32,10 +32,10 @@ from outboxq.relay.hook_thread import HookThread
 from outboxq.relay.lease import RelayLease
 from outboxq.relay.limits import RelayLimits
 from outboxq.relay.listener import Listener
-from outboxq.relay.login import Login
 from outboxq.relay.poller import SharedPoller
 from outboxq.relay.progress import ProgressWriter
 from outboxq.relay.queue_claims import Sweep
+from outboxq.relay.startup import Login
 from outboxq.relay.suspects import QuarantineTurns
 
 # The events that the relay handles before it emits them.

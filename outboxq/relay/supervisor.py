@@ -20,8 +20,8 @@ from outboxq.config import HEARTBEAT_PIPE_VARIABLE, METRICS_SOCKET_VARIABLE, PAR
 from outboxq.emitter import Emitter
 from outboxq.errors import ConfigError
 from outboxq.events import ChildDied, ChildStopTimedOut, ChildStuck, ChildUnresponsive
-from outboxq.relay.child_metrics import ChildMetrics, ChildSocket, EndReason
 from outboxq.relay.health import BEAT_SECONDS, Health, State, health_file, read_beats
+from outboxq.relay.metrics import ChildMetrics, ChildSocket, EndReason
 from outboxq.relay.signals import stop_signals
 
 EXIT_STARTED_WRONGLY = 2

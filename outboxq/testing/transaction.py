@@ -40,8 +40,7 @@ from outboxq.job import Job
 from outboxq.outbox.handle import JobHandle
 from outboxq.outbox.kinds import JobKind, P
 from outboxq.outbox.session import AsyncOutboxSession, OutboxSession
-from outboxq.relay.event_loop import LoopThread
-from outboxq.relay.lifespan import enter_lifespan, make_lifespan
+from outboxq.relay.event_loop import LoopThread, enter_lifespan, make_lifespan
 from outboxq.statements.builtin import pg
 from outboxq.statements.claim import ClaimStatements
 from outboxq.statements.done import may_write

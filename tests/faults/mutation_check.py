@@ -318,7 +318,7 @@ MUTANTS = (
     ),
     Mutant(
         "what killed relay processes had counted",
-        "outboxq/relay/child_metrics.py",
+        "outboxq/relay/metrics.py",
         "                    self._ended[child.database].merge(child.last, without_gauges=True)\n",
         "                    pass\n",
         ("tests/observability/test_metrics_relay.py::test_counters_never_fall_when_processes_are_killed",),
@@ -559,7 +559,7 @@ MUTANTS = (
     ),
     Mutant(
         "the tokens of the claim behind a reservation, however late it comes",
-        "outboxq/relay/rates.py",
+        "outboxq/relay/admission.py",
         "            hand.tokens, hand.used, hand.is_fresh = hand.tokens + tokens, 0, True\n",
         "            hand.tokens, hand.used, hand.is_fresh = hand.tokens + tokens, 0, False\n",
         ("tests/flow/test_rates.py::test_the_claim_behind_a_reservation_has_its_tokens_however_late_it_comes",),

@@ -12,9 +12,8 @@ from sqlalchemy import Engine, make_url, text
 from outboxq import RelayConfig
 from outboxq.database import driver
 from outboxq.postgres import Database
-from outboxq.relay.hearing import HearingCheck
 from outboxq.relay.limits import RelayLimits
-from outboxq.relay.listener import Listener
+from outboxq.relay.listener import HearingCheck, Listener
 from outboxq.tables import SCHEMA
 from tests.conftest import StartRelay
 from tests.support.ledger import enqueue, ledger, rows, waiting

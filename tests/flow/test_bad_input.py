@@ -15,7 +15,7 @@ from outboxq.admin.roles import roles_sql
 from outboxq.errors import ArgumentError, EnqueueError, InvalidKey, OutboxqError, RegistryError
 from outboxq.postgres import Database
 from outboxq.queue_limits import make_limits
-from outboxq.relay.rates import chunk_of
+from outboxq.relay.admission import chunk_of
 from tests.support.cli import call, run
 from tests.support.ledger import rows
 

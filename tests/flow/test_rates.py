@@ -14,8 +14,8 @@ from outboxq.admin import queues
 from outboxq.database.driver import run_script
 from outboxq.postgres import Database, Server
 from outboxq.queue_limits import Rate, make_limits
+from outboxq.relay.admission import Taken, TokenHands, chunk_of
 from outboxq.relay.planner import Asked, Planner
-from outboxq.relay.rates import Taken, TokenHands, chunk_of
 from outboxq.statements.claim import Sort
 from outboxq.statements.limit import take_slot
 from outboxq.statements.rate import TokenRequest, begin_rate, reserve_tokens

@@ -11,8 +11,7 @@ from sqlalchemy import make_url
 
 from outboxq.database import driver
 from outboxq.postgres import Database
-from outboxq.relay.hearing import HearingCheck
-from outboxq.relay.listener import IdleSlot, Listener
+from outboxq.relay.listener import HearingCheck, IdleSlot, Listener
 from outboxq.tables import SCHEMA
 from outboxq.testing.proxy import CommitProxy
 from tests.support.waiting import wait_until

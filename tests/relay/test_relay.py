@@ -31,8 +31,7 @@ from outboxq.events import (
 )
 from outboxq.postgres import Database, Server, start_embedded
 from outboxq.relay.event_loop import LoopThread
-from outboxq.relay.login import Login
-from outboxq.relay.startup import wait_for_database
+from outboxq.relay.startup import Login, wait_for_database
 from outboxq.statements.park import park_head
 from tests.conftest import StartRelay
 from tests.support import app

@@ -6,7 +6,7 @@ Read at the relay's start, before its first claim, and with each beat of its lea
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TypeAlias
 from uuid import UUID
 
@@ -16,7 +16,6 @@ from outboxq.execution.orders import Orders
 from outboxq.queue_limits import QueueLimits, limits_in_force
 
 Rows: TypeAlias = Iterable[tuple[object, ...]]
-
 
 _NO_LIMITS = QueueLimits()
 
@@ -30,9 +29,6 @@ class Seen:
         groups: The queues with jobs of groups.
         group_suspects: The queues with suspects in groups.
         group_leases: True if jobs of groups are leased anywhere.
-        limits: The limits that operators have set, by queue.
-        paused: The paused kinds of each queue.
-        cancelled: The jobs to be cancelled, each with the requested outcome: "discard" or "dead".
         schedule_seconds: The seconds until the next schedule is due; infinite if there is none.
     """
 
@@ -40,9 +36,6 @@ class Seen:
     groups: frozenset[str] = frozenset()
     group_suspects: frozenset[str] = frozenset()
     group_leases: bool = False
-    limits: Mapping[str, QueueLimits] = field(default_factory=dict)
-    paused: Mapping[str, frozenset[str]] = field(default_factory=dict)
-    cancelled: Mapping[UUID, str] = field(default_factory=dict)
     schedule_seconds: float = math.inf
 
 
@@ -65,46 +58,38 @@ class FlowSettings:
 
     def record(self, rows: Rows) -> Seen:
         """Take over what `look_around` returned."""
-        limits: dict[str, QueueLimits] = {}
         queues: defaultdict[str, set[str]] = defaultdict(set)
-        paused: defaultdict[str, set[str]] = defaultdict(set)
-        cancelled: dict[UUID, str] = {}
+        limits: dict[str, QueueLimits] = {}
+        paused: set[tuple[str, str]] = set()
+        cancelled: set[UUID] = set()
         schedule_seconds = math.inf
         for word, name, other, details in rows:
             match word:
-                case "suspects" | "groups" | "group_suspects" | "group_leases":
-                    queues[str(word)].add(str(name))
                 case "limits":
                     limits[str(name)] = msgspec.json.decode(str(details), type=QueueLimits)
                 case "paused":
-                    paused[str(name)].add(str(other))
+                    paused.add((str(name), str(other)))
                 case "cancel":
-                    cancelled[UUID(str(name))] = str(other)
+                    cancelled.add(UUID(str(name)))
                 case "schedule":
                     schedule_seconds = float(str(details))
-        kinds = {queue: frozenset(names) for queue, names in paused.items()}
+                case _:
+                    queues[str(word)].add(str(name))
         self.seen = Seen(
             frozenset(queues["suspects"]),
             frozenset(queues["groups"]),
             frozenset(queues["group_suspects"]),
             "group_leases" in queues,
-            limits,
-            kinds,
-            cancelled,
             schedule_seconds,
         )
-        self.orders.cancelled = set(cancelled)
-        self.orders.paused = {(queue, kind) for queue, names in kinds.items() for kind in names}
-        self._take_over(limits)
-        return self.seen
-
-    def _take_over(self, limits: Mapping[str, QueueLimits]) -> None:
+        self.orders.cancelled, self.orders.paused = cancelled, paused
         before, self.limits = self.limits, limits_in_force(limits, self._declared)
         self.restricts |= bool(self.limits)
         every = self.limits.keys() | before.keys()
         changed = frozenset(name for name in every if self.limits.get(name) != before.get(name))
         if changed:
             self.on_limits(changed)
+        return self.seen
 
     def limits_of(self, queue: str) -> QueueLimits:
         """The limits of a queue: each as an operator has set it, else as the application declares it."""

@@ -85,14 +85,12 @@ class SharedPoller:
         self._called_after: dict[str, int] = {}
         # The last poll that began before a call to all queues.
         self._all_called_after = -1
-        self._due_at: dict[str, float] = {}
-        # The queues whose due jobs a slot has gone to claim.
-        self._due_taken: set[str] = set()
+        # By sort: the time when the first job of a queue may run, and the queues whose jobs a slot has gone to claim.
+        self._first_at: dict[Sort, dict[str, float]] = {Sort.DUE: {}, Sort.GROUPED: {}}
+        self._taken: dict[Sort, set[str]] = {Sort.DUE: set(), Sort.GROUPED: set()}
         # The time until which no slot claims from a queue that is at its limit, or has no tokens of its rate.
         self.held_until: dict[str, float] = {}
-        # As the two before, for the first jobs of groups; and the time when jobs of groups were last seen.
-        self._grouped_at: dict[str, float] = {}
-        self._grouped_taken: set[str] = set()
+        # The time when jobs of groups were last seen.
         self._groups_seen_at: dict[str, float] = {}
         self._lock = threading.RLock()
 
@@ -147,14 +145,13 @@ class SharedPoller:
                     self._ready.add(name)
                 elif poll.number > self._called_after.get(name, 0):
                     self._ready.discard(name)
-                self._due_taken.discard(name)
-                self._due_at.pop(name, None)
-                if isinstance(due, float):
-                    self._due_at[name] = now + due
-                self._grouped_taken.discard(name)
-                self._grouped_at.pop(name, None)
+                for sort, seconds in ((Sort.DUE, due), (Sort.GROUPED, grouped)):
+                    self._taken[sort].discard(name)
+                    self._first_at[sort].pop(name, None)
+                    if isinstance(seconds, float):
+                        self._first_at[sort][name] = now + seconds
                 if isinstance(grouped, float):
-                    self._grouped_at[name], self._groups_seen_at[name] = now + grouped, now
+                    self._groups_seen_at[name] = now
 
     def polled_at(self, queue: str) -> float:
         """The time when the last poll of this queue began; minus infinity if all queues were called since."""
@@ -180,8 +177,8 @@ class SharedPoller:
             elif queue in self._recorded:
                 self._ready.add(queue)
                 if self.has_groups(queue):
-                    self._grouped_at[queue] = time.monotonic()
-                    self._grouped_taken.discard(queue)
+                    self._first_at[Sort.GROUPED][queue] = time.monotonic()
+                    self._taken[Sort.GROUPED].discard(queue)
                 self._called_after[queue] = self.latest.number
 
     def record_rest(self, queue: str) -> None:
@@ -198,13 +195,10 @@ class SharedPoller:
             if self.is_held(queue):
                 return None
             self._try_alone(queue)
-            is_ready, is_due, is_grouped = queue in self._ready, self._is_due(queue), self._is_grouped(queue)
-            self._ready.discard(queue)
-            if is_due:
-                self._due_taken.add(queue)
-            if is_grouped:
-                self._grouped_taken.add(queue)
-            return is_ready or is_due or is_grouped
+            waiting = [sort for sort in _SORTS if self._waits(queue, sort)]
+            for sort in waiting:
+                self._take(queue, sort)
+            return bool(waiting)
 
     def record_groups(self, queue: str) -> None:
         """Record that a queue has jobs of groups."""
@@ -235,22 +229,26 @@ class SharedPoller:
             elif name in due_first:
                 sorts = (Sort.DUE, Sort.GROUPED, Sort.READY)
             sort = next(sort for sort in sorts if self._waits(name, sort))
-            if sort is Sort.READY:
-                self._ready.discard(name)
-            else:
-                (self._due_taken if sort is Sort.DUE else self._grouped_taken).add(name)
+            self._take(name, sort)
             return name, sort
+
+    def _take(self, name: str, sort: Sort) -> None:
+        if sort is Sort.READY:
+            self._ready.discard(name)
+        else:
+            self._taken[sort].add(name)
 
     def _waits(self, name: str, sort: Sort) -> bool:
         if sort is Sort.READY:
             return name in self._ready
-        return self._is_due(name) if sort is Sort.DUE else self._is_grouped(name)
+        first_at = self._first_at[sort].get(name)
+        return first_at is not None and first_at <= time.monotonic() and name not in self._taken[sort]
 
     def waiting(self) -> set[str]:
         """The queues with a ready or due job that no slot has taken, and that are not held."""
         with self._lock:
-            due = {name for name in self._due_at if self._is_due(name)}
-            found = self._ready | due | {name for name in self._grouped_at if self._is_grouped(name)}
+            timed = ({name for name in names if self._waits(name, sort)} for sort, names in self._first_at.items())
+            found = self._ready.union(*timed)
             return {name for name in found if not self.is_held(name)} if self.held_until else found
 
     def hold(self, queue: str, seconds: float) -> None:
@@ -285,21 +283,13 @@ class SharedPoller:
         if queue in self.held_until:
             self.held_until[queue] = time.monotonic() + _TRIAL_SECONDS
 
-    def _is_due(self, name: str) -> bool:
-        due_at = self._due_at.get(name)
-        return due_at is not None and due_at <= time.monotonic() and name not in self._due_taken
-
-    def _is_grouped(self, name: str) -> bool:
-        due_at = self._grouped_at.get(name)
-        return due_at is not None and due_at <= time.monotonic() and name not in self._grouped_taken
-
     def due_in_seconds(self, queues: Collection[str]) -> float:
         """The time until the next scheduled job of these queues, or the end of a hold; infinite without either."""
         now = time.monotonic()
         with self._lock:
             times = [
                 max(at[name], self.held_until.get(name, 0.0))
-                for at in (self._due_at, self._grouped_at)
+                for at in self._first_at.values()
                 for name in queues
                 if name in at
             ]

@@ -2,6 +2,7 @@
 
 import re
 from datetime import datetime
+from operator import attrgetter
 from uuid import UUID
 
 import msgspec
@@ -72,6 +73,11 @@ class Job(msgspec.Struct, frozen=True, gc=False):
     def __repr__(self) -> str:
         shown = (name for name in self.__struct_fields__ if name not in ("args", "headers", "errors"))
         return f"{type(self).__name__}({', '.join(f'{name}={getattr(self, name)!r}' for name in shown)})"
+
+
+# What few jobs have: the keys that others share with them, their callback batch, and a time when they expire.
+extras_of = attrgetter("unique_key", "group_key", "batch_id", "expires_at")
+NO_EXTRAS = (None, None, None, None)
 
 
 def number_in(headers: str, name: str) -> int | None:

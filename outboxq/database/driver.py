@@ -137,11 +137,11 @@ class PreparedStatements:
         is_plain: Statements are sent as plain text for now.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, prepares: bool = True) -> None:
         self.names: set[str] = set()
-        self.is_plain = False
+        self.is_plain = not prepares
         # Executions since the last loss; below zero while statements are sent as text.
-        self._age: float = _WORTHWHILE
+        self._age: float = _WORTHWHILE if prepares else -math.inf
 
     def succeeded(self, name: str) -> None:
         """Record that the statement of this name was executed: it is prepared now, or was sent as text."""
@@ -167,6 +167,10 @@ class PreparedStatements:
             self._age = 0 if self._age >= _WORTHWHILE else -_WORTHWHILE
         self.is_plain = self._age < 0
         return True
+
+
+# Behind a pooler, or if the user's settings forbid it.
+NOT_PREPARED = PreparedStatements(prepares=False)
 
 
 def dbapi_connection(connection: Connection) -> Any:

@@ -16,8 +16,8 @@ from sqlalchemy import Connection
 from outboxq.database.driver import is_lost, run_script
 from outboxq.database.errors import READ_ONLY, sqlstate_of
 from outboxq.events import JobSetAside
-from outboxq.execution.claim import AnyScript
 from outboxq.statements.aside import WAITS, dead_letter_row, postpone_row, select_kind
+from outboxq.statements.group_claim import AnyScript
 from outboxq.statements.lease import NEVER
 from outboxq.statements.park import clear_marks
 from outboxq.statements.transaction import READABLE_DATES, UNTIMED

@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -13,11 +13,11 @@ import psycopg
 from sqlalchemy import Connection
 
 from outboxq.database.errors import READ_ONLY
-from outboxq.events import Event, JobEvent, JobsCoalesced, JobsParked, JobsSuspected
+from outboxq.events import Event, JobEvent, JobsParked, JobsSuspected
 from outboxq.execution.claim import Claimed, ClaimTransaction, begin_transaction
 from outboxq.execution.errors import Abandoned, WritesRefused
 from outboxq.execution.failure import Failed
-from outboxq.execution.runtime import Result, UnknownKindResult
+from outboxq.execution.runtime import GivenBack, Result
 from outboxq.execution.step import Step
 from outboxq.handlers.call import HandlerCall
 from outboxq.handlers.progress import ProgressNotes
@@ -215,8 +215,8 @@ class BatchState:
         stands_for: The jobs that were taken along, by the id of the job that runs for them.
         expires: The time (monotonic) at which jobs expire, by id.
         decided: Results that are known without a run, by the job's id; `decide` fills it.
-        events: The events of the jobs before the one that runs, if the transaction commits.
-        blocked: The groups whose next jobs are given back: one of their jobs is put off, and holds them up.
+        of_claim: The events of the claim and of what was decided, if the transaction commits.
+        events: Those of the jobs before the one that runs.
         late_result: The result of a handler that never used the database, until its settlement has begun.
         dead_letters: The dead letters that a recovery of this batch has written.
     """
@@ -230,8 +230,8 @@ class BatchState:
     tries: Tries = field(default_factory=Tries)
     expires: Mapping[UUID, float] = field(default_factory=dict)
     decided: dict[UUID, Result] = field(default_factory=dict)
+    of_claim: list[Event] = field(default_factory=list)
     events: list[JobEvent] = field(default_factory=list)
-    blocked: set[str] = field(default_factory=set)
     was_begun: bool = False
     writes_refused: WritesRefused | None = None
     late_result: Result | None = None
@@ -240,7 +240,10 @@ class BatchState:
     @classmethod
     def of(cls, claimed: Claimed) -> "BatchState":
         """Make the state of jobs that were just claimed in transaction mode."""
-        return cls(claimed, claimed.jobs, claimed.transaction, running=Running(claimed.request.timeout_seconds))
+        batch = cls(claimed, claimed.jobs, claimed.transaction, running=Running(claimed.request.timeout_seconds))
+        if claimed.moved:
+            batch.of_claim.append(JobsSuspected(batch.queue, claimed.moved))
+        return batch
 
     @property
     def queue(self) -> str:
@@ -264,16 +267,9 @@ class BatchState:
         return (*(job.id for job in self.jobs), *chain.from_iterable(self.stands_for.values()))
 
     @property
-    def parked(self) -> Sequence[Job]:
-        """The jobs of kinds that cannot run here now."""
-        decided = self.decided
-        return [job for job in self.jobs if isinstance(decided.get(job.id), UnknownKindResult)]
-
-    @property
-    def coalesced(self) -> list[JobsCoalesced]:
-        """The events of the jobs that were taken along; under a lease they were sent before."""
-        others = {} if self.is_leased else self.stands_for
-        return [JobsCoalesced(job, len(others[job.id])) for job in self.jobs if job.id in others]
+    def has_parked(self) -> bool:
+        """Return True if it has jobs of kinds that cannot run here now."""
+        return any(isinstance(event, JobsParked) for event in self.of_claim)
 
     @property
     def is_lone(self) -> bool:
@@ -312,13 +308,12 @@ class BatchState:
         self.running.position, self.running.together = places.start, len(places)
         del self.events[places.start :]
 
+    def forget_outcomes(self) -> None:
+        """Forget how jobs ended: their transaction is back at the end of the claim."""
+        self.events.clear()
+        for job_id in [each for each, result in self.decided.items() if isinstance(result, GivenBack)]:
+            del self.decided[job_id]
+
     def report(self, of_commit: tuple[Event, ...] = ()) -> BatchReport:
         """Make the report of a batch that is known to be committed, with the events of its COMMIT."""
-        events: list[Event] = [*self.events]
-        if self.stands_for:
-            events += self.coalesced
-        if self.decided and (parked := self.parked):
-            events.append(JobsParked(self.queue, tuple(sorted({job.kind for job in parked})), len(parked)))
-        if self.claimed.moved:
-            events.append(JobsSuspected(self.queue, self.claimed.moved))
-        return BatchReport(len(self.jobs), (*events, *of_commit))
+        return BatchReport(len(self.jobs), (*self.events, *self.of_claim, *of_commit))

@@ -10,16 +10,16 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from operator import attrgetter
-from typing import Any, TypeAlias, cast
+from typing import Any, cast
 from uuid import UUID
 
 from sqlalchemy import Connection
 
 from outboxq.clock import DatabaseClock
-from outboxq.database.driver import Answer, PreparedStatements, Script, is_lost, run_script
-from outboxq.job import Job
-from outboxq.statements.claim import ANCHOR, RETURNED, ClaimScript, Sort, claim_by_id
-from outboxq.statements.group_claim import GroupScript, Look
+from outboxq.database.driver import NOT_PREPARED, Answer, PreparedStatements, Script, is_lost, run_script
+from outboxq.job import NO_EXTRAS, Job, extras_of
+from outboxq.statements.claim import ANCHOR, RETURNED, Sort, claim_by_id
+from outboxq.statements.group_claim import AnyScript, Look
 from outboxq.statements.park import clear_marks as marks_cleared
 from outboxq.statements.transaction import BEGIN, NOTE_ROLE, READABLE_DATES, TIMED_AGAIN, UNTIMED, local_timeouts
 
@@ -73,9 +73,6 @@ class Claimed:
     is_plain: bool = True
 
 
-AnyScript: TypeAlias = ClaimScript | GroupScript
-
-
 @dataclass(frozen=True, slots=True)
 class ClaimRequest:
     """A claim of up to `limit` jobs of a queue, of those after `cursor` only, and the savepoints after it.
@@ -85,7 +82,7 @@ class ClaimRequest:
         sort: The sort of jobs that `script` claims; `alike` are the claims that take jobs of the queue in the same way.
         timeout_seconds: The longest deadline of the queue's handlers. It does not hold for the claim itself, which
             may have far to walk and would never succeed. None for the settings of the role and the database.
-        prepared: The connection's prepared claims; None if claims are sent as plain text.
+        prepared: The connection's prepared claims.
         epoch: The run of the server that knows the jobs' transaction.
         clock: The clock of the jobs' `claimed_at`.
         asked_at: When the claim was requested (monotonic).
@@ -98,7 +95,7 @@ class ClaimRequest:
     sort: Sort = Sort.READY
     alike: tuple[AnyScript, ...] = ()
     timeout_seconds: float | None = None
-    prepared: PreparedStatements | None = None
+    prepared: PreparedStatements = NOT_PREPARED
     epoch: str = ""
     clock: DatabaseClock = field(default_factory=DatabaseClock)
     asked_at: float = field(default_factory=time.monotonic)
@@ -112,8 +109,7 @@ class ClaimRequest:
         """
         claim, prepared, parts = self.script, self.prepared, script.parts
         parts += _BEGIN if begins else _BEGUN
-        names = None if prepared is None or prepared.is_plain else prepared.names
-        parts += claim.parts(self.limit, self.cursor, names)
+        parts += claim.parts(self.limit, self.cursor, None if prepared.is_plain else prepared.names)
         if claim.leased:
             parts.append(("claim", "COMMIT"))
         else:
@@ -127,7 +123,7 @@ class ClaimRequest:
     def failed(self, error: BaseException) -> bool:
         """Return True if the claim failed for how it was sent, so that another try may succeed in a new transaction."""
         name = self.script.name
-        return self.prepared is not None and bool(name) and self.prepared.failed(error, name)
+        return bool(name) and self.prepared.failed(error, name)
 
     def read(self, answer: Answer) -> Claimed:
         """Read the claimed jobs from the answer to a script with the claim's statements.
@@ -138,7 +134,7 @@ class ClaimRequest:
         if answer.error is not None:
             raise answer.error
         name, look = self.script.name, self.script.look(answer.rows)
-        if name and self.prepared is not None:
+        if name:
             self.prepared.succeeded(name)
         rows = answer.rows["claim"]
         moved = cast("int", rows[0][0]) if rows else 0
@@ -153,12 +149,7 @@ class ClaimRequest:
             # The columns of RETURNED, in order, the token, and the time. Added: unpacking both would make a list first.
             job = _JOB(*(row[1:_END_OF_JOB] + now))
             jobs.append(job)
-            if (
-                job.unique_key is not None
-                or job.group_key is not None
-                or job.batch_id is not None
-                or job.expires_at is not None
-            ):
+            if extras_of(job) != NO_EXTRAS:
                 is_plain = False
         if len(jobs) > 1:
             # RETURNING has no order.
@@ -181,7 +172,7 @@ def claim(connection: Connection, request: ClaimRequest) -> Claimed:
     script = Script()
     request.add_to(script)
     answer = script.send(connection)
-    if answer.error is not None and request.prepared is not None and not is_lost(connection):
+    if answer.error is not None and request.prepared is not NOT_PREPARED and not is_lost(connection):
         # As a statement: after its own rollback the driver drops all prepared statements.
         run_script(connection, "ROLLBACK")
     return request.read(answer)

@@ -131,6 +131,7 @@ def coalesce(connection: Connection, batch: BatchState, schema: str) -> None:
     batch.jobs = tuple(newest.get(job.id, job) for job in batch.jobs)
     batch.decided.update({job.id: SettledByClaim() for job in runs.dropped})
     batch.stands_for = runs.stands_for()
+    batch.of_claim += runs.events()
 
 
 def coalesce_leased(connection: Connection, leased: LeasedBatch, schema: str) -> tuple[JobsCoalesced, ...]:

@@ -209,8 +209,7 @@ def _back_to_claim(
         if error.sqlstate in ESCAPED:
             failed = runtime.describe(TransactionEndedByHandler(), batch.job)
         raise TransactionEscaped(batch.job, failed) from gone
-    batch.events.clear()
-    batch.blocked.clear()
+    batch.forget_outcomes()
     # The rollback also undid the time-outs that were set for a handler alone.
     batch.running.timeout_seconds = runtime.registry.timeout_seconds(batch.queue)
     return failed

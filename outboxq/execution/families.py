@@ -13,16 +13,17 @@ from psycopg.pq import TransactionStatus
 from sqlalchemy import Connection
 
 from outboxq.database.driver import run_outside_transaction, run_script
-from outboxq.events import Event
+from outboxq.events import Event, JobsParked
 from outboxq.execution.batch_state import BatchState
 from outboxq.execution.callback_batches import FinishBatches, batch_ids
 from outboxq.execution.coalesce import coalesce
 from outboxq.execution.plan import Handlers
-from outboxq.execution.runtime import CancelledResult, ExpiredResult, Runtime, UnknownKindResult
+from outboxq.execution.runtime import CancelledResult, ExpiredResult, GivenBack, Runtime, UnknownKindResult
+from outboxq.execution.settle import passes
 from outboxq.execution.step import Step
 from outboxq.execution.unique_keys import TakeKeys
 from outboxq.job import UNIQUE_HEADER, Job
-from outboxq.outbox.unique import unique_adds
+from outboxq.outbox.unique import collected_unique_adds, unique_adds
 from outboxq.statements.transaction import clock_seconds
 
 
@@ -41,6 +42,9 @@ def decide(connection: Connection, batch: BatchState, runtime: Runtime) -> Handl
                     decided[job.id] = result
                 elif handlers[job.kind] is None:
                     decided[job.id] = UnknownKindResult()
+        parked = [job.kind for job in batch.jobs if isinstance(decided.get(job.id), UnknownKindResult)]
+        if parked:
+            batch.of_claim.append(JobsParked(batch.queue, tuple(sorted(set(parked))), len(parked)))
     return handlers
 
 
@@ -51,6 +55,14 @@ def ended_meanwhile(batch: BatchState, job: Job, runtime: Runtime) -> CancelledR
     # Also a job that is retried, or comes back after its relay died: the request exists until the job is gone.
     cancelled = runtime.orders.cancelled
     return CancelledResult() if cancelled and job.id in cancelled else None
+
+
+def hold_back(batch: BatchState, job: Job, runtime: Runtime) -> None:
+    """Decide that later jobs of the batch wait behind this one, if it was put off and holds up its group."""
+    if job.group_key is not None and not passes(job, runtime):
+        for later in batch.jobs[batch.running.position + 1 :]:
+            if later.group_key == job.group_key:
+                batch.decided.setdefault(later.id, GivenBack())
 
 
 def _expiries(connection: Connection, batch: BatchState, runtime: Runtime) -> dict[UUID, float]:
@@ -74,6 +86,10 @@ def _expiries(connection: Connection, batch: BatchState, runtime: Runtime) -> di
         for job_id, at in expiring.items()
         if job_id not in unique or at.timestamp() <= now
     }
+
+
+# Around the run of a batch: what its jobs add for the steps.
+collecting = collected_unique_adds
 
 
 def steps_of(

@@ -147,4 +147,4 @@ def write_dead_letters(connection: Connection, batch: BatchState, reason: str, f
 def _report_of(batch: BatchState, dead_letters: DeadLetters) -> BatchReport:
     reason, failed = dead_letters.reason, dead_letters.failed
     died = (settle.died(job, reason, failed.record, failed.error, batch.running.seconds) for job in batch.running_jobs)
-    return BatchReport(len(batch.jobs), (*batch.events, *batch.coalesced, *died))
+    return BatchReport(len(batch.jobs), (*batch.events, *batch.of_claim, *died))

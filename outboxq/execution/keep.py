@@ -13,7 +13,7 @@ from typing import TypeAlias, cast
 from uuid import UUID
 
 from outboxq.clock import clock
-from outboxq.database.driver import PreparedStatements, Rows, may_be_of_prepared
+from outboxq.database.driver import NOT_PREPARED, PreparedStatements, Rows, may_be_of_prepared
 from outboxq.database.errors import describe_error, sqlstate_of
 from outboxq.events import Event, JobCancelled, JobDied, JobDiscarded, JobDone, JobExpired
 from outboxq.execution.step import Step
@@ -60,20 +60,20 @@ class FinishedRows(Step):
     """The step that writes the rows of finished jobs.
 
     Attributes:
-        prepared: The connection's prepared INSERT; None to send it as text.
+        prepared: The connection's prepared INSERT.
     """
 
     keeper: "Keeper"
     schema: str
     jobs: FinishedColumns
-    prepared: PreparedStatements | None = None
+    prepared: PreparedStatements = NOT_PREPARED
     name = "finished rows"
     is_optional = True
 
     def statements(self) -> Sequence[str]:
         """The INSERT, with its own lock_timeout. PREPARE takes a lock too."""
         given = self.schema, self.jobs, self.keeper.relay
-        if self.prepared is None or self.prepared.is_plain:
+        if self.prepared.is_plain:
             insert = [insert_finished(*given)]
         else:
             name, definition = prepared_insert(self.schema)
@@ -82,15 +82,14 @@ class FinishedRows(Step):
 
     def committed(self, rows: Rows) -> tuple[Event, ...]:  # noqa: ARG002  # the INSERT returns none
         """Record that the INSERT was executed."""
-        if self.prepared is not None:
-            self.prepared.succeeded(prepared_insert(self.schema).name)
+        self.prepared.succeeded(prepared_insert(self.schema).name)
         return ()
 
     def refused(self, error: BaseException) -> "FinishedRows | None":
         """The same rows as text, if the prepared INSERT was lost or met an earlier row; else none, for a while."""
-        if self.prepared is not None and (may_be_of_prepared(error) or sqlstate_of(error) == _UNIQUE_VIOLATION):
+        if self.prepared is not NOT_PREPARED and (may_be_of_prepared(error) or sqlstate_of(error) == _UNIQUE_VIOLATION):
             self.prepared.failed(error, prepared_insert(self.schema).name)
-            return replace(self, prepared=None)
+            return replace(self, prepared=NOT_PREPARED)
         self.keeper.refused(error)
         return None
 
@@ -153,7 +152,7 @@ class Keeper:
         schema: str,
         events: Sequence[Event],
         others: Mapping[UUID, tuple[UUID, ...]] = _NO_OTHERS,
-        prepared: PreparedStatements | None = None,
+        prepared: PreparedStatements = NOT_PREPARED,
     ) -> list[Step]:
         """The steps of a transaction in which jobs end by these events.
 

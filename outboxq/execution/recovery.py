@@ -22,7 +22,7 @@ from outboxq.events import Event, JobCrashed, JobLeaseLost, JobsParked
 from outboxq.execution import settle
 from outboxq.execution.aside import Rows, is_of_a_row, set_aside_first, take_one
 from outboxq.execution.batch_state import BatchReport, BatchState, Ended
-from outboxq.execution.claim import AnyScript, ClaimRequest, begin_transaction, claim_one, clear_marks, forgive
+from outboxq.execution.claim import ClaimRequest, begin_transaction, claim_one, clear_marks, forgive
 from outboxq.execution.commit import commit_checked
 from outboxq.execution.errors import ConnectionLost, ConnectionSpoiled, TransactionEscaped, WritesRefused
 from outboxq.execution.failure import Failed
@@ -38,6 +38,7 @@ from outboxq.execution.find_outcome import (
 from outboxq.execution.runtime import Result, Runtime, SettledByClaim, UnknownKindResult
 from outboxq.execution.settle import JobRowHeld, settle_result
 from outboxq.job import Job
+from outboxq.statements.group_claim import AnyScript
 from outboxq.statements.lease import take_back, take_back_locked
 
 # The time and the interval of queries for the end of a transaction whose connection the relay has closed.

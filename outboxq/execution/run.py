@@ -24,20 +24,20 @@ from outboxq.execution.batch_state import BatchState
 from outboxq.execution.chain import has_follower
 from outboxq.execution.errors import ESCAPED, ConnectionLost, TransactionEscaped
 from outboxq.execution.failure import Failed
-from outboxq.execution.families import ended_meanwhile
+from outboxq.execution.families import collecting, ended_meanwhile, hold_back
 from outboxq.execution.plan import Handlers, Segment, plan_segments
 from outboxq.execution.preload import Locks, entity_keys, lock_ahead
-from outboxq.execution.runtime import Result, Runtime, SettledByClaim, UnknownKindResult
+from outboxq.execution.runtime import GivenBack, Result, Runtime, SettledByClaim, UnknownKindResult
 from outboxq.execution.settle import event_of_end, settle_result
 from outboxq.execution.shared_batch import run_shared
 from outboxq.handlers.handler import AnyHandler
 from outboxq.job import Job
-from outboxq.outbox.unique import collected_unique_adds
 from outboxq.outcomes import Discard, Done
 from outboxq.statements.transaction import TIMEOUTS_OFF, local_timeouts, restored
 
 # A deadlock or a serialization failure is repeated at once and for free this often; then it counts as an attempt.
 FREE_RETRIES = 5
+_PUT_OFF = (JobRetried, JobSnoozed)
 
 
 def run(connection: Connection, batch: BatchState, runtime: Runtime, handlers: Handlers, *, shared: bool) -> None:
@@ -56,7 +56,7 @@ def run(connection: Connection, batch: BatchState, runtime: Runtime, handlers: H
     runtime.guard.is_altered = False
     begin = partial(_begin, connection, batch, shared=shared)
     try:
-        with collected_unique_adds(connection):
+        with collecting(connection):
             if len(batch.jobs) == 1:
                 job = batch.jobs[0]
                 result = _run_alone(connection, batch, job, runtime, handlers, begin, shared=shared)
@@ -72,14 +72,14 @@ def _run_several(
     connection: Connection, batch: BatchState, runtime: Runtime, handlers: Handlers, begin: Callable[[], str | None]
 ) -> None:
     """Run the jobs of a batch in the order of its plan."""
-    locks, segments = Locks(), plan_segments(batch, handlers)
+    locks, segments, decided_before = Locks(), plan_segments(batch, handlers), len(batch.decided)
     batch.tries.together = len(segments) == 1 and segments[0].kind != "alone"
     if not batch.tries.together:
         # Jobs that all run together lock rows when they load them.
         _lock_rows(connection, batch, runtime, handlers, locks)
     for segment in segments:
         # A shared run finds its events by place, and jobs that are given back have none.
-        may_run_together = segment.kind != "alone" and not batch.blocked
+        may_run_together = segment.kind != "alone" and len(batch.decided) == decided_before
         if may_run_together and _run_together(connection, batch, runtime, handlers, segment, locks):
             continue
         for position in segment.places:
@@ -88,7 +88,7 @@ def _run_several(
             # `position` stays at a job that was settled here: its row shows, later, if the batch was committed.
             if isinstance(decided, SettledByClaim):
                 continue
-            if decided is None and job.group_key in batch.blocked:
+            if isinstance(decided, GivenBack):
                 settle.release(connection, job)
                 continue
             batch.running.position = position
@@ -250,11 +250,12 @@ def _settle_alone(connection: Connection, batch: BatchState, job: Job, runtime: 
     _restore(connection, batch, runtime)
     if isinstance(result, UnknownKindResult):
         settle.park(connection, job)
-        settle.block(batch.blocked, job, runtime)
+        hold_back(batch, job, runtime)
         return
-    batch.events.append(settle_result(connection, job, result, runtime, seconds))
-    if job.group_key is not None and isinstance(batch.events[-1], JobRetried | JobSnoozed):
-        settle.block(batch.blocked, job, runtime)
+    event = settle_result(connection, job, result, runtime, seconds)
+    batch.events.append(event)
+    if isinstance(event, _PUT_OFF):
+        hold_back(batch, job, runtime)
 
 
 def _restore(connection: Connection, batch: BatchState, runtime: Runtime) -> None:

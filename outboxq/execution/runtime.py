@@ -11,7 +11,7 @@ from sqlalchemy import Connection
 
 from outboxq.codec.text import storable
 from outboxq.database.closing import give_up
-from outboxq.database.driver import PreparedStatements, is_at_rest
+from outboxq.database.driver import NOT_PREPARED, PreparedStatements, is_at_rest
 from outboxq.database.guard import Guard
 from outboxq.effects.api import EffectAccess
 from outboxq.effects.runners import AsyncEffectRunner, EffectRunner
@@ -57,11 +57,16 @@ class ExpiredResult:
 
 
 @dataclass(frozen=True, slots=True)
+class GivenBack:
+    """An earlier job of the batch was put off, and holds this one up: it waits again as it was."""
+
+
+@dataclass(frozen=True, slots=True)
 class SettledByClaim:
     """The job's claim has settled it: another job runs for it, or it was put back until its key's next window."""
 
 
-Result: TypeAlias = Outcome | Failed | UnknownKindResult | CancelledResult | ExpiredResult | SettledByClaim
+Result: TypeAlias = Outcome | Failed | UnknownKindResult | CancelledResult | ExpiredResult | GivenBack | SettledByClaim
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +76,7 @@ class Runtime:
     Args:
         is_interruption: Returns True for an error of a handler that is the relay's own interruption.
         notes: The progress of handlers; None if it is not recorded.
-        prepared_rows: The connection's prepared INSERTs of finished rows; None to send them as text.
+        prepared_rows: The connection's prepared INSERT of finished rows.
         coalesces: Claimed jobs of a key take along what waits for it.
         has_citus: A job may be seen before the rows of the transaction that added it.
     """
@@ -89,7 +94,7 @@ class Runtime:
     orders: Orders = field(default_factory=Orders)
     keeper: Keeper = field(default_factory=Keeper)
     notes: ProgressNotes | None = None
-    prepared_rows: PreparedStatements | None = None
+    prepared_rows: PreparedStatements = NOT_PREPARED
     has_citus: bool = False
     coalesces: bool = True
 

@@ -29,6 +29,7 @@ from outboxq.execution.failure import Failed, kept_errors
 from outboxq.execution.runtime import (
     CancelledResult,
     ExpiredResult,
+    GivenBack,
     Result,
     Runtime,
     SettledByClaim,
@@ -78,7 +79,7 @@ def settle_result(connection: Connection, job: Job, result: Result, runtime: Run
             return JobDied(job, described, seconds=seconds)
         case CancelledResult() | ExpiredResult():
             return _drop(connection, job, result, runtime, seconds)
-        case UnknownKindResult() | SettledByClaim():
+        case UnknownKindResult() | SettledByClaim() | GivenBack():
             raise AssertionError("it has no event: see `run`")
     assert_never(result)
 
@@ -159,12 +160,6 @@ def passes(job: Job, runtime: Runtime) -> bool:
     several = declared is not None and (declared.per_group or 1) > 1
     handler = runtime.handler_of(job)
     return handler is not None and (several or handler.on_failure == "pass")
-
-
-def block(blocked: set[str], job: Job, runtime: Runtime) -> None:
-    """Record that a job was put off, and holds up later ones of its group."""
-    if job.group_key is not None and not passes(job, runtime):
-        blocked.add(job.group_key)
 
 
 def retry(connection: Connection, job: Job, record: ErrorRecord, delay: timedelta, *, passes: bool = False) -> None:

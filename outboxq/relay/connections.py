@@ -21,7 +21,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 from outboxq.codec.text import name_and_line
 from outboxq.config import RelayConfig
 from outboxq.database.closing import give_up
-from outboxq.database.driver import PreparedStatements, driver_connection
+from outboxq.database.driver import NOT_PREPARED, PreparedStatements, driver_connection
 from outboxq.database.engines import Engines
 from outboxq.database.errors import opening
 from outboxq.database.guard import Guard
@@ -53,9 +53,9 @@ class SlotConnection:
     guard: Guard
     epoch: str
     has_citus: bool
-    # The claims, and the INSERT of finished rows; None behind a pooler, or if the user's settings forbid it.
-    prepared: PreparedStatements | None
-    prepared_rows: PreparedStatements | None
+    # The claims, and the INSERT of finished rows.
+    prepared: PreparedStatements
+    prepared_rows: PreparedStatements
     used_at: float = field(default_factory=time.monotonic)
 
 
@@ -66,7 +66,7 @@ def make_slot_connection(connection: Connection, invoker: Invoker) -> SlotConnec
         run = server_run(connection)
     prepares = driver_connection(connection).prepare_threshold is not None
     guard = Guard(connection)
-    prepared = (PreparedStatements(), PreparedStatements()) if prepares else (None, None)
+    prepared = (PreparedStatements(), PreparedStatements()) if prepares else (NOT_PREPARED, NOT_PREPARED)
     return SlotConnection(connection, invoker, guard, *run, *prepared)
 
 

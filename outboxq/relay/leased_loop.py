@@ -145,14 +145,14 @@ class LeasedLoop:
         """The claim that goes with a job's COMMIT, if the job is the last one of its claim."""
         if batch.transaction is None or is_listened_to(connection) or runtime.guard.left:
             return None
-        is_last = leased.is_worked_off and not (batch.decided and batch.parked)
+        is_last = leased.is_worked_off and not batch.has_parked
         return self._ask(self._planner.after(leased)) if is_last else None
 
     def _job_ended(self, leased: LeasedBatch, batch: BatchState, ended: Ended) -> None:
         self._slot.left += ended.left
         if batch.transaction is None:
             leased.finish(batch.events[0])
-        elif batch.decided and batch.parked:
+        elif batch.has_parked:
             # Published later, with the other parked jobs.
             leased.unknown.append(batch.job)
         elif ended.report is not None:

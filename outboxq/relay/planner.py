@@ -8,13 +8,14 @@ import time
 from collections.abc import Generator, Iterator
 from typing import TypeAlias
 
+from outboxq.database.driver import NOT_PREPARED
 from outboxq.execution.batch_state import BatchState, Ended
 from outboxq.execution.claim import Claimed, ClaimRequest
 from outboxq.execution.lease_mode import LeasedBatch
 from outboxq.relay.admission import Query, SlotAdmission
 from outboxq.relay.connections import SlotConnection
-from outboxq.relay.poller import Order
-from outboxq.relay.queue_claims import GroupCursor, QueueClaims, QueueCursor, Start, Sweep
+from outboxq.relay.poller import SORTS, Order
+from outboxq.relay.queue_claims import QueueClaims, cursors_of
 from outboxq.relay.state import RelayState
 from outboxq.statements.claim import Sort
 
@@ -36,17 +37,14 @@ class Planner:
         self._order = order
         self._claims = QueueClaims(state.config, state.registry, state.lease, state.flow)
         self._admission = SlotAdmission(state.admission)
-        self._cursors: dict[tuple[str, Sort], Start] = {(name, sort): Start() for name in queues for sort in Sort}
-        for name in queues:
-            self._cursors[name, Sort.READY] = QueueCursor(state.sweeps.setdefault(name, Sweep()))
-            self._cursors[name, Sort.GROUPED] = GroupCursor(state.config.schema, name)
+        self._cursors = {name: cursors_of(name, state.config.schema, state.sweeps, state.poller) for name in queues}
         self._connected: SlotConnection | None = None
         # At random, so that slots and processes begin with different queues.
         self._last = random.choice(queues)
         self._last_claimed: Claimed | None = None
         # The next sort: for a single queue, which is claimed from without a poll, and for several queues.
         self._taken: Sort | None = Sort.READY
-        self._due_next, self._grouped_next = set[str](), set[str]()
+        self._next: dict[str, Sort] = {}
         # A COMMIT brings only a claim of the same mode: a claim in lease mode would end the transaction that it begins.
         self._changes_queues = len(queues) > 1 and all(state.registry.claims[name] != "lease" for name in queues)
         # The number of jobs that are still to run one by one.
@@ -84,13 +82,13 @@ class Planner:
     def _only_queue(self, name: str) -> Iterator[Asked]:
         """The claims of a single queue, which show as much as a poll.
 
-        Ready jobs, due ones and those of groups take turns, so that no backlog starves the others.
+        The sorts of jobs take turns, so that no backlog starves the others.
         """
         is_known = self._state.poller.take_queue(name)
         if is_known is None:
             return
         self._is_called = is_known
-        sorts = (Sort.READY, Sort.DUE, Sort.GROUPED) if self._state.has_groups(name) else (Sort.READY, Sort.DUE)
+        sorts = self._state.sorts_of(name)
         first = sorts.index(self._taken) + 1 if self._taken in sorts else 0
         for sort in sorts[first:] + sorts[:first]:
             yield from self._claims_of(name, sort)
@@ -116,7 +114,7 @@ class Planner:
             yield from self._claims_of(*turn)
         if not any(map(self._state.poller.is_held, self._order.queues)):
             # As for a single queue.
-            self._due_next.clear()
+            self._next.clear()
 
     def _wants_poll(self) -> bool:
         """Return True if the last poll is too old to be trusted."""
@@ -135,19 +133,17 @@ class Planner:
 
     def _take_turn(self) -> tuple[str, Sort] | None:
         """Take the next queue and sort of those known to wait; None if other slots have taken all of them."""
-        turn = self._state.poller.take_turn(self._order, self._last, self._due_next, self._grouped_next)
+        turn = self._state.poller.take_turn(self._order, self._last, self._next)
         if turn is None:
             return None
         self._last, sort = turn
         self._is_called = True
-        # The sorts take turns: ready, due, grouped.
-        (self._due_next.add if sort is Sort.READY else self._due_next.discard)(self._last)
-        (self._grouped_next.add if sort is Sort.DUE else self._grouped_next.discard)(self._last)
+        self._next[self._last] = SORTS[(SORTS.index(sort) + 1) % len(SORTS)]
         return turn
 
     def _claims_of(self, name: str, sort: Sort) -> Generator[Asked, None, bool]:
         """The claims of one sort of jobs of a queue, up to its end; returns False if the queue is full."""
-        cursor = self._cursors[name, sort]
+        cursor = self._cursors[name][sort]
         while True:
             if self._state.flow.restricts:
                 yield from self._admission.reserve(name, 1 if self._alone_for else self._claims.of(name).batch_size)
@@ -161,7 +157,7 @@ class Planner:
                 return True
             if statement := cursor.bringing_back():
                 yield Query(statement)
-            # Nothing waits after the cursor: claim once more, from the start, or from the next groups.
+            # Nothing waits after the cursor: claim once more, from where it is now.
 
     def _ask(self, name: str, sort: Sort) -> ClaimRequest | None:
         """The claim of a sort of jobs; None if none may begin now."""
@@ -176,12 +172,12 @@ class Planner:
         return ClaimRequest(
             script,
             limit,
-            self._cursors[name, sort].place(),
+            self._cursors[name][sort].place(),
             name,
             sort,
             claims.alike[sort],
             claims.timeout_seconds,
-            None if connected is None else connected.prepared,
+            NOT_PREPARED if connected is None else connected.prepared,
             "" if connected is None else connected.epoch,
             state.clock,
         )
@@ -197,15 +193,13 @@ class Planner:
         self._last_claimed = claimed
         if claimed.is_full or poller.held_until or self._state.flow.restricts:
             self._admission.record(claimed)
-        self._cursors[name, sort].record(claimed)
+        self._cursors[name][sort].record(claimed)
         if not jobs:
             return False
         # Without a listener no slot sleeps for long, and a call would cost it empty claims.
         is_called |= self._is_called and self._state.listener is not None
         self._is_called = False
         self._taken = sort
-        if sort is Sort.GROUPED:
-            poller.record_groups(name)
         if self._walks_since is not None:
             # In a round each queue that takes turns has a share of the time, and at least one claim.
             shares = 1 + self._order.count_peers(name, poller.waiting())
@@ -218,14 +212,14 @@ class Planner:
     def after(self, batch: BatchState | LeasedBatch) -> ClaimRequest | None:
         """The claim that goes with the COMMIT of a batch, or of the last jobs under a lease; None if none should.
 
-        Now and then the queues before this one, other sorts of jobs and suspects have their turn.
+        Now and then the queues before this one and other sorts of jobs have their turn.
         """
         request = batch.claimed.request
         if isinstance(batch, LeasedBatch):
             return self._after_leased(batch)
         self._most = max(1, len(batch.jobs) // 2) if batch.tries.has_deadlocked else min(self._most * 2, _NO_LIMIT)
         now = time.monotonic()
-        if self._alone_for or (batch.decided and batch.parked) or now > self._counts_due_at:
+        if self._alone_for or (batch.of_claim and batch.has_parked) or now > self._counts_due_at:
             return None
         if self._state.stopping.is_set():
             return None
@@ -276,5 +270,5 @@ class Planner:
 
 
 def _may_be_more(request: ClaimRequest, claimed: int) -> bool:
-    """Return True if more jobs may wait after those of a claim: after the first jobs of groups always."""
-    return claimed > 0 if request.sort in (Sort.GROUPED, Sort.GROUP_SUSPECT) else claimed >= request.limit
+    """Return True if more jobs may wait after those of a claim."""
+    return claimed > 0 if request.script.takes_firsts else claimed >= request.limit

@@ -7,13 +7,14 @@ would. No slot depends on another: a poll that does not come back costs the othe
 
 import threading
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from outboxq.statements.claim import Sort
 from outboxq.statements.wake import ALL_QUEUES, poll_queues
 
-_SORTS = (Sort.READY, Sort.DUE, Sort.GROUPED)
+# The sorts that take turns in each queue.
+SORTS = (Sort.READY, Sort.DUE, Sort.GROUPED)
 # A queue counts as having jobs of groups for so long after some were seen.
 _GROUPS_SECONDS = 60.0
 
@@ -195,7 +196,7 @@ class SharedPoller:
             if self.is_held(queue):
                 return None
             self._try_alone(queue)
-            waiting = [sort for sort in _SORTS if self._waits(queue, sort)]
+            waiting = [sort for sort in SORTS if self._waits(queue, sort)]
             for sort in waiting:
                 self._take(queue, sort)
             return bool(waiting)
@@ -209,26 +210,19 @@ class SharedPoller:
         seen_at = self._groups_seen_at.get(queue)
         return seen_at is not None and time.monotonic() < seen_at + _GROUPS_SECONDS
 
-    def take_turn(
-        self, order: Order, last: str, due_first: Collection[str], grouped_first: Collection[str] = ()
-    ) -> tuple[str, Sort] | None:
+    def take_turn(self, order: Order, last: str, first: Mapping[str, Sort]) -> tuple[str, Sort] | None:
         """Take the next queue after `last` in which something waits that no other slot has taken.
 
         Args:
-            due_first: The queues from which to take due jobs first, and ready ones last.
-            grouped_first: The queues from which to take jobs of groups first.
+            first: By queue, the sort to take first.
         """
         with self._lock:
             name = order.first(last, self.waiting())
             if name is None:
                 return None
             self._try_alone(name)
-            sorts = _SORTS
-            if name in grouped_first:
-                sorts = (Sort.GROUPED, Sort.READY, Sort.DUE)
-            elif name in due_first:
-                sorts = (Sort.DUE, Sort.GROUPED, Sort.READY)
-            sort = next(sort for sort in sorts if self._waits(name, sort))
+            at = SORTS.index(first.get(name, Sort.READY))
+            sort = next(sort for sort in SORTS[at:] + SORTS[:at] if self._waits(name, sort))
             self._take(name, sort)
             return name, sort
 
@@ -274,7 +268,7 @@ class SharedPoller:
         """The time until the first hold ends of these queues in which jobs may wait; None without a hold."""
         with self._lock:
             held = [name for name in queues if name in self.held_until]
-            waits = (name for name in held if any(self._waits(name, sort) for sort in _SORTS))
+            waits = (name for name in held if any(self._waits(name, sort) for sort in SORTS))
             until = min((self.held_until[name] for name in waits), default=None)
         return None if until is None else max(0.0, until - time.monotonic())
 

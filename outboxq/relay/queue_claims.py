@@ -8,17 +8,18 @@ before that place: one slot of a relay sweeps for them, by claiming from the sta
 import random
 import threading
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, MutableMapping
 from dataclasses import dataclass, field, replace
 
 from outboxq.config import RelayConfig
-from outboxq.execution.claim import AnyScript, Claimed
+from outboxq.execution.claim import Claimed
 from outboxq.handlers.resolved import Registry
 from outboxq.queue_limits import QueueLimits
 from outboxq.relay.flow_settings import FlowSettings
 from outboxq.relay.lease import RelayLease
+from outboxq.relay.poller import SharedPoller
 from outboxq.statements.claim import ClaimStatements, Cursor, Sort
-from outboxq.statements.group_claim import GROUPS_SEEN, GroupScript, Look, bring_back
+from outboxq.statements.group_claim import GROUPS_SEEN, AnyScript, GroupScript, Look, bring_back
 
 # While claims go on, each queue is claimed from its start at least this often.
 SWEEP_SECONDS = 1.0
@@ -187,11 +188,15 @@ class GroupCursor(Start):
 
     Each claim goes on at the end of the last one, so that every group has its turn. Keys are compared by their bytes,
     as in PostgreSQL's collation "C".
+
+    Args:
+        found: Called with the queue after each claim that took jobs.
     """
 
-    def __init__(self, schema: str, queue: str) -> None:
+    def __init__(self, schema: str, queue: str, found: Callable[[str], None]) -> None:
         self._schema = schema
         self._queue = queue
+        self._found = found
         # At random, so that slots and processes begin with different groups.
         self._after = chr(random.randint(33, 126))
         # The start of a round without a job, and if it has ended.
@@ -209,6 +214,7 @@ class GroupCursor(Start):
             self._move(claimed.look)
         if claimed.jobs:
             self._round_from = None
+            self._found(self._queue)
 
     def _move(self, look: Look) -> None:
         before, is_whole = self._after, look.seen is None or look.seen < GROUPS_SEEN
@@ -233,6 +239,16 @@ class GroupCursor(Start):
         """The statement that lets jobs wait in their groups again after these passed them over, if any are due."""
         is_due, self._is_back_due = self._is_back_due, False
         return bring_back(self._schema, self._queue) if is_due else None
+
+
+def cursors_of(
+    queue: str, schema: str, sweeps: MutableMapping[str, Sweep], poller: SharedPoller
+) -> Mapping[Sort, Start]:
+    """Make the cursors of a slot in one queue, one for each sort of jobs."""
+    cursors = dict.fromkeys(Sort, Start())
+    cursors[Sort.READY] = QueueCursor(sweeps.setdefault(queue, Sweep()))
+    cursors[Sort.GROUPED] = GroupCursor(schema, queue, poller.record_groups)
+    return cursors
 
 
 def _is_between(first: str, key: str, last: str) -> bool:

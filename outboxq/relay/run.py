@@ -195,7 +195,7 @@ class RelayRun:
         self._deadlines = DeadlineEnforcer(
             engines, config.schema, self._loop, self._replace, self._fail, limits, flow.orders
         )
-        flavours = {flavour for _, flavour in self.groups}
+        flavours: set[Flavour] = {flavour for _, flavour in self.groups}
         self._connections = make_slot_connections(config, engines, flavours, limits, keeps_warm=not self.until_empty)
 
     def _activity(self) -> RelayActivity:

@@ -38,7 +38,6 @@ from outboxq.events import (
     DatabaseLost,
     Event,
     JobsClaimed,
-    JobsSuspected,
 )
 from outboxq.execution.batch_state import BatchReport, BatchState, Ended
 from outboxq.execution.claim import Claimed, ClaimRequest, claim
@@ -145,7 +144,7 @@ class Slot:
         return self.is_in_doubt or self._lost_since is not None or self._goes_on or self.sleep.has_work()
 
     def end_turn(self) -> None:
-        """Give up the turn to run suspects; called when this slot was cut off."""
+        """Give up the turn that it may have taken; called when this slot was cut off."""
         self.state.quarantine.end_turn(self._planner)
 
     # Rounds of the slot's queues, each up to the first claim that takes jobs.
@@ -169,7 +168,7 @@ class Slot:
         return worked
 
     def drain(self, connected: SlotConnection) -> bool:
-        """Work until nothing waits, suspects included; False if another connection is needed."""
+        """Work until nothing waits at all; False if another connection is needed."""
         with self._on(connected) as runtime:
             while self._may_go_on(connected):
                 if self.work_once(connected, runtime):
@@ -247,8 +246,8 @@ class Slot:
                 self.committed(ended)
             if not claimed.moved:
                 return None
-            # If this is not committed, a claim finds the suspects again by their marks.
-            ended = Ended(BatchReport(0, (JobsSuspected(claimed.request.queue, claimed.moved),)))
+            # If this is not committed, a claim finds the jobs again by their marks.
+            ended = Ended(BatchState.of(claimed).report())
             self._planner.record(claimed.request, ended)
         return ended
 
@@ -335,7 +334,7 @@ class Slot:
             return ended
         if self.running or not request.sort.runs_by_itself:
             raise error
-        # The suspect was not even claimed: ready jobs do not wait for it. The lease's next beat finds it again.
+        # It was not even claimed: ready jobs do not wait for it. The lease's next beat finds it again.
         logger.warning("suspects of queue %r could not be claimed: %s", request.queue, describe_refusal(error))
         self._planner.record_claim(Claimed(request), is_called=False)
         return None
@@ -406,24 +405,7 @@ class Slot:
 
     def runtime_on(self, connected: SlotConnection) -> Runtime:
         """Make the runtime of handlers on this connection."""
-        state = self.state
-        runners = state.effect_runners
-        return Runtime(
-            state.registry,
-            state.lifespan_state,
-            connected.invoker,
-            connected.guard,
-            state.config.schema,
-            state.config.max_crashes,
-            runners.sync if self.flavour == "sync" else runners.asynchronous,
-            sharing_queues=self._sharing_queues,
-            is_interruption=self._is_interruption,
-            orders=state.flow.orders,
-            keeper=state.keeper,
-            notes=state.progress,
-            prepared_rows=connected.prepared_rows,
-            has_citus=connected.has_citus,
-        )
+        return self.state.runtime_on(connected, self.flavour, self._sharing_queues, self._is_interruption)
 
     def _is_interruption(self, error: BaseException) -> bool:
         # Not a KeyboardInterrupt: signals reach the main thread alone, where no handler runs. `is_abandoned`, because a

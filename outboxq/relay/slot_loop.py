@@ -136,7 +136,7 @@ class SlotLoop:
             if not flagged:
                 request = sleep.fall_asleep()
                 flagged = sleep.is_flagged(None if request is None else self._flagged_since(request))
-                # Suspects alone do not count: another slot may run one for long.
+                # Jobs that run by themselves do not count: another slot may run one for long.
                 if sleep.is_behind():
                     continue
             if self._wake_event.wait(sleep.pause_seconds(flagged=flagged)):

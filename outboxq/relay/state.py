@@ -2,7 +2,7 @@
 
 import threading
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
 from outboxq.clock import DatabaseClock
@@ -23,20 +23,24 @@ from outboxq.events import (
 )
 from outboxq.execution.batch_state import BatchReport
 from outboxq.execution.keep import Keeper
+from outboxq.execution.runtime import Runtime
+from outboxq.handlers.handler import Flavour
 from outboxq.handlers.resolved import Registry
 from outboxq.observability.aggregate import Aggregate
 from outboxq.relay.admission import Admission
+from outboxq.relay.connections import SlotConnection
 from outboxq.relay.effect_runners import EffectRunners
 from outboxq.relay.flow_settings import FlowSettings
 from outboxq.relay.hook_thread import HookThread
 from outboxq.relay.lease import RelayLease
 from outboxq.relay.limits import RelayLimits
 from outboxq.relay.listener import Listener
-from outboxq.relay.poller import SharedPoller
+from outboxq.relay.poller import SORTS, SharedPoller
 from outboxq.relay.progress import ProgressWriter
 from outboxq.relay.queue_claims import Sweep
 from outboxq.relay.startup import Login
 from outboxq.relay.suspects import QuarantineTurns
+from outboxq.statements.claim import Sort
 
 # The events that the relay handles before it emits them.
 _NOTED = (JobsSuspected, JobCrashed, JobsParked)
@@ -153,11 +157,41 @@ class RelayState:
         """Return True if a queue is known to have jobs of groups."""
         return queue in self.flow.seen.groups or self.poller.has_groups(queue)
 
+    def sorts_of(self, queue: str) -> tuple[Sort, ...]:
+        """The sorts of jobs that take turns in a queue."""
+        return SORTS if self.has_groups(queue) else SORTS[:2]
+
     def suspect(self, queue: str) -> None:
         """Record that a queue has a suspect, perhaps in a group."""
         self.quarantine.queues.add(queue)
         if self.has_groups(queue):
             self.quarantine.groups.add(queue)
+
+    def runtime_on(
+        self,
+        connected: SlotConnection,
+        flavour: Flavour,
+        sharing_queues: frozenset[str],
+        is_interruption: Callable[[BaseException], bool],
+    ) -> Runtime:
+        """Make the runtime of a slot's handlers on this connection."""
+        runners = self.effect_runners
+        return Runtime(
+            self.registry,
+            self.lifespan_state,
+            connected.invoker,
+            connected.guard,
+            self.config.schema,
+            self.config.max_crashes,
+            runners.sync if flavour == "sync" else runners.asynchronous,
+            sharing_queues,
+            is_interruption,
+            orders=self.flow.orders,
+            keeper=self.keeper,
+            notes=self.progress,
+            prepared_rows=connected.prepared_rows,
+            has_citus=connected.has_citus,
+        )
 
     def wake_another(self, queue: str) -> None:
         """Wake another slot that sleeps, if any: more jobs may wait in this queue than the caller takes."""

@@ -163,8 +163,9 @@ class ClaimScript:
         name: The name under which a connection prepares the claim.
     """
 
-    # Its jobs run in the order of their priorities.
+    # Its jobs run in the order of their priorities. Nothing waits behind what a claim does not take.
     by_seq: ClassVar[bool] = False
+    takes_firsts: ClassVar[bool] = False
 
     texts: ClaimTexts
     queue: str = ""

@@ -17,7 +17,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, ClassVar, LiteralString, NamedTuple
+from typing import Any, ClassVar, LiteralString, NamedTuple, TypeAlias
 from uuid import UUID
 
 from psycopg import sql
@@ -204,9 +204,10 @@ class GroupScript:
         suspects: True to claim only a suspect, if it is the first of its group.
     """
 
-    # No connection prepares it. Priorities do not matter within a group.
+    # No connection prepares it. Priorities do not matter within a group. More may wait behind the first of each group.
     name: ClassVar[str] = ""
     by_seq: ClassVar[bool] = True
+    takes_firsts: ClassVar[bool] = True
 
     schema: str
     queue: str
@@ -268,6 +269,9 @@ class GroupScript:
         lock = texts.lock.replace(_LIMIT, number).replace(_AFTER, quote_literal(after))
         pick = (texts.clearing if clears else texts.claim).replace(_LIMIT, number)
         return [*texts.limited, *claim.BY_INDEX, ("groups", lock), ("claim", pick), *claim.AS_EVERYWHERE]
+
+
+AnyScript: TypeAlias = claim.ClaimScript | GroupScript
 
 
 class _Texts(NamedTuple):

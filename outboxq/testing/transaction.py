@@ -303,7 +303,7 @@ def _drain_queue(connection: Connection, name: str, runtime: Runtime) -> list[Ev
             claimed = claim(connection, ClaimRequest(statements.due, 1, queue=name))
         if claimed.transaction is None:
             return events
-        batch = BatchState(claimed, claimed.jobs, claimed.transaction)
+        batch = BatchState.of(claimed)
         run(connection, batch, runtime, decide(connection, batch, runtime), shared=True)
         # Within the test's transaction, which is not committed: no one receives its notifications.
         for step in steps_of(connection, batch, batch.events, runtime):

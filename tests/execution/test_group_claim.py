@@ -88,7 +88,7 @@ def test_a_poll_looks_at_the_first_groups_alone(connection: Connection) -> None:
 
 def serve(connection: Connection, limit: int) -> tuple[list[str], int]:
     """Claim until a round is over; the groups of the jobs, and how many claims it took."""
-    cursor, served, claims = GroupCursor("outboxq", "mine"), list[str](), 0
+    cursor, served, claims = GroupCursor("outboxq", "mine", list[str]().append), list[str](), 0
     while True:
         with connection.begin():
             claims += 1
@@ -160,7 +160,7 @@ def test_no_group_waits_for_a_million_jobs_of_another(connection: Connection) ->
     """With a million jobs in one group, 10,000 others are all served in one round, by claims that cost the same."""
     fill(connection, 1_000_000, groups=1, prefix="hot")
     fill(connection, 10_000, groups=10_000)
-    cursor, served = GroupCursor("outboxq", "mine"), set[str]()
+    cursor, served = GroupCursor("outboxq", "mine", list[str]().append), set[str]()
     for _ in range(205):
         with connection.begin():
             found = claim(connection, ClaimRequest(SCRIPT, 50, cursor.place(), sort=Sort.GROUPED))

@@ -18,7 +18,7 @@ from sqlalchemy.orm import sessionmaker
 import outboxq.execution.keep as keep_module
 from outboxq import Backoff, BatchContext, BatchItem, Context, Discard, Jobs, OutboxSession, Retry, find_job
 from outboxq.admin.finished import list_finished, run_again, show_finished
-from outboxq.database.driver import PreparedStatements, run_script
+from outboxq.database.driver import NOT_PREPARED, PreparedStatements, run_script
 from outboxq.errors import ArgsNotKept, JobNotFound, RegistryError
 from outboxq.events import JobDied, JobDone, JobLeaseLost
 from outboxq.execution.keep import FinishedRows, Keeper
@@ -610,9 +610,9 @@ def test_a_locked_table_holds_jobs_up_for_a_moment_only(
     assert len(said) == 1
 
 
-@pytest.mark.parametrize("prepared", [None, PreparedStatements()], ids=["text", "prepared"])
+@pytest.mark.parametrize("prepared", [NOT_PREPARED, PreparedStatements()], ids=["text", "prepared"])
 def test_rows_wait_for_a_lock_for_a_second_and_what_follows_as_long_as_before(
-    engine: Engine, prepared: PreparedStatements | None
+    engine: Engine, prepared: PreparedStatements
 ) -> None:
     """Whatever the transaction allows, which holds for the keys of unique jobs, and for a COMMIT that notifies."""
     step = FinishedRows(Keeper(), "outboxq", FinishedColumns("q", None, *zip(*_ROWS, strict=True)), prepared)
@@ -627,7 +627,8 @@ def test_rows_wait_for_a_lock_for_a_second_and_what_follows_as_long_as_before(
             # PREPARE waits too.
             run_script(connection, "DEALLOCATE ALL; SET LOCAL lock_timeout = '7s'")
             run_script(operator, held)
-            again, began = replace(step, prepared=prepared and PreparedStatements()), time.monotonic()
+            fresh = PreparedStatements(prepares=prepared is not NOT_PREPARED)
+            again, began = replace(step, prepared=fresh), time.monotonic()
             with pytest.raises(psycopg.errors.LockNotAvailable):
                 run_script(connection, *again.statements())
             assert 0.9 < time.monotonic() - began < 5

@@ -31,16 +31,16 @@ _CORE = (
     "relay/*planner*.py",
     *(f"execution/{name}.py" for name in ("claim", "run", "commit", "recovery", "batch_state")),
 )
-# The lines that mention a family. Left out are other things of the same word: a `SlotGroup`, an event loop's
-# `CancelledError`, what two-phase commits left prepared, the size of a claim (`limit`), a relay's times
-# (`state.limits`), a lease's token.
+# The lines that mention a family. Left out are other things of the same word: a `SlotGroup`, a task or a statement
+# that is cancelled, a handler's own prepared statements and transactions, the size of a claim (`limit`), a relay's
+# times (`state.limits`), a lease's token.
 _FAMILIES = {
     "groups": r'(?<!slot)group(?!: slot|, "|\.(queues|in_turns))',
     "suspects": "suspect",
     "kept rows": r"keeper|keeping|kept|execution\.keep\b|keep finished|(?<!un)finished.(job|row)",
     "coalescing and windows": "coalesc|window",
-    "cancellation": r"(?<!keep_)(?<!is_)(?<!un)cancel(?!lederror|ling)",
-    "prepared claims": "(?<!left)(?<!leave_)prepare",
+    "cancellation": r"orders\.cancel|cancelledresult|jobcancelled|def cancel\(|invoker\.cancel|ctx\.cancel",
+    "prepared claims": r"(?<!left)(?<!leave_)(?<!un)(?<!result\.)(?<!stale )(?<!handler )prepare(?!s\b)",
     "limits": r"(?<!state\.)limits(?!\.\w+_seconds| = self)|other_limit|queuelimit|\b(its|'s|the|another) limit\b",
     "rates": r"\brates?\b|tokens",
     "callback batches": r"callback.batch|job_batch|jobs\.batch|batch_id|batchfinished",

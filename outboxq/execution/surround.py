@@ -96,15 +96,18 @@ async def await_within(arounds: Sequence[Around], ctx: object, call: Callable[[]
         return await await_within(inner, ctx, call)
     if not isinstance(wrapping, AbstractContextManager | AbstractAsyncContextManager):
         return wrapping
-    both = _Both(wrapping)
-    await both.enter()
+    # As an async one, if it is both.
+    if isinstance(wrapping, AbstractAsyncContextManager):
+        await await_here(wrapping.__aenter__())
+    else:
+        call_here(wrapping.__enter__)
     try:
         returned = await await_within(inner, ctx, call)
     except BaseException as error:
         # Raised again even if it returns True: a failed job must not count as done.
-        await both.leave(error)
+        await _leave(wrapping, type(error), error, error.__traceback__)
         raise
-    await both.leave(None)
+    await _leave(wrapping, None, None, None)
     return returned
 
 
@@ -116,20 +119,8 @@ async def _made(around: Around, ctx: object) -> Wrapping:
     return around.checked(made)
 
 
-class _Both(NamedTuple):
-    """A context manager, sync or async, that a coroutine enters and leaves: as an async one, if it is both."""
-
-    wrapping: AbstractContextManager[object] | AbstractAsyncContextManager[object]
-
-    async def enter(self) -> None:
-        if isinstance(self.wrapping, AbstractAsyncContextManager):
-            await await_here(self.wrapping.__aenter__())
-        else:
-            call_here(self.wrapping.__enter__)
-
-    async def leave(self, error: BaseException | None) -> None:
-        said = (None, None, None) if error is None else (type(error), error, error.__traceback__)
-        if isinstance(self.wrapping, AbstractAsyncContextManager):
-            await await_here(self.wrapping.__aexit__(*said))
-        else:
-            call_here(self.wrapping.__exit__, *said)
+async def _leave(wrapping: AbstractContextManager[object] | AbstractAsyncContextManager[object], *said: Any) -> None:
+    if isinstance(wrapping, AbstractAsyncContextManager):
+        await await_here(wrapping.__aexit__(*said))
+    else:
+        call_here(wrapping.__exit__, *said)

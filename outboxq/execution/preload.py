@@ -171,16 +171,13 @@ class PreloadedEntities:
     def oid(self, entity: type[object]) -> int | None:
         """The table of a class whose rows can be loaded ahead; None for all other classes."""
         if entity not in self._oids:
-            self._oids[entity] = self._find_oid(entity)
+            mapper, facts = _mapper(entity), None
+            table, hooks = mapper.local_table, mapper.class_manager.dispatch
+            has_own_types = not self._own_types or _has_own_types(mapper)
+            if isinstance(table, Table) and _is_plain(mapper) and has_own_types and not (hooks.load or hooks.refresh):
+                facts = self._facts_of(table)
+            self._oids[entity] = facts.oid if facts is not None and facts.is_plain else None
         return self._oids[entity]
-
-    def _find_oid(self, entity: type[object]) -> int | None:
-        mapper = _mapper(entity)
-        hooks = mapper.class_manager.dispatch
-        if not _is_plain(mapper) or hooks.load or hooks.refresh or (self._own_types and not _has_own_types(mapper)):
-            return None
-        facts = self._facts_of(mapper.local_table) if isinstance(mapper.local_table, Table) else None
-        return facts.oid if facts is not None and facts.is_plain else None
 
     def load(self, keys: Iterable[EntityKey]) -> None:
         """Load the rows that are not here yet and can be loaded ahead, and lock rows of `locked` keys."""

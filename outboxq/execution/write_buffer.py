@@ -5,7 +5,7 @@ their like: changes of different rows of tables that run no code, and new jobs.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from operator import attrgetter
 from typing import NamedTuple, TypeAlias
 
@@ -38,34 +38,6 @@ class RowChange(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Changes:
-    """Changes of different rows by one UPDATE."""
-
-    statement: Update
-    is_locked: IsLocked
-    changes: list[RowChange] = field(default_factory=list)
-
-    def send(self, connection: Connection, facts_of: FactsOf) -> None:
-        # Rows are locked in the order of their keys, as by a flush: two batches must not wait for each other.
-        in_order = not all(self.is_locked(change.entity, change.row[1]) for change in self.changes)
-        rows = [change.parameters for change in sorted(self.changes, key=attrgetter("row"))]
-        changed = _execute(connection, self.statement, rows, facts_of, in_order=in_order)
-        if changed != len(rows):
-            raise StaleDataError(f"UPDATE of {len(rows)} rows by primary key matched {changed}")
-
-
-@dataclass(slots=True)
-class _Jobs:
-    """New jobs by their ids."""
-
-    jobs: dict[str, NewJob] = field(default_factory=dict)
-
-    def send(self, connection: Connection, _facts_of: FactsOf) -> None:
-        are_few = len(queues_of(self.jobs)) <= QUEUES_ANNOUNCED
-        insert_all(connection, self.jobs, wakes="by queue" if are_few else "all")
-
-
-@dataclass(slots=True)
 class _Deferred:
     """Consecutive executions of one deferred statement."""
 
@@ -75,9 +47,6 @@ class _Deferred:
     def takes(self, write: Write) -> bool:
         """Return True if `write` may join: the same statement object and names of parameters."""
         return self.statement is write.statement and self.rows[0].keys() == write.parameters.keys()
-
-    def send(self, connection: Connection, facts_of: FactsOf) -> None:
-        _execute(connection, self.statement, self.rows, facts_of)
 
 
 class WriteBuffer:
@@ -91,10 +60,11 @@ class WriteBuffer:
     def __init__(self, facts_of: FactsOf, is_locked: IsLocked) -> None:
         self._facts_of = facts_of
         self._is_locked = is_locked
-        self._runs: list[_Changes | _Jobs | _Deferred] = []
+        # Changes of different rows by one UPDATE, new jobs by their ids, and executions of one deferred statement.
+        self._runs: list[list[RowChange] | dict[str, NewJob] | _Deferred] = []
         # The runs after the last deferred statement, which more changes and jobs may join.
-        self._changes: dict[int, _Changes] = {}
-        self._jobs: _Jobs | None = None
+        self._changes: dict[int, list[RowChange]] = {}
+        self._jobs: dict[str, NewJob] | None = None
         self._rows: set[RowId] = set()
         self._entities: dict[int, type[object]] = {}
 
@@ -109,18 +79,18 @@ class WriteBuffer:
         """Add a changed row that nothing in the buffer concerns."""
         run = self._changes.get(id(change.statement))
         if run is None:
-            run = self._changes[id(change.statement)] = _Changes(change.statement, self._is_locked)
+            run = self._changes[id(change.statement)] = []
             self._runs.append(run)
-        run.changes.append(change)
+        run.append(change)
         self._rows.add(change.row)
         self._entities[change.row[0]] = change.entity
 
     def add_jobs(self, jobs: Mapping[str, NewJob]) -> None:
         """Add new jobs by their ids."""
         if self._jobs is None:
-            self._jobs = _Jobs()
+            self._jobs = {}
             self._runs.append(self._jobs)
-        self._jobs.jobs.update(jobs)
+        self._jobs.update(jobs)
 
     def add_deferred(self, write: Write) -> None:
         """Add a deferred statement after all waiting writes: it may read and write anything."""
@@ -143,7 +113,18 @@ class WriteBuffer:
         self._rows.clear()
         self._entities.clear()
         for run in runs:
-            run.send(connection, self._facts_of)
+            if isinstance(run, _Deferred):
+                _execute(connection, run.statement, run.rows, self._facts_of)
+            elif isinstance(run, dict):
+                are_few = len(queues_of(run)) <= QUEUES_ANNOUNCED
+                insert_all(connection, run, wakes="by queue" if are_few else "all")
+            else:
+                # Rows are locked in the order of their keys, as by a flush: two batches must not wait for each other.
+                in_order = not all(self._is_locked(change.entity, change.row[1]) for change in run)
+                rows = [change.parameters for change in sorted(run, key=attrgetter("row"))]
+                changed = _execute(connection, run[0].statement, rows, self._facts_of, in_order=in_order)
+                if changed != len(rows):
+                    raise StaleDataError(f"UPDATE of {len(rows)} rows by primary key matched {changed}")
 
 
 def _execute(

@@ -25,7 +25,6 @@ from outboxq.execution.batch_state import BatchReport, BatchState, Ended
 from outboxq.execution.claim import ClaimRequest, begin_transaction, claim_one, clear_marks, forgive
 from outboxq.execution.commit import commit_checked
 from outboxq.execution.errors import ConnectionLost, ConnectionSpoiled, TransactionEscaped, WritesRefused
-from outboxq.execution.failure import Failed
 from outboxq.execution.families import steps_of
 from outboxq.execution.find_outcome import (
     COMMITTED_BY_HANDLER,
@@ -40,6 +39,7 @@ from outboxq.execution.settle import JobRowHeld, settle_result
 from outboxq.job import Job
 from outboxq.statements.group_claim import AnyScript
 from outboxq.statements.lease import take_back, take_back_locked
+from outboxq.statements.settle import postpone as postponed
 
 # The time and the interval of queries for the end of a transaction whose connection the relay has closed.
 _OUTCOME_SECONDS, _RETRY_SECONDS = 10.0, 0.005
@@ -121,9 +121,10 @@ def _recover(connection: Connection, batch: BatchState, error: BaseException, ru
             # The claim was written: behind a pooler another connection may lead to the primary again.
             return Ended(_release(connection, batch.job))
         case ConnectionLost() if batch.late_result is not None:
-            return Ended(settle_on_new_connection(connection, batch, runtime, batch.late_result))
+            # A leased job whose handler wrote nothing, and had ended when its connection turned out to be gone.
+            return Ended(record_result(connection, batch, batch.job, batch.late_result, runtime))
         case ConnectionSpoiled() if batch.running.together == 1:
-            return Ended(record_failed_attempt(connection, batch, error.failed, runtime, batch.claimed_ids))
+            return Ended(record_result(connection, batch, batch.job, error.failed, runtime, batch.claimed_ids))
         case ConnectionLost() if not isinstance(error, ConnectionSpoiled):
             # A job that caused the loss shows when it runs alone; in transaction mode by its claim's mark.
             return Ended(return_to_suspects(connection, batch.job, runtime) if batch.is_leased else None)
@@ -146,7 +147,7 @@ def _recover_rolled_back(connection: Connection, batch: BatchState, error: BaseE
         # notifies hangs.
         report = postpone(connection, batch.job, runtime)
     else:
-        report = record_failed_attempt(connection, batch, runtime.describe(error, batch.job), runtime)
+        report = record_result(connection, batch, batch.job, runtime.describe(error, batch.job), runtime)
     return Ended(report, run_alone=1)
 
 
@@ -188,13 +189,6 @@ def find_outcome_soon(connection: Connection, batch: BatchState) -> BatchReport 
             pause(connection, _RETRY_SECONDS)
 
 
-def record_failed_attempt(
-    connection: Connection, batch: BatchState, failed: Failed, runtime: Runtime, cleared: tuple[UUID, ...] = ()
-) -> BatchReport:
-    """Count an attempt of a batch's job that failed outside its handler, or was cut off, by `record_result`."""
-    return record_result(connection, batch, batch.job, failed, runtime, cleared)
-
-
 def record_result(
     connection: Connection,
     batch: BatchState,
@@ -203,7 +197,7 @@ def record_result(
     runtime: Runtime,
     cleared: tuple[UUID, ...] = (),
 ) -> BatchReport:
-    """Settle a job of a batch that was rolled back, in its own transaction.
+    """Settle a job of a batch that was rolled back, or never began, in its own transaction.
 
     Another relay may have taken the job by now. If the job cannot be settled, it is put off.
 
@@ -216,7 +210,8 @@ def record_result(
         end_transaction(connection)
         return BatchReport(1, (JobLeaseLost(job),))
     except (psycopg.Error, SQLAlchemyError) as error:
-        if _is_no_fault_of_the_job(connection, error):
+        # If the connection is lost or leads to a standby, the slot recovers on another.
+        if is_lost(connection) or sqlstate_of(error) == READ_ONLY:
             raise
         end_transaction(connection)
         return postpone(connection, job, runtime, cleared)
@@ -230,37 +225,8 @@ def postpone(connection: Connection, job: Job, runtime: Runtime, batch: tuple[UU
     """
     with connection.begin():
         clear_marks(connection, runtime.schema, batch)
-        settle.postpone(connection, job, POSTPONED, passes=settle.passes(job, runtime))
+        connection.execute(postponed(job, POSTPONED, passes=settle.passes(job, runtime)))
     return BatchReport(1, ())
-
-
-def settle_on_new_connection(
-    connection: Connection, batch: BatchState, runtime: Runtime, result: Result
-) -> BatchReport:
-    """Settle a leased job whose handler wrote nothing, and had ended when its connection turned out to be gone."""
-    job = batch.job
-    try:
-        with connection.begin():
-            inner = begin_transaction(connection).inner_savepoint
-            if isinstance(result, UnknownKindResult):
-                settle.park(connection, job)
-                events: tuple[Event, ...] = (JobsParked(batch.queue, (job.kind,), 1),)
-            else:
-                events = (settle_result(connection, job, result, runtime, batch.running.seconds),)
-            events += commit_checked(connection, inner, steps_of(connection, batch, events, runtime))
-    except LeaseLost:
-        events = (JobLeaseLost(job),)
-    except (psycopg.Error, SQLAlchemyError) as error:
-        if _is_no_fault_of_the_job(connection, error):
-            raise
-        end_transaction(connection)
-        return postpone(connection, job, runtime)
-    return BatchReport(1, events)
-
-
-def _is_no_fault_of_the_job(connection: Connection, error: psycopg.Error | SQLAlchemyError) -> bool:
-    """Return True if the connection is lost or leads to a standby: the slot then recovers on another."""
-    return is_lost(connection) or sqlstate_of(error) == READ_ONLY
 
 
 def _release(connection: Connection, job: Job) -> BatchReport:
@@ -330,6 +296,11 @@ def _settle_anew(
             inner = again.transaction.inner_savepoint
         else:
             inner = begin_transaction(connection).inner_savepoint
-        event = settle_result(connection, job, result, runtime, batch.running.seconds)
+        event: Event
+        if isinstance(result, UnknownKindResult):
+            settle.park(connection, job)
+            event = JobsParked(batch.queue, (job.kind,), 1)
+        else:
+            event = settle_result(connection, job, result, runtime, batch.running.seconds)
         steps = steps_of(connection, batch, [event], runtime, taken_along)
         return event, *commit_checked(connection, inner, steps)

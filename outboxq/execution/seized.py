@@ -14,7 +14,7 @@ from outboxq.execution.aside import describe, is_of_a_row, say_of_job
 from outboxq.execution.batch_state import BatchReport, BatchState
 from outboxq.execution.claim import clear_marks
 from outboxq.execution.failure import Failed, count_unfinished
-from outboxq.execution.recovery import find_outcome_soon, record_failed_attempt, record_result, return_to_suspects
+from outboxq.execution.recovery import find_outcome_soon, record_result, return_to_suspects
 from outboxq.execution.runtime import CancelledResult, Runtime
 from outboxq.job import Job
 from outboxq.statements.lease import INTERRUPTED, note_interrupted
@@ -43,7 +43,7 @@ def settle_aborted(
     if report is not None:
         return report
     if failed is not None:
-        return record_failed_attempt(connection, batch, failed, runtime, batch.claimed_ids)
+        return record_result(connection, batch, batch.job, failed, runtime, batch.claimed_ids)
     if is_crash or any(count_unfinished(job.errors) >= FREE_INTERRUPTIONS for job in batch.running_jobs):
         if batch.is_leased:
             why = "the event loop was blocked while the job ran" if is_crash else _INTERRUPTED

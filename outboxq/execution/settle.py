@@ -39,7 +39,6 @@ from outboxq.handlers.returned import DoneWithResult
 from outboxq.job import THEN_HEADER, Job
 from outboxq.outcomes import DeadLetter, Discard, Done, Retry, Snooze
 from outboxq.statements import cancel, transaction
-from outboxq.statements import settle as statements
 from outboxq.statements.settle import errors_with, insert_dead, put_back, put_back_parked, remove, unchanged
 
 # lock_timeout; statement_timeout or a cancellation; a deadlock.
@@ -198,11 +197,6 @@ def dead_letter(connection: Connection, job: Job, reason: str, record: ErrorReco
 def is_unchanged(connection: Connection, job: Job) -> bool:
     """Return True if the row still is as the claim found it, or, under a lease, as the claim left it."""
     return connection.execute(unchanged(job)).first() is not None
-
-
-def postpone(connection: Connection, job: Job, delay: timedelta, *, passes: bool) -> None:
-    """Put off a job that cannot be settled, so that its queue goes on."""
-    connection.execute(statements.postpone(job, delay, passes=passes))
 
 
 def check_shared(connection: Connection, xid: str) -> None:

@@ -29,8 +29,7 @@ from outboxq.execution.containment import is_intact, undo
 from outboxq.execution.errors import ROLLED_BACK, SWALLOWED, TransactionEscaped
 from outboxq.execution.failure import Failed
 from outboxq.execution.invoke import IS_OVER, Args, HandlerSession, Run, hand_over
-from outboxq.execution.late_rows import RowsMayBeLate
-from outboxq.execution.preload import load_entity, watch_unlocked
+from outboxq.execution.preload import RowsMayBeLate, load_entity, watch_unlocked
 from outboxq.execution.runtime import CancelledResult, Runtime
 from outboxq.execution.settle import check_shared, current_xid
 from outboxq.execution.surround import Surrounded

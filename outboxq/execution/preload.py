@@ -2,6 +2,9 @@
 
 A row that was loaded ahead equals the one that its job would have loaded, while nothing was sent in between and no
 change of it waits in the write buffer: before anything is sent, all loaded rows are dropped.
+
+On Citus a job may be seen before the rows of the transaction that added it: Citus commits a transaction on its nodes
+one after the other. If one dies in between, the rows come only with Citus' recovery, by default within a minute.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -13,6 +16,7 @@ from sqlalchemy import Column, Connection, Select, Table, any_, bindparam, selec
 from sqlalchemy.orm import ColumnProperty, Mapper, RelationshipProperty, Session
 
 from outboxq.codec.entities import EntityKey, entity_mapper
+from outboxq.database.driver import run_script
 from outboxq.errors import EntityGone
 from outboxq.execution.changes import Listeners, is_listened_to
 from outboxq.execution.invoke import SESSION_OPTIONS, HandlerSession
@@ -20,6 +24,8 @@ from outboxq.execution.write_buffer import RowId
 from outboxq.handlers.row_writes import is_sqlalchemy_type
 from outboxq.handlers.set_based import FactsOf, key_array
 from outboxq.handlers.unlocked import UnlockedChanges
+from outboxq.job import Job
+from outboxq.statements.transaction import clock_seconds
 
 # The most rows of one SELECT, unless it locks: rows are locked in one order, so in one statement.
 _LOADED_AT_ONCE = 1_000
@@ -34,8 +40,32 @@ _AT_LOAD: Listeners = attrgetter(
 )
 # Loading strategies of a relationship that load nothing with the row.
 _LAZY = (True, "select", "raise", "raise_on_sql", "noload", "dynamic", "write_only")
+# Citus' recovery runs every 60 seconds, and takes a while.
+_YOUNG_SECONDS = 90.0
+_SHORTEST_SECONDS, _LONGEST_SECONDS = 0.1, 10.0
 
 Identity: TypeAlias = tuple[type[object], tuple[object, ...]]
+
+
+class RowsMayBeLate(Exception):
+    """A row that a young job names is missing: the job is put off, without counting an attempt."""
+
+    def __init__(self, retry_after_seconds: float) -> None:
+        super().__init__("a row of the job's arguments is not there yet")
+        self.retry_after_seconds = retry_after_seconds
+
+
+def wait_while_young(connection: Connection, job: Job) -> None:
+    """Put off a job that was added a moment ago, by the database's clock, each time for its present age.
+
+    Raises:
+        RowsMayBeLate: it is young.
+    """
+    age_seconds = float(str(run_script(connection, clock_seconds())[0][0])) - job.created_at.timestamp()
+    left_seconds = _YOUNG_SECONDS - age_seconds
+    # A job whose created_at is far in the future, which SQL can write, does not wait until then.
+    if 0 < left_seconds < 2 * _YOUNG_SECONDS:
+        raise RowsMayBeLate(min(max(age_seconds, _SHORTEST_SECONDS), _LONGEST_SECONDS, left_seconds))
 
 
 def load_entity(

@@ -21,8 +21,8 @@ from outboxq.execution.failure import Failed, R, describe_failure, describe_reas
 from outboxq.execution.frames import Frame, homes_of
 from outboxq.execution.invoke import Invoker
 from outboxq.execution.keep import Keeper
-from outboxq.execution.late_rows import wait_while_young
 from outboxq.execution.orders import Orders
+from outboxq.execution.preload import wait_while_young
 from outboxq.handlers.handler import AnyHandler
 from outboxq.handlers.progress import ProgressNotes
 from outboxq.handlers.resolved import Registry

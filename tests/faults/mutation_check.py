@@ -2118,7 +2118,7 @@ MUTANTS = (
     ),
     Mutant(
         "the wait of a young job for its rows on Citus",
-        "outboxq/execution/late_rows.py",
+        "outboxq/execution/preload.py",
         "    if 0 < left_seconds < 2 * _YOUNG_SECONDS:",
         "    if False:",
         ("tests/execution/test_late_rows.py::test_a_young_job_waits_for_its_rows",),

@@ -55,13 +55,15 @@ def take_one(
     except psycopg.Error as error:
         if (error.sqlstate or "08").startswith(("08", "57P", READ_ONLY)):
             raise
-        _say(logging.WARNING, "a job could not be moved to the dead letters", run, schema, job_id, error)
+        message = "a job could not be moved to the dead letters"
+        say_of_job(logging.WARNING, message, kind_of(run, schema, job_id), job_id, describe(error))
     try:
         return run(taking(NEVER))
     except psycopg.Error as error:
         if not is_of_a_row(error):
             raise
-        _say(logging.WARNING, "a job that was lost could not be taken back", run, schema, job_id, error)
+        message = "a job that was lost could not be taken back"
+        say_of_job(logging.WARNING, message, kind_of(run, schema, job_id), job_id, describe(error))
         return ()
 
 
@@ -69,10 +71,6 @@ def say_of_job(level: int, message: str, kind: str, job_id: UUID, why: str) -> N
     """Log a line about one job, with its kind and id in the text and in the fields."""
     extra = {"outboxq_kind": kind, "outboxq_job_id": str(job_id)}
     logger.log(level, "%s: kind=%s id=%s: %s", message, kind, job_id, why, extra=extra)
-
-
-def _say(level: int, message: str, run: Callable[[str], Rows], schema: str, job_id: UUID, error: BaseException) -> None:
-    say_of_job(level, message, kind_of(run, schema, job_id), job_id, describe(error))
 
 
 def kind_of(run: Callable[[str], Rows], schema: str, job_id: UUID) -> str:
@@ -109,16 +107,23 @@ def set_aside_first(
     failure = _failure(connection, schema, *first)
     if failure is None:
         return None
+    job_id, why = first[1], describe(failure)
+    reason = f"it could not be claimed: {why}"
     # An error of users' code may be mended.
-    ways = (_dead_letter, _postpone) if _of(failure, _FOR_GOOD) else (_postpone, _dead_letter)
-    job_id = first[1]
-    for way in ways:
-        events = way(connection, schema, job_id, describe(failure))
-        if events is not None:
-            return events
+    for dies in (True, False) if _of(failure, _FOR_GOOD) else (False, True):
+        statement = (
+            dead_letter_row(schema, job_id, WAITS, reason) if dies else postpone_row(schema, job_id, _PUT_OFF_SECONDS)
+        )
+        rows = _try(connection, statement)
+        if rows and dies:
+            return (JobSetAside(job_id, str(rows[0][1]), str(rows[0][2]), reason),)
+        if rows:
+            message = "a job that cannot be claimed was put off: repair or delete its row, or what refuses it"
+            say_of_job(logging.ERROR, message, str(rows[0][1]), job_id, why)
+            return ()
     kind = kind_of(partial(_try, connection), schema, job_id)
     message = "a job can be neither claimed nor moved to the dead letters nor put off: repair or delete its row"
-    say_of_job(logging.ERROR, message, kind, job_id, describe(failure))
+    say_of_job(logging.ERROR, message, kind, job_id, why)
     return None
 
 
@@ -135,21 +140,6 @@ def _failure(connection: Connection, schema: str, script: AnyScript, job_id: UUI
             failure = error
         run_script(connection, f"ROLLBACK TO SAVEPOINT oq_probe; {clear_marks(schema, [str(job_id)])}")
     return failure
-
-
-def _dead_letter(connection: Connection, schema: str, job_id: UUID, why: str) -> tuple[JobSetAside, ...] | None:
-    reason = f"it could not be claimed: {why}"
-    rows = _try(connection, dead_letter_row(schema, job_id, WAITS, reason))
-    return (JobSetAside(job_id, str(rows[0][1]), str(rows[0][2]), reason),) if rows else None
-
-
-def _postpone(connection: Connection, schema: str, job_id: UUID, why: str) -> tuple[JobSetAside, ...] | None:
-    rows = _try(connection, postpone_row(schema, job_id, _PUT_OFF_SECONDS))
-    if not rows:
-        return None
-    message = "a job that cannot be claimed was put off: repair or delete its row, or what refuses it"
-    say_of_job(logging.ERROR, message, str(rows[0][1]), job_id, why)
-    return ()
 
 
 def _try(connection: Connection, statement: str) -> Rows:

@@ -18,9 +18,8 @@ from sqlalchemy.orm import ColumnProperty, Mapper, RelationshipProperty, Session
 from outboxq.codec.entities import EntityKey, entity_mapper
 from outboxq.database.driver import run_script
 from outboxq.errors import EntityGone
-from outboxq.execution.changes import Listeners, is_listened_to
 from outboxq.execution.invoke import SESSION_OPTIONS, HandlerSession
-from outboxq.execution.write_buffer import RowId
+from outboxq.execution.write_buffer import Listeners, RowId, is_listened_to
 from outboxq.handlers.row_writes import is_sqlalchemy_type
 from outboxq.handlers.set_based import FactsOf, key_array
 from outboxq.handlers.unlocked import UnlockedChanges

@@ -27,7 +27,6 @@ from outboxq.errors import HandlerError, HandlerRolledBack, TransactionEndedByHa
 from outboxq.events import JobDone
 from outboxq.execution.batch_state import BatchState
 from outboxq.execution.chain import follower_of, has_follower
-from outboxq.execution.changes import row_changes, row_writes, uses_only
 from outboxq.execution.containment import SharedSavepoint
 from outboxq.execution.errors import SharingEnded, TransactionEscaped
 from outboxq.execution.invoke import IS_OVER, HandlerSession, Run, hand_over
@@ -36,7 +35,7 @@ from outboxq.execution.preload import Locks, PreloadedEntities, entity_keys, loa
 from outboxq.execution.runtime import Runtime
 from outboxq.execution.settle import check_shared
 from outboxq.execution.surround import Surrounded
-from outboxq.execution.write_buffer import RowChange, WriteBuffer
+from outboxq.execution.write_buffer import RowChange, WriteBuffer, row_changes, row_writes, uses_only
 from outboxq.fault_points import fault_point
 from outboxq.handlers.deferred import Write, may_all_wait, may_wait, take_writes
 from outboxq.handlers.handler import AnyHandler

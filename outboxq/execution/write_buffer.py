@@ -2,25 +2,45 @@
 
 Consecutive writes of one shape are one statement. Only writes whose order cannot matter are moved past others to join
 their like: changes of different rows of tables that run no code, and new jobs.
+
+Changes of a session may wait if they are of plain columns of plain rows, whose flush sends only UPDATEs.
 """
 
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import chain
 from operator import attrgetter
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
-from sqlalchemy import Connection, Update
+from sqlalchemy import Column, Connection, Table, TextClause, Update, bindparam, update
+from sqlalchemy.engine.interfaces import ExecutionContext
+from sqlalchemy.orm import InstanceState, Mapper, Session
 from sqlalchemy.orm.exc import StaleDataError
 
+from outboxq.database.guard import is_same
+from outboxq.database.sessions import binds_of
 from outboxq.handlers.deferred import Write
-from outboxq.handlers.row_writes import Statement
-from outboxq.handlers.set_based import FactsOf, Row, executions
+from outboxq.handlers.row_writes import COMPUTING_FUNCTIONS, RowWrite, Statement, TableFacts, row_write
+from outboxq.handlers.set_based import FactsOf, Row, executions, python_type
 from outboxq.new_job import NewJob
 from outboxq.outbox.insert import QUEUES_ANNOUNCED, insert_all, queues_of
 
 # The oid of a table, and a primary key.
 RowId: TypeAlias = tuple[int, tuple[object, ...]]
 IsLocked: TypeAlias = Callable[[type[object], tuple[object, ...]], bool]
+# Returns the listeners for several events, from a dispatch.
+Listeners: TypeAlias = Callable[[object], tuple[Iterable[object], ...]]
+
+# Users' listeners for these see a session begin, flush or commit, and may change what it writes.
+_AT_FLUSH: Listeners = attrgetter(
+    "after_begin", "before_flush", "after_flush", "after_flush_postexec", "before_commit", "after_commit"
+)
+_MISSING = object()
+_CALLED = re.compile(r"""([\w".]++)\(""")
+_READS_OR_MARKS = frozenset(("SELECT", "SAVEPOINT", "RELEASE", "ROLLBACK"))
+_WRITES = frozenset(("INSERT", "UPDATE", "DELETE"))
 
 
 class RowChange(NamedTuple):
@@ -134,3 +154,166 @@ def _execute(
     each = executions(statement, rows, facts_of, in_order=in_order)
     results = (connection.execute(one, parameters) for one, parameters in each)
     return sum(result.rowcount for result in results if not result.returns_rows)
+
+
+@dataclass(frozen=True, slots=True)
+class _Writable:
+    """A mapped class whose plain columns UPDATEs of ours can write with the effect of a flush."""
+
+    mapper: Mapper[Any]
+    table: Table
+    primary_key: frozenset[str]
+    keys: tuple[tuple[str, type[object]], ...]
+    columns: Mapping[str, tuple[Column[Any], type[object]]]
+
+    def is_allowed_by(self, facts: TableFacts | None) -> bool:
+        """Return True if an UPDATE by primary key changes that row only, and has no other effect."""
+        if facts is None or not (facts.is_plain and facts.is_inert):
+            return False
+        hooks = self.mapper.dispatch
+        is_listened_to = bool(hooks.before_update) or bool(hooks.after_update)
+        return not is_listened_to and facts.primary_key == self.primary_key
+
+
+def row_changes(session: Session, facts_of: FactsOf) -> list[RowChange] | None:
+    """Make the UPDATEs that a flush of the session's changed rows would send; None if a flush would do more.
+
+    New objects are ignored.
+    """
+    if session._deleted or is_listened_to(session, _AT_FLUSH):  # noqa: SLF001  # `deleted` builds a set of objects each time
+        return None
+    changes: list[RowChange] = []
+    for state in session.identity_map._modified:  # noqa: SLF001  # `dirty` builds a set of objects each time
+        writable = _writable(state.manager.mapper)
+        facts = None if writable is None else facts_of(writable.table)
+        if writable is None or facts is None or not writable.is_allowed_by(facts):
+            return None
+        values = _changed_values(state, writable, facts)
+        if values is None or not _has_its_key(state, writable):
+            return None
+        if values:
+            assert state.key is not None
+            key = state.key[1]
+            statement, names = _update(writable.mapper, tuple(values))
+            parameters = dict(zip(names, (*key, *values.values()), strict=True))
+            changes.append(RowChange((facts.oid, key), writable.mapper.class_, statement, parameters))
+    # A row that was changed through two classes: a flush knows which of them comes last.
+    return changes if len(changes) < 2 or len({change.row for change in changes}) == len(changes) else None
+
+
+def is_listened_to(session: Session, events: Listeners) -> bool:
+    """Return True if users' code listens to one of these events of the session, or of all sessions."""
+    return not all(map(_is_ours, chain.from_iterable(events(session.dispatch))))
+
+
+def _is_ours(listener: object) -> bool:
+    return str(getattr(listener, "__module__", "")).startswith("outboxq.")
+
+
+def row_writes(verb: str, context: ExecutionContext | None) -> tuple[RowWrite, ...] | None:
+    """Find the rows that a statement is about to write; None if they are not known."""
+    compiled: Any = getattr(context, "compiled", None)
+    if context is None or compiled is None or isinstance(compiled.statement, TextClause) or _is_translated(context):
+        return None
+    if _calls_others(compiled.string):
+        return None
+    if verb in _READS_OR_MARKS:
+        return ()
+    # Not WITH: a CTE may write too.
+    write = row_write(compiled.statement, compiled.column_keys or ()) if verb in _WRITES else None
+    return None if write is None else (write,)
+
+
+@lru_cache(1024)
+def _calls_others(sql: str) -> bool:
+    """Return True if a compiled statement calls a function that may write."""
+    # SQLAlchemy puts no blank after a function's name, but after anything else before a parenthesis.
+    return not COMPUTING_FUNCTIONS.issuperset(map(str.lower, _CALLED.findall(sql)))
+
+
+def _is_translated(context: ExecutionContext) -> bool:
+    """Return True if a statement has another `schema_translate_map` than its connection."""
+    name = "schema_translate_map"
+    return context.execution_options.get(name) != context.root_connection.get_execution_options().get(name)
+
+
+def uses_only(session: Session, connection: Connection) -> bool:
+    """Return True if the session sends to this connection alone."""
+    bind = session.bind
+    if binds_of(session) or not (isinstance(bind, Connection) and is_same(connection, bind)):
+        return False
+    transaction = session.get_transaction()
+    used: Any = () if transaction is None else transaction._connections.values()  # noqa: SLF001  # shown nowhere else
+    return all(is_same(connection, entry[0]) for entry in used)
+
+
+def _has_its_key(state: InstanceState[Any], writable: _Writable) -> bool:
+    """Return True if a flush would find the row by this key, and to the server no other value equals it."""
+    assert state.key is not None
+    for (name, type_), key in zip(writable.keys, state.key[1], strict=True):
+        value = state.dict.get(name, _MISSING)
+        if type(value) is not type_ or value != key:
+            return False
+    return True
+
+
+def _changed_values(state: InstanceState[Any], writable: _Writable, facts: TableFacts) -> dict[str, object] | None:
+    """Return the new values by attribute, sorted by name; None if one cannot wait."""
+    values: dict[str, object] = {}
+    for name in sorted(state.committed_state):
+        column, type_ = writable.columns.get(name, (None, None))
+        value = state.dict.get(name, _MISSING)
+        # An expression, a mutable value, or a value that the type would convert is left to a flush.
+        if column is None or not (type(value) is type_ or value is None) or column.name in facts.bound_columns:
+            return None
+        # Compared as a flush does it.
+        if column.type.compare_values(value, state.committed_state[name]) is not True:
+            values[name] = value
+    return values
+
+
+@lru_cache(256)
+def _writable(mapper: Mapper[Any]) -> _Writable | None:
+    table = mapper.local_table
+    is_plain = (
+        isinstance(table, Table)
+        and mapper.persist_selectable is table
+        and mapper.inherits is None
+        and mapper.polymorphic_on is None
+        and mapper.version_id_col is None
+        # A changed row may turn out to be an orphan.
+        and not mapper._delete_orphans  # noqa: SLF001  # SQLAlchemy has no other name for it
+    )
+    if not (is_plain and isinstance(table, Table)) or set(mapper.primary_key) != set(table.primary_key):
+        return None
+    if any(column.onupdate is not None or column.server_onupdate is not None for column in table.columns):
+        return None
+    types = [(mapper.get_property_by_column(column).key, python_type(column.type)) for column in mapper.primary_key]
+    keys = tuple((name, type_) for name, type_ in types if type_ is not None)
+    if len(keys) < len(types):
+        return None
+    primary_key = frozenset(column.name for column in table.primary_key)
+    return _Writable(mapper, table, primary_key, keys, _plain_columns(mapper, table))
+
+
+def _plain_columns(mapper: Mapper[Any], table: Table) -> dict[str, tuple[Column[Any], type[object]]]:
+    found = {}
+    for attribute in mapper.column_attrs:
+        column = attribute.columns[0]
+        if len(attribute.columns) == 1 and isinstance(column, Column) and column.table is table:
+            type_ = python_type(column.type)
+            if type_ is not None and not column.primary_key:
+                found[attribute.key] = column, type_
+    return found
+
+
+@lru_cache(1024)
+def _update(mapper: Mapper[Any], attributes: tuple[str, ...]) -> tuple[Update, tuple[str, ...]]:
+    """Make an UPDATE by primary key, and return it with the names of its parameters: the key's, then the values'."""
+    table: Any = mapper.local_table
+    columns = [mapper.column_attrs[name].columns[0] for name in attributes]
+    keys = [bindparam(f"oq_key_{n}", type_=column.type) for n, column in enumerate(mapper.primary_key)]
+    values = [bindparam(f"oq_value_{n}", type_=column.type) for n, column in enumerate(columns)]
+    by_key = (column == key for column, key in zip(mapper.primary_key, keys, strict=True))
+    statement = update(table).where(*by_key).values(dict(zip(columns, values, strict=True)))
+    return statement, tuple(bind.key for bind in (*keys, *values))

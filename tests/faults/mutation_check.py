@@ -783,7 +783,7 @@ MUTANTS = (
     ),
     Mutant(
         "the check behind a function that may have written anything",
-        "outboxq/execution/changes.py",
+        "outboxq/execution/write_buffer.py",
         "    if _calls_others(compiled.string):\n",
         "    if not compiled:\n",
         (
@@ -792,7 +792,7 @@ MUTANTS = (
     ),
     Mutant(
         "the key that a flush would look for",
-        "outboxq/execution/changes.py",
+        "outboxq/execution/write_buffer.py",
         "if values is None or not _has_its_key(state, writable):",
         "if values is None:",
         (

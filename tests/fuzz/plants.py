@@ -18,13 +18,12 @@ from unittest import mock
 from sqlalchemy import JSON, Update
 from sqlalchemy.sql import ClauseElement
 
-from outboxq.execution import changes, invoke, preload, shared_batch, write_buffer
-from outboxq.execution.changes import _Writable
+from outboxq.execution import invoke, preload, shared_batch, write_buffer
 from outboxq.execution.invoke import HandlerSession, hand_over
 from outboxq.execution.preload import PreloadedEntities
 from outboxq.execution.shared_batch import _SharedRun
 from outboxq.execution.surround import Surrounded
-from outboxq.execution.write_buffer import WriteBuffer, _Deferred
+from outboxq.execution.write_buffer import WriteBuffer, _Deferred, _Writable
 from outboxq.handlers import deferred, row_writes, set_based
 from outboxq.handlers.row_writes import TableFacts
 from outboxq.outbox.insert import insert_all
@@ -166,9 +165,9 @@ def documents_wait_deferred() -> Iterator[None]:
 def documents_wait_assigned() -> Iterator[None]:
     elements = {**set_based._ELEMENTS, JSON: (dict, lambda same: same)}
     with mock.patch.object(set_based, "_ELEMENTS", elements):
-        changes._writable.cache_clear()
+        write_buffer._writable.cache_clear()
         yield
-    changes._writable.cache_clear()
+    write_buffer._writable.cache_clear()
 
 
 @plant("no trigger, generated column or function in a constraint is known of")
@@ -196,19 +195,19 @@ def mapper_listeners_are_ignored() -> AbstractContextManager[object]:
 
 @plant("a session's listeners for a flush are not known of")
 def session_listeners_are_ignored() -> AbstractContextManager[object]:
-    return mock.patch.object(changes, "is_listened_to", _always(False))
+    return mock.patch.object(write_buffer, "is_listened_to", _always(False))
 
 
 @plant("an attribute that is set to an expression counts as unchanged")
 def expressions_are_lost() -> AbstractContextManager[object]:
-    changed_values = changes._changed_values
+    changed_values = write_buffer._changed_values
 
     def values_alone(state: Any, *known: Any) -> Any:
         for name in [name for name in state.committed_state if isinstance(state.dict.get(name), ClauseElement)]:
             del state.committed_state[name]
         return changed_values(state, *known)
 
-    return mock.patch.object(changes, "_changed_values", values_alone)
+    return mock.patch.object(write_buffer, "_changed_values", values_alone)
 
 
 @plant("a change of a row that is not there goes unnoticed")
@@ -290,7 +289,7 @@ def closed_sessions_wait() -> AbstractContextManager[object]:
     def as_if_open(self: Any, opened: Any, run: Any) -> None:
         if opened.made is not None and not opened.made.in_transaction():
             hand_over(run.deferred, opened.made)
-            self._add(changes.row_changes(opened.made, self._facts_of) or (), {})
+            self._add(write_buffer.row_changes(opened.made, self._facts_of) or (), {})
             self._add_deferred(take_writes(opened.made))
         keep(self, opened, run)
 

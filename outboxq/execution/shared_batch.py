@@ -124,9 +124,8 @@ class _SharedRun:
         self._places = segment.places
         self._arguments = segment.arguments
         self._locks = locks
-        # The time of each job, and its result, if that is kept.
-        self._ended: list[tuple[float, str | None]] = []
-        self._sent = 0
+        # The events of jobs with unsent writes.
+        self._ended: list[JobDone] = []
         self._is_over = False
         # These two are of the job that runs.
         self._is_suspicious = False
@@ -200,12 +199,12 @@ class _SharedRun:
 
     def _set_aside_unsent(self) -> None:
         """Move jobs with unsent writes to after the job that ended the transaction: none is committed."""
-        batch, first = self._batch, self._places.start + self._sent
-        if first > batch.running.position:
-            # All was sent: the job that ended the transaction has an event, and is not done.
-            del batch.events[batch.running.position - first :]
-            return
+        batch, first = self._batch, len(self._batch.events)
         jobs, position = batch.jobs, batch.running.position
+        if first > position:
+            # All was sent: the job that ended the transaction has an event, and is not done.
+            del batch.events[position:]
+            return
         batch.jobs = (*jobs[:first], jobs[position], *jobs[first:position], *jobs[position + 1 :])
         batch.running.position = first
 
@@ -246,7 +245,7 @@ class _SharedRun:
         if has_follower(job) and (follower := follower_of(job)):
             self._buffer.add_jobs(follower)
         seconds = self._batch.running.end()
-        self._ended.append((seconds, outcome.result if isinstance(outcome, DoneWithResult) else None))
+        self._ended.append(JobDone(job, seconds, outcome.result if isinstance(outcome, DoneWithResult) else None))
         if not self._buffer:
             self._mark_sent()
         fault_point("after-handler")
@@ -396,6 +395,5 @@ class _SharedRun:
         self._mark_sent()
 
     def _mark_sent(self) -> None:
-        for seconds, result in self._ended[self._sent :]:
-            self._batch.events.append(JobDone(self._batch.jobs[self._places.start + self._sent], seconds, result))
-            self._sent += 1
+        self._batch.events.extend(self._ended)
+        self._ended.clear()

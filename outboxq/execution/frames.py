@@ -7,6 +7,8 @@ import sys
 import sysconfig
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from itertools import groupby
+from operator import itemgetter
 from os import path
 from pathlib import PurePath
 from traceback import walk_stack, walk_tb
@@ -89,19 +91,16 @@ def stored_frames(frames: Sequence[Frame], homes: tuple[str, ...], most: int) ->
     while start < len(owners) and owners[start] in _FOLDED:
         start += 1
     found: list[StoredFrame] = []
-    for place in range(start, len(frames)):
-        frame, owner = frames[place], owners[place]
-        is_first = place == start or owners[place - 1] != owner
-        is_last = place == len(frames) - 1 or owners[place + 1] != owner
-        if not owner:
-            found.append(StoredFrame("", frame.line, ""))
-        elif owner == "user" or (owner not in _FOLDED and (is_first or is_last)):
-            path, name = storable(frame.path[-_PATH_CHARACTERS:]), storable(frame.name)[:_PATH_CHARACTERS]
-            found.append(StoredFrame(path, frame.line, name))
-        elif not found or found[-1].path or found[-1].name != owner:
-            found.append(StoredFrame("", 1, owner))
-        else:
-            found[-1] = StoredFrame("", found[-1].line + 1, owner)
+    for owner, of_owner in groupby(zip(owners[start:], frames[start:], strict=True), key=itemgetter(0)):
+        some = [frame for _, frame in of_owner]
+        ends = some if owner in ("user", "") or len(some) <= 2 else [some[0], some[-1]]
+        kept = [
+            StoredFrame(storable(frame.path[-_PATH_CHARACTERS:]), frame.line, storable(frame.name)[:_PATH_CHARACTERS])
+            for frame in (() if owner in _FOLDED else ends)
+        ]
+        if len(kept) < len(some):
+            kept.insert(1, StoredFrame("", len(some) - len(kept), owner))
+        found += kept
     return shortened(tuple(found), most)
 
 

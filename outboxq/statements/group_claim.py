@@ -235,18 +235,22 @@ class GroupScript:
         job_group_state, the leased jobs of the queue; the primary key. Locks: the groups, by advisory locks, and the
         jobs, skipping those that another transaction holds; never waits.
         """
-        return "; ".join(statement for _, statement in self.statements(limit, after))
+        return "; ".join(statement for _, statement in self.parts(limit, after))
 
     def clearing(self, limit: int, after: str | None = None) -> list[tuple[str, str]]:
         """Lock the jobs that the claim would pick, so that a COMMIT overwrites their marks; "claim" returns the ids.
 
         Indexes, locks and bound are those of the claim.
         """
-        return self.statements(limit, after or "", clears=True)
+        return self.parts(limit, after, clears=True)
 
-    def parts(self, limit: int, after: str | None, _: object) -> list[tuple[str, str]]:
-        """Statements that send the claim."""
-        return self.statements(limit, after or "")
+    def parts(self, limit: int, after: str | None, _: object = (), *, clears: bool = False) -> list[tuple[str, str]]:
+        """The statements of `text` with their owners, or of `clearing`: "groups" returns groups, "claim" jobs."""
+        texts, number = _texts(self), str(int(limit))
+        # The cursor last, as a key of a group may hold any character.
+        lock = texts.lock.replace(_LIMIT, number).replace(_AFTER, quote_literal(after or ""))
+        pick = (texts.clearing if clears else texts.claim).replace(_LIMIT, number)
+        return [*texts.limited, *claim.BY_INDEX, ("groups", lock), ("claim", pick), *claim.AS_EVERYWHERE]
 
     def look(self, rows: Mapping[str, Sequence[tuple[Any, ...]]]) -> Look:
         """The groups that the first of its statements reports."""
@@ -261,14 +265,6 @@ class GroupScript:
             "AND state IN ('grouped', 'group_suspect') LIMIT 1 FOR UPDATE SKIP LOCKED)"
         )
         return render(self.schema, picked, id=job_id) + _action(self.schema, self.owner, self.suspects)
-
-    def statements(self, limit: int, after: str = "", *, clears: bool = False) -> list[tuple[str, str]]:
-        """The statements of `text` with their owners, or of `clearing`: "groups" returns groups, "claim" jobs."""
-        texts, number = _texts(self), str(int(limit))
-        # The cursor last, as a key of a group may hold any character.
-        lock = texts.lock.replace(_LIMIT, number).replace(_AFTER, quote_literal(after))
-        pick = (texts.clearing if clears else texts.claim).replace(_LIMIT, number)
-        return [*texts.limited, *claim.BY_INDEX, ("groups", lock), ("claim", pick), *claim.AS_EVERYWHERE]
 
 
 AnyScript: TypeAlias = claim.ClaimScript | GroupScript

@@ -106,7 +106,9 @@ def reap_one(schema: str, job_id: UUID, *, in_group: bool = False) -> str:
 
 def dead_letter_lost(schema: str, job_id: UUID, reason: str) -> str:
     """Make a dead letter of one job whose owner is dead: its row as it is, no numbers changed."""
-    return dead_letter_row(schema, job_id, _lost_one(schema, job_id), reason)
+    # With the state, because `dead_letter_row` has no condition on it.
+    is_leased: LiteralString = "job.state IN ('leased', 'group_leased') AND job.id = {id} AND {lost}"
+    return dead_letter_row(schema, job_id, compose(schema, is_leased, id=job_id, lost=_lost(schema)), reason)
 
 
 def lost_jobs(schema: str, limit: int, *, in_group: bool = False) -> str:
@@ -130,12 +132,6 @@ def _lost(schema: str) -> sql.Composable:
         "NOT EXISTS (SELECT FROM {relay} AS owner WHERE owner.id = job.lease_owner "
         "AND owner.alive_until > pg_catalog.clock_timestamp())",
     )
-
-
-def _lost_one(schema: str, job_id: UUID) -> sql.Composable:
-    # With the state, because `dead_letter_row` has no condition on it.
-    is_leased: LiteralString = "job.state IN ('leased', 'group_leased') AND job.id = {id} AND {lost}"
-    return compose(schema, is_leased, id=job_id, lost=_lost(schema))
 
 
 def take_back(schema: str, job_id: UUID, token: int, max_crashes: int, message: str, *, in_group: bool = False) -> str:

@@ -22,7 +22,6 @@ READABLE_DATES = "SET LOCAL datestyle = 'ISO'"
 # while the table was empty, an idle relay's normal state, would scan all that arrives later.
 LOCAL_SETTINGS = ("SET LOCAL plan_cache_mode = force_custom_plan", READABLE_DATES)
 
-
 # The role's time-out must not cancel a long claim, which would be repeated for ever, as long each time.
 UNTIMED = "SET LOCAL statement_timeout = 0"
 TIMED_AGAIN = "SET LOCAL statement_timeout TO DEFAULT"
@@ -67,20 +66,14 @@ def restored(inner_savepoint: str, seconds: float | None, *, is_noted: bool) -> 
         is_noted: True if the transaction began with `NOTE_ROLE`; else the role is that of the session.
     """
     role = _ROLE_AS_NOTED if is_noted else "SET LOCAL ROLE TO DEFAULT; "
+    # Not `lock_timeout`, with which a handler bounds its COMMIT's wait for a lock.
+    statement, _, idle = local_timeouts(seconds) or TIMEOUTS_OFF
     # The time-outs first: until then statements run under those of the handler.
     return (
-        f"{_statement_timeouts(seconds)}"
+        f"{statement}; {idle}; "
         f"RELEASE SAVEPOINT {inner_savepoint}; SAVEPOINT {inner_savepoint}; "
         f"SET LOCAL SESSION AUTHORIZATION DEFAULT; {role}"
     )
-
-
-def _statement_timeouts(seconds: float | None) -> str:
-    """Restore the deadlines except `lock_timeout`, with which a handler bounds its COMMIT's wait for a lock."""
-    if seconds is None:
-        return f"{TIMED_AGAIN}; SET LOCAL idle_in_transaction_session_timeout TO DEFAULT; "
-    statement, idle = (int(value * 1000) for value in (max(seconds, LEAST_SECONDS), seconds + IDLE_GRACE_SECONDS))
-    return f"SET LOCAL statement_timeout = {statement}; SET LOCAL idle_in_transaction_session_timeout = {idle}; "
 
 
 def clock_seconds() -> str:

@@ -113,14 +113,14 @@ GATE = 70_001
 @pytest.fixture
 def gated(monkeypatch: pytest.MonkeyPatch) -> None:
     """Has each claim of a group wait for an advisory lock before it looks."""
-    ungated, gate = GroupScript.statements, f"DO 'BEGIN PERFORM pg_advisory_xact_lock({GATE}); END'"
+    ungated, gate = GroupScript.parts, f"DO 'BEGIN PERFORM pg_advisory_xact_lock({GATE}); END'"
 
-    def after_gate(script: GroupScript, limit: int, after: str = "") -> list[tuple[str, str]]:
+    def after_gate(script: GroupScript, limit: int, after: str | None, _: object) -> list[tuple[str, str]]:
         found = ungated(script, limit, after)
         place = [owner for owner, _ in found].index("groups")
         return [*found[:place], ("settings", gate), *found[place:]]
 
-    monkeypatch.setattr(GroupScript, "statements", after_gate)
+    monkeypatch.setattr(GroupScript, "parts", after_gate)
 
 
 @pytest.mark.usefixtures("gated")

@@ -124,8 +124,20 @@ def health_file(
             "exists and is writable"
         ) from error
     done = threading.Event()
-    arguments = (path, read_health, write_seconds, done)
-    thread = threading.Thread(target=_keep_writing, args=arguments, name="outboxq-health-file", daemon=True)
+
+    def keep_writing() -> None:
+        failing = False
+        while not done.wait(write_seconds):
+            try:
+                _write(path, read_health())
+            except OSError as error:
+                if not failing:
+                    logger.warning("health file cannot be written, trying again: %s", error)
+                failing = True
+            else:
+                failing = False
+
+    thread = threading.Thread(target=keep_writing, name="outboxq-health-file", daemon=True)
     thread.start()
     try:
         yield
@@ -135,19 +147,6 @@ def health_file(
         # The file's directory may be gone by now, or read-only.
         with contextlib.suppress(OSError):
             path.unlink()
-
-
-def _keep_writing(path: Path, read_health: Callable[[], Health], write_seconds: float, done: threading.Event) -> None:
-    failing = False
-    while not done.wait(write_seconds):
-        try:
-            _write(path, read_health())
-        except OSError as error:
-            if not failing:
-                logger.warning("health file cannot be written, trying again: %s", error)
-            failing = True
-        else:
-            failing = False
 
 
 def _write(path: Path, health: Health) -> None:

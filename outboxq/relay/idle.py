@@ -46,9 +46,7 @@ class SlotSleep:
 
     def _has_suspects(self) -> bool:
         quarantine, queues = self._state.quarantine, self.idle_slot.queues
-        return quarantine.wait_in(queues) and any(
-            quarantine.wait_in((name,)) and not self._poller.is_held(name) for name in queues
-        )
+        return quarantine.wait_in(queues) and not all(map(self._poller.is_held, quarantine.known_in(queues)))
 
     def needs_connection(self) -> bool:
         """Return True if a connection is needed: to claim, or to poll."""

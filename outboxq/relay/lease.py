@@ -307,15 +307,14 @@ class RelayLease:
     def _wait(self, connection: PGconn, seconds: float) -> None:
         """Wait for the next beat; query the operators' settings whenever that is requested before."""
         until = time.monotonic() + seconds
-        while self._waits(until - time.monotonic()):
+        while True:
+            with self._changed:
+                remaining = max(0.0, until - time.monotonic())
+                self._changed.wait_for(lambda: self._looks_soon or self._is_beat_due(), remaining)
+                looks, self._looks_soon = self._looks_soon, False
+                if not looks or self._is_beat_due():
+                    return
             self._look_around(connection)
-
-    def _waits(self, seconds: float) -> bool:
-        """Wait; False when the next beat is due, True if a query is requested before."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._looks_soon or self._is_beat_due(), max(0.0, seconds))
-            looks, self._looks_soon = self._looks_soon, False
-            return looks and not self._is_beat_due()
 
     def _is_beat_due(self) -> bool:
         # Early if the lease is wanted and not held.

@@ -145,6 +145,12 @@ class ChildSocket:
         # How often the child has sent its totals.
         self.told = 0
 
+    def close(self) -> None:
+        """Record that the child has ended: what it sent is read to the end, and counts for good."""
+        # The reading thread ends once it has read everything, even if another process holds the other end.
+        with suppress(OSError):
+            self.connection.shutdown(socket.SHUT_RD)
+
 
 class ChildMetrics:
     """Adds up what the children of a supervisor count: those that live, and the last totals of those that ended.
@@ -168,12 +174,6 @@ class ChildMetrics:
             self._children.add(child)
         threading.Thread(target=self._listen, args=(child,), name="outboxq-child-metrics", daemon=True).start()
         return child, theirs
-
-    def close(self, child: ChildSocket) -> None:
-        """Record that the child has ended: what it sent is read to the end, and counts for good."""
-        # The reading thread ends once it has read everything, even if another process holds the other end.
-        with suppress(OSError):
-            child.connection.shutdown(socket.SHUT_RD)
 
     def count_end(self, database: str, reason: EndReason) -> None:
         """Count a child that did not end in order."""

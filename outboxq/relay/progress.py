@@ -14,13 +14,15 @@ from uuid import UUID
 
 from outboxq.database.closing import finish
 from outboxq.database.driver import DriverConnection, run_on_libpq
-from outboxq.database.errors import describe_error, sqlstate_of
+from outboxq.database.errors import sqlstate_of
 from outboxq.job import Job
 from outboxq.statements.progress import SETTINGS, ProgressNote, write_progress
 from outboxq.statements.transaction import BEGIN
 
 logger = logging.getLogger("outboxq.relay")
 
+# The shortest time between two writes, and how long the connection stays open when there is nothing to write.
+_WRITE_SECONDS, _IDLE_SECONDS = 1.0, 10.0
 _STOP_SECONDS = 5.0
 # Errors that another try does not mend.
 _ADVICE = {
@@ -36,15 +38,11 @@ class ProgressWriter:
 
     Args:
         connect: Opens a connection outside a transaction; a transaction pooler will do.
-        write_seconds: The shortest time between two writes.
-        idle_seconds: How long its connection stays open when there is nothing to write.
     """
 
     connect: Callable[[], DriverConnection]
     schema: str
     relay: UUID
-    write_seconds: float = 1.0
-    idle_seconds: float = 10.0
     _changed: threading.Condition = field(default_factory=threading.Condition, init=False)
     _notes: dict[UUID, ProgressNote] = field(default_factory=dict, init=False)
     # The jobs whose rows may be in the table, and those that are to be deleted.
@@ -63,18 +61,15 @@ class ProgressWriter:
             self._notes[job.id] = ProgressNote(job.id, job.attempt, fraction, note)
             self._ended.discard(job.id)
             if self._thread is None:
-                self._start()
+                thread = threading.Thread(target=self._run, name="outboxq-progress", daemon=True)
+                try:
+                    thread.start()
+                except RuntimeError:
+                    # The process may have no more threads: the next note tries again.
+                    logger.debug("the thread that writes progress cannot start")
+                else:
+                    self._thread = thread
             self._changed.notify_all()
-
-    def _start(self) -> None:
-        thread = threading.Thread(target=self._run, name="outboxq-progress", daemon=True)
-        try:
-            thread.start()
-        except RuntimeError:
-            # The process may have no more threads: the next note tries again.
-            logger.debug("the thread that writes progress cannot start")
-        else:
-            self._thread = thread
 
     def clear(self, job_ids: Collection[UUID]) -> None:
         """Forget the notes of jobs whose handler has ended, and have their rows deleted."""
@@ -106,18 +101,15 @@ class ProgressWriter:
                 if self._stopping:
                     break
             with self._changed:
-                self._changed.wait_for(lambda: self._stopping, self.write_seconds)
+                self._changed.wait_for(lambda: self._stopping, _WRITE_SECONDS)
         self._disconnect()
 
     def _await_work(self) -> bool:
         """Wait for something to write; False if the relay stops, and there is nothing."""
         with self._changed:
-            while not self._changed.wait_for(self._has_work, self.idle_seconds):
+            while not self._changed.wait_for(lambda: self._notes or self._ended or self._stopping, _IDLE_SECONDS):
                 self._disconnect()
             return bool(self._notes or self._ended)
-
-    def _has_work(self) -> bool:
-        return bool(self._notes or self._ended or self._stopping)
 
     def _write(self) -> None:
         with self._changed:
@@ -152,6 +144,6 @@ class ProgressWriter:
                 kept.clear()
         logger.warning(
             "the progress of handlers is not shown, and their jobs run without: %s",
-            _ADVICE.get(sqlstate) or describe_error(error),
+            _ADVICE[sqlstate],
             extra={"outboxq_sqlstate": sqlstate},
         )

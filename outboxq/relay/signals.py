@@ -20,13 +20,8 @@ Handler: TypeAlias = Callable[[int, FrameType | None], Any] | int | None
 _before: dict[int, Handler] = {}
 
 
-class _Masks(threading.local):
-    """The signals that the calling thread had blocked before it forked."""
-
-    before: set[int] | None = None
-
-
-_masks = _Masks()
+# The signals that the calling thread had blocked before it forked.
+_masks = threading.local()
 
 
 def _block() -> None:
@@ -36,8 +31,7 @@ def _block() -> None:
 
 
 def _unblock() -> None:
-    if _masks.before is not None:
-        before, _masks.before = _masks.before, None
+    if (before := _masks.__dict__.pop("before", None)) is not None:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
@@ -89,8 +83,16 @@ def stop_signals(stop: Callable[[], None], *, before_death: Callable[[], None] |
         return
 
     read_end, write_end = os.pipe()
+
+    def watch() -> None:
+        byte = os.read(read_end, 1)
+        os.close(read_end)
+        # None comes if the pipe is closed.
+        if byte:
+            stop()
+
     # In a thread: a signal handler interrupts the main thread, which may hold a lock that `stop` takes.
-    _call_on_byte(read_end, stop)
+    threading.Thread(target=watch, name="outboxq-signal-watch", daemon=True).start()
     found = {number: handler for number in _SIGNALS if (handler := signal.getsignal(number)) is not None}
     previous = {number: signal.SIG_DFL if handler == _Early.end else handler for number, handler in found.items()}
     taken_over = previous.keys() - _before.keys()
@@ -127,18 +129,6 @@ def _ending(before_death: Callable[[], None]) -> Callable[[int, FrameType | None
             os.kill(os.getpid(), number)
 
     return end
-
-
-def _call_on_byte(read_end: int, stop: Callable[[], None]) -> None:
-    """Call `stop` when a byte comes through the pipe, and not when the pipe is closed."""
-
-    def watch() -> None:
-        byte = os.read(read_end, 1)
-        os.close(read_end)
-        if byte:
-            stop()
-
-    threading.Thread(target=watch, name="outboxq-signal-watch", daemon=True).start()
 
 
 def stop_when_parent_dies(read_end: int, stop: Callable[[], None]) -> None:

@@ -92,11 +92,8 @@ class SlotLoop:
                 break
             except asyncio.CancelledError as error:
                 self._outlive(error)
-            except _FINAL:
-                raise
             except Exception as error:
-                # Users' listeners on a connection raise anything. A defect of ours ends the relay.
-                if not isinstance(error, CONNECTION_ERRORS) and is_defect(error):
+                if _is_final(error):
                     raise
                 if slot.is_seized():
                     break
@@ -114,10 +111,8 @@ class SlotLoop:
                     call_here(slot.settle, slot_connection)
             except Abandoned:
                 return
-            except _FINAL:
-                raise
             except Exception as error:
-                if not isinstance(error, CONNECTION_ERRORS) and is_defect(error):
+                if _is_final(error):
                     raise
                 slot.lost(error)
                 self._wake_event.clear()
@@ -170,6 +165,11 @@ class SlotLoop:
     def is_running(self) -> bool:
         """Return True if the slot's handler has the event loop at this moment."""
         return False
+
+
+def _is_final(error: Exception) -> bool:
+    """Return True if an error ends the relay: a defect of ours, but nothing that users' listeners may raise."""
+    return isinstance(error, _FINAL) or (not isinstance(error, CONNECTION_ERRORS) and is_defect(error))
 
 
 class SlotThread(SlotLoop):

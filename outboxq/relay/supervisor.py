@@ -10,6 +10,7 @@ pipe, which shows that it lives, and its state.
 import os
 import socket
 import subprocess
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -52,7 +53,6 @@ class _Child:
         self.silent_seconds = self.stopping_seconds = 0.0
         # The reason why it was killed, if it was.
         self.killed_as: EndReason | None = None
-        self._metrics = metrics
         self._socket: ChildSocket | None = None
         inherited: socket.socket | None = None
         self._read_end, write_end = os.pipe()
@@ -88,8 +88,8 @@ class _Child:
     def close(self) -> None:
         """Close the pipe and the socket of a child that has died."""
         os.close(self._read_end)
-        if self._metrics is not None and self._socket is not None:
-            self._metrics.close(self._socket)
+        if self._socket is not None:
+            self._socket.close()
 
 
 @dataclass(slots=True)
@@ -149,10 +149,9 @@ class Supervisor:
     well_after_seconds: float = 60.0
     kill_after_drain_seconds: float = 20.0
     _places: list[_Place] = field(init=False)
-    _stopping: bool = field(default=False, init=False)
-    # The children drain when this pipe is closed.
+    _stopping: threading.Event = field(default_factory=threading.Event, init=False)
+    # The children drain when the other end of this pipe is closed.
     _read_end: int = field(default=-1, init=False)
-    _write_end: int = field(default=-1, init=False)
     _checked_at: float = field(default_factory=time.monotonic, init=False)
 
     def __post_init__(self) -> None:
@@ -176,12 +175,15 @@ class Supervisor:
         """
         with ExitStack() as stack:
             stack.enter_context(health_file(self.health_path, self.health))
-            self._read_end, self._write_end = os.pipe()
+            self._read_end, write_end = os.pipe()
             stack.callback(os.close, self._read_end)
             # The children also drain after an error of the supervisor.
-            stack.callback(self._close_parent_pipe)
-            stack.enter_context(stop_signals(self._stop, before_death=self._kill_children))
+            parent_pipe = stack.enter_context(open(write_end, "wb", buffering=0))
+            stack.enter_context(stop_signals(self._stopping.set, before_death=self._kill_children))
             exit_code = self._tend_children()
+            # Through the pipe: a service manager may have sent SIGTERM to all processes, and a second one would end
+            # them at once.
+            parent_pipe.close()
             self._end_children()
             return exit_code
 
@@ -190,7 +192,7 @@ class Supervisor:
         children = [place.child for place in self._places]
         states = {child.state for child in children if child is not None}
         state: State = "starting"
-        if self._stopping:
+        if self._stopping.is_set():
             state = "stopping"
         elif "serving" in states:
             state = "serving"
@@ -198,17 +200,14 @@ class Supervisor:
             state = "waiting_for_database"
         return Health(state, processes=len(self._places), running=sum(child is not None for child in children))
 
-    def _stop(self) -> None:
-        self._stopping = True
-
     def _tend_children(self) -> int:
-        while not self._stopping and not all(place.finished for place in self._places):
+        while not self._stopping.is_set() and not all(place.finished for place in self._places):
             elapsed_seconds = self._elapsed_seconds()
             exit_code = max((self._tend(place, elapsed_seconds) for place in self._places), default=0)
             if exit_code:
-                self._stopping = True
+                self._stopping.set()
                 return exit_code
-            time.sleep(_TEND_SECONDS)
+            self._stopping.wait(_TEND_SECONDS)
         return 0
 
     def _elapsed_seconds(self) -> float:
@@ -281,18 +280,8 @@ class Supervisor:
     def _children(self) -> list[_Child]:
         return [place.child for place in self._places if place.child is not None]
 
-    def _close_parent_pipe(self) -> None:
-        if self._write_end >= 0:
-            write_end, self._write_end = self._write_end, -1
-            os.close(write_end)
-
     def _end_children(self) -> None:
-        """Wait for the children to drain, and kill those that take too long.
-
-        Through the pipe: a service manager may have sent SIGTERM to all processes, and a second one would end them at
-        once.
-        """
-        self._close_parent_pipe()
+        """Wait for the children to drain, and kill those that take too long."""
         children = self._children()
         for child in children:
             # A child that has not reported may not watch the pipe yet, and has nothing to finish.

@@ -247,7 +247,7 @@ MUTANTS = (
     Mutant(
         "the pause between two writes of progress",
         "outboxq/relay/progress.py",
-        "                self._changed.wait_for(lambda: self._stopping, self.write_seconds)\n",
+        "                self._changed.wait_for(lambda: self._stopping, _WRITE_SECONDS)\n",
         "                pass\n",
         (_PROGRESS + "test_of_many_notes_the_newest_is_written_and_few_are",),
     ),

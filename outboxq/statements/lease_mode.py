@@ -58,18 +58,12 @@ def release_leased(schema: str, jobs: Iterable[Job], *, free: bool = False) -> s
     They keep their `seq`: a new one would put them after a whole backlog. A sweep finds jobs that are before a cursor.
     Index, locks and `free` are those of `finish_leased`.
     """
-    jobs = tuple(jobs)
-    in_group = any(job.group_key is not None for job in jobs)
-    grouped: LiteralString = "CASE job.state WHEN 'group_leased' THEN 'grouped' ELSE 'ready' END"
-    ready: LiteralString = grouped if in_group else "'ready'"
     return _with_jobs(
         schema,
         jobs,
         (_UNLOCKED if free else _LEASED)
         + """
-UPDATE {job} AS job SET state = """
-        + ready
-        + """, attempt = """
+UPDATE {job} AS job SET state = CASE job.state WHEN 'group_leased' THEN 'grouped' ELSE 'ready' END, attempt = """
         + one_attempt_less("job.attempt")
         + """, lease_owner = NULL,
   lease_token = """

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import Literal, TypeAlias, get_args
+from typing import BinaryIO, Literal, TypeAlias, get_args
 
 import msgspec
 
@@ -34,7 +34,6 @@ REASONS: tuple[EndReason, ...] = get_args(EndReason)
 
 
 def read_relay(look: RelayLook | None, counter: EventCounter) -> Reading:
-    """Read a relay's counts and activity."""
     reading = counter.read()
     if look is None:
         return reading
@@ -85,7 +84,6 @@ class MetricsTeller:
             self._send_rest()
 
     def finish(self) -> None:
-        """Send the totals for the last time."""
         with suppress(OSError):
             self.tell()
 
@@ -109,30 +107,19 @@ class MetricsTeller:
                 self._socket.close()
 
 
-def receive(connection: socket.socket) -> Reading | None:
+def receive(stream: BinaryIO) -> Reading | None:
     """Receive the next totals that a `MetricsTeller` sends; None at the end.
 
     Raises:
         OSError: the connection failed.
         msgspec.DecodeError: the data is not ours.
     """
-    head = _receive_exactly(connection, _LENGTH.size)
-    if head is None:
+    head = stream.read(_LENGTH.size)
+    if len(head) < _LENGTH.size:
         return None
     (length,) = _LENGTH.unpack(head)
-    data = _receive_exactly(connection, length) if length <= MOST_BYTES else None
-    return None if data is None else Reading.decoded(data)
-
-
-def _receive_exactly(connection: socket.socket, length: int) -> bytes | None:
-    parts: list[bytes] = []
-    while length:
-        part = connection.recv(min(length, 1_048_576))
-        if not part:
-            return None
-        parts.append(part)
-        length -= len(part)
-    return b"".join(parts)
+    data = stream.read(length) if length <= MOST_BYTES else b""
+    return Reading.decoded(data) if len(data) == length else None
 
 
 class ChildSocket:
@@ -207,11 +194,12 @@ class ChildMetrics:
 
     def _listen(self, child: ChildSocket) -> None:
         try:
-            while (reading := receive(child.connection)) is not None:
-                with self._changed:
-                    child.last = reading
-                    child.told += 1
-                    self._changed.notify_all()
+            with child.connection.makefile("rb") as stream:
+                while (reading := receive(stream)) is not None:
+                    with self._changed:
+                        child.last = reading
+                        child.told += 1
+                        self._changed.notify_all()
         except (OSError, msgspec.DecodeError):
             pass
         finally:

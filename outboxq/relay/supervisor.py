@@ -8,7 +8,6 @@ pipe, which shows that it lives, and its state.
 """
 
 import os
-import socket
 import subprocess
 import threading
 import time
@@ -54,26 +53,23 @@ class _Child:
         # The reason why it was killed, if it was.
         self.killed_as: EndReason | None = None
         self._socket: ChildSocket | None = None
-        inherited: socket.socket | None = None
         self._read_end, write_end = os.pipe()
         os.set_blocking(self._read_end, False)
         numbers = {PARENT_PIPE_VARIABLE: parent_pipe, HEARTBEAT_PIPE_VARIABLE: write_end}
         try:
-            if metrics is not None:
-                self._socket, inherited = metrics.open(database)
-                numbers[METRICS_SOCKET_VARIABLE] = inherited.fileno()
-            pipes = {name: str(number) for name, number in numbers.items()}
-            # Its own session: a Ctrl-C at the terminal reaches the supervisor alone, which then ends the children.
-            self.process = subprocess.Popen(  # noqa: S603  # our own command line
-                command, env={**environment, **pipes}, pass_fds=tuple(numbers.values()), start_new_session=True
-            )
+            with ExitStack() as inherited:
+                inherited.callback(os.close, write_end)
+                if metrics is not None:
+                    self._socket, theirs = metrics.open(database)
+                    numbers[METRICS_SOCKET_VARIABLE] = inherited.enter_context(theirs).fileno()
+                pipes = {name: str(number) for name, number in numbers.items()}
+                # Its own session: a Ctrl-C at the terminal reaches the supervisor alone, which then ends the children.
+                self.process = subprocess.Popen(  # noqa: S603  # our own command line
+                    command, env={**environment, **pipes}, pass_fds=tuple(numbers.values()), start_new_session=True
+                )
         except BaseException:
             self.close()
             raise
-        finally:
-            os.close(write_end)
-            if inherited is not None:
-                inherited.close()
 
     def listen(self, elapsed_seconds: float) -> None:
         """Read the beats since the last call, `elapsed_seconds` ago."""
@@ -86,7 +82,6 @@ class _Child:
             self.stopping_seconds += elapsed_seconds
 
     def close(self) -> None:
-        """Close the pipe and the socket of a child that has died."""
         os.close(self._read_end)
         if self._socket is not None:
             self._socket.close()
@@ -263,19 +258,16 @@ class Supervisor:
             self._count_end(place, "stuck")
         else:
             self._count_end(place, child.killed_as or "died")
-            self._plan_restart(place, child, code)
+            if time.monotonic() - child.started_at >= self.well_after_seconds:
+                place.restart_seconds = self.first_restart_seconds
+            self.emit(ChildDied(child.process.pid, code, place.restart_seconds, place.database))
+            place.restart_at = time.monotonic() + place.restart_seconds
+            place.restart_seconds = min(place.restart_seconds * 2, self.restart_cap_seconds)
         return 0
 
     def _count_end(self, place: _Place, reason: EndReason) -> None:
         if self.metrics is not None:
             self.metrics.count_end(place.database, reason)
-
-    def _plan_restart(self, place: _Place, child: _Child, code: int) -> None:
-        if time.monotonic() - child.started_at >= self.well_after_seconds:
-            place.restart_seconds = self.first_restart_seconds
-        self.emit(ChildDied(child.process.pid, code, place.restart_seconds, place.database))
-        place.restart_at = time.monotonic() + place.restart_seconds
-        place.restart_seconds = min(place.restart_seconds * 2, self.restart_cap_seconds)
 
     def _children(self) -> list[_Child]:
         return [place.child for place in self._places if place.child is not None]

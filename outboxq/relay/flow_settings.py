@@ -22,15 +22,7 @@ _NO_LIMITS = QueueLimits()
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """The result of one query of the settings.
-
-    Args:
-        suspects: The queues with suspects.
-        groups: The queues with jobs of groups.
-        group_suspects: The queues with suspects in groups.
-        group_leases: True if jobs of groups are leased anywhere.
-        schedule_seconds: The seconds until the next schedule is due; infinite if there is none.
-    """
+    """The result of one query of the settings, whose rows `look_around` describes."""
 
     suspects: frozenset[str] = frozenset()
     groups: frozenset[str] = frozenset()

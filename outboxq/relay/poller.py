@@ -45,14 +45,6 @@ class Order:
         first = min((self._places[name] for name in in_turns), default=0)
         self._ranks = {name: first if name in in_turns else place for name, place in self._places.items()}
 
-    def __contains__(self, queue: str) -> bool:
-        return queue in self._places
-
-    def before(self, queue: str, among: Iterable[str]) -> tuple[str, ...]:
-        """The queues for which a slot leaves this one even if it has jobs."""
-        rank = self._ranks[queue]
-        return tuple(name for name in among if name != queue and self._ranks.get(name, rank + 1) <= rank)
-
     def count_peers(self, queue: str, among: Iterable[str]) -> int:
         """The number of these queues that take turns with `queue`."""
         rank = self._ranks[queue]
@@ -61,7 +53,8 @@ class Order:
     def first(self, last: str, among: Iterable[str]) -> str | None:
         """The queue whose turn it is, after `last` had its turn."""
         behind, count = self._places[last] + 1, len(self.queues)
-        keys = ((self._ranks[name], (self._places[name] - behind) % count, name) for name in among if name in self)
+        ours = self._places.keys() & among
+        keys = ((self._ranks[name], (self._places[name] - behind) % count, name) for name in ours)
         return min(keys, default=(0, 0, None))[2]
 
 
@@ -96,7 +89,6 @@ class SharedPoller:
         self._lock = threading.RLock()
 
     def statement_for(self, queues: tuple[str, ...]) -> str:
-        """A poll of some of the queues."""
         return self.statement if queues == self.queues else poll_queues(self._schema, queues)
 
     def begin(self) -> Poll:
@@ -202,7 +194,6 @@ class SharedPoller:
             return bool(waiting)
 
     def record_groups(self, queue: str) -> None:
-        """Record that a queue has jobs of groups."""
         self._groups_seen_at[queue] = time.monotonic()
 
     def has_groups(self, queue: str) -> bool:

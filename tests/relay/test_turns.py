@@ -279,8 +279,6 @@ def test_the_order_of_queues() -> None:
     assert order.first("a", {"urgent", "b"}) == "urgent"
     assert order.first("a", {"late", "elsewhere"}) == "late"
     assert order.first("a", {"elsewhere"}) is None
-    assert order.before("b", ("urgent", "a", "b", "c", "late")) == ("urgent", "a", "c")
-    assert order.before("urgent", ("urgent", "a", "late", "elsewhere")) == ()
 
 
 def test_a_group_cannot_give_turns_to_queues_that_it_does_not_have() -> None:

@@ -14,6 +14,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import TypeAlias
 
@@ -50,6 +51,7 @@ Runner: TypeAlias = SlotThread | SlotTask
 Action: TypeAlias = Callable[[Connection], BatchReport | None]
 
 
+@dataclass(eq=False)
 class DeadlineEnforcer:
     """Checks the runners of a relay, from the relay's own thread.
 
@@ -61,23 +63,15 @@ class DeadlineEnforcer:
         orders: The jobs that were cancelled.
     """
 
-    def __init__(
-        self,
-        engines: Engines,
-        schema: str,
-        loop: LoopThread,
-        replace: Callable[[Runner], None],
-        stuck: Callable[[BaseException], None],
-        limits: RelayLimits,
-        orders: Orders,
-    ) -> None:
-        self._engines = engines
-        self._schema = schema
-        self._loop = loop
-        self._replace = replace
-        self._stuck = stuck
-        self._limits = limits
-        self._orders = orders
+    engines: Engines
+    schema: str
+    loop: LoopThread
+    replace: Callable[[Runner], None]
+    stuck: Callable[[BaseException], None]
+    limits: RelayLimits
+    orders: Orders
+
+    def __post_init__(self) -> None:
         self._acting: dict[Runner, threading.Thread] = {}
         self._releasing: dict[Runner, threading.Thread] = {}
         self._runners: list[Runner] = []
@@ -99,34 +93,27 @@ class DeadlineEnforcer:
             deadline = batch.running.deadline
             if deadline is not None and now >= deadline:
                 self._start(self._acting, runner, partial(self._enforce, runner, batch, deadline))
-            elif self._orders.cancelled:
-                self._check_cancelled(runner, batch)
-        self._check_leased(runners)
-        while self._ended:
-            runner, jobs = self._ended.pop()
-            self._cut.append((runner, now + self._limits.free_after_seconds, jobs))
-            self._replace(runner)
-        self._cut = [cut for cut in self._cut if cut[0].is_alive()]
-        if any(now > until for _, until, _ in self._cut):
-            # Name the jobs of all: the first one past its time may be held up by another one's handler.
-            cut, self._cut = self._cut, []
-            self._stuck(_stuck_in([job for *_, jobs in cut for job in jobs]))
-
-    def _check_cancelled(self, runner: Runner, batch: BatchState) -> None:
-        call, cancelled = batch.running.call, self._orders.cancelled
-        if call is None or call.is_over or not any(job.id in cancelled for job in call.jobs):
-            return
-        # First: from here on the handler's end does not count as a success.
-        call.is_cancelled = True
-        runner.cancel(call)
-        self._start(self._acting, runner, partial(self._end_cancelled, runner, batch, call))
-
-    def _check_leased(self, runners: list[Runner]) -> None:
+                continue
+            call, cancelled = batch.running.call, self.orders.cancelled
+            if call is not None and cancelled and not call.is_over and any(job.id in cancelled for job in call.jobs):
+                # First: from here on the handler's end does not count as a success.
+                call.is_cancelled = True
+                runner.cancel(call)
+                self._start(self._acting, runner, partial(self._end_cancelled, runner, batch, call))
         self._releasing = {runner: thread for runner, thread in self._releasing.items() if thread.is_alive()}
         for runner in runners:
             leased = runner.slot.leased_batch
             if leased is not None and runner not in self._releasing and leased.wants_release():
                 self._start(self._releasing, runner, partial(self._release, runner, leased, tuple(runners)))
+        while self._ended:
+            runner, jobs = self._ended.pop()
+            self._cut.append((runner, now + self.limits.free_after_seconds, jobs))
+            self.replace(runner)
+        self._cut = [cut for cut in self._cut if cut[0].is_alive()]
+        if any(now > until for _, until, _ in self._cut):
+            # Name the jobs of all: the first one past its time may be held up by another one's handler.
+            cut, self._cut = self._cut, []
+            self.stuck(_stuck_in([job for *_, jobs in cut for job in jobs]))
 
     def release_waiting(self, runners: list[Runner]) -> None:
         """Settle the leased jobs that ended slots hold besides the job that ran."""
@@ -139,7 +126,7 @@ class DeadlineEnforcer:
 
         Waits for a COMMIT that is under way. Takes no longer than `abort_seconds`, however many slots there are.
         """
-        deadline = time.monotonic() + self._limits.abort_seconds
+        deadline = time.monotonic() + self.limits.abort_seconds
         pending, taken = list(runners), 0
         while pending and time.monotonic() < deadline:
             for runner in list(pending):
@@ -212,11 +199,19 @@ class DeadlineEnforcer:
 
     def _end_cancelled(self, runner: Runner, batch: BatchState, call: HandlerCall) -> None:
         """Cancel what a handler sends, then cut it off, unless it ends by itself."""
-        cancel = partial(self._on_connection, partial(_cancel_statement, batch, call))
-        if not self._cut_off(runner, batch, cancel, lambda: call.is_over):
+
+        def cancel(connection: Connection) -> None:
+            # What the backend runs, even if its batch has other jobs: the call is kept from ending until the server has
+            # answered. The backend receives the cancellation before it reads anything later, so it cannot hit a
+            # statement of the relay or of the next job.
+            with call.while_running() as runs:
+                if runs:
+                    end_other_transaction(connection, batch, terminate=False)
+
+        if not self._cut_off(runner, batch, partial(self._on_connection, cancel), lambda: call.is_over):
             return
         # However the call has ended since, nothing of the batch was committed, and its cancelled jobs end here.
-        cancelled = tuple(job for job in call.jobs if job.id in self._orders.cancelled)
+        cancelled = tuple(job for job in call.jobs if job.id in self.orders.cancelled)
         try:
             self._end(runner, batch, cancelled=cancelled)
         finally:
@@ -226,7 +221,7 @@ class DeadlineEnforcer:
         self, runner: Runner, batch: BatchState, cancel: Callable[[], object], has_ended: Callable[[], bool]
     ) -> bool:
         """Cancel a handler's statement, and take the batch from its slot if the handler does not end; False if not."""
-        cut_after_seconds = self._limits.cut_after_seconds
+        cut_after_seconds = self.limits.cut_after_seconds
         until = time.monotonic() + cut_after_seconds
         # An async handler is cancelled by its own loop, together with the query that it awaits.
         if runner.slot.flavour == "sync":
@@ -282,7 +277,7 @@ class DeadlineEnforcer:
 
     def _release(self, runner: Runner, leased: LeasedBatch, others: tuple[Runner, ...] = ()) -> None:
         """Give back the jobs that wait for a handler that takes long, or was cut off; wake slots to claim them."""
-        report = self._on_connection(lambda connection: release_waiting(connection, leased, self._schema).report)
+        report = self._on_connection(lambda connection: release_waiting(connection, leased, self.schema).report)
         if report is not None:
             runner.slot.publish(report)
         for other in others:
@@ -292,11 +287,11 @@ class DeadlineEnforcer:
         """Run `action` on its own connection; None if that fails: then the claim's mark stays."""
         try:
             with self._connections:
-                if self._engines.sync is not None:
-                    return _run_on(self._engines.sync, self._schema, action)
-                assert self._engines.asynchronous is not None
-                engine = self._engines.asynchronous.sync_engine
-                future = self._loop.submit(greenlet_spawn(_run_on, engine, self._schema, action))
+                if self.engines.sync is not None:
+                    return _run_on(self.engines.sync, self.schema, action)
+                assert self.engines.asynchronous is not None
+                engine = self.engines.asynchronous.sync_engine
+                future = self.loop.submit(greenlet_spawn(_run_on, engine, self.schema, action))
                 try:
                     return future.result(_LOOP_SECONDS)
                 except TimeoutError:
@@ -324,14 +319,3 @@ def _stuck_in(jobs: Sequence[Job]) -> RelayStuck:
     return RelayStuck(
         f"{handler} could not be freed after its deadline, or after a cancellation: this process must be replaced"
     )
-
-
-def _cancel_statement(batch: BatchState, call: HandlerCall, connection: Connection) -> None:
-    """Cancel what the backend of a handler runs, even if its batch has other jobs.
-
-    The call is kept from ending until the server has answered. The backend receives the cancellation before it reads
-    anything later, so it cannot hit a statement of the relay or of the next job.
-    """
-    with call.while_running() as runs:
-        if runs:
-            end_other_transaction(connection, batch, terminate=False)

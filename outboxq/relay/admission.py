@@ -170,10 +170,6 @@ class Admission:
     def __post_init__(self) -> None:
         self.hands = TokenHands(self.limits.token_seconds)
 
-    def has_rate(self, queue: str) -> bool:
-        """Return True if each job of this queue takes a token."""
-        return self.flow.limits_of(queue).rate_jobs is not None
-
     def found_full(self, queue: str) -> None:
         """Record that a claim found a queue at its limit: no slot claims from it for a moment."""
         limits = self.limits
@@ -227,9 +223,9 @@ class Admission:
             yield (query := Query(statement))
             waiting, has_room, tokens, due_seconds = _row(query.rows)
         if tokens:
+            one_seconds = min(max(_LEAST_KEEP_SECONDS, rate.seconds_each * _KEPT_SHARE), _MOST_KEEP_SECONDS)
             # Counted from the answer: however long the COMMIT took, the next claim comes in time.
-            keep_seconds = asked.keep_seconds if tokens > 1 else _keep_one_seconds(rate)
-            self.hands.add(queue, tokens, time.monotonic() + keep_seconds)
+            self.hands.add(queue, tokens, time.monotonic() + (asked.keep_seconds if tokens > 1 else one_seconds))
         elif not has_room:
             self.found_full(queue)
         elif waiting:
@@ -261,7 +257,7 @@ class SlotAdmission:
             self._are_left = False
             return held[1].tokens
         self.return_unused()
-        if not self._shared.has_rate(queue):
+        if self._shared.flow.limits_of(queue).rate_jobs is None:
             return limit
         taken = self._shared.hands.take(queue, limit)
         self._held = (queue, taken) if taken.tokens else None
@@ -302,8 +298,3 @@ class SlotAdmission:
 
 def _row(rows: Rows) -> Row:
     return cast("Row", rows[0]) if rows else (0, True, 0, None)
-
-
-def _keep_one_seconds(rate: Rate) -> float:
-    """The time for which a relay may keep a token that it reserved alone."""
-    return min(max(_LEAST_KEEP_SECONDS, rate.seconds_each * _KEPT_SHARE), _MOST_KEEP_SECONDS)

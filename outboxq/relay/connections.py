@@ -60,7 +60,6 @@ class SlotConnection:
 
 
 def make_slot_connection(connection: Connection, invoker: Invoker) -> SlotConnection:
-    """Set up a new connection."""
     cut_off_in_children(driver_connection(connection))
     with connection.begin():
         run = server_run(connection)
@@ -95,23 +94,26 @@ class SlotConnections:
     @contextmanager
     def borrow(self) -> Iterator[SlotConnection]:
         """Lend a connection to one slot, within the block; after an error it is closed, with all spare connections."""
-        slot_connection = self._take_spare() or self._open()
+        with self._lock:
+            slot_connection = self._spares.pop() if self._spares else None
+        if slot_connection is None:
+            slot_connection = self._open()
+        else:
+            slot_connection.guard.thread = threading.get_ident()
         try:
             yield slot_connection
         except BaseException:
             # The spare connections may be lost too.
             _close([slot_connection, *self._remove_all()])
             raise
-        if not self._keep_spare(slot_connection):
-            _close([slot_connection])
-
-    def _take_spare(self) -> SlotConnection | None:
-        """The spare connection that was used last, handed to the calling thread; None if there is none."""
+        slot_connection.used_at = time.monotonic()
         with self._lock:
-            slot_connection = self._spares.pop() if self._spares else None
-        if slot_connection is not None:
-            slot_connection.guard.thread = threading.get_ident()
-        return slot_connection
+            # Not if a handler spoiled it, or the relay has ended.
+            is_kept = not self._is_closed and slot_connection.guard.left is None
+            if is_kept:
+                self._spares.append(slot_connection)
+        if not is_kept:
+            _close([slot_connection])
 
     def _open(self) -> SlotConnection:
         with opening():
@@ -122,15 +124,6 @@ class SlotConnections:
         except BaseException:
             connection.invalidate()
             raise
-
-    def _keep_spare(self, slot_connection: SlotConnection) -> bool:
-        """Take a connection back; False if the caller is to close it: a handler spoiled it, or the relay has ended."""
-        slot_connection.used_at = time.monotonic()
-        with self._lock:
-            is_kept = not self._is_closed and slot_connection.guard.left is None
-            if is_kept:
-                self._spares.append(slot_connection)
-            return is_kept
 
     def trim(self) -> None:
         """Close connections that were unused for a while."""

@@ -20,12 +20,10 @@ class EffectRunners:
     _async_transactions: AsyncEngineTransactions | None
 
     def trim(self) -> None:
-        """Close the connections that were unused for a while."""
         if self._sync_transactions is not None:
             self._sync_transactions.trim()
 
     async def trim_in_loop(self) -> None:
-        """Close the event loop's connections that were unused for a while."""
         if self._async_transactions is not None:
             await self._async_transactions.trim()
 

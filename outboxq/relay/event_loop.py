@@ -48,7 +48,6 @@ class LoopThread:
 
     @contextmanager
     def run(self) -> Iterator[None]:
-        """Run the loop within the block."""
         started, ends = Future[asyncio.AbstractEventLoop](), threading.Event()
         thread = threading.Thread(target=_run_loop, args=(started, ends), name="outboxq-loop", daemon=True)
         thread.start()
@@ -68,7 +67,6 @@ class LoopThread:
 
     def call(self, awaitable: Awaitable[T], timeout_seconds: float | None = None) -> T:
         """Run an awaitable in the loop and wait for its result."""
-
         return self.submit(await_here(awaitable)).result(timeout_seconds)
 
     def call_unless_blocked(self, awaitable: Awaitable[object], timeout_seconds: float) -> None:
@@ -130,9 +128,5 @@ def enter_lifespan(stack: ExitStack, lifespan: AnyLifespan, loop: LoopThread, ex
         stack.push(lambda *error: call_here(lifespan.__exit__, *error))
         return state
     state = loop.call(lifespan.__aenter__())
-    stack.callback(_leave_in_loop, lifespan, loop, exit_seconds)
+    stack.callback(lambda: loop.call_unless_blocked(lifespan.__aexit__(None, None, None), exit_seconds))
     return state
-
-
-def _leave_in_loop(lifespan: AbstractAsyncContextManager[object], loop: LoopThread, exit_seconds: float) -> None:
-    loop.call_unless_blocked(lifespan.__aexit__(None, None, None), exit_seconds)

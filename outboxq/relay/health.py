@@ -61,7 +61,6 @@ class StateHook:
         self.state: State = "starting"
 
     def __call__(self, event: Event) -> None:
-        """Record `event`."""
         if self.state == "stopping":
             return
         match event:

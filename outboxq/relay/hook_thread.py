@@ -51,13 +51,11 @@ class HookThread:
         self._ends_at: float | None = None
 
     def start(self) -> None:
-        """Start the thread, if there are hooks."""
         if self._hooks:
             self._is_open = True
             self._thread.start()
 
     def wants(self, kind: type[Event]) -> bool:
-        """Return True if a hook wants events of this class."""
         return kind in self._wanted
 
     def put(self, event: Event) -> bool:
@@ -70,7 +68,9 @@ class HookThread:
             return False
         with self._changed:
             if not self._is_behind:
-                self._changed.wait_for(self._need_not_wait, self._limits.hold_seconds)
+                self._changed.wait_for(
+                    lambda: self._has_room() or self._is_behind or not self._is_open, self._limits.hold_seconds
+                )
             if self._is_open and not self._is_behind and self._has_room():
                 self._events.append(event)
                 self._changed.notify_all()
@@ -94,7 +94,8 @@ class HookThread:
         with self._changed:
             if self._ends_at is None:
                 self._ends_at = time.monotonic() + self._limits.finish_seconds
-            self._changed.wait_for(self._is_idle, max(0.0, self._ends_at - time.monotonic()))
+            remaining = max(0.0, self._ends_at - time.monotonic())
+            self._changed.wait_for(lambda: not (self._events or self._is_telling), remaining)
 
     def finish(self) -> None:
         """Deliver the last events and end the thread, or abandon it if a hook is slow. A second call does nothing."""
@@ -130,12 +131,6 @@ class HookThread:
 
     def _has_room(self) -> bool:
         return len(self._events) < self._limits.waiting_events
-
-    def _need_not_wait(self) -> bool:
-        return self._has_room() or self._is_behind or not self._is_open
-
-    def _is_idle(self) -> bool:
-        return not (self._events or self._is_telling)
 
     def _run(self) -> None:
         # Its event loop is made when a hook first needs one.

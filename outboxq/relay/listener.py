@@ -65,20 +65,17 @@ class HearingCheck:
         self._channel = f"outboxq_hearing_{secrets.token_hex(8)}"
         run_on_libpq(connection, listen.listen_on(self._channel))
         try:
-            self._notify()
+            other = self._connect()
+            try:
+                run_on_libpq(other.pgconn, listen.notify_on(self._channel))
+            finally:
+                finish(other)
         except Exception as error:  # noqa: BLE001  # users' engines raise what they like; slots report outages
             logger.debug("notifications could not be checked: %s", describe_error(error))
             run_on_libpq(connection, listen.unlisten(self._channel))
             return False
         self._late_at = time.monotonic() + self._patience_seconds
         return True
-
-    def _notify(self) -> None:
-        other = self._connect()
-        try:
-            run_on_libpq(other.pgconn, listen.notify_on(self._channel))
-        finally:
-            finish(other)
 
     def is_over(self, connection: PGconn) -> bool:
         """Return True if the notification has come; warns once if it is late although the connection works."""
@@ -90,7 +87,10 @@ class HearingCheck:
         connection.consume_input()
         while notification := connection.notifies():
             if notification.relname.decode() == self._channel:
-                self._record_heard(connection)
+                self.passed = True
+                run_on_libpq(connection, listen.unlisten(self._channel))
+                if self._is_told:
+                    logger.info("notifications arrive after all: the relay listens for them")
                 return True
         if is_late and not self._is_told:
             self._is_told = True
@@ -101,12 +101,6 @@ class HearingCheck:
                 self._poll_seconds,
             )
         return False
-
-    def _record_heard(self, connection: PGconn) -> None:
-        self.passed = True
-        run_on_libpq(connection, listen.unlisten(self._channel))
-        if self._is_told:
-            logger.info("notifications arrive after all: the relay listens for them")
 
     def wait_seconds(self) -> float:
         """The time to wait for the notification until the next call of `is_over`."""
@@ -189,29 +183,30 @@ class Listener(ListeningThread):
             self._wake(self._idle_slots)
 
     def listen(self, connection: PGconn) -> None:
-        self._wait_until_heard(connection)
+        hearing = self._hearing
+        if hearing is not None and not hearing.passed and hearing.begin(connection):
+            # Nearly always the notification comes at once, and requests can wait for it.
+            wait_readable([connection.socket], _HEARING_SECONDS)
+            while not hearing.is_over(connection) and not self._is_stopping:
+                self.take_requests(None)
+                seconds = min(hearing.wait_seconds(), self._probe_seconds)
+                if not wait_readable([self._wake_reader, connection.socket], seconds):
+                    run_on_libpq(connection, "SELECT")
         run_on_libpq(connection, listen.listen(self._schema))
         self._wake(self._idle_slots)
 
     def work(self, connection: PGconn) -> float:
         if time.monotonic() >= self._lower_at:
-            self._lower_flags(connection)
+            self._lower_at = math.inf
+            dropped = self._flags.keys() - self._slept_on()
+            if dropped:
+                # First, so that no slot trusts a flag that goes down.
+                self._flags = {name: since for name, since in self._flags.items() if name not in dropped}
+                run_on_libpq(connection, listen.drop_sleep_flags(self._schema, dropped))
         elif self._is_silent:
             # The connection may be half-open.
             run_on_libpq(connection, "SELECT")
         return min(max(0.0, self._lower_at - time.monotonic()), self._probe_seconds)
-
-    def _wait_until_heard(self, connection: PGconn) -> None:
-        hearing = self._hearing
-        if hearing is None or hearing.passed or not hearing.begin(connection):
-            return
-        # Nearly always the notification comes at once, and requests can wait for it.
-        wait_readable([connection.socket], _HEARING_SECONDS)
-        while not hearing.is_over(connection) and not self._is_stopping:
-            self.take_requests(None)
-            seconds = min(hearing.wait_seconds(), self._probe_seconds)
-            if not wait_readable([self._wake_reader, connection.socket], seconds):
-                run_on_libpq(connection, "SELECT")
 
     def _add_idle(self, idle_slot: IdleSlot, flagged: "Future[float | None]", connection: PGconn | None) -> None:
         self._idle_slots[idle_slot] = False
@@ -252,14 +247,6 @@ class Listener(ListeningThread):
 
     def _slept_on(self) -> set[str]:
         return {name for idle_slot in self._idle_slots for name in idle_slot.queues}
-
-    def _lower_flags(self, connection: PGconn) -> None:
-        self._lower_at = math.inf
-        dropped = self._flags.keys() - self._slept_on()
-        if dropped:
-            # First, so that no slot trusts a flag that goes down.
-            self._flags = {name: since for name, since in self._flags.items() if name not in dropped}
-            run_on_libpq(connection, listen.drop_sleep_flags(self._schema, dropped))
 
     def hear(self, text: str) -> None:
         if text == listen.ALL_QUEUES:

@@ -97,8 +97,6 @@ class RelayLook:
 
 @dataclass(eq=False)
 class RelayRun:
-    """One run of a relay, from start to end."""
-
     engines: Engines
     registry: Registry
     groups: list[FlavouredGroup]
@@ -242,7 +240,11 @@ class RelayRun:
         with ExitStack() as stack:
             self.hooks.start()
             stack.callback(self.hooks.finish)
-            if self._needs_loop(lifespan):
+            if (
+                any(flavour == "async" for _, flavour in self.groups)
+                or isinstance(lifespan, AbstractAsyncContextManager)
+                or self.engines.sync is None
+            ):
                 stack.enter_context(self._loop.run())
                 stack.push(self._abandon_tasks)
             wait_for_database(
@@ -274,13 +276,6 @@ class RelayRun:
         for queue, limits in sorted(flow.limits.items()):
             logger.info("queue %r is limited: %s", queue, limits)
         flow.on_limits = self._state.admission.changed
-
-    def _needs_loop(self, lifespan: object) -> bool:
-        return (
-            any(flavour == "async" for _, flavour in self.groups)
-            or isinstance(lifespan, AbstractAsyncContextManager)
-            or self.engines.sync is None
-        )
 
     def _abandon_tasks(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
         """After an error, abandon async slots: the loop's end cancels their tasks, which fails no job."""
@@ -349,8 +344,8 @@ class RelayRun:
         if not self.stopping.is_set():
             for task in self._maintenance.at_end:
                 task.run_once()
-        self.hooks.settle()
         hooks = self.hooks
+        hooks.settle()
         self.emit(
             RelayStopped(counters.done, counters.failed, counters.died, self._abandoned, hooks.failures, hooks.dropped)
         )

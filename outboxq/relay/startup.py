@@ -221,11 +221,7 @@ def find_keeper(connection: Connection, schema: str, registry: Registry, relay: 
 
 
 def check_durability(connection: Connection, *, allowed: bool) -> None:
-    """Refuse sessions whose COMMIT returns before it is on disk, unless `allowed`.
-
-    Raises:
-        ConfigError: `synchronous_commit` is off; the message says where and what to do.
-    """
+    """Refuse sessions whose COMMIT returns before it is on disk, unless `allowed`."""
     if allowed:
         return
     setting, source = synchronous_commit(connection)
@@ -238,11 +234,7 @@ def check_durability(connection: Connection, *, allowed: bool) -> None:
 
 
 def check_two_phase(connection: Connection, schema: str) -> None:
-    """Refuse a Citus coordinator that would commit a job and the rows of its handler one after the other.
-
-    Raises:
-        ConfigError: there are distributed tables, and no guard; the message says what to do.
-    """
+    """Refuse a Citus coordinator that would commit a job and the rows of its handler one after the other."""
     state = connection.execute(citus_state(schema)).one()
     if state.has_distributed and state.unguarded:
         raise ConfigError(
@@ -254,11 +246,7 @@ def check_two_phase(connection: Connection, schema: str) -> None:
 
 
 def check_version(connection: Connection, schema: str) -> None:
-    """Refuse tables that this version of the code cannot work on.
-
-    Raises:
-        SchemaError: the tables are missing or older; the message gives the way out.
-    """
+    """Refuse tables that this version of the code cannot work on, with a `SchemaError`."""
     version = schema_version(connection, schema)
     if not version:
         raise SchemaError(f"found {missing_installation(connection, schema)}")

@@ -31,6 +31,5 @@ class BoundedStart(threading.Thread):
             raise RuntimeError(f"the thread {self.name!r} did not come up within {_UP_SECONDS:g} s")
 
     def run(self) -> None:
-        """Signal that the thread is up, and run its target."""
         self._is_up.set()
         super().run()

@@ -539,7 +539,7 @@ MUTANTS = (
     Mutant(
         "tokens before the claim",
         "outboxq/relay/admission.py",
-        "        if not self._shared.has_rate(queue):\n",
+        "        if self._shared.flow.limits_of(queue).rate_jobs is None:\n",
         "        if 0 == 0:\n",
         ("tests/flow/test_rates.py::test_jobs_begin_at_the_rate_of_their_queue",),
     ),

@@ -313,9 +313,10 @@ class RelayRun:
 
     def _leased_jobs(self) -> set[tuple[str, int]]:
         """The jobs that this relay's slots run under the lease, or will run next, with their tokens."""
-        # With slots that were cut off: their job has started, and is charged if it ends the process.
-        hanging = [runner for runner in self._cut_off if runner.is_alive()]
-        slots = [runner.slot for runner in [*list(self._runners), *hanging]]
+        slots = [runner.slot for runner in list(self._runners)]
+        # With slots that were cut off: their job has started, and is charged if it ends the process. After those that
+        # serve: a slot that is just being replaced is in both.
+        slots += [runner.slot for runner in self._cut_off if runner.is_alive()]
         jobs = [batch.job for slot in slots if (batch := slot.batch) is not None]
         # All jobs of the claim: settled ones do no harm.
         jobs += [job for slot in slots if (leased := slot.leased_batch) is not None for job in leased.jobs]

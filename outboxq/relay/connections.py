@@ -7,11 +7,9 @@ job; others are closed after some seconds. A connection on which anything went w
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
-from collections.abc import Set as AbstractSet
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 from sqlalchemy import Connection, Engine
@@ -19,24 +17,20 @@ from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from outboxq.codec.text import name_and_line
-from outboxq.config import RelayConfig
 from outboxq.database.closing import give_up
 from outboxq.database.driver import NOT_PREPARED, PreparedStatements, driver_connection
-from outboxq.database.engines import Engines
 from outboxq.database.errors import opening
 from outboxq.database.guard import Guard
 from outboxq.emitter import HOOKS_OPTION
 from outboxq.execution.invoke import AsyncInvoker, Invoker, SyncInvoker
 from outboxq.forks import cut_off_in_children
-from outboxq.handlers.handler import Flavour
-from outboxq.relay.limits import RelayLimits
 from outboxq.statements.server import server_run
 from outboxq.tables import SCHEMA
 
 logger = logging.getLogger("outboxq.relay")
 
 # The connections that stay open while all slots sleep. With the listener's and the lease's an idle relay has four.
-_WARM_CONNECTIONS = 2
+WARM_CONNECTIONS = 2
 
 
 @dataclass(slots=True, eq=False)
@@ -74,18 +68,18 @@ class SlotConnections:
     """The connections of the slots of one flavour; those of async slots are used in greenlets of the event loop.
 
     Args:
-        make_invoker: Makes the invoker of a new connection.
+        given: The engine that opens them.
         kept: The number of connections that stay open while the relay runs.
         linger_seconds: Others are closed when unused for this long, so that work that comes and goes opens no new ones.
     """
 
-    engine: Engine
-    make_invoker: Callable[[Connection], Invoker]
+    given: Engine | AsyncEngine
     schema: str
     kept: int
     linger_seconds: float
 
     def __post_init__(self) -> None:
+        self.engine = self.given.sync_engine if isinstance(self.given, AsyncEngine) else self.given
         self._options = connection_options(self.engine, self.schema)
         self._spares: list[SlotConnection] = []
         self._is_closed = False
@@ -120,7 +114,10 @@ class SlotConnections:
             connection = self.engine.connect()
         try:
             connection.execution_options(**self._options)
-            return make_slot_connection(connection, self.make_invoker(connection))
+            invoker: Invoker = SyncInvoker()
+            if isinstance(self.given, AsyncEngine):
+                invoker = AsyncInvoker(AsyncConnection(self.given, connection))
+            return make_slot_connection(connection, invoker)
         except BaseException:
             connection.invalidate()
             raise
@@ -155,25 +152,6 @@ def _close(slot_connections: list[SlotConnection]) -> None:
             continue
         except Exception as error:  # noqa: BLE001  # users' listeners raise what they like, and the server has ended it
             logger.warning("code on the relay's connection raised an error as it was closed: %s", name_and_line(error))
-
-
-def make_slot_connections(
-    config: RelayConfig,
-    engines: Engines,
-    flavours: AbstractSet[Flavour],
-    limits: RelayLimits,
-    *,
-    keeps_warm: bool,
-) -> dict[Flavour, SlotConnections]:
-    """The connections of each flavour that has slots; a relay that waits for jobs keeps some open. Opens none yet."""
-    kept = _WARM_CONNECTIONS // len(flavours) if keeps_warm else 0
-    make = partial(SlotConnections, schema=config.schema, kept=kept, linger_seconds=limits.linger_seconds)
-    made: dict[Flavour, SlotConnections] = {}
-    if engines.sync is not None and "sync" in flavours:
-        made["sync"] = make(engines.sync, lambda _: SyncInvoker())
-    if (engine := engines.asynchronous) is not None and "async" in flavours:
-        made["async"] = make(engine.sync_engine, lambda connection: AsyncInvoker(AsyncConnection(engine, connection)))
-    return made
 
 
 def connection_options(engine: Engine | AsyncEngine, schema: str) -> dict[str, Any]:

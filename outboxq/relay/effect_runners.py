@@ -1,7 +1,6 @@
 """Effect runners: run the short transactions of `ctx.once`, on connections besides those of the slots."""
 
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 
 from outboxq.database.engines import EFFECTS_NAME, Engines, make_async_engine, make_engine
 from outboxq.effects.runners import AsyncEffectRunner, EffectRunner
@@ -10,46 +9,37 @@ from outboxq.emitter import Emitter
 from outboxq.events import EffectCalled
 
 
-@dataclass(frozen=True, slots=True)
 class EffectRunners:
-    """A runner for each flavour that the relay has an engine for. No connection is opened before the first call."""
+    """A runner for each flavour that the relay has an engine for, with pools besides the user's engines.
 
-    sync: EffectRunner | None
-    asynchronous: AsyncEffectRunner | None
-    _sync_transactions: EngineTransactions | None
-    _async_transactions: AsyncEngineTransactions | None
+    No connection is opened before the first call. For our own engines the pools grow with the slots.
+    """
+
+    def __init__(self, engines: Engines, schema: str, lease_seconds: float, emit: Emitter) -> None:
+        sync, asynchronous = engines.sync, engines.asynchronous
+        if engines.owns_sync and sync is not None:
+            sync = make_engine(sync.url, application_name=EFFECTS_NAME, pooled=True)
+        if engines.owns_asynchronous and asynchronous is not None:
+            asynchronous = make_async_engine(asynchronous.url, application_name=EFFECTS_NAME, pooled=True)
+        self._plain = plain = None if sync is None else EngineTransactions(sync, schema)
+        self._awaited = awaited = None if asynchronous is None else AsyncEngineTransactions(asynchronous, schema)
+        # A sync engine, if there is one, extends locks: an event loop that a handler blocks extends none.
+        keeper = None if plain is None else plain.keeper_transaction()
+        tell = emit if emit.wants(EffectCalled) else None
+        self.sync = None if plain is None else EffectRunner(plain, lease_seconds, tell=tell)
+        self.asynchronous = None if awaited is None else AsyncEffectRunner(awaited, lease_seconds, keeper, tell=tell)
 
     def trim(self) -> None:
-        if self._sync_transactions is not None:
-            self._sync_transactions.trim()
+        if self._plain is not None:
+            self._plain.trim()
 
     async def trim_in_loop(self) -> None:
-        if self._async_transactions is not None:
-            await self._async_transactions.trim()
+        if self._awaited is not None:
+            await self._awaited.trim()
 
     def dispose(self, in_loop: Callable[[Awaitable[None]], object]) -> None:
         """Close the pools; closing the async one is given to `in_loop`."""
-        if self._sync_transactions is not None:
-            self._sync_transactions.dispose()
-        if self._async_transactions is not None and self._async_transactions.was_used:
-            in_loop(self._async_transactions.dispose())
-
-
-def make_effect_runners(engines: Engines, schema: str, lease_seconds: float, emit: Emitter) -> EffectRunners:
-    """Make the runners, with pools besides the user's engines; for our own engines the pools grow with the slots."""
-    sync, asynchronous = engines.sync, engines.asynchronous
-    if engines.owns_sync and sync is not None:
-        sync = make_engine(sync.url, application_name=EFFECTS_NAME, pooled=True)
-    if engines.owns_asynchronous and asynchronous is not None:
-        asynchronous = make_async_engine(asynchronous.url, application_name=EFFECTS_NAME, pooled=True)
-    plain = None if sync is None else EngineTransactions(sync, schema)
-    awaited = None if asynchronous is None else AsyncEngineTransactions(asynchronous, schema)
-    # A sync engine, if there is one, extends locks: an event loop that a handler blocks extends none.
-    tell = emit if emit.wants(EffectCalled) else None
-    keeper = None if plain is None else plain.keeper_transaction()
-    return EffectRunners(
-        None if plain is None else EffectRunner(plain, lease_seconds, tell=tell),
-        None if awaited is None else AsyncEffectRunner(awaited, lease_seconds, keeper, tell=tell),
-        plain,
-        awaited,
-    )
+        if self._plain is not None:
+            self._plain.dispose()
+        if self._awaited is not None and self._awaited.was_used:
+            in_loop(self._awaited.dispose())

@@ -39,6 +39,7 @@ class IdleSlot:
     wake: Callable[[], None]
 
 
+@dataclass(eq=False)
 class HearingCheck:
     """Checks once that notifications arrive, which a transaction pooler would hand to another client.
 
@@ -51,21 +52,20 @@ class HearingCheck:
         poll_seconds: The longest time between two polls until then; for the message.
     """
 
-    def __init__(self, connect: Callable[[], DriverConnection], patience_seconds: float, poll_seconds: float) -> None:
-        self.passed = False
-        self._connect = connect
-        self._patience_seconds = patience_seconds
-        self._poll_seconds = poll_seconds
-        self._is_told = False
-        self._channel = ""
-        self._late_at = 0.0
+    connect: Callable[[], DriverConnection]
+    patience_seconds: float
+    poll_seconds: float
+    passed: bool = False
+    _is_told: bool = False
+    _channel: str = ""
+    _late_at: float = 0.0
 
     def begin(self, connection: PGconn) -> bool:
         """Listen on this connection, and notify through another one; False if no notification could be sent."""
         self._channel = f"outboxq_hearing_{secrets.token_hex(8)}"
         run_on_libpq(connection, listen.listen_on(self._channel))
         try:
-            other = self._connect()
+            other = self.connect()
             try:
                 run_on_libpq(other.pgconn, listen.notify_on(self._channel))
             finally:
@@ -74,7 +74,7 @@ class HearingCheck:
             logger.debug("notifications could not be checked: %s", describe_error(error))
             run_on_libpq(connection, listen.unlisten(self._channel))
             return False
-        self._late_at = time.monotonic() + self._patience_seconds
+        self._late_at = time.monotonic() + self.patience_seconds
         return True
 
     def is_over(self, connection: PGconn) -> bool:
@@ -83,7 +83,7 @@ class HearingCheck:
         if is_late:
             # An answer shows that the server is still there, and comes after its notifications.
             run_on_libpq(connection, "SELECT")
-            self._late_at = time.monotonic() + self._patience_seconds
+            self._late_at = time.monotonic() + self.patience_seconds
         connection.consume_input()
         while notification := connection.notifies():
             if notification.relname.decode() == self._channel:
@@ -98,7 +98,7 @@ class HearingCheck:
                 "notifications do not arrive on the connection that listens for them, so the relay polls, up to %g s "
                 "apart: behind a transaction pooler (pgbouncer) give --listen-url a direct URL of the server, or pass "
                 "--no-listen",
-                self._poll_seconds,
+                self.poll_seconds,
             )
         return False
 

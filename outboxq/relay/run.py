@@ -18,7 +18,8 @@ from itertools import islice
 from uuid import uuid4
 
 import msgspec
-from sqlalchemy import Connection
+from sqlalchemy import Connection, Engine
+from sqlalchemy.ext.asyncio import AsyncEngine
 from sqlalchemy.util import greenlet_spawn
 
 from outboxq import __version__
@@ -34,9 +35,9 @@ from outboxq.handlers.resolved import Registry
 from outboxq.observability.aggregate import Counts
 from outboxq.observability.flush import Flusher, RelayActivity, RelayIdentity
 from outboxq.queue_limits import limits_text
-from outboxq.relay.connections import make_slot_connections
+from outboxq.relay.connections import WARM_CONNECTIONS, SlotConnections
 from outboxq.relay.deadlines import DeadlineEnforcer, Runner
-from outboxq.relay.effect_runners import make_effect_runners
+from outboxq.relay.effect_runners import EffectRunners
 from outboxq.relay.event_loop import LoopThread, enter_lifespan, make_lifespan
 from outboxq.relay.flow_settings import FlowSettings
 from outboxq.relay.hook_thread import HookThread
@@ -67,8 +68,6 @@ _CHECK_SECONDS = 0.1
 # Closing things in the event loop may take this much longer than handlers may.
 _CLOSE_SECONDS = 5.0
 _LEASE_WAIT_SECONDS = 2.0
-
-
 # The most jobs that are named in the relay's activity, of those that have run for at least so long.
 _RUNNING_MOST, _LONG_SECONDS = 50, 1.0
 
@@ -161,7 +160,7 @@ class RelayRun:
             lease=lease,
             quarantine=quarantine,
             flow=flow,
-            effect_runners=make_effect_runners(engines, config.schema, config.effect_lease_seconds, self.emit),
+            effect_runners=EffectRunners(engines, config.schema, config.effect_lease_seconds, self.emit),
             progress=ProgressWriter(connect, config.schema, lease.owner),
             limits=limits,
         )
@@ -193,8 +192,19 @@ class RelayRun:
         self._deadlines = DeadlineEnforcer(
             engines, config.schema, self._loop, self._replace, self._fail, limits, flow.orders
         )
-        flavours: set[Flavour] = {flavour for _, flavour in self.groups}
-        self._connections = make_slot_connections(config, engines, flavours, limits, keeps_warm=not self.until_empty)
+        flavours = {flavour for _, flavour in self.groups}
+        by_flavour: dict[Flavour, Engine | AsyncEngine | None] = {"sync": engines.sync, "async": engines.asynchronous}
+        # None is opened yet.
+        self._connections = {
+            flavour: SlotConnections(
+                engine,
+                config.schema,
+                kept=0 if self.until_empty else WARM_CONNECTIONS // len(flavours),
+                linger_seconds=limits.linger_seconds,
+            )
+            for flavour, engine in by_flavour.items()
+            if engine is not None and flavour in flavours
+        }
 
     def _activity(self) -> RelayActivity:
         """The activity of the slots, as far as it can be read while they work."""

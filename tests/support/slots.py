@@ -15,7 +15,7 @@ from outboxq.execution.batch_state import BatchState
 from outboxq.execution.claim import Claimed, ClaimRequest, claim
 from outboxq.execution.invoke import SyncInvoker
 from outboxq.relay.connections import SlotConnection, make_slot_connection
-from outboxq.relay.effect_runners import make_effect_runners
+from outboxq.relay.effect_runners import EffectRunners
 from outboxq.relay.flow_settings import FlowSettings
 from outboxq.relay.lease import RelayLease
 from outboxq.relay.limits import RelayLimits
@@ -52,7 +52,7 @@ def relay_state(
         lease=make_lease(config),
         quarantine=QuarantineTurns(),
         flow=FlowSettings(),
-        effect_runners=make_effect_runners(engines, config.schema, config.effect_lease_seconds, SILENT),
+        effect_runners=EffectRunners(engines, config.schema, config.effect_lease_seconds, SILENT),
         progress=ProgressWriter(engine.connect, config.schema, uuid4()),
         limits=limits or RelayLimits(),
     )

@@ -135,22 +135,21 @@ class RelayLease:
                 self._connect_and_serve()
 
     def _connect_and_serve(self) -> None:
+        connection = None
         try:
             connection = self.connect()
-        except Exception as error:  # noqa: BLE001  # users' engines raise what they like; the slots report outages
-            logger.debug("no connection for the lease", extra={"error_type": type(error).__name__})
-            self._pause()
-            return
-        try:
             self._serve(connection.pgconn)
-        except Exception as error:  # noqa: BLE001  # whatever it is, the next connection may fare better
-            logger.debug("the lease's connection failed", extra={"error_type": type(error).__name__})
-            if self._wanted and not self._stopping:
+        except Exception as error:  # noqa: BLE001  # users' engines raise what they like; the slots report outages
+            message = "no connection for the lease" if connection is None else "the lease's connection failed"
+            logger.debug(message, extra={"error_type": type(error).__name__})
+            if connection is not None and self._wanted and not self._stopping:
                 self.emit(LeaseExtensionFailed(describe_refusal(error)))
-            self._pause()
+            with self._changed:
+                self._changed.wait_for(lambda: self._stopping, min(self.config.beat_seconds, 1.0))
         finally:
-            finish(connection)
-            self._reap_from_beat = self._beats + _BEATS_BEFORE_REAPING
+            if connection is not None:
+                finish(connection)
+                self._reap_from_beat = self._beats + _BEATS_BEFORE_REAPING
 
     def _serve(self, connection: PGconn) -> None:
         while not self._stopping:
@@ -299,10 +298,6 @@ class RelayLease:
             if not event.dead_letter and event.queue in self.queues:
                 (quarantine.groups if in_group else quarantine.queues).add(event.queue)
             self.on_reaped(event)
-
-    def _pause(self) -> None:
-        with self._changed:
-            self._changed.wait_for(lambda: self._stopping, min(self.config.beat_seconds, 1.0))
 
     def _wait(self, connection: PGconn, seconds: float) -> None:
         """Wait for the next beat; query the operators' settings whenever that is requested before."""

@@ -175,7 +175,13 @@ class Supervisor:
             # The children also drain after an error of the supervisor.
             parent_pipe = stack.enter_context(open(write_end, "wb", buffering=0))
             stack.enter_context(stop_signals(self._stopping.set, before_death=self._kill_children))
-            exit_code = self._tend_children()
+            exit_code = 0
+            while not self._stopping.is_set() and not all(place.finished for place in self._places):
+                elapsed_seconds = self._elapsed_seconds()
+                exit_code = max((self._tend(place, elapsed_seconds) for place in self._places), default=0)
+                if exit_code:
+                    self._stopping.set()
+                self._stopping.wait(_TEND_SECONDS)
             # Through the pipe: a service manager may have sent SIGTERM to all processes, and a second one would end
             # them at once.
             parent_pipe.close()
@@ -194,16 +200,6 @@ class Supervisor:
         elif "waiting_for_database" in states:
             state = "waiting_for_database"
         return Health(state, processes=len(self._places), running=sum(child is not None for child in children))
-
-    def _tend_children(self) -> int:
-        while not self._stopping.is_set() and not all(place.finished for place in self._places):
-            elapsed_seconds = self._elapsed_seconds()
-            exit_code = max((self._tend(place, elapsed_seconds) for place in self._places), default=0)
-            if exit_code:
-                self._stopping.set()
-                return exit_code
-            self._stopping.wait(_TEND_SECONDS)
-        return 0
 
     def _elapsed_seconds(self) -> float:
         """The time since the last check, but no more than a beat.

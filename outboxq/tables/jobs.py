@@ -68,6 +68,8 @@ job = Table(
     Column("max_attempts", SmallInteger),
     Column("crashes", SmallInteger, nullable=False, server_default=text("0")),
     Column("parked", SmallInteger, nullable=False, server_default=text("0")),
+    # The coalescing key, by a name from before there were unique jobs: relays of other versions read it by that. The
+    # keys of unique jobs, and the windows of coalesced ones, are in the table `unique_key`.
     Column("unique_key", StoredText),
     Column("group_key", StoredText),
     Column("lease_owner", Uuid),

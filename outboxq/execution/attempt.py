@@ -24,7 +24,7 @@ from outboxq.errors import (
     HandlerTimedOut,
     TransactionEndedByHandler,
 )
-from outboxq.execution.chain import check_follower
+from outboxq.execution.chain import follower_of
 from outboxq.execution.containment import is_intact, undo
 from outboxq.execution.errors import ROLLED_BACK, SWALLOWED, TransactionEscaped
 from outboxq.execution.failure import Failed
@@ -101,7 +101,8 @@ class Attempt:
             raise
         try:
             if THEN_HEADER in job.headers:
-                check_follower(job)
+                # Checked before the handler runs: if it cannot be read, the handler's rows would have no follower.
+                follower_of(job)
             arguments: Args
             if self._arounds is None:
                 arguments = self._arguments()

@@ -51,16 +51,6 @@ def follower_of(job: Job) -> Mapping[str, NewJob]:
     return {uuid7s(1)[0]: follower}
 
 
-def check_follower(job: Job) -> None:
-    """Check, before the handler runs, that the job that follows can be read: else its rows would have no follower.
-
-    Raises:
-        PayloadError: it cannot.
-    """
-    if has_follower(job):
-        follower_of(job)
-
-
 def suppressed_followers(refused: Iterable[UniqueJob]) -> Iterator[FollowerSuppressed]:
     """Yield the events of those refused unique jobs that follow others in their chains."""
     for new in refused:

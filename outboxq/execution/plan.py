@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, TypeGuard
 
 from outboxq.execution.batch_state import BatchState
-from outboxq.execution.chain import check_follower
+from outboxq.execution.chain import follower_of, has_follower
 from outboxq.handlers.handler import AnyHandler, BatchHandler
 from outboxq.job import Job
 
@@ -92,7 +92,8 @@ def _reorders_groups(batch: BatchState, handlers: Handlers) -> bool:
 
 def _arguments(handler: AnyHandler, job: Job) -> dict[str, object] | None:
     try:
-        check_follower(job)
+        if has_follower(job):
+            follower_of(job)
         return handler.signature.decode(job.args)
     except BaseException:  # noqa: BLE001  # users' own types raise what they like; alone, it is recorded with its job
         return None

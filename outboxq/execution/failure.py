@@ -158,12 +158,11 @@ class _Describer:
 
     def frames(self, frames: Sequence[Frame]) -> list[Frame]:
         """Redact the names of generated code, which may be made from values."""
-        kept = list(frames)
-        for place, frame in enumerate(frames):
-            if frame.is_made:
-                path, name = self._redactor.redact(frame.path), self._redactor.redact(frame.name)
-                kept[place] = frame._replace(path=path, name=name)
-        return kept
+        redact = self._redactor.redact
+        return [
+            frame._replace(path=redact(frame.path), name=redact(frame.name)) if frame.is_made else frame
+            for frame in frames
+        ]
 
     def notes(self, error: BaseException) -> tuple[str, ...]:
         """The notes of `add_note`; that attribute may hold anything."""

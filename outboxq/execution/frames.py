@@ -5,7 +5,7 @@ import importlib.metadata
 import re
 import sys
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from itertools import groupby
 from operator import itemgetter
@@ -150,7 +150,11 @@ def homes_of(module: str | None) -> tuple[str, ...]:
 
 @functools.cache
 def _homes_of_top(top: str) -> tuple[str, ...]:
-    own = tuple(_paths_of(top))
+    found = sys.modules.get(top)
+    own = [str(folder) + path.sep for folder in getattr(found, "__path__", ())]
+    file = getattr(found, "__file__", None)
+    if isinstance(file, str) and not hasattr(found, "__path__"):
+        own.append(file)
     folders = {path.dirname(each.rstrip(path.sep)) for each in own}
     beside: list[str] = []
     # Importers and packages' metadata may raise anything: the top-level package is known.
@@ -159,15 +163,6 @@ def _homes_of_top(top: str) -> tuple[str, ...]:
             for name in sorted(_names_beside(top, folder)):
                 beside += path.join(folder, name) + path.sep, path.join(folder, f"{name}.py")
     return (*own, *beside)
-
-
-def _paths_of(top: str) -> Iterator[str]:
-    found = sys.modules.get(top)
-    file = getattr(found, "__file__", None)
-    for folder in list(getattr(found, "__path__", ())):
-        yield str(folder) + path.sep
-    if isinstance(file, str) and not hasattr(found, "__path__"):
-        yield file
 
 
 def _names_beside(top: str, folder: str) -> set[str]:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 
 from outboxq.errors import HandlerError
 from outboxq.forks import await_here, call_here
-from outboxq.handlers.around import Around, Arounds, Wrapping
+from outboxq.handlers.around import Around, Arounds
 from outboxq.handlers.context import AsyncBatchContext, AsyncContext, BatchContext, JobContext
 from outboxq.job import Job
 
@@ -91,7 +91,11 @@ async def await_within(arounds: Sequence[Around], ctx: object, call: Callable[[]
     if not arounds:
         return await call()
     around, *inner = arounds
-    wrapping = await _made(around, ctx)
+    made = call_here(around.make, ctx)
+    # A context manager may be awaitable too, and is to be entered.
+    if inspect.isawaitable(made) and not isinstance(made, AbstractContextManager | AbstractAsyncContextManager):
+        made = await await_here(made)
+    wrapping = around.checked(made)
     if wrapping is None:
         return await await_within(inner, ctx, call)
     if not isinstance(wrapping, AbstractContextManager | AbstractAsyncContextManager):
@@ -109,14 +113,6 @@ async def await_within(arounds: Sequence[Around], ctx: object, call: Callable[[]
         raise
     await _leave(wrapping, None, None, None)
     return returned
-
-
-async def _made(around: Around, ctx: object) -> Wrapping:
-    made = call_here(around.make, ctx)
-    # A context manager may be awaitable too, and is to be entered.
-    if inspect.isawaitable(made) and not isinstance(made, AbstractContextManager | AbstractAsyncContextManager):
-        made = await await_here(made)
-    return around.checked(made)
 
 
 async def _leave(wrapping: AbstractContextManager[object] | AbstractAsyncContextManager[object], *said: Any) -> None:

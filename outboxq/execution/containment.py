@@ -80,25 +80,23 @@ class SharedSavepoint:
         self._root = connection.get_transaction()
         self.savepoint = guard.begin_savepoint(inner)
 
-    @property
-    def is_whole(self) -> bool:
-        """Return True if this is still the innermost savepoint of a working transaction. No I/O."""
-        return (
-            self.savepoint.is_active
-            and self._connection.get_nested_transaction() is self.savepoint
-            and self._guard.transaction_status == TransactionStatus.INTRANS
-        )
+    def check(self, *, closed: bool) -> None:
+        """Check that this is still the innermost savepoint of a working transaction. No I/O.
 
-    def check(self) -> None:
-        """Check that the rows of a handler that returned as if done were not undone.
+        Args:
+            closed: The handler's session was closed without an error, if it was.
 
         Raises:
-            HandlerError: they were.
+            HandlerError: a handler returned as if done, and its rows were undone, or it left another transaction.
         """
+        status = self._guard.transaction_status
         if not self.savepoint.is_active:
             raise HandlerRolledBack(ROLLED_BACK)
-        if self._guard.transaction_status == TransactionStatus.INERROR:
+        if status == TransactionStatus.INERROR:
             raise HandlerError(SWALLOWED)
+        is_innermost = self._connection.get_nested_transaction() is self.savepoint
+        if not (closed and is_innermost and status == TransactionStatus.INTRANS):
+            raise HandlerRolledBack("the handler left its session's transaction in another one than it was given")
 
     def is_same_transaction(self) -> bool:
         """Return True if the open transaction is still the claim's."""

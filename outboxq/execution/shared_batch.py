@@ -23,7 +23,7 @@ from outboxq.codec.entities import EntityKey
 from outboxq.database.defects import contain, is_defect, report
 from outboxq.database.sql_text import first_word, may_end_transaction
 from outboxq.emitter import drop_tracebacks
-from outboxq.errors import HandlerError, HandlerRolledBack, TransactionEndedByHandler
+from outboxq.errors import HandlerError, TransactionEndedByHandler
 from outboxq.events import JobDone
 from outboxq.execution.batch_state import BatchState
 from outboxq.execution.chain import follower_of, has_follower
@@ -372,9 +372,7 @@ class _SharedRun:
         if self._failed is not None:
             # The handler got this error when it sent something, and may have swallowed it.
             raise self._failed
-        if not (self._is_closed and self._savepoint.is_whole):
-            self._savepoint.check()
-            raise HandlerRolledBack("the handler left its session's transaction in another one than it was given")
+        self._savepoint.check(closed=self._is_closed)
 
     def _catch_up(self) -> None:
         self._rows.drop()

@@ -52,14 +52,11 @@ class Emitter:
         self._on_failure = on_failure
         self._later = later
         # By class: the hooks that receive it, and whether it is wanted later.
-        self._told: dict[type[Event], tuple[tuple[Hook, ...], bool]] = {}
-        # By class: what `use_of` of its hooks returned; None if a hook has a use for it in any case.
-        self._uses: dict[type[Event], tuple[HasUse, ...] | None] = {}
+        self._receivers: dict[type[Event], tuple[tuple[Hook, ...], bool]] = {}
 
     def __call__(self, event: Event) -> None:
         """Hand `event` to every hook, in order; then drop the traceback of its exception."""
-        told = self._told.get(type(event))
-        hooks, is_wanted_later = self._find(type(event)) if told is None else told
+        hooks, is_wanted_later = self._receivers.get(type(event)) or self._find(type(event))
         for hook in hooks:
             try:
                 call_here(hook, event)
@@ -71,29 +68,25 @@ class Emitter:
         if not (is_wanted_later and self._later is not None and self._later.put(event)) and type(event) in _FAILURES:
             forget(event)
 
-    def wants(self, kind: type[Event]) -> bool:
-        """Return True if any hook has a use for events of this class now: else they need not be made."""
-        if kind not in self._uses:
-            self._find(kind)
-        uses = self._uses[kind]
-        if uses is None:
-            return True
-        for has_use in uses:  # noqa: SIM110  # any() takes three times as long, and this is called for each batch
-            if has_use():
-                return True
-        return False
+    def use_of(self, kind: type[Event]) -> HasUse:
+        """Return a function that tells if a hook has a use for events of this class now: else they need not be made."""
+        hooks, is_wanted_later = self._find(kind)
+        uses_of = [getattr(hook, "use_of", None) for hook in hooks]
+        if is_wanted_later or None in uses_of:
+            return lambda: True
+        uses: list[HasUse] = [use_of(kind) for use_of in uses_of if use_of]
+        # Alone, without another call: it is called for each batch.
+        return uses[0] if len(uses) == 1 else lambda: any(has_use() for has_use in uses)
 
     def _find(self, kind: type[Event]) -> tuple[tuple[Hook, ...], bool]:
-        hooks = tuple(hook for hook in self._hooks if _is_told(hook, kind))
-        found = self._told[kind] = hooks, self._later is not None and self._later.wants(kind)
-        uses_of = [getattr(hook, "use_of", None) for hook in hooks]
-        self._uses[kind] = None if found[1] or None in uses_of else tuple(use_of(kind) for use_of in uses_of if use_of)
+        hooks = tuple(hook for hook in self._hooks if _receives(hook, kind))
+        found = self._receivers[kind] = hooks, self._later is not None and self._later.wants(kind)
         return found
 
 
-def _is_told(hook: Hook, kind: type[Event]) -> bool:
-    asked: frozenset[type] | None = getattr(hook, "events", None)
-    return kind not in _COUNTED if asked is None else kind in asked
+def _receives(hook: Hook, kind: type[Event]) -> bool:
+    events: frozenset[type] | None = getattr(hook, "events", None)
+    return kind not in _COUNTED if events is None else kind in events
 
 
 def tell(options: Mapping[str, object], event: Event) -> None:

@@ -25,7 +25,7 @@ class EffectRunners:
         self._awaited = awaited = None if asynchronous is None else AsyncEngineTransactions(asynchronous, schema)
         # A sync engine, if there is one, extends locks: an event loop that a handler blocks extends none.
         keeper = None if plain is None else plain.keeper_transaction()
-        tell = emit if emit.wants(EffectCalled) else None
+        tell = emit if emit.use_of(EffectCalled)() else None
         self.sync = None if plain is None else EffectRunner(plain, lease_seconds, tell=tell)
         self.asynchronous = None if awaited is None else AsyncEffectRunner(awaited, lease_seconds, keeper, tell=tell)
 

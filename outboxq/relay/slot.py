@@ -106,7 +106,7 @@ class Slot:
         sizes = {name: state.registry.batch_size(name, state.config.batch_size) for name in queues}
         self._sharing_queues = frozenset(name for name, size in sizes.items() if size > 1)
         # The results of claims since their last events, counted only if a hook wants them.
-        self._counts_claims = any(map(state.emit.wants, (JobsClaimed, ClaimsEmpty, ClaimsFailed)))
+        self._counts_claims = any(state.emit.use_of(kind)() for kind in (JobsClaimed, ClaimsEmpty, ClaimsFailed))
         self._claims: list[JobsClaimed] = []
         self._vain_claims: Counter[tuple[type[ClaimsEmpty | ClaimsFailed], str]] = Counter()
         self._noted: set[str] = set()

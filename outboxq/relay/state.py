@@ -134,10 +134,12 @@ class RelayState:
     keeper: Keeper = field(default_factory=Keeper)
     admission: Admission = field(init=False)
     login: Login = field(init=False)
+    _has_use_for_done: Callable[[], bool] = field(init=False)
 
     def __post_init__(self) -> None:
         claims, limits = self.registry.claims, self.limits
         self.login = Login(limits.refused_seconds)
+        self._has_use_for_done = self.emit.use_of(JobDone)
         self.admission = Admission(self.config.schema, claims, self.flow, self.poller, limits, self.wake_another)
 
     def publish(self, report: BatchReport, claims: Iterable[Event] = (), parked: int = 0) -> None:
@@ -148,7 +150,7 @@ class RelayState:
             self.aggregate.add(report.events)
         emit = self.emit
         # Most events are of jobs that are done, and most relays have no hook for them.
-        are_done_wanted = emit.wants(JobDone)
+        are_done_wanted = self._has_use_for_done()
         for event in (*claims, *report.events):
             if are_done_wanted or type(event) is not JobDone:
                 emit(self._noted(event, parked) if isinstance(event, _NOTED) else event)

@@ -89,7 +89,7 @@ def _receives(hook: Hook, kind: type[Event]) -> bool:
     return kind not in _COUNTED if events is None else kind in events
 
 
-def tell(options: Mapping[str, object], event: Event) -> None:
+def hand_to_hooks(options: Mapping[str, object], event: Event) -> None:
     """Hand an event to the hooks in an engine's or a connection's execution options, in this thread."""
     for hook in cast("Iterable[Hook]", options.get(HOOKS_OPTION, ())):
         try:

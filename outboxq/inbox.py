@@ -21,14 +21,14 @@ from outboxq.config import DEFAULT_RETENTION, check_retention
 from outboxq.database.answers import AsyncTarget, SyncTarget, run_on
 from outboxq.database.errors import LOCK_NOT_AVAILABLE, missing_tables_explained, sqlstate_of
 from outboxq.database.sessions import AnAsyncSession, SyncSession, outbox_connection
-from outboxq.emitter import HOOKS_OPTION, tell
+from outboxq.emitter import HOOKS_OPTION, hand_to_hooks
 from outboxq.errors import ArgumentError, InvalidKey, MessageConflict, SchemaError
 from outboxq.events import MessageSeen
 from outboxq.names import check_key
 from outboxq.new_job import NewJob
 from outboxq.outbox.handle import JobHandle
+from outboxq.outbox.sending_events import send_after_commit
 from outboxq.outbox.session import add_jobs
-from outboxq.outbox.told import tell_after_commit
 from outboxq.statements import inbox as statements
 from outboxq.statements.inbox import Outcome
 
@@ -240,9 +240,9 @@ class Inbox:
             return
         for outcome in outcomes:
             if outcome == "accepted" and isinstance(target, Session):
-                tell_after_commit(target, connection, [MessageSeen(self.consumer, outcome)])
+                send_after_commit(target, connection, [MessageSeen(self.consumer, outcome)])
             elif outcome != "unseen":
-                tell(options, MessageSeen(self.consumer, outcome))
+                hand_to_hooks(options, MessageSeen(self.consumer, outcome))
 
     def _outcomes(self, connection: Connection, given: Mapping[str, bytes | None]) -> dict[str, Outcome]:
         """The outcome of each message, by one statement, and another one for those that it had to wait for."""

@@ -21,7 +21,7 @@ from outboxq.effects.request import (
 )
 from outboxq.effects.runners import DEFAULT_LEASE_SECONDS, AsyncEffectRunner, EffectRunner, Tell
 from outboxq.effects.transactions import AsyncEngineTransactions, EngineTransactions
-from outboxq.emitter import HOOKS_OPTION, tell
+from outboxq.emitter import HOOKS_OPTION, hand_to_hooks
 from outboxq.errors import ConfigError, EffectRefused
 
 T = TypeVar("T")
@@ -140,7 +140,7 @@ def _teller(engine: Engine | AsyncEngine) -> Tell | None:
     """The function that passes events to the engine's hooks, if it has any."""
     plain = engine.sync_engine if isinstance(engine, AsyncEngine) else engine
     options = plain.get_execution_options()
-    return partial(tell, options) if options.get(HOOKS_OPTION) else None
+    return partial(hand_to_hooks, options) if options.get(HOOKS_OPTION) else None
 
 
 class Effects(CallsOnce):

@@ -27,7 +27,7 @@ from outboxq.errors import EnqueueError
 from outboxq.new_job import NewJob
 from outboxq.outbox.insert import QUEUES_ANNOUNCED, explain_errors_of, insert_all, queues_of
 from outboxq.outbox.sending import sender_of
-from outboxq.outbox.told import tell_of_jobs
+from outboxq.outbox.sending_events import send_jobs_added
 from outboxq.tables import JobRow, job_mapper
 
 # Attributes of a session, and not keys of its `info`, which belongs to users and may be cleared.
@@ -251,7 +251,7 @@ def _insert(session: Session, connection: Connection, jobs: Mapping[str, NewJob]
         else:
             insert_all(connection, sent, wakes="by queue" if len(queues) <= QUEUES_ANNOUNCED else "all")
         if connection.get_execution_options().get(HOOKS_OPTION):
-            tell_of_jobs(session, connection, sent)
+            send_jobs_added(session, connection, sent)
 
 
 def _write_set_aside(session: Session, context: UOWTransaction) -> None:

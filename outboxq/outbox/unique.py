@@ -52,10 +52,10 @@ class UniqueAdds:
     def record(self, found: Rows) -> tuple[UniqueJob, ...]:
         """Record in the handles if their jobs were added, by the rows of `statements`; returns those not added."""
         rows = [(str(row[0]), bool(row[1]), row[2]) for row in found]
-        told = {job_id: self._jobs[job_id] for job_id, *_ in rows}
-        _answer(told, rows)
+        answered = {job_id: self._jobs[job_id] for job_id, *_ in rows}
+        _answer(answered, rows)
         self._jobs.clear()
-        return tuple(job for job in told.values() if not job.answer.added)
+        return tuple(job for job in answered.values() if not job.answer.added)
 
 
 @contextmanager

@@ -381,7 +381,7 @@ MUTANTS = (
     ),
     Mutant(
         "what a savepoint has undone, in what a session tells",
-        "outboxq/outbox/told.py",
+        "outboxq/outbox/sending_events.py",
         '        event.listen(session, "after_soft_rollback", _after_rollback)\n',
         "",
         ("tests/outbox/test_told.py",),

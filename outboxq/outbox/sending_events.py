@@ -10,22 +10,22 @@ from collections.abc import Iterable, Mapping
 from sqlalchemy import Connection, event
 from sqlalchemy.orm import Session, SessionTransaction
 
-from outboxq.emitter import tell
+from outboxq.emitter import hand_to_hooks
 from outboxq.events import Event, JobsEnqueued
 from outboxq.new_job import JobKeys, NewJob, UniqueJob
 
 # An attribute of a session: its events that wait, each with the transaction or savepoint that it belongs to.
-_TOLD = "_outboxq_told"
+_WAITING_EVENTS = "_outboxq_events"
 
 
-def tell_of_jobs(session: Session, connection: Connection, jobs: Mapping[str, NewJob]) -> None:
+def send_jobs_added(session: Session, connection: Connection, jobs: Mapping[str, NewJob]) -> None:
     """Send events of jobs that were inserted, once the session's transaction is committed."""
     added = Counter(
         (new.envelope.queue, new.envelope.kind)
         for new in jobs.values()
         if not (isinstance(new, UniqueJob) and not new.answer.added) and not _is_callback(new)
     )
-    tell_after_commit(session, connection, [JobsEnqueued(*names, count) for names, count in added.items()])
+    send_after_commit(session, connection, [JobsEnqueued(*names, count) for names, count in added.items()])
 
 
 def _is_callback(new: NewJob) -> bool:
@@ -33,11 +33,11 @@ def _is_callback(new: NewJob) -> bool:
     return isinstance(new.keys, JobKeys) and new.keys.opens_batch
 
 
-def tell_after_commit(session: Session, connection: Connection, events: Iterable[Event]) -> None:
+def send_after_commit(session: Session, connection: Connection, events: Iterable[Event]) -> None:
     """Send events once the session's transaction, with the savepoints that are open now, is committed."""
     transaction = session.get_nested_transaction() or session.get_transaction()
     options = connection.get_execution_options()
-    vars(session).setdefault(_TOLD, []).extend((transaction, options, each) for each in events)
+    vars(session).setdefault(_WAITING_EVENTS, []).extend((transaction, options, each) for each in events)
     # Only when there are events: listening costs more than the rest.
     if not event.contains(session, "after_commit", _after_commit):
         event.listen(session, "after_commit", _after_commit)
@@ -45,19 +45,19 @@ def tell_after_commit(session: Session, connection: Connection, events: Iterable
 
 
 def _after_commit(session: Session) -> None:
-    waiting, savepoint = vars(session)[_TOLD], session.get_nested_transaction()
+    waiting, savepoint = vars(session)[_WAITING_EVENTS], session.get_nested_transaction()
     if savepoint is not None:
-        vars(session)[_TOLD] = [
+        vars(session)[_WAITING_EVENTS] = [
             (savepoint.parent if transaction is savepoint else transaction, *rest) for transaction, *rest in waiting
         ]
         return
-    vars(session)[_TOLD] = []
+    vars(session)[_WAITING_EVENTS] = []
     for _, options, each in waiting:
-        tell(options, each)
+        hand_to_hooks(options, each)
 
 
 def _after_rollback(session: Session, ended: SessionTransaction) -> None:
-    vars(session)[_TOLD] = [item for item in vars(session)[_TOLD] if not _is_within(item[0], ended)]
+    vars(session)[_WAITING_EVENTS] = [item for item in vars(session)[_WAITING_EVENTS] if not _is_within(item[0], ended)]
 
 
 def _is_within(transaction: SessionTransaction | None, outer: SessionTransaction) -> bool:

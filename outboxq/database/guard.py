@@ -153,6 +153,9 @@ class Guard:
         # Whether something holds for the rest of the transaction that does not hold on this connection, such as the
         # meaning of a name, or a role: by a SET LOCAL search_path, or by an unknown statement.
         self.is_altered = False
+        # While a batch runs: what its jobs add without their keys, by id, for its COMMIT to complete.
+        self.collects = False
+        self.added: dict[str, Any] = {}
         self._connection = connection
         # A handler can reach the relay's own connection by its transactions; a thread that it has left is refused.
         self.thread = get_ident()

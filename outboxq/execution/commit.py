@@ -96,7 +96,7 @@ def _send(
     """
     fault_point("before-commit")
     batch.owner.begin_commit()
-    riding = steps_of(connection, batch, batch.events, runtime)
+    riding = steps_of(batch, batch.events, runtime)
     answer, steps = send_commit(connection, transaction.inner_savepoint, riding, next_claim)
     if not answer.is_committed:
         error = answer.error or AssertionError("COMMIT was answered with ROLLBACK")

@@ -23,7 +23,6 @@ from outboxq.execution.settle import passes
 from outboxq.execution.step import Step
 from outboxq.execution.unique_keys import TakeKeys
 from outboxq.job import UNIQUE_HEADER, Job
-from outboxq.outbox.unique import collected_unique_adds, unique_adds
 from outboxq.statements.transaction import clock_seconds
 
 
@@ -88,12 +87,7 @@ def _expiries(connection: Connection, batch: BatchState, runtime: Runtime) -> di
     }
 
 
-# Around the run of a batch: what its jobs add for the steps.
-collecting = collected_unique_adds
-
-
 def steps_of(
-    connection: Connection,
     batch: BatchState,
     events: Sequence[Event],
     runtime: Runtime,
@@ -108,8 +102,8 @@ def steps_of(
     if runtime.keeper.kinds:
         stands_for = batch.stands_for if stands_for is None else stands_for
         found += runtime.keeper.steps(runtime.schema, events, stands_for, runtime.prepared_rows)
-    if adds := unique_adds(connection):
-        found.append(TakeKeys(runtime.schema, adds))
+    if runtime.guard.added:
+        found.append(TakeKeys(runtime.schema, runtime.guard.added))
     if not batch.claimed.is_plain and (ids := batch_ids(batch.jobs)):
         found.append(FinishBatches(runtime.schema, ids))
     return found

@@ -96,7 +96,7 @@ def recover(connection: Connection, batch: BatchState, error: BaseException, run
     end_transaction(connection)
     ended = _recover(connection, batch, error, runtime)
     # In any case: some jobs may have ended.
-    left = tuple(steps_of(connection, batch, (), runtime))
+    left = tuple(steps_of(batch, (), runtime))
     # Others of a lost connection's claim went back before they began.
     return replace(ended, left=left, was_too_large=batch.is_leased and isinstance(error, ConnectionLost))
 
@@ -302,5 +302,5 @@ def _settle_anew(
             event = JobsParked(batch.queue, (job.kind,), 1)
         else:
             event = settle_result(connection, job, result, runtime, batch.running.seconds)
-        steps = steps_of(connection, batch, [event], runtime, taken_along)
+        steps = steps_of(batch, [event], runtime, taken_along)
         return event, *commit_checked(connection, inner, steps)

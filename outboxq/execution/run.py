@@ -24,7 +24,7 @@ from outboxq.execution.batch_state import BatchState
 from outboxq.execution.chain import has_follower
 from outboxq.execution.errors import ESCAPED, ConnectionLost, TransactionEscaped
 from outboxq.execution.failure import Failed
-from outboxq.execution.families import collecting, ended_meanwhile, hold_back
+from outboxq.execution.families import ended_meanwhile, hold_back
 from outboxq.execution.plan import Handlers, Segment, plan_segments
 from outboxq.execution.preload import Locks, entity_keys, lock_ahead
 from outboxq.execution.runtime import GivenBack, Result, Runtime, SettledByClaim, UnknownKindResult
@@ -53,19 +53,20 @@ def run(connection: Connection, batch: BatchState, runtime: Runtime, handlers: H
         LeaseLost: another relay may have the job.
     """
     # The transaction is new, or back at the end of the claim.
-    runtime.guard.is_altered = False
+    guard = runtime.guard
+    guard.is_altered, guard.added, guard.collects = False, {}, True
     begin = partial(_begin, connection, batch, shared=shared)
     try:
-        with collecting(connection):
-            if len(batch.jobs) == 1:
-                job = batch.jobs[0]
-                result = _run_alone(connection, batch, job, runtime, handlers, begin, shared=shared)
-                _settle_alone(connection, batch, job, runtime, result)
-            else:
-                _run_several(connection, batch, runtime, handlers, begin)
+        if len(batch.jobs) == 1:
+            job = batch.jobs[0]
+            result = _run_alone(connection, batch, job, runtime, handlers, begin, shared=shared)
+            _settle_alone(connection, batch, job, runtime, result)
+        else:
+            _run_several(connection, batch, runtime, handlers, begin)
     finally:
+        guard.collects = False
         # Also after interrupted handlers.
-        runtime.guard.take_back()
+        guard.take_back()
 
 
 def _run_several(

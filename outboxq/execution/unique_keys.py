@@ -11,7 +11,8 @@ from outboxq.database.driver import Rows
 from outboxq.events import FollowerSuppressed
 from outboxq.execution.chain import suppressed_followers
 from outboxq.execution.step import Step
-from outboxq.outbox.unique import UniqueAdds
+from outboxq.new_job import UniqueJob
+from outboxq.outbox.unique import record_taken, statements_that_take_keys
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,13 +20,13 @@ class TakeKeys(Step):
     """Take the keys of added jobs."""
 
     schema: str
-    adds: UniqueAdds
+    added: dict[str, UniqueJob]
     name = "unique keys"
 
     def statements(self) -> Sequence[str]:
-        """Take the keys in the order of their bytes: two transactions that want the same keys wait in one order."""
-        return self.adds.statements(self.schema)
+        """One for each 1,000 jobs."""
+        return statements_that_take_keys(self.schema, self.added)
 
     def committed(self, rows: Rows) -> tuple[FollowerSuppressed, ...]:
         """Record in the jobs' handles if they were added; return the events of followers that were not."""
-        return tuple(suppressed_followers(self.adds.record(rows)))
+        return tuple(suppressed_followers(record_taken(self.added, rows)))

@@ -5,6 +5,7 @@ A slot adds a batch at a time, under one lock that is held for no I/O. Each numb
 
 import threading
 from bisect import bisect_left, bisect_right
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -69,6 +70,32 @@ class KindCounts:
         self.run = [one + more for one, more in zip(self.run, other.run, strict=True)]
 
 
+@dataclass(slots=True)
+class Counters:
+    """The jobs of all queues together."""
+
+    claimed: int = 0
+    done: int = 0
+    failed: int = 0
+    died: int = 0
+    leases_lost: int = 0
+    cancelled: int = 0
+    expired: int = 0
+
+    def add(self, events: Sequence[Event]) -> None:
+        """Count the events of committed jobs."""
+        of = Counter(map(type, events))
+        self.done += of[JobDone]
+        if len(events) == of[JobDone]:
+            return
+        crashes = [event for event in events if isinstance(event, JobCrashed)] if of[JobCrashed] else []
+        self.failed += of[JobRetried] + of[JobDied] + of[JobCrashed] + of[JobSetAside]
+        self.died += of[JobDied] + of[JobSetAside] + sum(event.dead_letter for event in crashes)
+        self.leases_lost += of[JobLeaseLost]
+        self.cancelled += of[JobCancelled]
+        self.expired += of[JobExpired]
+
+
 Counts: TypeAlias = dict[tuple[str, str], KindCounts]
 
 
@@ -76,14 +103,19 @@ class Aggregate:
     """The outcomes of jobs since they were last taken, and since the relay began."""
 
     def __init__(self) -> None:
+        self.counters = Counters()
         self._lock = threading.Lock()
         self._counts: Counts = {}
         # All that was taken, added up.
         self._taken: Counts = {}
 
-    def add(self, events: Sequence[Event]) -> None:
-        """Count the events of committed jobs."""
+    def add(self, events: Sequence[Event], claimed: int = 0) -> None:
+        """Count the events of committed jobs, and the claimed jobs that they are of."""
         with self._lock:
+            self.counters.claimed += claimed
+            if not events:
+                return
+            self.counters.add(events)
             if len(events) == 1 and type(events[0]) in RAN:
                 one = cast("Ended", events[0])
                 job, ran = one.job, one.seconds

@@ -5,7 +5,7 @@ their keys are taken at the batch's COMMIT, which deletes the jobs of keys that 
 that a producer would wait for, and jobs that a rollback undoes, to any savepoint, take no key.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from typing import TypeVar
@@ -23,56 +23,22 @@ from outboxq.statements.unique import add_unique, insert_without_keys, key_owner
 
 T = TypeVar("T")
 
-# In the state of a connection, which it shares with those that are lent to handlers. A collection is made for its
-# first job.
-_COLLECTED = "outboxq_unique_adds"
-_IS_COLLECTING = "outboxq_collects_unique_adds"
+
+def statements_that_take_keys(schema: str, added: Mapping[str, UniqueJob]) -> list[str]:
+    """Statements that take the keys of jobs that were inserted without; they delete the jobs of keys that are taken.
+
+    In the order of the keys' bytes: two transactions that want the same keys wait in one order.
+    """
+    return [take_keys(schema, part) for part in parts(_sorted(added))]
 
 
-class UniqueAdds:
-    """Unique jobs that were inserted in one transaction, and have no keys yet."""
-
-    __slots__ = ("_jobs",)
-
-    def __init__(self) -> None:
-        self._jobs: dict[str, UniqueJob] = {}
-
-    def __bool__(self) -> bool:
-        """True if there are any."""
-        return bool(self._jobs)
-
-    def add(self, jobs: Mapping[str, UniqueJob]) -> None:
-        """Record jobs by their ids in hex; the first of a key wins."""
-        self._jobs.update(jobs)
-
-    def statements(self, schema: str) -> list[str]:
-        """Statements that take the keys, in the order of their bytes, and delete the jobs of keys that are taken."""
-        return [take_keys(schema, part) for part in parts(_sorted(self._jobs))] if self._jobs else []
-
-    def record(self, found: Rows) -> tuple[UniqueJob, ...]:
-        """Record in the handles if their jobs were added, by the rows of `statements`; returns those not added."""
-        rows = [(str(row[0]), bool(row[1]), row[2]) for row in found]
-        answered = {job_id: self._jobs[job_id] for job_id, *_ in rows}
-        _answer(answered, rows)
-        self._jobs.clear()
-        return tuple(job for job in answered.values() if not job.answer.added)
-
-
-@contextmanager
-def collected_unique_adds(connection: Connection) -> Iterator[None]:
-    """Begin a new collection, for `unique_adds`, of the unique jobs inserted on this connection within the block."""
-    state = connection.__dict__
-    state[_COLLECTED], state[_IS_COLLECTING] = None, True
-    try:
-        yield
-    finally:
-        state[_IS_COLLECTING] = False
-
-
-def unique_adds(connection: Connection) -> UniqueAdds | None:
-    """The unique jobs that were collected last on this connection, and have no keys yet."""
-    adds: UniqueAdds | None = connection.__dict__.get(_COLLECTED)
-    return adds
+def record_taken(added: MutableMapping[str, UniqueJob], found: Rows) -> tuple[UniqueJob, ...]:
+    """Record in the handles of jobs if they were added, by the rows of those statements; returns those not added."""
+    rows = [(str(row[0]), bool(row[1]), row[2]) for row in found]
+    answered = {job_id: added[job_id] for job_id, *_ in rows}
+    _answer(answered, rows)
+    added.clear()
+    return tuple(job for job in answered.values() if not job.answer.added)
 
 
 def insert_unique(connection: Connection, jobs: Mapping[str, UniqueJob]) -> None:
@@ -85,13 +51,11 @@ def insert_unique(connection: Connection, jobs: Mapping[str, UniqueJob]) -> None
         EnqueueError: the role may not do that.
         SchemaError: the tables are missing, or too old.
     """
-    state = connection.__dict__
-    if state.get(_IS_COLLECTING):
+    guard = connection.__dict__.get("outboxq_guard")
+    if guard is not None and guard.collects:
         for some in parts(jobs):
             connection.execute(*insert_without_keys(some))
-        if state[_COLLECTED] is None:
-            state[_COLLECTED] = UniqueAdds()
-        state[_COLLECTED].add(jobs)
+        guard.added.update(jobs)
         return
     first: dict[str, str] = {}
     for job_id, job in jobs.items():

@@ -261,7 +261,7 @@ class RelayRun:
                 self.engines, self.config, self._loop, self.emit, self.stopping, self._look_around, self._state.login
             )
             if self.stopping.is_set():
-                return self._state.counters.report(self.hooks)
+                return self._state.report(self.hooks)
             exit_seconds = self.config.drain_seconds + _CLOSE_SECONDS
             close_in_loop = partial(self._loop.call_unless_blocked, timeout_seconds=exit_seconds)
             stack.callback(self._state.effect_runners.dispose, close_in_loop)
@@ -271,7 +271,7 @@ class RelayRun:
             stack.callback(self.hooks.finish)
             self._start_services(stack)
             self._serve_to_the_end()
-        return self._state.counters.report(self.hooks)
+        return self._state.report(self.hooks)
 
     def _look_around(self, connection: Connection) -> None:
         """Store the registry's schedules, and read the operators' settings: limits hold from the first claim."""
@@ -333,8 +333,6 @@ class RelayRun:
         return {(str(job.id), job.lease_token) for job in jobs if job.lease_token is not None}
 
     def _record_reaped(self, event: JobCrashed) -> None:
-        with self._state.lock:
-            self._state.counters.add(BatchReport(0, (event,)))
         self._state.aggregate.add((event,))
         self.emit(event)
 
@@ -343,7 +341,7 @@ class RelayRun:
         # One for each slot, one for the lease, one for the listener.
         connections = slots + 1 + (self._state.listener is not None)
         self.emit(RelayStarted(self._queues, slots, connections))
-        counters = self._state.counters
+        counters = self._state.aggregate.counters
         is_over = False
         # Once in any case: a relay that is already stopping emits the same events as later.
         while not is_over:

@@ -36,7 +36,7 @@ from outboxq.events import (
     ClaimsFailed,
     DatabaseBack,
     DatabaseLost,
-    Event,
+    JobDone,
     JobsClaimed,
 )
 from outboxq.execution.batch_state import BatchReport, BatchState, Ended
@@ -60,7 +60,7 @@ from outboxq.relay.leased_loop import LeasedLoop
 from outboxq.relay.parking import park_unknown_kinds
 from outboxq.relay.planner import Planner
 from outboxq.relay.poller import Order
-from outboxq.relay.state import RelayState
+from outboxq.relay.state import RECORDED, RelayState
 
 logger = logging.getLogger("outboxq.relay")
 
@@ -281,13 +281,18 @@ class Slot:
         return None if is_listened_to(connection) or runtime.guard.left else self._planner.after(batch)
 
     def publish(self, report: BatchReport, parked: int = 0) -> None:
-        """Count and emit what was committed."""
-        claims: list[Event] = []
+        """Count what was committed, and emit it after the events of claims; adds `parked` to the parked jobs."""
+        state, events = self.state, report.events
+        state.aggregate.add(events, report.claimed)
         if self._counts_claims and (self._claims or self._vain_claims):
-            claims += self._claims
-            claims += (event(queue, count) for (event, queue), count in self._vain_claims.items())
+            vain = (event(queue, count) for (event, queue), count in self._vain_claims.items())
+            events = (*self._claims, *vain, *events)
             self._claims, self._vain_claims = [], Counter()
-        self.state.publish(report, claims, parked)
+        # Most events are of jobs that are done, and most relays have no hook for them.
+        are_done_wanted = state.has_use_for_done()
+        for event in events:
+            if are_done_wanted or type(event) is not JobDone:
+                state.emit(state.recorded(event, parked) if isinstance(event, RECORDED) else event)
 
     def committed(self, ended: Ended) -> None:
         """Publish what was committed on the slot's connection, which works."""

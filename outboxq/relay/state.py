@@ -1,8 +1,7 @@
 """The state that the slots of a relay share, and its counters."""
 
 import threading
-from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from outboxq.clock import DatabaseClock
@@ -10,18 +9,11 @@ from outboxq.config import RelayConfig
 from outboxq.emitter import Emitter
 from outboxq.events import (
     Event,
-    JobCancelled,
     JobCrashed,
-    JobDied,
     JobDone,
-    JobExpired,
-    JobLeaseLost,
-    JobRetried,
-    JobSetAside,
     JobsParked,
     JobsSuspected,
 )
-from outboxq.execution.batch_state import BatchReport
 from outboxq.execution.keep import Keeper
 from outboxq.execution.runtime import Runtime
 from outboxq.handlers.handler import Flavour
@@ -42,8 +34,8 @@ from outboxq.relay.startup import Login
 from outboxq.relay.suspects import QuarantineTurns
 from outboxq.statements.claim import Sort
 
-# The events that the relay handles before it emits them.
-_NOTED = (JobsSuspected, JobCrashed, JobsParked)
+# The events that `RelayState.recorded` takes before they are emitted.
+RECORDED = (JobsSuspected, JobCrashed, JobsParked)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,46 +55,6 @@ class RelayReport:
     hook_events_dropped: int = 0
     cancelled: int = 0
     expired: int = 0
-
-
-@dataclass(slots=True)
-class RelayCounters:
-    """The counts of a relay so far. Slots add under the lock."""
-
-    claimed: int = 0
-    done: int = 0
-    failed: int = 0
-    died: int = 0
-    leases_lost: int = 0
-    cancelled: int = 0
-    expired: int = 0
-
-    def add(self, report: BatchReport) -> None:
-        """Count the events of one committed batch."""
-        self.claimed += report.claimed
-        of = Counter(map(type, report.events))
-        self.done += of[JobDone]
-        if len(report.events) == of[JobDone]:
-            return
-        crashes = [event for event in report.events if isinstance(event, JobCrashed)] if of[JobCrashed] else []
-        self.failed += of[JobRetried] + of[JobDied] + of[JobCrashed] + of[JobSetAside]
-        self.died += of[JobDied] + of[JobSetAside] + sum(event.dead_letter for event in crashes)
-        self.leases_lost += of[JobLeaseLost]
-        self.cancelled += of[JobCancelled]
-        self.expired += of[JobExpired]
-
-    def report(self, hooks: HookThread) -> RelayReport:
-        """The counts that users see."""
-        return RelayReport(
-            self.done,
-            self.failed,
-            self.died,
-            self.leases_lost,
-            hooks.failures,
-            hooks.dropped,
-            self.cancelled,
-            self.expired,
-        )
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -126,34 +78,33 @@ class RelayState:
     lifespan_state: object = None
     # By queue.
     sweeps: dict[str, Sweep] = field(default_factory=dict)
-    counters: RelayCounters = field(default_factory=RelayCounters)
-    lock: threading.Lock = field(default_factory=threading.Lock)
     aggregate: Aggregate = field(default_factory=Aggregate)
     clock: DatabaseClock = field(default_factory=DatabaseClock)
     # Writes finished rows; none until the start has checked the rights.
     keeper: Keeper = field(default_factory=Keeper)
     admission: Admission = field(init=False)
     login: Login = field(init=False)
-    _has_use_for_done: Callable[[], bool] = field(init=False)
+    has_use_for_done: Callable[[], bool] = field(init=False)
 
     def __post_init__(self) -> None:
         claims, limits = self.registry.claims, self.limits
         self.login = Login(limits.refused_seconds)
-        self._has_use_for_done = self.emit.use_of(JobDone)
+        self.has_use_for_done = self.emit.use_of(JobDone)
         self.admission = Admission(self.config.schema, claims, self.flow, self.poller, limits, self.wake_another)
 
-    def publish(self, report: BatchReport, claims: Iterable[Event] = (), parked: int = 0) -> None:
-        """Count what was committed, and emit it after the events of claims; adds `parked` to the parked jobs."""
-        with self.lock:
-            self.counters.add(report)
-        if report.events:
-            self.aggregate.add(report.events)
-        emit = self.emit
-        # Most events are of jobs that are done, and most relays have no hook for them.
-        are_done_wanted = self._has_use_for_done()
-        for event in (*claims, *report.events):
-            if are_done_wanted or type(event) is not JobDone:
-                emit(self._noted(event, parked) if isinstance(event, _NOTED) else event)
+    def report(self, hooks: HookThread) -> RelayReport:
+        """The counts of the relay so far."""
+        counts = self.aggregate.counters
+        return RelayReport(
+            counts.done,
+            counts.failed,
+            counts.died,
+            counts.leases_lost,
+            hooks.failures,
+            hooks.dropped,
+            counts.cancelled,
+            counts.expired,
+        )
 
     def has_groups(self, queue: str) -> bool:
         """Return True if a queue is known to have jobs of groups."""
@@ -204,7 +155,7 @@ class RelayState:
         else:
             self.listener.wake_one(queue)
 
-    def _noted(self, event: JobsSuspected | JobCrashed | JobsParked, parked: int) -> Event:
+    def recorded(self, event: JobsSuspected | JobCrashed | JobsParked, parked: int) -> Event:
         """Record suspects before their event is emitted; adds `parked` to the parked jobs."""
         if isinstance(event, JobsParked):
             return replace(event, count=event.count + parked)

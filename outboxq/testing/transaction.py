@@ -306,7 +306,7 @@ def _drain_queue(connection: Connection, name: str, runtime: Runtime) -> list[Ev
         batch = BatchState.of(claimed)
         run(connection, batch, runtime, decide(connection, batch, runtime), shared=True)
         # Within the test's transaction, which is not committed: no one receives its notifications.
-        for step in steps_of(connection, batch, batch.events, runtime):
+        for step in steps_of(batch, batch.events, runtime):
             if statements_of_step := step.statements():
                 step.committed(run_script(connection, *statements_of_step))
         # The handlers' deadlines are not the test's.

@@ -188,8 +188,8 @@ MUTANTS = (
     Mutant(
         "the rows of finished jobs in their own transaction",
         "outboxq/execution/commit.py",
-        "    riding = steps_of(connection, batch, batch.events, runtime)\n",
-        "    riding = steps_of(connection, batch, batch.events, runtime)\n"
+        "    riding = steps_of(batch, batch.events, runtime)\n",
+        "    riding = steps_of(batch, batch.events, runtime)\n"
         "    with connection.engine.connect() as other, other.begin():\n"
         "        apart = [each for each in riding if each.is_optional and [run_script(other, *each.statements())]]\n"
         "        riding = [step for step in riding if step not in apart]\n",
@@ -1811,7 +1811,7 @@ MUTANTS = (
     Mutant(
         "a handler takes unique keys by its flush",
         "outboxq/outbox/unique.py",
-        "    if state.get(_IS_COLLECTING):\n",
+        "    if guard is not None and guard.collects:\n",
         "    if False:\n",
         ("tests/flow/test_unique.py::test_adds_of_a_key_do_not_wait_for_a_handler_that_adds_it",),
     ),

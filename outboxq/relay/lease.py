@@ -9,11 +9,10 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeAlias
 from uuid import UUID
 
 import psycopg
@@ -22,7 +21,7 @@ from psycopg.pq.abc import PGconn
 
 from outboxq.config import RelayConfig
 from outboxq.database.closing import finish
-from outboxq.database.driver import DriverConnection, run_on_libpq
+from outboxq.database.driver import DriverConnection, Rows, run_on_libpq
 from outboxq.database.errors import READ_ONLY, describe_refusal
 from outboxq.emitter import Emitter
 from outboxq.events import JobCrashed, LeaseExtensionFailed
@@ -41,8 +40,6 @@ _FORGET_EVERY_BEATS = 1_000
 _BEATS_BEFORE_REAPING = 2
 _STOP_SECONDS = 5.0
 _ORPHANED = "its relay lived, but did not run the job that it had claimed"
-
-Rows: TypeAlias = Sequence[tuple[object, ...]]
 
 
 @dataclass(eq=False)
@@ -158,7 +155,7 @@ class RelayLease:
                 if self._wanted:
                     self._extend(connection)
                 more = self._reap(connection)
-            self._wait(connection, self.config.beat_seconds)
+            self._wait(connection)
         if self._wanted:
             run_on_libpq(connection, statements.end(self._schema, self.owner))
 
@@ -299,9 +296,9 @@ class RelayLease:
                 (quarantine.groups if in_group else quarantine.queues).add(event.queue)
             self.on_reaped(event)
 
-    def _wait(self, connection: PGconn, seconds: float) -> None:
+    def _wait(self, connection: PGconn) -> None:
         """Wait for the next beat; query the operators' settings whenever that is requested before."""
-        until = time.monotonic() + seconds
+        until = time.monotonic() + self.config.beat_seconds
         while True:
             with self._changed:
                 remaining = max(0.0, until - time.monotonic())

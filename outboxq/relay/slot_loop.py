@@ -14,7 +14,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 from types import CoroutineType
-from typing import Any, Protocol
+from typing import Any
 
 from sqlalchemy import Engine, ExceptionContext, event
 from sqlalchemy.engine.interfaces import DBAPIConnection
@@ -46,16 +46,6 @@ _FINAL = (ConfigError, RelayStuck, SchemaError)
 _LAST_TRIES, _LAST_PAUSE_SECONDS, _LAST_SECONDS = 5, 0.1, 2.0
 
 
-class WakeEvent(Protocol):
-    """The event that wakes a sleeping slot: a `threading.Event`, or its like for a task. Any thread may set it."""
-
-    def set(self) -> None: ...
-
-    def clear(self) -> None: ...
-
-    def wait(self, timeout: float) -> bool: ...
-
-
 class SlotLoop:
     """The loop of one slot; `has_failed`: the loop ended by an error, which the relay raises again."""
 
@@ -65,7 +55,7 @@ class SlotLoop:
         group: SlotGroup,
         flavour: Flavour,
         connections: SlotConnections,
-        wake_event: WakeEvent,
+        wake_event: "threading.Event | _TaskWakeEvent",
         fail: Callable[[BaseException], None],
     ) -> None:
         self.slot = Slot(state, flavour, group.queues, wake_event.set, group.in_turns)

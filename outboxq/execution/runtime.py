@@ -2,10 +2,12 @@
 
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from typing import TypeAlias
+from uuid import UUID
 
 from sqlalchemy import Connection
 
@@ -21,7 +23,6 @@ from outboxq.execution.failure import Failed, R, describe_failure, describe_reas
 from outboxq.execution.frames import Frame, homes_of
 from outboxq.execution.invoke import Invoker
 from outboxq.execution.keep import Keeper
-from outboxq.execution.orders import Orders
 from outboxq.execution.preload import wait_while_young
 from outboxq.handlers.handler import AnyHandler
 from outboxq.handlers.progress import ProgressNotes
@@ -67,6 +68,24 @@ class SettledByClaim:
 
 
 Result: TypeAlias = Outcome | Failed | UnknownKindResult | CancelledResult | ExpiredResult | GivenBack | SettledByClaim
+
+
+@dataclass(slots=True, eq=False)
+class Orders:
+    """The orders of operators; replaced by the relay's polls, and read by its slots without a lock.
+
+    Attributes:
+        cancelled: Jobs that had a cancellation at the relay's last poll. The transaction that ends the job checks if it
+            still exists.
+        paused: Kinds, each with its queue, that are not to be run.
+    """
+
+    cancelled: set[UUID] = field(default_factory=set)
+    paused: AbstractSet[tuple[str, str]] = frozenset()
+
+    def known_kinds(self, queue: str, kinds: tuple[str, ...]) -> tuple[str, ...]:
+        """Return the kinds that are not paused in a queue."""
+        return tuple(kind for kind in kinds if (queue, kind) not in self.paused) if self.paused else kinds
 
 
 @dataclass(frozen=True, slots=True)

@@ -98,7 +98,7 @@ def _drop(
     created_at = job.created_at if job.unique_key is None else None
     outcome = connection.execute(cancel.take_request(job.id, created_at)).scalar_one_or_none()
     if outcome is None:
-        runtime.orders.forget(job.id)
+        runtime.orders.cancelled.discard(job.id)
         snooze(connection, job, timedelta(0))
         return JobSnoozed(job, 0.0, seconds)
     if outcome == "dead":

@@ -28,7 +28,7 @@ from outboxq.execution.batch_state import BatchReport, BatchState
 from outboxq.execution.frames import Frame
 from outboxq.execution.invoke import SyncInvoker
 from outboxq.execution.lease_mode import LeasedBatch, release_waiting
-from outboxq.execution.orders import Orders
+from outboxq.execution.runtime import Orders
 from outboxq.execution.seized import end_other_transaction, settle_aborted, settle_cancelled
 from outboxq.handlers.call import HandlerCall
 from outboxq.job import Job

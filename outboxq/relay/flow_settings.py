@@ -12,7 +12,7 @@ from uuid import UUID
 
 import msgspec
 
-from outboxq.execution.orders import Orders
+from outboxq.execution.runtime import Orders
 from outboxq.queue_limits import QueueLimits, limits_in_force
 
 Rows: TypeAlias = Iterable[tuple[object, ...]]

@@ -17,6 +17,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from outboxq.clock import clock
 from outboxq.database.driver import end_transaction, is_lost, pause, run_script
 from outboxq.database.errors import LOCK_NOT_AVAILABLE, QUERY_CANCELED, READ_ONLY, sqlstate_of
+from outboxq.error_record import ErrorRecord
 from outboxq.errors import LeaseLost
 from outboxq.events import Event, JobCrashed, JobLeaseLost, JobsParked
 from outboxq.execution import settle
@@ -119,7 +120,7 @@ def _recover(connection: Connection, batch: BatchState, error: BaseException, ru
     match error:
         case WritesRefused() if batch.late_result is None:
             # The claim was written: behind a pooler another connection may lead to the primary again.
-            return Ended(_release(connection, batch.job))
+            return Ended(BatchReport(1, release(connection, batch.job)))
         case ConnectionLost() if batch.late_result is not None:
             # A leased job whose handler wrote nothing, and had ended when its connection turned out to be gone.
             return Ended(record_result(connection, batch, batch.job, batch.late_result, runtime))
@@ -229,14 +230,14 @@ def postpone(connection: Connection, job: Job, runtime: Runtime, batch: tuple[UU
     return BatchReport(1, ())
 
 
-def _release(connection: Connection, job: Job) -> BatchReport:
-    """Put back a leased job that wrote nothing, to run at once, with no attempt counted."""
+def release(connection: Connection, job: Job, record: ErrorRecord | None = None) -> tuple[JobLeaseLost, ...]:
+    """Put back a leased job that did not end, to run at once, with no attempt counted; `record` says why."""
     try:
         with connection.begin():
-            settle.release(connection, job)
+            settle.release(connection, job, record)
     except LeaseLost:
-        return BatchReport(1, (JobLeaseLost(job),))
-    return BatchReport(1, ())
+        return (JobLeaseLost(job),)
+    return ()
 
 
 def return_to_suspects(

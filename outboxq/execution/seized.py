@@ -7,14 +7,12 @@ from sqlalchemy import Connection
 
 from outboxq.database.driver import is_lost, run_script
 from outboxq.error_record import ErrorRecord
-from outboxq.errors import LeaseLost
-from outboxq.events import Event, JobInterrupted, JobLeaseLost
-from outboxq.execution import settle
+from outboxq.events import Event, JobInterrupted
 from outboxq.execution.aside import describe, is_of_a_row, say_of_job
 from outboxq.execution.batch_state import BatchReport, BatchState
 from outboxq.execution.claim import clear_marks
 from outboxq.execution.failure import Failed, count_unfinished
-from outboxq.execution.recovery import find_outcome_soon, record_result, return_to_suspects
+from outboxq.execution.recovery import find_outcome_soon, record_result, release, return_to_suspects
 from outboxq.execution.runtime import CancelledResult, Runtime
 from outboxq.job import Job
 from outboxq.statements.lease import INTERRUPTED, note_interrupted
@@ -54,12 +52,8 @@ def settle_aborted(
             clear_marks(connection, runtime.schema, [each for each in batch.claimed_ids if each not in running])
     elif not batch.is_leased:
         _clear_and_note(connection, batch, runtime)
-    else:
-        try:
-            with connection.begin():
-                settle.release(connection, batch.job, ErrorRecord(batch.job.attempt, INTERRUPTED, _INTERRUPTED))
-        except LeaseLost:
-            return BatchReport(0, (JobLeaseLost(batch.job),))
+    elif lost := release(connection, batch.job, ErrorRecord(batch.job.attempt, INTERRUPTED, _INTERRUPTED)):
+        return BatchReport(0, lost)
     return BatchReport(0, (JobInterrupted(batch.job),))
 
 

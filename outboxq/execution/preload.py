@@ -177,8 +177,6 @@ class PreloadedEntities:
         self._locks = locks
         self._own_types = own_types
         self._rows: dict[Identity, object] = {}
-        # The class as which each table's rows were loaded; None if there were several.
-        self._classes: dict[int, type[object] | None] = {}
         self._oids: dict[type[object], int | None] = {}
 
     def take(self, key: EntityKey) -> object | None:
@@ -188,14 +186,14 @@ class PreloadedEntities:
     def drop(self) -> None:
         """Forget all rows, because something is sent."""
         self._rows.clear()
-        self._classes.clear()
 
     def changed(self, row: RowId, entity: type[object]) -> None:
         """Forget a row whose change, made through this class, waits to be sent."""
-        if self._classes.get(row[0], entity) is entity:
-            self._rows.pop((entity, row[1]), None)
-        else:
+        if any(oid == row[0] and loaded is not entity for loaded, oid in self._oids.items()):
+            # Another class of the same table, whose key for the row may be another.
             self.drop()
+        else:
+            self._rows.pop((entity, row[1]), None)
 
     def oid(self, entity: type[object]) -> int | None:
         """The table of a class whose rows can be loaded ahead; None for all other classes."""
@@ -221,10 +219,6 @@ class PreloadedEntities:
         session.close()
         for entity in found:
             self._rows[type(entity), _identity_of(entity)] = entity
-        for loaded in {type(entity) for entity in found}:
-            oid = self.oid(loaded)
-            assert oid is not None
-            self._classes[oid] = loaded if self._classes.get(oid, loaded) is loaded else None
 
 
 def _session_on(connection: Connection) -> Session:

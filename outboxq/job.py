@@ -76,7 +76,8 @@ class Job(msgspec.Struct, frozen=True, gc=False):
 
 
 # What few jobs have: the keys that others share with them, their callback batch, and a time when they expire.
-extras_of = attrgetter("unique_key", "group_key", "batch_id", "expires_at")
+EXTRAS = ("unique_key", "group_key", "batch_id", "expires_at")
+extras_of = attrgetter(*EXTRAS)
 NO_EXTRAS = (None, None, None, None)
 
 

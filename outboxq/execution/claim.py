@@ -6,7 +6,7 @@ gives its jobs back. In lease mode the claim is committed first, and a token fen
 
 import secrets
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from operator import attrgetter
@@ -17,7 +17,7 @@ from sqlalchemy import Connection
 
 from outboxq.clock import DatabaseClock
 from outboxq.database.driver import NOT_PREPARED, Answer, PreparedStatements, Script, is_lost, run_script
-from outboxq.job import NO_EXTRAS, Job, extras_of
+from outboxq.job import EXTRAS, NO_EXTRAS, Job, extras_of
 from outboxq.statements.claim import ANCHOR, RETURNED, Sort, claim_by_id
 from outboxq.statements.group_claim import AnyScript, Look
 from outboxq.statements.park import clear_marks as marks_cleared
@@ -60,8 +60,8 @@ class Claimed:
 
     `moved` is the number of jobs that were made suspects instead, because an earlier claim of them died. `transaction`
     is None if nothing was taken, and in lease mode, in which the jobs' transaction begins later. `is_full`: nothing was
-    claimed, because as many jobs of the queue run as its limit allows. `look`: what else the claim found. `is_plain`:
-    no job has a key, a group, a callback batch or an expiry, so that checks for these are left out.
+    claimed, because as many jobs of the queue run as its limit allows. `look`: what else the claim found. `extras`:
+    what of `EXTRAS` a job has; checks for the others are left out.
     """
 
     request: "ClaimRequest"
@@ -70,7 +70,7 @@ class Claimed:
     transaction: ClaimTransaction | None = None
     is_full: bool = False
     look: Look | None = None
-    is_plain: bool = True
+    extras: Collection[str] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,13 +144,17 @@ class ClaimRequest:
         taken = rows if rows and rows[0][1] is not None else ()
         if len(taken) > self.limit:
             raise AssertionError(f"a claim took {len(taken)} jobs where {self.limit} were asked for")
-        jobs, is_plain, now = list[Job](), True, (datetime.fromtimestamp(time.time() + self.clock.ahead_seconds, UTC),)
+        jobs, extras, now = (
+            list[Job](),
+            set[str](),
+            (datetime.fromtimestamp(time.time() + self.clock.ahead_seconds, UTC),),
+        )
         for row in taken:
             # The columns of RETURNED, in order, the token, and the time. Added: unpacking both would make a list first.
             job = _JOB(*(row[1:_END_OF_JOB] + now))
             jobs.append(job)
-            if extras_of(job) != NO_EXTRAS:
-                is_plain = False
+            if (found := extras_of(job)) != NO_EXTRAS:
+                extras.update(name for name, value in zip(EXTRAS, found, strict=True) if value is not None)
         if len(jobs) > 1:
             # RETURNING has no order.
             jobs.sort(key=attrgetter("seq") if self.script.by_seq else _place_in_queue)
@@ -160,7 +164,7 @@ class ClaimRequest:
             transaction = ClaimTransaction(
                 self.savepoint, f"{self.savepoint}_inner", cast("str", xid), cast("int", pid)
             )
-        return Claimed(self, tuple(jobs), moved, transaction, look=look, is_plain=is_plain)
+        return Claimed(self, tuple(jobs), moved, transaction, look=look, extras=extras)
 
 
 def _place_in_queue(job: Job) -> tuple[int, int]:

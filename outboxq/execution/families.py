@@ -28,9 +28,10 @@ from outboxq.statements.transaction import clock_seconds
 
 def decide(connection: Connection, batch: BatchState, runtime: Runtime) -> Handlers:
     """Fill `batch.decided`, once for a claim; return the handlers, by kind."""
-    if not batch.claimed.is_plain:
-        if runtime.coalesces:
-            coalesce(connection, batch, runtime.schema)
+    extras = batch.claimed.extras
+    if "unique_key" in extras and runtime.coalesces:
+        coalesce(connection, batch, runtime.schema)
+    if "expires_at" in extras or "unique_key" in extras:
         batch.expires = _expiries(connection, batch, runtime)
     handlers, decided = runtime.handlers_of(batch.jobs), batch.decided
     if batch.expires or runtime.orders.cancelled or None in handlers.values():
@@ -104,6 +105,6 @@ def steps_of(
         found += runtime.keeper.steps(runtime.schema, events, stands_for, runtime.prepared_rows)
     if runtime.guard.added:
         found.append(TakeKeys(runtime.schema, runtime.guard.added))
-    if not batch.claimed.is_plain and (ids := batch_ids(batch.jobs)):
-        found.append(FinishBatches(runtime.schema, ids))
+    if "batch_id" in batch.claimed.extras:
+        found.append(FinishBatches(runtime.schema, batch_ids(batch.jobs)))
     return found

@@ -36,7 +36,7 @@ def plan_segments(batch: BatchState, handlers: Handlers) -> Sequence[Segment]:
     if (
         batch.tries.apart
         or not any(map(_runs_together, handlers.values()))
-        or (not batch.claimed.is_plain and _reorders_groups(batch, handlers))
+        or ("group_key" in batch.claimed.extras and _reorders_groups(batch, handlers))
     ):
         return (Segment("alone", range(len(batch.jobs))),)
     # The jobs of each batch handler; under None those of batchable kinds.

@@ -1908,7 +1908,7 @@ MUTANTS = (
     Mutant(
         "beside groups: a call of a batch handler for each of a group's jobs",
         "outboxq/execution/plan.py",
-        "        or (not batch.claimed.is_plain and _reorders_groups(batch, handlers))\n",
+        '        or ("group_key" in batch.claimed.extras and _reorders_groups(batch, handlers))\n',
         "",
         ("tests/relay/test_groups_beside.py::test_a_failed_job_of_a_batch_keeps_those_behind_it_waiting",),
     ),

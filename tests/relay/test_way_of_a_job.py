@@ -20,7 +20,7 @@ WAY_BOUNDS = {
     "plain job, lease mode": Way(150, 114, 28),
     "retry": Way(207, 167, 32),
     "dead letter": Way(203, 163, 31),
-    "grouped job": Way(112, 96, 26),
+    "grouped job": Way(107, 90, 24),
 }
 # Listeners that other tests have left in this process may cost a call.
 _ROOM = Way(5, 3, 1)
@@ -32,7 +32,7 @@ CORE_BOUNDS = {
     "assignments to them outside execution/": 0,
     "public methods of the planner": 4,
     "attributes of the planner that other modules assign": 0,
-    "lines of the core that mention groups": 5,
+    "lines of the core that mention groups": 4,
     "lines of the core that mention suspects": 9,
     "lines of the core that mention kept rows": 0,
     "lines of the core that mention coalescing and windows": 0,
@@ -40,9 +40,9 @@ CORE_BOUNDS = {
     "lines of the core that mention prepared claims": 11,
     "lines of the core that mention limits": 1,
     "lines of the core that mention rates": 0,
-    "lines of the core that mention callback batches": 1,
+    "lines of the core that mention callback batches": 0,
     "lines of the core that mention unique jobs": 1,
-    "lines of execution/": 6_277,
+    "lines of execution/": 6_282,
     "lines of relay/ without maintenance/": 6_113,
     "lines of statements/ of claims and outcomes": 1_742,
 }

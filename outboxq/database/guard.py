@@ -290,25 +290,26 @@ class Guard:
             self.watcher.sees(text, context)
         savepoint = self.savepoint
         if savepoint is not None:
-            verb = (readings.get(text) or self._read(text)).refused
-            if verb:
+            # Not the text as it is sent, with all values, but as it was compiled.
+            to_read, compiled = text, None if context is None else context.compiled
+            if context is not None and compiled is not None and compiled.string is not None:
+                # Sent in pieces. Defaults that are read before an INSERT have its context too.
+                is_piece = context.execute_style is ExecuteStyle.INSERTMANYVALUES and text.startswith("INSERT ")
+                if is_piece or text is context.statement:
+                    to_read = compiled.string
+            reading = readings.get(to_read) or self._read(to_read)
+            if reading.refused:
                 raise TransactionVerbRefused(
-                    f"the handler sent {verb}, but its transaction is the relay's: return to commit, raise to roll back"
+                    f"the handler sent {reading.refused}, but its transaction is the relay's: return to commit, "
+                    "raise to roll back"
                 )
             if not savepoint.is_active and not text.startswith("ROLLBACK TO"):
                 # The job's savepoint is gone: rows that the handler wrote now would survive its own failure.
                 raise HandlerRolledBack(
                     "the handler went on after it rolled its session back: use session.begin_nested()"
                 )
-            compiled = None if context is None else context.compiled
-            if context is not None and compiled is not None and compiled.string is not None:
-                # Sent in pieces. Defaults that are read before an INSERT have its context too.
-                is_piece = context.execute_style is ExecuteStyle.INSERTMANYVALUES and text.startswith("INSERT ")
-                if is_piece or text is context.statement:
-                    # As it was compiled: without all of its values.
-                    text = compiled.string
-            if leavings := (readings.get(text) or self._read(text)).leavings:
-                self._note(leavings, {} if many else parameters)
+            if reading.leavings:
+                self._note(reading.leavings, {} if many else parameters)
         # Last: those above may have sent something themselves.
         self._announced = statement
 

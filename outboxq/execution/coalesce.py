@@ -155,7 +155,7 @@ def coalesce_leased(connection: Connection, leased: LeasedBatch, schema: str) ->
     with _or_back(connection, "ROLLBACK", _NOT_TAKEN_ALONG):
         while _take_along_leased(connection, runs, schema) == TAKEN_AT_ONCE:
             pass
-    # None, if that succeeded.
+    # If that succeeded, none is left.
     runs.keep({job.id for job in runs.dropped})
     leased.coalesce(runs.running())
     leased.stands_for = runs.stands_for()

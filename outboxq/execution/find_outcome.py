@@ -7,7 +7,7 @@ from sqlalchemy import Connection
 
 from outboxq.database.driver import is_lost, run_outside_transaction, run_script
 from outboxq.errors import LeaseLost, TransactionEndedByHandler
-from outboxq.events import JobLeaseLost
+from outboxq.events import JobLeaseLost, JobsParked
 from outboxq.execution import settle
 from outboxq.execution.batch_state import BatchReport, BatchState, DeadLetters
 from outboxq.execution.errors import ConnectionLost
@@ -147,4 +147,6 @@ def write_dead_letters(connection: Connection, batch: BatchState, reason: str, f
 def _report_of(batch: BatchState, dead_letters: DeadLetters) -> BatchReport:
     reason, failed = dead_letters.reason, dead_letters.failed
     died = (settle.died(job, reason, failed.record, failed.error, batch.running.seconds) for job in batch.running_jobs)
-    return BatchReport(len(batch.jobs), (*batch.events, *batch.of_claim, *died))
+    # Jobs that were to be parked are put back with the others.
+    of_claim = (event for event in batch.of_claim if not isinstance(event, JobsParked))
+    return BatchReport(len(batch.jobs), (*batch.events, *of_claim, *died))

@@ -94,6 +94,6 @@ def _arguments(handler: AnyHandler, job: Job) -> dict[str, object] | None:
     try:
         if has_follower(job):
             follower_of(job)
-        return handler.signature.decode(job.args)
+        return handler.signature().decode(job.args)
     except BaseException:  # noqa: BLE001  # users' own types raise what they like; alone, it is recorded with its job
         return None

@@ -200,8 +200,8 @@ class PreloadedEntities:
         if entity not in self._oids:
             mapper, facts = _mapper(entity), None
             table, hooks = mapper.local_table, mapper.class_manager.dispatch
-            has_own_types = not self._own_types or _has_own_types(mapper)
-            if isinstance(table, Table) and _is_plain(mapper) and has_own_types and not (hooks.load or hooks.refresh):
+            types_fit = not self._own_types or _has_own_types(mapper)
+            if isinstance(table, Table) and _is_plain(mapper) and types_fit and not (hooks.load or hooks.refresh):
                 facts = self._facts_of(table)
             self._oids[entity] = facts.oid if facts is not None and facts.is_plain else None
         return self._oids[entity]

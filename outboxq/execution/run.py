@@ -142,7 +142,7 @@ def _lock_rows(connection: Connection, batch: BatchState, runtime: Runtime, hand
     locking = {
         kind: found
         for kind, found in handlers.items()
-        if found is not None and found.signature.locks and not runtime.registry.loads_late(kind)
+        if found is not None and found.signature().locks and not runtime.registry.loads_late(kind)
     }
     if not locking:
         return
@@ -160,7 +160,7 @@ def _lock_rows(connection: Connection, batch: BatchState, runtime: Runtime, hand
 
 def _locked_keys(handler: AnyHandler, job: Job, runtime: Runtime) -> Sequence[EntityKey]:
     try:
-        return [key for key in entity_keys([handler.signature.decode(job.args)]) if key.locked]
+        return [key for key in entity_keys([handler.signature().decode(job.args)]) if key.locked]
     except BaseException as error:
         # Users' own types raise what they like; the error is recorded when the job runs.
         if not runtime.is_failure(error):

@@ -54,10 +54,13 @@ class Handler(JobKind[P], Generic[P, C, R]):
         return self.function(ctx, *args, **kwargs)
 
     @functools.cached_property
-    def signature(self) -> Signature:
-        """The rules for checking, storing and reading arguments; built when first needed, after circular imports."""
+    def _signature(self) -> Signature:
         with naming(self.function):
             return build_signature(self.kind, self.function)
+
+    def signature(self) -> Signature:
+        """The rules for checking, storing and reading arguments; built when first needed, after circular imports."""
+        return self._signature
 
     def check(self) -> None:
         """Check the context and the types of the arguments, which can be resolved only after all imports.
@@ -76,7 +79,7 @@ class Handler(JobKind[P], Generic[P, C, R]):
         Raises:
             RegistryError: it needs one; the message names it.
         """
-        rules, arguments = self._key_rules, self.signature.parameters
+        rules, arguments = self._key_rules, self._signature.parameters
         for name, needed in ({} if rules is None else rules.needs()).items():
             for missing in sorted(needed - arguments.keys()):
                 raise RegistryError(
@@ -162,8 +165,7 @@ class BatchHandler(Handler[P, Any, Any], Generic[P, T]):
         return self._called(ctx, items)
 
     @functools.cached_property
-    def signature(self) -> Signature:
-        """The rules for the fields of the class of arguments."""
+    def _signature(self) -> Signature:
         with naming(self._called):
             return build_signature(self.kind, self._declared)
 

@@ -77,7 +77,7 @@ class Registry:
             PayloadError: they do not.
             UnknownKind: no handler is registered.
         """
-        self.find(kind).signature.decode(args)
+        self.find(kind).signature().decode(args)
 
     def loads_late(self, kind: str) -> bool:
         """Return True if rows of this kind's jobs are loaded only within its arounds, which use its session."""

@@ -48,7 +48,7 @@ class DeclaredSchedule:
             )
 
     def _job(self) -> NewJob:
-        given = {_FIRE_TIME: FIRE_TIME} if _FIRE_TIME in self.handler.signature.parameters else {}
+        given = {_FIRE_TIME: FIRE_TIME} if _FIRE_TIME in self.handler.signature().parameters else {}
         try:
             job = self.handler.job(**{**given, **self.args})
             if given and job.keys != self.handler.job(**{_FIRE_TIME: _ANOTHER_TIME, **self.args}).keys:

@@ -46,9 +46,12 @@ class JobKind(Generic[P]):
         return f"<{type(self).__name__} {self.kind!r} in queue {self.queue!r}>"
 
     @functools.cached_property
-    def signature(self) -> Signature | None:
-        """The rules for checking, storing and reading arguments; None if the handler lives in another service."""
+    def _signature(self) -> Signature | None:
         return None
+
+    def signature(self) -> Signature | None:
+        """The handler's signature; None if the handler lives in another service."""
+        return self._signature
 
     def options(
         self,
@@ -91,7 +94,7 @@ class JobKind(Generic[P]):
             ArgumentError: the arguments do not fit, or JSON cannot hold them.
             JobTooLarge: over 256 KiB of JSON.
         """
-        signature = self.signature
+        signature = self._signature
         args_text = None if signature is None else signature.encode_call(args, kwargs)
         if args_text is not None:
             if signature is not None and signature.takes_entities:
@@ -141,7 +144,7 @@ class JobKind(Generic[P]):
         return rules.of(self._all_values(args, kwargs))
 
     def _all_values(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> Mapping[str, object]:
-        signature = self.signature
+        signature = self._signature
         return self._bind_by_name(args, kwargs) if signature is None else signature.all_values(args, kwargs)
 
     @functools.cached_property
@@ -190,9 +193,8 @@ class _KindWithOptions(JobKind[P]):
         self.keeps_result = base.keeps_result
 
     @functools.cached_property
-    def signature(self) -> Signature | None:
-        """That of the kind itself."""
-        return self._base.signature
+    def _signature(self) -> Signature | None:
+        return self._base.signature()
 
 
 def external(kind: str, *, queue: str) -> JobKind[...]:

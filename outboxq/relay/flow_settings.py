@@ -22,7 +22,7 @@ _NO_LIMITS = QueueLimits()
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """The result of one query of the settings, whose rows `look_around` describes."""
+    """What else a query of the settings (`look_around`) found: queues with such jobs, and when a schedule is due."""
 
     suspects: frozenset[str] = frozenset()
     groups: frozenset[str] = frozenset()

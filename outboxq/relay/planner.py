@@ -157,7 +157,7 @@ class Planner:
                 return True
             if statement := cursor.bringing_back():
                 yield Query(statement)
-            # Nothing waits after the cursor: claim once more, from where it is now.
+            # Nothing waits after the cursor: claim once more, from the start, or from the next groups.
 
     def _ask(self, name: str, sort: Sort) -> ClaimRequest | None:
         """The claim of a sort of jobs; None if none may begin now."""

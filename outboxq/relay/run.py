@@ -24,7 +24,7 @@ from sqlalchemy.util import greenlet_spawn
 
 from outboxq import __version__
 from outboxq.config import RelayConfig, SlotGroup
-from outboxq.database.driver import run_script
+from outboxq.database.driver import DriverConnection, run_script
 from outboxq.database.engines import Engines, listen_connector
 from outboxq.emitter import Emitter
 from outboxq.errors import RelayStuck
@@ -96,6 +96,8 @@ class RelayLook:
 
 @dataclass(eq=False)
 class RelayRun:
+    """One run of a relay, from start to end."""
+
     engines: Engines
     registry: Registry
     groups: list[FlavouredGroup]
@@ -136,19 +138,7 @@ class RelayRun:
             wake=self.wake_all,
             expect_schedule=self._scheduler.expect,
         )
-        listener = None
-        if config.listen and not self.until_empty:
-            # Through the database URL, as producers do, and not through the URL of the listener.
-            hearing = HearingCheck(connect, limits.hearing_seconds, min(config.poll_seconds, UNFLAGGED_PAUSE_SECONDS))
-            listener = Listener(
-                listen_connector(engines, config.listen_url, self._loop.get),
-                config.schema,
-                poller.record_call,
-                limits.probe_seconds,
-                hearing,
-                is_held=poller.is_held,
-                record_settings=lease.look_soon,
-            )
+        listener = self._make_listener(connect, poller, lease) if config.listen and not self.until_empty else None
         self._state = state = RelayState(
             config=config,
             registry=self.registry,
@@ -173,17 +163,7 @@ class RelayRun:
             self.registry,
             self.until_empty,
         )
-        self._identity = RelayIdentity(
-            id=lease.owner,
-            host=socket.gethostname(),
-            pid=os.getpid(),
-            version=__version__,
-            queues=self._queues,
-            kinds=tuple(sorted(self.registry.handlers))[:MOST_KINDS],
-            slots=sum(group.slots for group, _ in self.groups),
-            listens=listener is not None,
-            limits=limits_text(self.registry.limits),
-        )
+        self._identity = self._make_identity(state)
         flusher = Flusher(config.schema, self._identity, state.aggregate, self._activity, state.clock)
         beside = SideConnection(engines, config.schema, self._loop)
         self._historian = Historian(
@@ -205,6 +185,35 @@ class RelayRun:
             for flavour, engine in by_flavour.items()
             if engine is not None and flavour in flavours
         }
+
+    def _make_listener(
+        self, connect: Callable[[], DriverConnection], poller: SharedPoller, lease: RelayLease
+    ) -> Listener:
+        config, limits = self.config, self.limits
+        # Through the database URL, as producers do, and not through the URL of the listener.
+        hearing = HearingCheck(connect, limits.hearing_seconds, min(config.poll_seconds, UNFLAGGED_PAUSE_SECONDS))
+        return Listener(
+            listen_connector(self.engines, config.listen_url, self._loop.get),
+            config.schema,
+            poller.record_call,
+            limits.probe_seconds,
+            hearing,
+            is_held=poller.is_held,
+            record_settings=lease.look_soon,
+        )
+
+    def _make_identity(self, state: RelayState) -> RelayIdentity:
+        return RelayIdentity(
+            id=state.lease.owner,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            version=__version__,
+            queues=self._queues,
+            kinds=tuple(sorted(self.registry.handlers))[:MOST_KINDS],
+            slots=sum(group.slots for group, _ in self.groups),
+            listens=state.listener is not None,
+            limits=limits_text(self.registry.limits),
+        )
 
     def _activity(self) -> RelayActivity:
         """The activity of the slots, as far as it can be read while they work."""

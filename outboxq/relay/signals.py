@@ -87,7 +87,7 @@ def stop_signals(stop: Callable[[], None], *, before_death: Callable[[], None] |
     def watch() -> None:
         byte = os.read(read_end, 1)
         os.close(read_end)
-        # None comes if the pipe is closed.
+        # It is empty if the pipe is closed.
         if byte:
             stop()
 

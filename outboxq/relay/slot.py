@@ -144,7 +144,7 @@ class Slot:
         return self.is_in_doubt or self._lost_since is not None or self._goes_on or self.sleep.has_work()
 
     def end_turn(self) -> None:
-        """Give up the turn that it may have taken; called when this slot was cut off."""
+        """Give up the turn to run suspects; called when this slot was cut off."""
         self.state.quarantine.end_turn(self._planner)
 
     # Rounds of the slot's queues, each up to the first claim that takes jobs.
@@ -168,7 +168,7 @@ class Slot:
         return worked
 
     def drain(self, connected: SlotConnection) -> bool:
-        """Work until nothing waits at all; False if another connection is needed."""
+        """Work until nothing waits, suspects included; False if another connection is needed."""
         with self._on(connected) as runtime:
             while self._may_go_on(connected):
                 if self.work_once(connected, runtime):
@@ -246,7 +246,7 @@ class Slot:
                 self.committed(ended)
             if not claimed.moved:
                 return None
-            # If this is not committed, a claim finds the jobs again by their marks.
+            # If this is not committed, a claim finds the suspects again by their marks.
             ended = Ended(BatchState.of(claimed).report())
             self._planner.record(claimed.request, ended)
         return ended
@@ -339,7 +339,7 @@ class Slot:
             return ended
         if self.running or not request.sort.runs_by_itself:
             raise error
-        # It was not even claimed: ready jobs do not wait for it. The lease's next beat finds it again.
+        # The suspect was not even claimed: ready jobs do not wait for it. The lease's next beat finds it again.
         logger.warning("suspects of queue %r could not be claimed: %s", request.queue, describe_refusal(error))
         self._planner.record_claim(Claimed(request), is_called=False)
         return None

@@ -121,7 +121,7 @@ class SlotLoop:
             if not flagged:
                 request = sleep.fall_asleep()
                 flagged = sleep.is_flagged(None if request is None else self._flagged_since(request))
-                # Jobs that run by themselves do not count: another slot may run one for long.
+                # Suspects alone do not count: another slot may run one for long.
                 if sleep.is_behind():
                     continue
             if self._wake_event.wait(sleep.pause_seconds(flagged=flagged)):
@@ -140,7 +140,7 @@ class SlotLoop:
         """Report a lost or refused connection, and wait before the next try."""
         raise NotImplementedError
 
-    # For a thread, whose handler shares no event loop: it checks `ctx.cancelled`, or the server cancels its statement.
+    # Nothing in a thread: its handler shares no loop, checks `ctx.cancelled`, or has its statement cancelled.
 
     def ask(self) -> None:
         """Request a sign of life from the event loop, which the handler shares with others."""

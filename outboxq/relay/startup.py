@@ -221,7 +221,11 @@ def find_keeper(connection: Connection, schema: str, registry: Registry, relay: 
 
 
 def check_durability(connection: Connection, *, allowed: bool) -> None:
-    """Refuse sessions whose COMMIT returns before it is on disk, unless `allowed`."""
+    """Refuse sessions whose COMMIT returns before it is on disk, unless `allowed`.
+
+    Raises:
+        ConfigError: `synchronous_commit` is off; the message says where and what to do.
+    """
     if allowed:
         return
     setting, source = synchronous_commit(connection)
@@ -234,7 +238,11 @@ def check_durability(connection: Connection, *, allowed: bool) -> None:
 
 
 def check_two_phase(connection: Connection, schema: str) -> None:
-    """Refuse a Citus coordinator that would commit a job and the rows of its handler one after the other."""
+    """Refuse a Citus coordinator that would commit a job and the rows of its handler one after the other.
+
+    Raises:
+        ConfigError: there are distributed tables, and no guard; the message says what to do.
+    """
     state = connection.execute(citus_state(schema)).one()
     if state.has_distributed and state.unguarded:
         raise ConfigError(

@@ -112,7 +112,7 @@ class RelayState:
 
     def sorts_of(self, queue: str) -> tuple[Sort, ...]:
         """The sorts of jobs that take turns in a queue."""
-        return SORTS if self.has_groups(queue) else SORTS[:2]
+        return SORTS if self.has_groups(queue) else (Sort.READY, Sort.DUE)
 
     def suspect(self, queue: str) -> None:
         """Record that a queue has a suspect, perhaps in a group."""

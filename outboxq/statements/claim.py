@@ -163,7 +163,7 @@ class ClaimScript:
         name: The name under which a connection prepares the claim.
     """
 
-    # Its jobs run in the order of their priorities. Nothing waits behind what a claim does not take.
+    # Its jobs run in the order of their priorities. A claim that took fewer than its limit left nothing.
     by_seq: ClassVar[bool] = False
     takes_firsts: ClassVar[bool] = False
 

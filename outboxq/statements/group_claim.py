@@ -204,7 +204,8 @@ class GroupScript:
         suspects: True to claim only a suspect, if it is the first of its group.
     """
 
-    # No connection prepares it. Priorities do not matter within a group. More may wait behind the first of each group.
+    # No connection prepares it. Priorities do not matter within a group.
+    # A claim takes the first jobs of groups, and more may wait after each.
     name: ClassVar[str] = ""
     by_seq: ClassVar[bool] = True
     takes_firsts: ClassVar[bool] = True

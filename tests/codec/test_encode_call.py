@@ -63,9 +63,9 @@ def argument_by_argument(signature: Signature, args: tuple[object, ...], kwargs:
 )
 def test_a_call_is_encoded_as_its_arguments_are(args: tuple[object, ...], kwargs: dict[str, object]) -> None:
     """In one pass; the same object in the end."""
-    quick = credit.signature.encode_call(args, kwargs)
+    quick = credit.signature().encode_call(args, kwargs)
     assert quick is not None
-    assert msgspec.json.decode(quick) == msgspec.json.decode(argument_by_argument(credit.signature, args, kwargs))
+    assert msgspec.json.decode(quick) == msgspec.json.decode(argument_by_argument(credit.signature(), args, kwargs))
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def test_what_may_be_refused_is_left_to_the_slow_way(
     kind: Any, args: tuple[object, ...], kwargs: dict[str, object]
 ) -> None:
     """Which refuses it in words, or finds it pending."""
-    assert kind.signature.encode_call(args, kwargs) is None
+    assert kind.signature().encode_call(args, kwargs) is None
     if not any(isinstance(value, Account) for value in args):
         with pytest.raises(ArgumentError):
             kind.job(*args, **kwargs)
@@ -100,5 +100,5 @@ def test_what_may_be_refused_is_left_to_the_slow_way(
 
 def test_an_object_of_a_class_of_the_callers_goes_the_slow_way() -> None:
     """It is stored all the same."""
-    assert place.signature.encode_call((Point(1),), {}) is None
+    assert place.signature().encode_call((Point(1),), {}) is None
     assert place.job(Point(1)).args == join_object({"point": encode_value("point", Point(1))})

@@ -207,7 +207,7 @@ def test_an_argument_without_an_annotation_takes_any_json() -> None:
     def pay(ctx, anything): ...
 
     assert pay.job({"a": [1, None]}).args == '{"anything":{"a":[1,null]}}'
-    assert pay.signature.decode('{"anything": {"a": [1, null]}}') == {"anything": {"a": [1, None]}}
+    assert pay.signature().decode('{"anything": {"a": [1, null]}}') == {"anything": {"a": [1, None]}}
 
 
 @pytest.mark.parametrize(
@@ -229,7 +229,7 @@ def test_all_values_are_those_that_the_handler_would_be_called_with(
     def pay(ctx: Context, a: int, b: str = "default", *, c: int = 7) -> None:
         """Nothing."""
 
-    assert dict(pay.signature.all_values(args, kwargs)) == values
+    assert dict(pay.signature().all_values(args, kwargs)) == values
 
 
 def test_all_values_of_a_call_that_gives_an_argument_twice_are_none() -> None:
@@ -241,4 +241,4 @@ def test_all_values_of_a_call_that_gives_an_argument_twice_are_none() -> None:
         """Nothing."""
 
     with pytest.raises(TypeError):
-        pay.signature.all_values((1, 2), {"a": 3})
+        pay.signature().all_values((1, 2), {"a": 3})

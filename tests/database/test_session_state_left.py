@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import pytest
 from sqlalchemy import (
@@ -45,6 +46,7 @@ from outboxq import (
     RelayConfig,
     external,
 )
+from outboxq.database import sql_text
 from outboxq.postgres import Database
 from outboxq.relay.limits import RelayLimits
 from tests.support.app import Account, Effect
@@ -625,3 +627,25 @@ def test_a_task_left_behind_cannot_use_its_connection_in_a_later_job(
     with Session(engine) as session:
         assert list(session.scalars(select(Effect.name))) == ["mine"]
     assert errors == ["ResourceClosedError"]
+
+
+def test_the_values_of_a_statement_are_not_read(
+    outboxq_database: Database, sessions: sessionmaker[OutboxSession], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of an INSERT in pieces, or an IN of any length, the text as it was compiled, once: reading takes time for each
+    character."""
+    jobs, read, left_by = Jobs(), list[str](), sql_text.left_by
+
+    @jobs.handler(queue="q")
+    def work(ctx: Context, number: int) -> None:
+        ctx.session.add_all(Effect(name=f"{number} {each}") for each in range(1_000))
+        ctx.session.flush()
+        ctx.session.execute(select(Effect).where(Effect.name.in_([str(each) for each in range(number + 1)])))
+
+    with sessions.begin() as session:
+        session.add_jobs(work.job(number=number) for number in range(20))
+    monkeypatch.setattr(sql_text, "left_by", lambda statement: read.append(statement) or left_by(statement))
+    with mock.patch.dict(sql_text.readings, clear=True):
+        Relay(outboxq_database.url, jobs, RelayConfig(slots_per_queue=1)).drain()
+    assert len(read) == len(set(read)) <= 4
+    assert max(map(len, read)) < 500

@@ -12,9 +12,9 @@ from sqlalchemy import Connection, Engine, event, select, text
 from sqlalchemy.exc import InvalidRequestError, SAWarning
 from sqlalchemy.orm import Session, sessionmaker
 
-from outboxq import Backoff, Context, Jobs, OutboxSession
+from outboxq import Backoff, Context, Jobs, OutboxSession, external
 from outboxq.database.driver import run_script
-from outboxq.events import Event, JobDied, JobDiscarded, JobDone, JobRetried, JobSnoozed
+from outboxq.events import Event, JobDied, JobDiscarded, JobDone, JobRetried, JobSnoozed, JobsParked
 from outboxq.execution.batch_state import BatchState
 from outboxq.execution.find_outcome import COMMITTED_BY_HANDLER, find_outcome
 from outboxq.statements.lease import reap
@@ -117,6 +117,18 @@ def test_a_commit_on_the_drivers_own_connection_is_detected_and_never_run_again(
     assert ledger(engine) == {"before": 1, how: 1, "after": 1}
     assert dead_reasons(engine) == [("misbehave", COMMITTED_BY_HANDLER)]
     assert waiting(engine) == []
+
+
+def test_a_job_that_cannot_run_beside_a_handlers_own_commit_is_parked_and_reported_once(
+    engine: Engine, sessions: sessionmaker[OutboxSession], drain: Drain
+) -> None:
+    """It is put back with the jobs after the commit, and parked by the next claim."""
+    with sessions.begin() as session:
+        session.add_job(app.misbehave, how="driver-commit")
+        session.add_job(external("of another release", queue="ledger"))
+    events = drain(batch_size=10, slots_per_queue=1)
+    assert dead_reasons(engine) == [("misbehave", COMMITTED_BY_HANDLER)]
+    assert [event.count for event in events if isinstance(event, JobsParked)] == [1]
 
 
 @pytest.mark.relay_limits(FOLLOW_ON)

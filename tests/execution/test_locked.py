@@ -206,7 +206,7 @@ def test_locked_takes_an_entity() -> None:
     def count(ctx: Context, number: Locked[int]) -> None: ...
 
     with pytest.raises(RegistryError, match=r"Locked\[\.\.\.\] takes a mapped class"):
-        count.signature  # noqa: B018  # is made at the first use
+        count.signature()
 
 
 def test_listeners_of_the_users_are_asked_for_each_row(

@@ -13,8 +13,8 @@ from outboxq.codec.entities import EntityKey
 from outboxq.database.driver import transaction_status
 from outboxq.emitter import drop_tracebacks
 from outboxq.errors import HandlerError, HandlerRolledBack
+from outboxq.execution.attempt import SharedSavepoint
 from outboxq.execution.batch_state import BatchState
-from outboxq.execution.containment import SharedSavepoint
 from outboxq.execution.invoke import HandlerSession, Run
 from outboxq.execution.plan import Segment
 from outboxq.execution.preload import Locks, entity_keys, load_entity, load_together, watch_unlocked

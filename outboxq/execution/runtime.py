@@ -19,8 +19,7 @@ from outboxq.effects.api import EffectAccess
 from outboxq.effects.runners import AsyncEffectRunner, EffectRunner
 from outboxq.errors import EffectRefused, HandlerError
 from outboxq.execution.errors import Abandoned, ConnectionLost, ConnectionSpoiled
-from outboxq.execution.failure import Failed, R, describe_failure, describe_reason, withheld
-from outboxq.execution.frames import Frame, homes_of
+from outboxq.execution.failure import Failed, Frame, R, describe_failure, describe_reason, homes_of, withheld
 from outboxq.execution.invoke import Invoker
 from outboxq.execution.keep import Keeper
 from outboxq.execution.preload import wait_while_young

@@ -25,9 +25,9 @@ from outboxq.database.sql_text import first_word, may_end_transaction
 from outboxq.emitter import drop_tracebacks
 from outboxq.errors import HandlerError, TransactionEndedByHandler
 from outboxq.events import JobDone
+from outboxq.execution.attempt import SharedSavepoint
 from outboxq.execution.batch_state import BatchState
 from outboxq.execution.chain import follower_of, has_follower
-from outboxq.execution.containment import SharedSavepoint
 from outboxq.execution.errors import SharingEnded, TransactionEscaped
 from outboxq.execution.invoke import IS_OVER, HandlerSession, Run, hand_over
 from outboxq.execution.plan import Segment

@@ -25,7 +25,7 @@ from outboxq.database.engines import Engines
 from outboxq.database.errors import describe_error
 from outboxq.errors import HandlerTimedOut, RelayStuck
 from outboxq.execution.batch_state import BatchReport, BatchState
-from outboxq.execution.frames import Frame
+from outboxq.execution.failure import Frame
 from outboxq.execution.invoke import SyncInvoker
 from outboxq.execution.lease_mode import LeasedBatch, release_waiting
 from outboxq.execution.runtime import Orders

@@ -10,7 +10,7 @@ from outboxq.config import RelayConfig
 from outboxq.database.engines import AnyEngine, resolve_engines
 from outboxq.emitter import Emitter
 from outboxq.events import Hook
-from outboxq.execution.frames import homes_of
+from outboxq.execution.failure import homes_of
 from outboxq.handlers.registry import Jobs
 from outboxq.observability.logging import EventLog
 from outboxq.relay.hook_thread import HookThread

@@ -29,7 +29,7 @@ from outboxq.database.driver import dbapi_connection
 from outboxq.database.guard import keep_cancelled
 from outboxq.errors import ConfigError, RelayStuck, SchemaError
 from outboxq.execution.errors import Abandoned
-from outboxq.execution.frames import Frame, frames_of_stack
+from outboxq.execution.failure import Frame, frames_of_stack
 from outboxq.execution.invoke import AsyncInvoker
 from outboxq.forks import call_here
 from outboxq.handlers.call import HandlerCall

@@ -25,9 +25,9 @@ from outboxq.execution.failure import (
     KEPT_ERRORS,
     describe_failure,
     describe_reason,
+    frames_of,
     kept_errors,
 )
-from outboxq.execution.frames import frames_of
 from outboxq.execution.redaction import MOST_VALUES, READ_CHARACTERS, Redactor
 from outboxq.job import Job
 from tests.support.growth import LINEAR, growth

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from outboxq.execution.frames import Frame, homes_of, where
+from outboxq.execution.failure import Frame, homes_of, where
 
 FILES = {
     # An application of two top-level packages and a module, and beside it what it uses.
@@ -106,7 +106,7 @@ def test_a_module_that_python_runs_belongs_to_its_package(installed: Path) -> No
     """Under `python -m shop.relay` the module is called `__main__`, and the package around it is the application."""
     (installed / "homes_shop" / "relay.py").write_text(
         textwrap.dedent("""\
-        from outboxq.execution.frames import homes_of
+        from outboxq.execution.failure import homes_of
         print(*homes_of(__name__))
         """)
     )

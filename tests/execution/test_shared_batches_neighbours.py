@@ -27,7 +27,7 @@ from outboxq import (
     external,
 )
 from outboxq.events import BatchRolledBack, JobDied, JobDone
-from outboxq.execution.containment import SharedSavepoint
+from outboxq.execution.attempt import SharedSavepoint
 from outboxq.postgres import Database
 from tests.support.app import Account, Child, Effect
 from tests.support.ledger import ledger, waiting

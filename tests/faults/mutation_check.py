@@ -1744,8 +1744,8 @@ MUTANTS = (
     Mutant(
         "the loading of columns of the application's own types within their job's arounds",
         "outboxq/execution/preload.py",
-        "            has_own_types = not self._own_types or _has_own_types(mapper)\n",
-        "            has_own_types = True\n",
+        "            types_fit = not self._own_types or _has_own_types(mapper)\n",
+        "            types_fit = True\n",
         ("tests/execution/test_arounds.py::test_types_of_the_application_s_own_work_within_the_arounds_of_their_job",),
     ),
     Mutant(

@@ -187,6 +187,7 @@ def _warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
 def _sleep_flags(engine: Engine) -> int:
     with engine.connect() as connection:
         query = (
-            "SELECT count(*) FROM pg_locks WHERE locktype = 'advisory' AND classid::int = hashtext('outboxq_outboxq')"
+            "SELECT count(*) FROM pg_locks WHERE locktype = 'advisory' AND classid::int = hashtext('outboxq_outboxq') "
+            "AND database = (SELECT oid FROM pg_database WHERE datname = current_database())"
         )
         return connection.execute(text(query)).scalar_one()

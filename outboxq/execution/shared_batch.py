@@ -262,6 +262,9 @@ class _SharedRun:
                 identity = key.entity, key.identity
                 if identity not in found:
                     found[identity] = find(opened.session(), name, key)
+                elif found[identity] is None and not key.optional:
+                    # The argument before may do without the row, this one may not.
+                    self._load_entity(opened.session(), name, key)
                 given[name] = found[identity]
                 loaded.append((key, given[name]))
         if loaded:

@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 from sqlalchemy import Engine, event, select, text
@@ -151,6 +152,29 @@ def test_what_came_of_a_wait_is_what_the_handler_is_given(
         other.commit()
     relay.join()
     assert seen == [7, None]
+
+
+@pytest.mark.parametrize("batch_size", [1, 10])
+@pytest.mark.parametrize("annotation", [Account, Locked[Account]])
+def test_a_row_that_two_arguments_name_is_missed_if_one_of_them_needs_it(
+    annotation: Any, batch_size: int, engine: Engine, sessions: sessionmaker[OutboxSession], drain: Drain
+) -> None:
+    """Also if the other one, which may do without it, comes first."""
+    jobs, seen = Jobs(), list[object]()
+
+    def look(ctx: Context, first: Account | None, second: Any) -> None:
+        seen.append((first is None, second is None))
+
+    look.__annotations__["second"] = annotation
+    kind = jobs.handler(queue="locked", batchable=True, retry=Backoff(max_attempts=1))(look)
+    with sessions.begin() as session:
+        for account in [session.get_one(Account, number) for number in (1, 2, 3)]:
+            session.add_job(kind, first=account, second=account)
+    with engine.begin() as connection:
+        connection.execute(text("DELETE FROM account WHERE id = 3"))
+    events = drain(jobs, slots_per_queue=1, batch_size=batch_size)
+    assert set(seen) == {(False, False)}
+    assert [event.error_type for event in events if isinstance(event, JobDied)] == ["outboxq.errors.EntityGone"]
 
 
 def test_after_a_failure_the_locks_of_a_batch_are_taken_anew(

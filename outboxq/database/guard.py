@@ -153,7 +153,7 @@ class Guard:
         # Whether something holds for the rest of the transaction that does not hold on this connection, such as the
         # meaning of a name, or a role: by a SET LOCAL search_path, or by an unknown statement.
         self.is_altered = False
-        # While a batch runs: what its jobs add without their keys, by id, for its COMMIT to complete.
+        # While a batch runs: the unique jobs (`UniqueJob`) that its jobs add, by id; its COMMIT takes their keys.
         self.collects = False
         self.added: dict[str, Any] = {}
         self._connection = connection
@@ -354,6 +354,12 @@ class Guard:
     def let_go(self) -> None:
         """Record that no handler runs any more."""
         self.savepoint = self.on_first_use = self.watcher = None
+
+
+def guard_of(connection: Connection) -> "Guard | None":
+    """The guard on a relay's connection, or on one lent from it; None on any other."""
+    guard: Guard | None = connection.__dict__.get("outboxq_guard")
+    return guard
 
 
 def is_same(connection: Connection, other: Connection | None) -> bool:

@@ -41,6 +41,11 @@ from outboxq.handlers.handler import AnyHandler, BatchHandler
 from outboxq.job import THEN_HEADER, Job
 from outboxq.outcomes import Done, Outcome, Snooze
 
+_SHORTEST_SNOOZE_SECONDS = 0.05
+_CANCELLED, _DONE = CancelledResult(), Done()
+
+AttemptResult: TypeAlias = Outcome | Failed | CancelledResult
+
 
 def is_intact(connection: Connection, root: RootTransaction | None) -> bool:
     """Return True if, as far as SQLAlchemy knows, `root` is still the connection's transaction."""
@@ -108,7 +113,7 @@ class SharedSavepoint:
         """Check that this is still the innermost savepoint of a working transaction. No I/O.
 
         Args:
-            closed: The handler's session was closed without an error, if it was.
+            closed: False if closing the handler's session failed.
 
         Raises:
             HandlerError: a handler returned as if done, and its rows were undone, or it left another transaction.
@@ -157,12 +162,6 @@ class SharedSavepoint:
             # Writes of one job may be sent while another runs.
             args = [each.args for each in self._batch.jobs]
             raise TransactionEscaped(job, describe_failure(reason, job, args=args)) from error
-
-
-_SHORTEST_SNOOZE_SECONDS = 0.05
-_CANCELLED, _DONE = CancelledResult(), Done()
-
-AttemptResult: TypeAlias = Outcome | Failed | CancelledResult
 
 
 class Attempt:

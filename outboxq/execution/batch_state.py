@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -17,7 +17,7 @@ from outboxq.events import Event, JobEvent, JobsParked, JobsSuspected
 from outboxq.execution.claim import Claimed, ClaimTransaction, begin_transaction
 from outboxq.execution.errors import Abandoned, WritesRefused
 from outboxq.execution.failure import Failed
-from outboxq.execution.runtime import GivenBack, Result
+from outboxq.execution.runtime import GivenBack, Result, UnknownKindResult
 from outboxq.execution.step import Step
 from outboxq.handlers.call import HandlerCall
 from outboxq.handlers.progress import ProgressNotes
@@ -265,6 +265,11 @@ class BatchState:
     def claimed_ids(self) -> tuple[UUID, ...]:
         """The ids of all jobs whose rows the claim has taken."""
         return (*(job.id for job in self.jobs), *chain.from_iterable(self.stands_for.values()))
+
+    def parked(self, jobs: Sequence[Job]) -> list[JobsParked]:
+        """The event of those of these jobs whose kinds cannot run here now; none without any."""
+        kinds = [job.kind for job in jobs if isinstance(self.decided.get(job.id), UnknownKindResult)]
+        return [JobsParked(self.queue, tuple(sorted(set(kinds))), len(kinds))] if kinds else []
 
     @property
     def has_parked(self) -> bool:

@@ -13,7 +13,7 @@ from psycopg.pq import TransactionStatus
 from sqlalchemy import Connection
 
 from outboxq.database.driver import run_outside_transaction, run_script
-from outboxq.events import Event, JobsParked
+from outboxq.events import Event
 from outboxq.execution.batch_state import BatchState
 from outboxq.execution.callback_batches import FinishBatches, batch_ids
 from outboxq.execution.coalesce import coalesce
@@ -31,6 +31,7 @@ def decide(connection: Connection, batch: BatchState, runtime: Runtime) -> Handl
     extras = batch.claimed.extras
     if "unique_key" in extras and runtime.coalesces:
         coalesce(connection, batch, runtime.schema)
+    # A run takes over the expiry of the newest job of its key.
     if "expires_at" in extras or "unique_key" in extras:
         batch.expires = _expiries(connection, batch, runtime)
     handlers, decided = runtime.handlers_of(batch.jobs), batch.decided
@@ -42,9 +43,7 @@ def decide(connection: Connection, batch: BatchState, runtime: Runtime) -> Handl
                     decided[job.id] = result
                 elif handlers[job.kind] is None:
                     decided[job.id] = UnknownKindResult()
-        parked = [job.kind for job in batch.jobs if isinstance(decided.get(job.id), UnknownKindResult)]
-        if parked:
-            batch.of_claim.append(JobsParked(batch.queue, tuple(sorted(set(parked))), len(parked)))
+        batch.of_claim += batch.parked(batch.jobs)
     return handlers
 
 
@@ -105,6 +104,7 @@ def steps_of(
         found += runtime.keeper.steps(runtime.schema, events, stands_for, runtime.prepared_rows)
     if runtime.guard.added:
         found.append(TakeKeys(runtime.schema, runtime.guard.added))
-    if "batch_id" in batch.claimed.extras:
-        found.append(FinishBatches(runtime.schema, batch_ids(batch.jobs)))
+    # Under a lease a batch is one job, and another one of its claim may have the callback batch.
+    if "batch_id" in batch.claimed.extras and (ids := batch_ids(batch.jobs)):
+        found.append(FinishBatches(runtime.schema, ids))
     return found

@@ -147,6 +147,7 @@ def write_dead_letters(connection: Connection, batch: BatchState, reason: str, f
 def _report_of(batch: BatchState, dead_letters: DeadLetters) -> BatchReport:
     reason, failed = dead_letters.reason, dead_letters.failed
     died = (settle.died(job, reason, failed.record, failed.error, batch.running.seconds) for job in batch.running_jobs)
-    # Jobs that were to be parked are put back with the others.
-    of_claim = (event for event in batch.of_claim if not isinstance(event, JobsParked))
-    return BatchReport(len(batch.jobs), (*batch.events, *of_claim, *died))
+    # Only jobs before the handler were parked: those after it are put back.
+    of_claim = [event for event in batch.of_claim if not isinstance(event, JobsParked)]
+    parked = batch.parked(batch.jobs[: batch.running.position])
+    return BatchReport(len(batch.jobs), (*batch.events, *of_claim, *parked, *died))

@@ -1,6 +1,6 @@
 """The aggregate: outcomes of a relay's jobs, counted per queue and kind in memory until they are added to the tables.
 
-A slot adds a batch at a time, under one lock that is held for no I/O. Each number is handed out once, by `take`.
+A slot adds a batch at a time, under one lock that is held for no I/O. `take` hands out each number of a kind once.
 """
 
 import threading
@@ -72,7 +72,7 @@ class KindCounts:
 
 @dataclass(slots=True)
 class Counters:
-    """The jobs of all queues together."""
+    """The jobs of all queues together, since the relay began. Added to under the aggregate's lock, and read without."""
 
     claimed: int = 0
     done: int = 0
@@ -110,7 +110,7 @@ class Aggregate:
         self._taken: Counts = {}
 
     def add(self, events: Sequence[Event], claimed: int = 0) -> None:
-        """Count the events of committed jobs, and the claimed jobs that they are of."""
+        """Count the events of committed jobs, and the number of jobs that were claimed with them."""
         with self._lock:
             self.counters.claimed += claimed
             if not events:

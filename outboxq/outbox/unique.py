@@ -16,6 +16,7 @@ from sqlalchemy.exc import DBAPIError
 
 from outboxq.database.driver import Rows
 from outboxq.database.errors import INSUFFICIENT_PRIVILEGE, missing_tables_explained, sqlstate_of
+from outboxq.database.guard import guard_of
 from outboxq.errors import EnqueueError
 from outboxq.new_job import UniqueJob
 from outboxq.statements.enqueue import JOBS_PER_INSERT
@@ -33,7 +34,11 @@ def statements_that_take_keys(schema: str, added: Mapping[str, UniqueJob]) -> li
 
 
 def record_taken(added: MutableMapping[str, UniqueJob], found: Rows) -> tuple[UniqueJob, ...]:
-    """Record in the handles of jobs if they were added, by the rows of those statements; returns those not added."""
+    """Record in the handles of jobs if they were added; returns those not added.
+
+    Args:
+        found: The rows of `statements_that_take_keys`.
+    """
     rows = [(str(row[0]), bool(row[1]), row[2]) for row in found]
     answered = {job_id: added[job_id] for job_id, *_ in rows}
     _answer(answered, rows)
@@ -51,7 +56,7 @@ def insert_unique(connection: Connection, jobs: Mapping[str, UniqueJob]) -> None
         EnqueueError: the role may not do that.
         SchemaError: the tables are missing, or too old.
     """
-    guard = connection.__dict__.get("outboxq_guard")
+    guard = guard_of(connection)
     if guard is not None and guard.collects:
         for some in parts(jobs):
             connection.execute(*insert_without_keys(some))

@@ -1,4 +1,4 @@
-"""The state that the slots of a relay share, and its counters."""
+"""The state that the slots of a relay share."""
 
 import threading
 from collections.abc import Callable

@@ -82,7 +82,7 @@ class _Child:
             self.stopping_seconds += elapsed_seconds
 
     def close(self) -> None:
-        """Close the pipe and the socket of a child that has died."""
+        """Close the pipe and the socket of a child that has ended."""
         os.close(self._read_end)
         if self._socket is not None:
             self._socket.close()

@@ -119,16 +119,20 @@ def test_a_commit_on_the_drivers_own_connection_is_detected_and_never_run_again(
     assert waiting(engine) == []
 
 
+@pytest.mark.parametrize("is_first", [True, False])
 def test_a_job_that_cannot_run_beside_a_handlers_own_commit_is_parked_and_reported_once(
-    engine: Engine, sessions: sessionmaker[OutboxSession], drain: Drain
+    is_first: bool, engine: Engine, sessions: sessionmaker[OutboxSession], drain: Drain
 ) -> None:
-    """It is put back with the jobs after the commit, and parked by the next claim."""
+    """Before the commit it is parked with it; after it the job is put back, and parked by the next claim."""
+    unknown = external("of another release", queue="ledger")
     with sessions.begin() as session:
+        session.add_jobs([unknown.job()] if is_first else [])
         session.add_job(app.misbehave, how="driver-commit")
-        session.add_job(external("of another release", queue="ledger"))
+        session.add_jobs([] if is_first else [unknown.job()])
     events = drain(batch_size=10, slots_per_queue=1)
     assert dead_reasons(engine) == [("misbehave", COMMITTED_BY_HANDLER)]
     assert [event.count for event in events if isinstance(event, JobsParked)] == [1]
+    assert rows(engine, "SELECT parked FROM outboxq.job") == [(1,)]
 
 
 @pytest.mark.relay_limits(FOLLOW_ON)

@@ -5,12 +5,13 @@ from datetime import timedelta
 from typing import Literal
 
 import pytest
-from sqlalchemy import Engine, text
+from sqlalchemy import Connection, Engine, text
 from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
 from sqlalchemy.orm import sessionmaker
 
 import outboxq
 from outboxq import AsyncOutboxSession, Backoff, Context, Jobs, OutboxSession, Unique
+from outboxq.database.driver import Answer, Script
 from outboxq.errors import ArgumentError, EnqueueError
 from outboxq.events import BatchFinished, Event, JobDone
 from outboxq.execution.callback_batches import FinishBatches
@@ -75,6 +76,32 @@ def test_the_callback_runs_once_when_all_members_are_over(
     (finished,) = of(events, BatchFinished)
     assert (finished.id, finished.queue, finished.kind, finished.failed) == (batch.id, "reports", "report", 1)
     assert count(engine, "batch") == 0
+
+
+def test_a_leased_job_beside_members_is_settled_without_their_step(
+    sessions: sessionmaker[OutboxSession], drain: Drain, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A claim under a lease takes jobs in and out of callback batches, and each is committed by itself."""
+    own, errors, send = Jobs(), list[object](), Script.send
+
+    @own.handler(queue="members", claim="lease")
+    def writing(ctx: Context, name: str) -> None:
+        ctx.session.add(Effect(name=name))
+
+    def sending(script: Script, connection: Connection) -> Answer:
+        answer = send(script, connection)
+        errors.append(answer.error)
+        return answer
+
+    with sessions.begin() as session:
+        session.add_jobs(writing.job(name=f"first {number}") for number in range(30))
+        with own.batch(session, on_done=writing.job(name="all")) as batch:
+            batch.add_job(writing, name="member")
+        session.add_jobs(writing.job(name=f"last {number}") for number in range(4))
+    monkeypatch.setattr(Script, "send", sending)
+    events = drain(own, batch_size=20, slots_per_queue=1)
+    assert len(of(events, JobDone)) == 36
+    assert set(errors) == {None}
 
 
 def test_a_look_that_fails_hides_no_answer_of_a_unique_job(

@@ -3,7 +3,7 @@
 import re
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -12,7 +12,7 @@ from sqlalchemy import Engine, text
 from sqlalchemy.orm import sessionmaker
 
 import outboxq.relay.slot as slot_module
-from outboxq import Context, Jobs, OutboxSession, Relay, RelayConfig, SlotGroup
+from outboxq import Backoff, BatchContext, BatchItem, Context, Jobs, OutboxSession, Relay, RelayConfig, SlotGroup
 from outboxq.database.driver import Script
 from outboxq.errors import ConfigError
 from outboxq.events import JobDone
@@ -20,6 +20,7 @@ from outboxq.postgres import Database
 from outboxq.relay.poller import Order
 from tests.conftest import StartRelay
 from tests.relay.test_wake import wait_until_asleep
+from tests.support.app import Account, Child
 from tests.support.limits import FOLLOW_ON, with_limits
 from tests.support.scripts import behind_commit, change_scripts, text_of
 from tests.support.waiting import PATIENCE, wait_until
@@ -226,6 +227,30 @@ def test_due_jobs_and_ready_ones_of_a_queue_among_many_both_run(
         session.add_jobs(kind.options(delay=timedelta(microseconds=1)).job(number) for number in range(20, 40))
     Relay(outboxq_database.url, jobs, RelayConfig(groups=(SlotGroup(("*",)),))).drain()
     assert sorted(done) == list(range(40))
+
+
+def test_a_claim_that_was_not_sent_says_nothing_about_the_jobs_that_run(
+    sessions: sessionmaker[OutboxSession], outboxq_database: Database
+) -> None:
+    """It was asked for in another queue, to go with a COMMIT that was refused: the next one is of the jobs' own."""
+    jobs, transactions = Jobs(), []
+
+    @jobs.batch_handler(Parented, queue="a", max_size=50, retry=Backoff(max_attempts=1))
+    def adopt(ctx: BatchContext, items: Sequence[BatchItem[Parented]]) -> None:
+        ctx.session.add_all(Child(parent_id=item.args.parent_id) for item in items)
+
+    @jobs.handler(queue="b")
+    def look(ctx: Context) -> None:
+        transactions.append(ctx.session.scalar(text("SELECT pg_current_xact_id()::text")))
+
+    with sessions.begin() as session:
+        session.add(Account(id=1))
+        # One of them breaks a constraint that is checked at COMMIT.
+        session.add_jobs(adopt.job(parent_id=parent_id) for parent_id in (1, 1, 999))
+        session.add_jobs(look.job() for _ in range(20))
+    config = RelayConfig(groups=(SlotGroup(("a", "b")),), batch_size=1)
+    with_limits(Relay(outboxq_database.url, jobs, config), FOLLOW_ON).drain()
+    assert len(set(transactions)) == 20
 
 
 def test_all_slots_come_to_a_burst_and_one_to_a_single_job(

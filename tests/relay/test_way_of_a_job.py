@@ -27,7 +27,7 @@ _ROOM = Way(5, 3, 1)
 CORE_BOUNDS = {
     "fields of BatchState": 15,
     "fields of its parts": 15,
-    "assignments to them in other modules": 31,
+    "assignments to them in other modules": 32,
     "other modules that assign them": 9,
     "assignments to them outside execution/": 0,
     "public methods of the planner": 4,
@@ -42,7 +42,7 @@ CORE_BOUNDS = {
     "lines of the core that mention rates": 0,
     "lines of the core that mention callback batches": 0,
     "lines of the core that mention unique jobs": 1,
-    "lines of execution/": 6_257,
+    "lines of execution/": 6_265,
     "lines of relay/ without maintenance/": 6_131,
     "lines of statements/ of claims and outcomes": 1_743,
 }

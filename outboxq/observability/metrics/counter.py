@@ -56,7 +56,7 @@ COUNTED: Mapping[type[Event], Callable[[Any], _Counts]] = {
 }
 # Counters without labels, which are 0 until something is counted.
 _ZEROS = ("outboxq_lease_extension_failures_total", "outboxq_index_rebuilds_total")
-_WAITING_EVENTS = (events.JobsClaimed, events.DatabaseLost, events.DatabaseBack, events.RelayStarted)
+_HANDLED_APART = (events.JobsClaimed, events.DatabaseLost, events.DatabaseBack, events.RelayStarted)
 
 
 @dataclass(slots=True)
@@ -80,7 +80,7 @@ class EventCounter:
     """A hook: counts all that happens other than the outcomes of jobs."""
 
     # The events that the hook receives. None comes with every job, unless each is claimed alone.
-    events = frozenset({*COUNTED, *_WAITING_EVENTS})
+    events = frozenset({*COUNTED, *_HANDLED_APART})
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -14,6 +14,7 @@ from outboxq.admin import queues
 from outboxq.database.driver import run_script
 from outboxq.postgres import Database, Server
 from outboxq.queue_limits import Rate, make_limits
+from outboxq.relay import admission
 from outboxq.relay.admission import Taken, TokenHands, chunk_of
 from outboxq.relay.planner import Asked, Planner
 from outboxq.statements.claim import Sort
@@ -254,8 +255,10 @@ def test_a_claim_that_finds_nothing_leaves_its_token_to_the_next(
     """A look for due jobs, which comes before that for ready ones, does not cost a job its place."""
     jobs = make_jobs()
     limit(engine, rate="1/h", burst=5)
-    # Each round of the slot begins with a look for due jobs.
+    # Each round of the slot begins with a look for due jobs, which takes longer than a token is kept for.
     monkeypatch.setattr(Planner, "_only_queue", _due_first)
+    monkeypatch.setattr(admission, "_LEAST_KEEP_SECONDS", 0.0)
+    monkeypatch.setattr(admission, "_KEPT_SHARE", 0.0)
     add(sessions, jobs, 5)
     with start_relay(jobs, RelayConfig(slots_per_queue=1, batch_size=1)):
         wait_until(lambda: len(starts(engine)) == 5, "all of the burst")

@@ -104,12 +104,12 @@ class _Runs:
 
 
 def coalesce(connection: Connection, batch: BatchState, schema: str) -> None:
-    """Take along the jobs that wait for a batch's keys in transaction mode; send nothing if no job has a key.
+    """Take along the jobs that wait for a batch's keys in transaction mode.
 
     COMMIT puts back jobs whose windows others have.
     """
     transaction = batch.transaction
-    if transaction is None or not has_keys(batch.jobs):
+    if transaction is None:
         return
     # The savepoints are set again, after jobs were put back or deleted.
     settled = (*(local_timeouts(batch.running.timeout_seconds) or (TIMED_AGAIN,)), transaction.renew())
@@ -139,7 +139,7 @@ def coalesce_leased(connection: Connection, leased: LeasedBatch, schema: str) ->
 
     Before that, jobs whose windows others have are put back, and that is committed.
     """
-    if not has_keys(leased.jobs):
+    if not _has_keys(leased.jobs):
         return ()
     throttled = _throttled(leased.jobs)
     if throttled:
@@ -149,7 +149,7 @@ def coalesce_leased(connection: Connection, leased: LeasedBatch, schema: str) ->
                 run_script(connection, "COMMIT")
             gone = {job.id for job in put_off}
             leased.coalesce(tuple(job for job in leased.jobs if job.id not in gone))
-        if not has_keys(leased.jobs):
+        if not _has_keys(leased.jobs):
             return ()
     runs = _Runs(leased.jobs)
     with _or_back(connection, "ROLLBACK", _NOT_TAKEN_ALONG):
@@ -178,8 +178,7 @@ def _take_along_leased(connection: Connection, runs: _Runs, schema: str) -> int:
     return runs.add(answer.rows["taken along"])
 
 
-def has_keys(jobs: Iterable[Job]) -> bool:
-    """Return True if one of these jobs has a key to coalesce by."""
+def _has_keys(jobs: Iterable[Job]) -> bool:
     return bool([job for job in jobs if job.unique_key is not None])
 
 

@@ -122,7 +122,7 @@ def test_a_job_whose_transaction_begins_on_a_standby_is_not_charged(pair: Pair) 
             with pytest.raises(psycopg.errors.ReadOnlySqlTransaction):
                 record_result(standby, batch, job, Done(), nothing)
         standby_engine.dispose()
-        no_steps: Any = SimpleNamespace(keeper=Keeper())
+        no_steps: Any = SimpleNamespace(keeper=Keeper(), guard=SimpleNamespace(added={}))
         assert recover(primary, batch, refused.value, no_steps).report == BatchReport(1, ())
         state = "SELECT state, attempt, crashes, errors, run_at <= clock_timestamp() FROM outboxq.job"
         assert rows(engine, state) == [("ready", 0, 0, [], True)]

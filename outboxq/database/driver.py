@@ -176,7 +176,7 @@ NOT_PREPARED = PreparedStatements(prepares=False)
 def dbapi_connection(connection: Connection) -> Any:
     """The connection that SQLAlchemy works with: psycopg's, or its adapter of an async one."""
     # Not by the property `connection`: a relay's connection records each time that the driver's is taken by that.
-    proxied = connection._dbapi_connection  # noqa: SLF001  # what the property reads, which is slow
+    proxied = connection._dbapi_connection  # noqa: SLF001  # the property also calls the guard
     return (Connection.connection.__get__(connection) if proxied is None else proxied).dbapi_connection
 
 
@@ -186,7 +186,7 @@ def driver_connection(connection: Connection) -> DriverConnection:
     Raises:
         TypeError: another driver.
     """
-    proxied = connection._dbapi_connection  # noqa: SLF001  # what the property reads, which is slow
+    proxied = connection._dbapi_connection  # noqa: SLF001  # the property also calls the guard
     below = dbapi_connection(connection) if proxied is None else proxied.dbapi_connection
     if isinstance(below, _DRIVERS):
         return below

@@ -170,7 +170,7 @@ def left_by(statement: str) -> Leavings | None:
 
 
 class Reading(NamedTuple):
-    """What a handler's statement does besides reading and writing rows, by `refused_verb` and `left_by`."""
+    """The effects of a handler's statement besides those on rows: `refused_verb` and `left_by` find them."""
 
     refused: str | None = None
     leavings: Leavings | None = None

@@ -263,8 +263,8 @@ class _SharedRun:
                 if identity not in found:
                     found[identity] = find(opened.session(), name, key)
                 elif found[identity] is None and not key.optional:
-                    # The argument before may do without the row, this one may not.
-                    self._load_entity(opened.session(), name, key)
+                    # The argument before may do without the row, this one may not. It may have been committed since.
+                    found[identity] = self._load_entity(opened.session(), name, key)
                 given[name] = found[identity]
                 loaded.append((key, given[name]))
         if loaded:

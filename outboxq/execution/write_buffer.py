@@ -183,7 +183,7 @@ def row_changes(session: Session, facts_of: FactsOf) -> list[RowChange] | None:
     if session._deleted or is_listened_to(session, _AT_FLUSH):  # noqa: SLF001  # `deleted` builds a set of objects each time
         return None
     changes: list[RowChange] = []
-    for state in session.identity_map._modified:  # noqa: SLF001  # `dirty` builds a set of objects each time
+    for state in session.identity_map._modified:  # noqa: SLF001  # `dirty` builds a set of the objects
         writable = _writable(state.manager.mapper)
         facts = None if writable is None else facts_of(writable.table)
         if writable is None or facts is None or not writable.is_allowed_by(facts):
@@ -243,7 +243,7 @@ def uses_only(session: Session, connection: Connection) -> bool:
     if binds_of(session) or not (isinstance(bind, Connection) and is_same(connection, bind)):
         return False
     transaction = session.get_transaction()
-    used: Any = () if transaction is None else transaction._connections.values()  # noqa: SLF001  # shown nowhere else
+    used: Any = () if transaction is None else transaction._connections.values()  # noqa: SLF001  # no public name shows its connections
     return all(is_same(connection, entry[0]) for entry in used)
 
 

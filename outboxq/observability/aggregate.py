@@ -72,7 +72,7 @@ class KindCounts:
 
 @dataclass(slots=True)
 class Counters:
-    """The jobs of all queues together, since the relay began. Added to under the aggregate's lock, and read without."""
+    """The jobs of all queues together, since the relay began. Additions hold the aggregate's lock, reads do not."""
 
     claimed: int = 0
     done: int = 0

@@ -22,7 +22,7 @@ _NO_LIMITS = QueueLimits()
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What else a query of the settings (`look_around`) found: queues with such jobs, and when a schedule is due."""
+    """The queues with jobs of some sorts, and the time until a schedule is due, as `look_around` returned them."""
 
     suspects: frozenset[str] = frozenset()
     groups: frozenset[str] = frozenset()

@@ -136,7 +136,7 @@ class RelayLease:
         try:
             connection = self.connect()
             self._serve(connection.pgconn)
-        except Exception as error:  # noqa: BLE001  # users' engines raise what they like; the slots report outages
+        except Exception as error:  # noqa: BLE001  # users' engines raise what they like; the next connection may work
             message = "no connection for the lease" if connection is None else "the lease's connection failed"
             logger.debug(message, extra={"error_type": type(error).__name__})
             if connection is not None and self._wanted and not self._stopping:

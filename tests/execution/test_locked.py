@@ -12,6 +12,7 @@ from sqlalchemy.orm import Mapped, Session, mapped_column, sessionmaker
 from outboxq import AsyncContext, Backoff, BatchContext, BatchItem, Context, Jobs, Locked, OutboxSession
 from outboxq.errors import RegistryError
 from outboxq.events import BatchRolledBack, Event, JobDied, JobDone, JobRetried
+from outboxq.execution.shared_batch import _SharedRun
 from tests.support.app import Account, Base
 from tests.support.ledger import balances
 from tests.support.shared_app import statements
@@ -175,6 +176,33 @@ def test_a_row_that_two_arguments_name_is_missed_if_one_of_them_needs_it(
     events = drain(jobs, slots_per_queue=1, batch_size=batch_size)
     assert set(seen) == {(False, False)}
     assert [event.error_type for event in events if isinstance(event, JobDied)] == ["outboxq.errors.EntityGone"]
+
+
+def test_a_row_that_is_committed_between_two_arguments_is_given_to_the_second(
+    engine: Engine, sessions: sessionmaker[OutboxSession], drain: Drain, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a job alone finds it: each argument is a statement of its own at READ COMMITTED."""
+    jobs, seen, load = Jobs(), list[object](), _SharedRun._load_entity
+
+    @jobs.handler(queue="locked", batchable=True)
+    def look(ctx: Context, first: Account | None, second: Account) -> None:
+        seen.append((first is None, second is None))
+
+    def load_and_commit(run: _SharedRun, *given: Any) -> object:
+        found = load(run, *given)
+        if found is None:
+            with engine.begin() as other:
+                other.execute(text("INSERT INTO account (id, balance) VALUES (1, 0)"))
+        return found
+
+    with sessions.begin() as session:
+        for account in [session.get_one(Account, number) for number in (1, 2)]:
+            session.add_job(look, first=account, second=account)
+    with engine.begin() as connection:
+        connection.execute(text("DELETE FROM account WHERE id = 1"))
+    monkeypatch.setattr(_SharedRun, "_load_entity", load_and_commit)
+    drain(jobs, slots_per_queue=1, batch_size=10)
+    assert seen == [(True, False), (False, False)]
 
 
 def test_after_a_failure_the_locks_of_a_batch_are_taken_anew(

@@ -24,7 +24,7 @@ OUTBOXQ_TEST_DATABASE_URL names, or on one that is started for this.
 examples:
   python -m tests.tools.house"""
 
-# The files that every job passes, of whatever family it is.
+# The files that every job passes, with a family or without.
 _CORE = (
     "relay/slot.py",
     "relay/slot_*.py",

@@ -30,6 +30,8 @@ DASHBOARD_TOKEN_VARIABLE = "OUTBOXQ_DASHBOARD_TOKEN"  # noqa: S105  # its name
 DEFAULT_RETENTION = timedelta(days=30)
 MIN_RETENTION, MAX_RETENTION = timedelta(seconds=1), timedelta(days=3_653)
 MAX_SLOTS = 200
+# Of async handlers under a lease, which hold no connection while they wait.
+MAX_ASYNC_CALLS = 2_000
 MAX_BATCH_SIZE = 1_000
 
 
@@ -264,8 +266,11 @@ class SlotGroup:
                     check_name("queue", name)
                 except ArgumentError as error:
                     raise ConfigError(str(error)) from error
-        if not 1 <= self.slots <= MAX_SLOTS:
-            raise ConfigError(f"queue {','.join(self.queues)!r} takes 1 to {MAX_SLOTS} slots, got {self.slots}")
+        if not 1 <= self.slots <= MAX_ASYNC_CALLS:
+            raise ConfigError(
+                f"queue {','.join(self.queues)!r} takes 1 to {MAX_SLOTS} slots, and up to {MAX_ASYNC_CALLS} for async "
+                f"handlers in lease mode, got {self.slots}"
+            )
 
     @classmethod
     def parse(cls, text: str) -> "SlotGroup":
@@ -280,8 +285,9 @@ class SlotGroup:
         return cls(tuple(name.strip() for name in names.split(",")), int(count) if equals else 1)
 
 
+_CALL_CONNECTIONS = 20
 _RANGES: Mapping[str, tuple[float, float]] = {
-    "slots_per_queue": (1, MAX_SLOTS),
+    "slots_per_queue": (1, MAX_ASYNC_CALLS),
     "batch_size": (1, MAX_BATCH_SIZE),
     "poll_seconds": (0.01, 3600),
     "drain_seconds": (0, 86_400),
@@ -299,10 +305,13 @@ class RelayConfig:
     Args:
         groups: The slots and the queues that they serve; empty means `slots_per_queue` slots for every queue of the
             registry.
-        slots_per_queue: Jobs of one queue that run at the same time, if `groups` is empty.
+        slots_per_queue: Jobs of one queue that run at the same time, if `groups` is empty; 1 to 200, and up to 2000 for
+            async handlers in lease mode.
+        call_connections: The connections that the calls of a group in lease mode share: a call has one only from its
+            session's first use to its COMMIT. By default 20, or as many as the group has slots if that is fewer.
         batch_size: Jobs that a slot claims into one transaction, 1 to 1000. More is faster for tiny handlers, and
-            keeps the row locks of all of them until the batch commits. In lease mode the most jobs of one claim, if
-            their handlers are quick; they share no transaction.
+            keeps the row locks of all of them until the batch commits. Not for lease mode, in which each job has a slot
+            of its own.
         poll_seconds: The longest pause between two polls of an empty queue, by all slots together; pauses grow from
             10 ms to it. A sleeping relay is also woken by NOTIFY.
         drain_seconds: How long a stopping relay waits for its handlers before it rolls them back.
@@ -334,6 +343,7 @@ class RelayConfig:
 
     groups: tuple[SlotGroup, ...] = field(default=())
     slots_per_queue: int = 2
+    call_connections: int | None = None
     batch_size: int = 1
     poll_seconds: float = 1.0
     drain_seconds: float = 30.0
@@ -357,6 +367,9 @@ class RelayConfig:
             given = getattr(self, name)
             if not isinstance(given, int | float) or not low <= given <= high:
                 raise ConfigError(f"{name} takes {low} to {high}, got {given!r}")
+        given = self.call_connections
+        if given is not None and not (isinstance(given, int) and 1 <= given <= MAX_SLOTS):
+            raise ConfigError(f"call_connections takes 1 to {MAX_SLOTS}, or None for the default, got {given!r}")
         if not 0.05 <= self.beat_seconds <= self.lease_seconds / 3:
             raise ConfigError(
                 f"heartbeat_seconds takes 0.05 to a third of lease_seconds={self.lease_seconds:g}, so that one late "
@@ -377,6 +390,10 @@ class RelayConfig:
                 raise ConfigError(f"groups takes SlotGroups, got the text {each!r}: SlotGroup.parse({each!r})")
             if not isinstance(each, SlotGroup):
                 raise ConfigError(f'groups takes SlotGroups, such as SlotGroup(("accounts",), 4), got {each!r}')
+
+    def call_connections_of(self, slots: int) -> int:
+        """The number of connections that the calls of a group with so many slots share."""
+        return min(slots, _CALL_CONNECTIONS if self.call_connections is None else self.call_connections)
 
     @property
     def beat_seconds(self) -> float:

@@ -110,7 +110,7 @@ def _run(options: RelayOptions, name: str, url: URL, settings: RelayConfig) -> N
         counted = f"done {report.done:,}, failed attempts {report.failed:,}, dead {report.died:,}"
         typer.echo(counted if label is None else f"{label}: {counted}")
         if state.state != "stopping":
-            queues = [name for group, _ in resolve_groups(settings, jobs.resolve()) for name in group.queues]
+            queues = [name for group, *_ in resolve_groups(settings, jobs.resolve()) for name in group.queues]
             _say_what_is_left(url, settings.schema, queues)
 
 

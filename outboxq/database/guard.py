@@ -11,7 +11,7 @@ next job on another connection.
 import sys
 from asyncio import CancelledError
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from threading import get_ident
 from typing import Any, Protocol
 
@@ -20,8 +20,9 @@ from sqlalchemy import Connection, ExceptionContext, NestedTransaction, PoolProx
 from sqlalchemy.engine.interfaces import ExecuteStyle, ExecutionContext
 from sqlalchemy.exc import InvalidRequestError
 
+from outboxq.database.closing import give_up
 from outboxq.database.defects import contain
-from outboxq.database.driver import driver_connection, run_script, transaction_status
+from outboxq.database.driver import driver_connection, is_at_rest, run_script, transaction_status, unprepared
 from outboxq.database.sql_text import Leavings, Reading, read, readings
 from outboxq.errors import HandlerRolledBack, TransactionVerbRefused
 
@@ -346,6 +347,18 @@ class Guard:
                 "the handler rolled back the relay's connection: raise, and the relay undoes it"
             )
 
+    def is_at_rest(self) -> bool:
+        """Return True if nothing is under way on the driver's connection, so that it takes a statement. No I/O."""
+        return is_at_rest(self._connection)
+
+    def give_up(self) -> None:
+        """Close the connection for good."""
+        give_up(self._connection)
+
+    def unprepared(self) -> AbstractContextManager[None]:
+        """Prepare no statement on the server within the block."""
+        return unprepared(self._connection)
+
     @property
     def is_handlers_turn(self) -> bool:
         """Return True if a handler runs."""
@@ -354,6 +367,33 @@ class Guard:
     def let_go(self) -> None:
         """Record that no handler runs any more."""
         self.savepoint = self.on_first_use = self.watcher = None
+
+
+class NoGuard(Guard):
+    """The guard of a call that has no connection yet: it watches nothing."""
+
+    def __init__(self) -> None:
+        self.savepoint, self.on_first_use, self.watcher = None, None, None
+        self.left: str | None = None
+        self.is_altered, self.collects = False, False
+        self.added: dict[str, Any] = {}
+        self.lent: list[Connection] = []
+
+    @property
+    def transaction_status(self) -> int:
+        """IDLE."""
+        return TransactionStatus.IDLE
+
+    def is_at_rest(self) -> bool:
+        """Return True."""
+        return True
+
+    def take_back(self) -> None:
+        """Nothing was lent."""
+
+    def unprepared(self) -> AbstractContextManager[None]:
+        """Nothing is sent."""
+        return nullcontext()
 
 
 def guard_of(connection: Connection) -> "Guard | None":
@@ -367,14 +407,14 @@ def is_same(connection: Connection, other: Connection | None) -> bool:
     return other is not None and connection.__dict__ is other.__dict__
 
 
-def keep_cancelled(context: ExceptionContext, own: Connection) -> None:
-    """Keep a connection of ours on which a coroutine is cancelled; SQLAlchemy would give it up. For "handle_error".
+def keep_cancelled(context: ExceptionContext) -> None:
+    """Keep a relay's connection on which a coroutine is cancelled; SQLAlchemy would give it up. For "handle_error".
 
     The cause may be a timeout of the handler's own: psycopg has cancelled its query in the server, and the savepoint
     contains that as it does any error.
     """
     connection = context.connection
-    if connection is None or not is_same(connection, own):
+    if connection is None or guard_of(connection) is None:
         return
     if isinstance(context.original_exception, CancelledError) and transaction_status(connection) in (
         TransactionStatus.INTRANS,

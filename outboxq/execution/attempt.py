@@ -105,7 +105,7 @@ class SharedSavepoint:
         self.xid = batch.transaction.xid
         self._batch = batch
         self._connection = connection
-        self._guard = guard
+        self.guard = guard
         self._root = connection.get_transaction()
         self.savepoint = guard.begin_savepoint(inner)
 
@@ -118,7 +118,7 @@ class SharedSavepoint:
         Raises:
             HandlerError: a handler returned as if done, and its rows were undone, or it left another transaction.
         """
-        status = self._guard.transaction_status
+        status = self.guard.transaction_status
         if not self.savepoint.is_active:
             raise HandlerRolledBack(ROLLED_BACK)
         if status == TransactionStatus.INERROR:
@@ -154,7 +154,7 @@ class SharedSavepoint:
         """
         self._batch.tries.has_deadlocked |= sqlstate_of(error) in TRANSIENT
         intact = closed and is_intact(self._connection, self._root)
-        is_undone = undo(self._connection, self._guard, self.savepoint, intact=intact)
+        is_undone = undo(self._connection, self.guard, self.savepoint, intact=intact)
         if not (is_undone and self.is_same_transaction()):
             job = self._batch.job
             # If SQLAlchemy noticed the end of the transaction, its error says more than ours.
@@ -165,7 +165,7 @@ class SharedSavepoint:
 
 
 class Attempt:
-    """One run of a job's handler.
+    """One run of a job's handler, on the connection that it has joined.
 
     Args:
         shared_xid: The claim's transaction, if other jobs share it. Then the deferred constraints are checked after
@@ -174,9 +174,11 @@ class Attempt:
         call: The call of the handler, which an operator may cancel.
     """
 
+    _connection: Connection
+    _root: RootTransaction | None
+
     def __init__(
         self,
-        connection: Connection,
         handler: AnyHandler,
         job: Job,
         runtime: Runtime,
@@ -185,22 +187,28 @@ class Attempt:
         call: HandlerCall,
     ) -> None:
         self.made: HandlerSession | None = None
-        self._connection = connection
         self._handler = handler
         self._job = job
         self._runtime = runtime
-        self._guard = guard = runtime.guard
+        self.guard = runtime.guard
         self._shared_xid = shared_xid
         self._begin = begin
         self._call = call
         self._arounds = runtime.registry.arounds.get(job.kind)
         self._began = time.monotonic()
         self._is_over = False
-        # Without a lease the attempt is in the claim's own transaction.
-        self._in_transaction = job.lease_token is None or guard.transaction_status == TransactionStatus.INTRANS
-        self._root = connection.get_transaction()
+        self._in_transaction = False
         self._savepoint: Savepoint | None = None
+
+    def join(self, connection: Connection, runtime: Runtime) -> "Attempt":
+        """Use this connection, with the runtime on it; return the attempt itself."""
+        guard = runtime.guard
+        self._connection, self._runtime, self.guard = connection, runtime, guard
+        # Without a lease the attempt is in the claim's own transaction.
+        self._in_transaction = self._job.lease_token is None or guard.transaction_status == TransactionStatus.INTRANS
+        self._root = connection.get_transaction()
         guard.savepoint, guard.on_first_use = None, self.open
+        return self
 
     def run(self) -> AttemptResult:
         """Run the handler; afterwards the transaction holds all of its rows if the job is done, else none.
@@ -209,14 +217,14 @@ class Attempt:
             ConnectionLost: the transaction is gone with its connection.
             TransactionEscaped: the handler ended the transaction.
         """
-        runtime, job, guard, call = self._runtime, self._job, self._guard, self._call
+        runtime, job, call = self._runtime, self._job, self._call
         result: AttemptResult
         try:
             if self._in_transaction and runtime.invoker.flavour == "async":
                 # Now: a coroutine cannot send anything when it first names its session.
                 self.open()
         except BaseException:
-            guard.let_go()
+            self.guard.let_go()
             raise
         try:
             if THEN_HEADER in job.headers:
@@ -233,9 +241,9 @@ class Attempt:
             try:
                 returned = runtime.invoker.call(self._handler, self.session, run, arguments)
             except BaseException as error:
-                runtime.check_rest(self._connection, job, error)
+                self._runtime.check_rest(job, error)
                 raise
-            runtime.check_rest(self._connection, job)
+            self._runtime.check_rest(job)
             # A cancelled handler may be half done even if it returned: none of its rows is kept.
             if call.is_cancelled:
                 result = _CANCELLED
@@ -256,7 +264,7 @@ class Attempt:
             result = _CANCELLED if call.is_cancelled else self._result_of(error)
         finally:
             call.end()
-            guard.let_go()
+            self.guard.let_go()
         closed, self._is_over = True, True
         try:
             if self.made is not None:
@@ -269,7 +277,7 @@ class Attempt:
                 raise
             # A listener of the user's raised this. The handler's own error says more.
             result = result if isinstance(result, Failed) else runtime.describe(error, job)
-        guard.take_back()
+        self.guard.take_back()
         if not (closed and isinstance(result, Done)):
             self._undo(result, closed=closed)
         return result
@@ -283,14 +291,14 @@ class Attempt:
         if self._savepoint is not None:
             return
         # First: the statements below go through the guarded connection, too.
-        self._guard.on_first_use = None
+        self.guard.on_first_use = None
         try:
             inner_savepoint = self._begin()
             self._in_transaction = True
-            self._savepoint = self._guard.begin_savepoint(inner_savepoint)
+            self._savepoint = self.guard.begin_savepoint(inner_savepoint)
         except BaseException:
             # The handler may swallow the error, and must not go on without a savepoint.
-            self._guard.on_first_use = self.open
+            self.guard.on_first_use = self.open
             raise
 
     def session(self) -> HandlerSession:
@@ -303,7 +311,7 @@ class Attempt:
             return self.made
         if self._is_over:
             raise InvalidRequestError(IS_OVER)
-        session = self._runtime.invoker.open_session(self._guard.lend())
+        session = self._runtime.invoker.open_session(self.guard.lend())
         if self._savepoint is None and self._in_transaction:
             # Now: statements that bypass the session, on the driver's cursor, must come after the savepoint too.
             self.open()
@@ -321,11 +329,14 @@ class Attempt:
         keys = {name: value for name, value in arguments.items() if isinstance(value, EntityKey)}
         if keys:
             session = self.session()
-            absent = partial(self._runtime.absent, self._connection, self._job)
+            absent = self._absent
             arguments |= {name: load_entity(session, name, key, absent) for name, key in keys.items()}
             loaded = [(key, arguments[name]) for name, key in keys.items()]
             watch_unlocked(session, self._handler.unlocked_changes, loaded)
         return arguments
+
+    def _absent(self) -> None:
+        self._runtime.absent(self._connection, self._job)
 
     def _keep(self) -> None:
         """Keep the rows of a handler that used the database, and returned as if done.
@@ -339,7 +350,7 @@ class Attempt:
         is_session_gone = session is not None and session.is_rolled_back
         if is_session_gone or (savepoint is not None and not savepoint.is_active):
             raise HandlerRolledBack(ROLLED_BACK)
-        if self._guard.transaction_status == TransactionStatus.INERROR:
+        if self.guard.transaction_status == TransactionStatus.INERROR:
             raise HandlerError(SWALLOWED)
         if session is None:
             return
@@ -374,7 +385,7 @@ class Attempt:
         """
         intact = closed and is_intact(self._connection, self._root)
         is_undone = undo(
-            self._connection, self._guard, self._savepoint, intact=intact, in_transaction=self._in_transaction
+            self._connection, self.guard, self._savepoint, intact=intact, in_transaction=self._in_transaction
         )
         if is_undone and self._shared_xid is not None:
             is_undone = current_xid(self._connection) == self._shared_xid

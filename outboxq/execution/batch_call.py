@@ -93,9 +93,9 @@ def _call(
     try:
         returned = call(handler.together, lambda: session, run, args)
     except BaseException as error:
-        runtime.check_rest(connection, jobs[0], error)
+        runtime.check_rest(jobs[0], error)
         raise
-    runtime.check_rest(connection, jobs[0])
+    runtime.check_rest(jobs[0])
     batch.running.deadline = None
     if run.call.is_cancelled:
         raise HandlerError("a job of the batch was cancelled: the others run by themselves")

@@ -33,7 +33,6 @@ from outboxq.database.driver import Script, is_lost, run_script
 from outboxq.database.errors import describe_error
 from outboxq.events import JobsCoalesced
 from outboxq.execution.batch_state import BatchState
-from outboxq.execution.lease_mode import LeasedBatch
 from outboxq.execution.runtime import SettledByClaim
 from outboxq.job import EVERY_HEADER, Job, added_order, number_in
 from outboxq.outcomes import MAX_DELAY
@@ -104,12 +103,13 @@ class _Runs:
 
 
 def coalesce(connection: Connection, batch: BatchState, schema: str) -> None:
-    """Take along the jobs that wait for a batch's keys in transaction mode.
+    """Take along the jobs that wait for the keys of a batch.
 
-    COMMIT puts back jobs whose windows others have.
+    In transaction mode COMMIT puts back jobs whose windows others have.
     """
     transaction = batch.transaction
     if transaction is None:
+        _coalesce_leased(connection, batch, schema)
         return
     # The savepoints are set again, after jobs were put back or deleted.
     settled = (*(local_timeouts(batch.running.timeout_seconds) or (TIMED_AGAIN,)), transaction.renew())
@@ -134,32 +134,30 @@ def coalesce(connection: Connection, batch: BatchState, schema: str) -> None:
     batch.of_claim += runs.events()
 
 
-def coalesce_leased(connection: Connection, leased: LeasedBatch, schema: str) -> tuple[JobsCoalesced, ...]:
-    """Take along the jobs that wait for the keys of leased jobs, commit, and return the events.
+def _coalesce_leased(connection: Connection, batch: BatchState, schema: str) -> None:
+    """Take along the jobs that wait for the keys of leased jobs, and commit; the batch keeps the jobs that run.
 
     Before that, jobs whose windows others have are put back, and that is committed.
     """
-    if not _has_keys(leased.jobs):
-        return ()
-    throttled = _throttled(leased.jobs)
+    throttled = _throttled(batch.jobs)
     if throttled:
         with _or_back(connection, "ROLLBACK", _NO_WINDOWS):
             with _transaction(connection):
                 put_off = _put_off(connection, throttled, (UNTIMED, _PATIENCE, READABLE_DATES), schema)
                 run_script(connection, "COMMIT")
             gone = {job.id for job in put_off}
-            leased.coalesce(tuple(job for job in leased.jobs if job.id not in gone))
-        if not _has_keys(leased.jobs):
-            return ()
-    runs = _Runs(leased.jobs)
+            batch.jobs = tuple(job for job in batch.jobs if job.id not in gone)
+    runs = _Runs(batch.jobs)
+    if not runs.by_key:
+        return
     with _or_back(connection, "ROLLBACK", _NOT_TAKEN_ALONG):
         while _take_along_leased(connection, runs, schema) == TAKEN_AT_ONCE:
             pass
     # If that succeeded, none is left.
     runs.keep({job.id for job in runs.dropped})
-    leased.coalesce(runs.running())
-    leased.stands_for = runs.stands_for()
-    return runs.events()
+    batch.jobs = runs.running()
+    batch.stands_for = runs.stands_for()
+    batch.of_claim += runs.events()
 
 
 def _take_along_leased(connection: Connection, runs: _Runs, schema: str) -> int:
@@ -176,10 +174,6 @@ def _take_along_leased(connection: Connection, runs: _Runs, schema: str) -> int:
     # Jobs that are locked, or another relay's by now.
     runs.keep({job_id for (job_id,) in answer.rows.get("dropped", ())})
     return runs.add(answer.rows["taken along"])
-
-
-def _has_keys(jobs: Iterable[Job]) -> bool:
-    return bool([job for job in jobs if job.unique_key is not None])
 
 
 def _put_off(

@@ -11,7 +11,7 @@ from outboxq.database.driver import Answer, Script, is_listened_to, is_lost, run
 from outboxq.database.errors import LOCK_NOT_AVAILABLE
 from outboxq.errors import TransactionEndedByHandler
 from outboxq.events import Event
-from outboxq.execution.batch_state import BatchReport, BatchState, Ended
+from outboxq.execution.batch_state import BatchState, Ended
 from outboxq.execution.claim import ClaimRequest, ClaimTransaction, forgive
 from outboxq.execution.errors import ESCAPED, ConnectionLost, TransactionEscaped
 from outboxq.execution.failure import Failed
@@ -26,9 +26,6 @@ from outboxq.fault_points import fault_point
 _STEPS_SAVEPOINT = "oq_steps"
 
 
-_NOTHING_SENT = Ended(BatchReport(0, ()))
-
-
 def commit(
     connection: Connection, batch: BatchState, runtime: Runtime, next_claim: ClaimRequest | None
 ) -> Ended | None:
@@ -39,16 +36,12 @@ def commit(
     Any other refusal is a failed attempt of the lone job, and committed as such. If COMMIT itself gets no lock, which
     is never for one of its rows, nothing is counted.
 
-    A leased job whose handler wrote nothing has no transaction: it is removed later, with others.
-
     Raises:
         ConnectionLost: the answer to COMMIT was lost: all is committed, or nothing.
         psycopg.Error: COMMIT was refused, and it is not known which of several jobs is the cause, or none is.
         TransactionEscaped: a handler had ended the transaction.
     """
-    if batch.transaction is None:
-        batch.owner.begin_commit()
-        return _NOTHING_SENT
+    assert batch.transaction is not None, "what settles the jobs has begun it"
     sent = _send(connection, batch, batch.transaction, runtime, next_claim)
     if isinstance(sent, Ended):
         return sent

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, NoReturn, ParamSpec, Protocol, TypeAlias, Ty
 
 from sqlalchemy import Connection, Engine, event
 from sqlalchemy.exc import InvalidRequestError
-from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, AsyncSession
 from sqlalchemy.orm import Session, SessionTransaction
 from sqlalchemy.util import await_only, greenlet_spawn, memoized_property
 
@@ -215,8 +215,16 @@ class Invoker(Protocol):
         """Return a function that runs one attempt in its own context: the next job sees none of its variables."""
         ...
 
-    def open_session(self, lent: Connection) -> HandlerSession:
-        """Open a session that joins the savepoint of a connection that is lent to the job."""
+    def open_session(self, bind: Connection | Engine) -> HandlerSession:
+        """Open a session that joins the savepoint of a connection that is lent to the job.
+
+        Args:
+            bind: The engine, if the connection is not known before `bind_session`.
+        """
+        ...
+
+    def bind_session(self, session: HandlerSession, lent: Connection) -> None:
+        """Bind a session of `open_session` to a connection that is lent to the job."""
         ...
 
     def call(self, handler: AnyHandler, session: Callable[[], Session], run: Run, args: Args) -> object:
@@ -233,9 +241,13 @@ class SyncInvoker:
         """A function that runs one attempt in its own context."""
         return copy_context().run
 
-    def open_session(self, lent: Connection) -> HandlerSession:
+    def open_session(self, bind: Connection | Engine) -> HandlerSession:
         """A session joined by "rollback_only": the handler's commit() commits nothing, its rollback() is seen."""
-        return HandlerSession(bind=lent, **SESSION_OPTIONS)
+        return HandlerSession(bind=bind, **SESSION_OPTIONS)
+
+    def bind_session(self, session: HandlerSession, lent: Connection) -> None:
+        """Bind the session."""
+        session.bind = lent
 
     def call(self, handler: AnyHandler, session: Callable[[], Session], run: Run, args: Args) -> object:
         """Run the handler to its end."""
@@ -251,12 +263,12 @@ class AsyncInvoker:
 
     flavour: Flavour = "async"
 
-    def __init__(self, connection: AsyncConnection) -> None:
+    def __init__(self, engine: AsyncEngine) -> None:
         # Installed if SQLAlchemy has coroutines.
         from greenlet import getcurrent
 
         self._greenlet: Callable[[], Any] = getcurrent
-        self._connection = connection
+        self._engine = engine
         self._session: AsyncOutboxSession | None = None
         # The task of the handler that runs, or of the last one.
         self.task: asyncio.Task[None] | None = None
@@ -274,13 +286,21 @@ class AsyncInvoker:
         finally:
             own.gr_context = before
 
-    def open_session(self, lent: Connection) -> HandlerSession:
+    def open_session(self, bind: Connection | Engine) -> HandlerSession:
         """A session joined by "rollback_only", with an async session around it for the handler."""
-        bind = AsyncConnection(self._connection.engine, lent)
-        self._session = AsyncHandlerSession(bind=bind, **SESSION_OPTIONS)
+        self._session = AsyncHandlerSession(bind=self._wrapped(bind), **SESSION_OPTIONS)
         session = self._session.sync_session
         assert isinstance(session, HandlerSession)
         return session
+
+    def bind_session(self, session: HandlerSession, lent: Connection) -> None:
+        """Bind the session, and the async one around it."""
+        session.bind = lent
+        if self._session is not None and self._session.sync_session is session:
+            self._session.bind = self._wrapped(lent)
+
+    def _wrapped(self, bind: Connection | Engine) -> AsyncConnection | AsyncEngine:
+        return AsyncConnection(self._engine, bind) if isinstance(bind, Connection) else self._engine
 
     def call(self, handler: AnyHandler, session: Callable[[], Session], run: Run, args: Args) -> object:
         """Await the handler to its end, in its own task: a later cancellation of that task hits nothing else."""

@@ -9,11 +9,10 @@ from contextlib import nullcontext
 from functools import partial
 
 import psycopg
-from psycopg.pq import TransactionStatus
 from sqlalchemy import Connection
 
 from outboxq.codec.entities import EntityKey
-from outboxq.database.driver import is_listened_to, is_lost, run_script, unprepared
+from outboxq.database.driver import is_listened_to, is_lost, run_script
 from outboxq.emitter import drop_tracebacks
 from outboxq.errors import TransactionEndedByHandler
 from outboxq.events import JobRetried, JobSnoozed
@@ -21,18 +20,17 @@ from outboxq.execution import settle
 from outboxq.execution.attempt import Attempt, AttemptResult
 from outboxq.execution.batch_call import call_batch_handler
 from outboxq.execution.batch_state import BatchState
-from outboxq.execution.chain import has_follower
 from outboxq.execution.errors import ESCAPED, ConnectionLost, TransactionEscaped
 from outboxq.execution.failure import Failed
 from outboxq.execution.families import ended_meanwhile, hold_back
 from outboxq.execution.plan import Handlers, Segment, plan_segments
 from outboxq.execution.preload import Locks, entity_keys, lock_ahead
 from outboxq.execution.runtime import GivenBack, Result, Runtime, SettledByClaim, UnknownKindResult
-from outboxq.execution.settle import event_of_end, settle_result
+from outboxq.execution.settle import settle_result
 from outboxq.execution.shared_batch import run_shared
+from outboxq.handlers.call import HandlerCall
 from outboxq.handlers.handler import AnyHandler
 from outboxq.job import Job
-from outboxq.outcomes import Discard, Done
 from outboxq.statements.transaction import TIMEOUTS_OFF, local_timeouts, restored
 
 # A deadlock or a serialization failure is repeated at once and for free this often; then it counts as an attempt.
@@ -60,7 +58,7 @@ def run(connection: Connection, batch: BatchState, runtime: Runtime, handlers: H
         if len(batch.jobs) == 1:
             job = batch.jobs[0]
             result = _run_alone(connection, batch, job, runtime, handlers, begin, shared=shared)
-            _settle_alone(connection, batch, job, runtime, result)
+            settle_alone(connection, batch, job, runtime, result)
         else:
             _run_several(connection, batch, runtime, handlers, begin)
     finally:
@@ -94,7 +92,7 @@ def _run_several(
                 continue
             batch.running.position = position
             result = _run_alone(connection, batch, job, runtime, handlers, begin, shared=True)
-            _settle_alone(connection, batch, job, runtime, result)
+            settle_alone(connection, batch, job, runtime, result)
 
 
 def _run_together(
@@ -190,22 +188,31 @@ def _run_alone(
     assert handler is not None, "jobs of unknown kinds are decided"
     if handler.timeout_seconds != batch.running.timeout_seconds:
         _set_timeout(connection, batch, handler.timeout_seconds, shared=shared)
+    xid = batch.transaction.xid if shared and batch.transaction is not None else None
+    return attempt(
+        batch,
+        job,
+        runtime,
+        lambda call: Attempt(handler, job, runtime, xid, begin, call).join(connection, runtime),
+    )
+
+
+def attempt(batch: BatchState, job: Job, runtime: Runtime, make: Callable[[HandlerCall], Attempt]) -> AttemptResult:
+    """Run a job's attempt, again after a deadlock or a serialization failure; return the last result."""
     seconds = batch.running.timeout_seconds
     batch.running.deadline = None if seconds is None else time.monotonic() + seconds
-    xid = batch.transaction.xid if shared and batch.transaction is not None else None
     free_retries, prepares = FREE_RETRIES, True
     try:
         while True:
-            call = batch.running.begin_call((job,), runtime.notes)
-            attempt = Attempt(connection, handler, job, runtime, xid, begin, call)
-            with nullcontext() if prepares else unprepared(connection):
-                result: AttemptResult = runtime.invoker.apart()(attempt.run)
+            each = make(batch.running.begin_call((job,), runtime.notes))
+            with nullcontext() if prepares else each.guard.unprepared():
+                result: AttemptResult = runtime.invoker.apart()(each.run)
             if not (isinstance(result, Failed) and result.transient and free_retries):
                 return result
             free_retries -= 1
             if result.prepared:
                 # Else the driver would execute it again, by its name, on this connection: also for the next jobs.
-                prepares, runtime.guard.left = False, runtime.guard.left or "stale prepared statement"
+                prepares, each.guard.left = False, each.guard.left or "stale prepared statement"
             if result.error is not None:
                 # No hook receives it.
                 drop_tracebacks(result.error)
@@ -229,20 +236,12 @@ def _begin(connection: Connection, batch: BatchState, *, shared: bool) -> str | 
     return None if shared else transaction.inner_savepoint
 
 
-def _settle_alone(connection: Connection, batch: BatchState, job: Job, runtime: Runtime, result: Result) -> None:
+def settle_alone(connection: Connection, batch: BatchState, job: Job, runtime: Runtime, result: Result) -> None:
     """Write the outcome of a job that ran, or was decided."""
     if isinstance(result, SettledByClaim):
         return
     seconds = batch.running.end()
-    is_idle = runtime.guard.transaction_status == TransactionStatus.IDLE
-    if job.lease_token is not None and is_idle and not batch.was_begun:
-        # A leased job whose handler wrote nothing is removed with others.
-        if isinstance(result, Done) and not has_follower(job):
-            batch.events.append(event_of_end(job, result, runtime, seconds))
-            return
-        if isinstance(result, Discard):
-            batch.events.append(event_of_end(job, runtime.redacted(job, result), runtime, seconds))
-            return
+    if job.lease_token is not None and not batch.was_begun:
         # The handler worked outside the database: its result must outlive a lost connection.
         batch.late_result = result
     # Also if it has begun: the relay may have taken the batch away meanwhile, and then no other of its jobs begins.

@@ -12,8 +12,7 @@ from uuid import UUID
 from sqlalchemy import Connection
 
 from outboxq.codec.text import storable
-from outboxq.database.closing import give_up
-from outboxq.database.driver import NOT_PREPARED, PreparedStatements, is_at_rest
+from outboxq.database.driver import NOT_PREPARED, PreparedStatements
 from outboxq.database.guard import Guard
 from outboxq.effects.api import EffectAccess
 from outboxq.effects.runners import AsyncEffectRunner, EffectRunner
@@ -125,7 +124,7 @@ class Runtime:
         # By its type, which users' classes cannot redefine.
         return not (issubclass(type(error), Abandoned | ConnectionLost) or self.is_interruption(error))
 
-    def check_rest(self, connection: Connection, job: Job, error: BaseException | None = None) -> None:
+    def check_rest(self, job: Job, error: BaseException | None = None) -> None:
         """Check the state of the driver's connection after a handler's call, also one that raised `error`.
 
         Raises:
@@ -134,9 +133,9 @@ class Runtime:
         guard = self.guard
         # Without an error, nothing can be under way if no job took the driver's connection, and this one sent nothing.
         is_untouched = guard.left is None and (guard.on_first_use is not None or not guard.lent)
-        if (error is None and is_untouched) or is_at_rest(connection):
+        if (error is None and is_untouched) or guard.is_at_rest():
             return
-        give_up(connection)
+        guard.give_up()
         if error is None:
             raise ConnectionSpoiled(self.describe(HandlerError(_NOT_AT_REST), job))
         if self.is_failure(error):

@@ -225,9 +225,9 @@ class _SharedRun:
             try:
                 returned = runtime.invoker.call(handler, opened.session, run, given)
             except BaseException as error:
-                runtime.check_rest(self._connection, job, error)
+                runtime.check_rest(job, error)
                 raise
-            runtime.check_rest(self._connection, job)
+            runtime.check_rest(job)
             self._batch.running.deadline = None
             if self._call.is_cancelled:
                 raise HandlerError("a job of the batch was cancelled: each runs by itself")

@@ -14,7 +14,7 @@ from typing import Any
 
 from sqlalchemy import Connection, Engine
 from sqlalchemy.exc import SQLAlchemyError
-from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
+from sqlalchemy.ext.asyncio import AsyncEngine
 
 from outboxq.codec.text import name_and_line
 from outboxq.database.closing import give_up
@@ -116,7 +116,7 @@ class SlotConnections:
             connection.execution_options(**self._options)
             invoker: Invoker = SyncInvoker()
             if isinstance(self.given, AsyncEngine):
-                invoker = AsyncInvoker(AsyncConnection(self.given, connection))
+                invoker = AsyncInvoker(self.given)
             return make_slot_connection(connection, invoker)
         except BaseException:
             connection.invalidate()

@@ -27,11 +27,11 @@ from outboxq.errors import HandlerTimedOut, RelayStuck
 from outboxq.execution.batch_state import BatchReport, BatchState
 from outboxq.execution.failure import Frame
 from outboxq.execution.invoke import SyncInvoker
-from outboxq.execution.lease_mode import LeasedBatch, release_waiting
 from outboxq.execution.runtime import Orders
 from outboxq.execution.seized import end_other_transaction, settle_aborted, settle_cancelled
 from outboxq.handlers.call import HandlerCall
 from outboxq.job import Job
+from outboxq.relay.calls import Call
 from outboxq.relay.connections import connection_options, make_slot_connection
 from outboxq.relay.event_loop import LoopThread
 from outboxq.relay.limits import RelayLimits
@@ -47,7 +47,7 @@ _CONNECTIONS = 4
 # The most jobs that are named of a handler that cannot be freed.
 _NAMED = 3
 
-Runner: TypeAlias = SlotThread | SlotTask
+Runner: TypeAlias = SlotThread | SlotTask | Call
 Action: TypeAlias = Callable[[Connection], BatchReport | None]
 
 
@@ -73,7 +73,6 @@ class DeadlineEnforcer:
 
     def __post_init__(self) -> None:
         self._acting: dict[Runner, threading.Thread] = {}
-        self._releasing: dict[Runner, threading.Thread] = {}
         self._runners: list[Runner] = []
         # Runners that were cut off, and then, until they are free, each with the jobs of the handler that is to blame.
         self._ended: list[tuple[Runner, Sequence[Job]]] = []
@@ -82,29 +81,24 @@ class DeadlineEnforcer:
         self._connections = threading.BoundedSemaphore(_CONNECTIONS)
 
     def check(self, runners: list[Runner]) -> None:
-        """Act on slots that are past a deadline, or keep leased jobs waiting. Never waits."""
+        """Act on slots that are past a deadline. Never waits."""
         now = time.monotonic()
         self._runners = list(runners)
         self._acting = {runner: thread for runner, thread in self._acting.items() if thread.is_alive()}
         for runner in list(runners):
-            batch = runner.slot.batch
+            batch = runner.batch
             if batch is None or runner in self._acting:
                 continue
             deadline = batch.running.deadline
             if deadline is not None and now >= deadline:
-                self._start(self._acting, runner, partial(self._enforce, runner, batch, deadline))
+                self._start(runner, partial(self._enforce, runner, batch, deadline))
                 continue
             call, cancelled = batch.running.call, self.orders.cancelled
             if call is not None and cancelled and not call.is_over and any(job.id in cancelled for job in call.jobs):
                 # First: from here on the handler's end does not count as a success.
                 call.is_cancelled = True
                 runner.cancel(call)
-                self._start(self._acting, runner, partial(self._end_cancelled, runner, batch, call))
-        self._releasing = {runner: thread for runner, thread in self._releasing.items() if thread.is_alive()}
-        for runner in runners:
-            leased = runner.slot.leased_batch
-            if leased is not None and runner not in self._releasing and leased.wants_release():
-                self._start(self._releasing, runner, partial(self._release, runner, leased, tuple(runners)))
+                self._start(runner, partial(self._end_cancelled, runner, batch, call))
         while self._ended:
             runner, jobs = self._ended.pop()
             self._cut.append((runner, now + self.limits.free_after_seconds, jobs))
@@ -115,12 +109,6 @@ class DeadlineEnforcer:
             cut, self._cut = self._cut, []
             self.stuck(_stuck_in([job for *_, jobs in cut for job in jobs]))
 
-    def release_waiting(self, runners: list[Runner]) -> None:
-        """Settle the leased jobs that ended slots hold besides the job that ran."""
-        for runner in runners:
-            if (leased := runner.slot.leased_batch) is not None:
-                self._start(self._releasing, runner, partial(self._release, runner, leased))
-
     def abort(self, runners: list[Runner]) -> int:
         """Take the jobs from slots that a stopping relay no longer waits for; returns how many jobs it took.
 
@@ -130,12 +118,12 @@ class DeadlineEnforcer:
         pending, taken = list(runners), 0
         while pending and time.monotonic() < deadline:
             for runner in list(pending):
-                batch = runner.slot.batch
+                batch = runner.batch
                 if batch is not None and batch.owner.seize():
                     taken += len(batch.jobs)
                     pending.remove(runner)
-                    self._start(self._acting, runner, partial(self._end, runner, batch))
-                elif not runner.is_alive() or runner.slot.is_seized():
+                    self._start(runner, partial(self._end, runner, batch))
+                elif not runner.is_alive() or runner.is_seized():
                     pending.remove(runner)
             if pending:
                 pending[0].join(_STEP_SECONDS)
@@ -145,19 +133,19 @@ class DeadlineEnforcer:
     def finish(self, seconds: float) -> None:
         """Wait for the threads under way, for `seconds` at most."""
         deadline = time.monotonic() + seconds
-        for thread in [*self._acting.values(), *self._releasing.values()]:
+        for thread in list(self._acting.values()):
             thread.join(max(0.0, deadline - time.monotonic()))
 
-    def _start(self, threads: dict[Runner, threading.Thread], runner: Runner, action: Callable[[], None]) -> None:
+    def _start(self, runner: Runner, action: Callable[[], None]) -> None:
         def act() -> None:
             try:
                 action()
             except Exception:
-                logger.exception("leased jobs, or a handler past its time, could not be dealt with")
+                logger.exception("a handler past its time could not be dealt with")
 
         thread = BoundedStart(act, "outboxq-watch")
         # An earlier thread of this runner ends by itself: it finds the batch seized or the claim released.
-        threads[runner] = thread
+        self._acting[runner] = thread
         thread.start()
 
     def _enforce(self, runner: Runner, batch: BatchState, deadline: float) -> None:
@@ -224,7 +212,7 @@ class DeadlineEnforcer:
         cut_after_seconds = self.limits.cut_after_seconds
         until = time.monotonic() + cut_after_seconds
         # An async handler is cancelled by its own loop, together with the query that it awaits.
-        if runner.slot.flavour == "sync":
+        if runner.flavour == "sync":
             cancel()
         while time.monotonic() < until:
             time.sleep(min(_STEP_SECONDS, cut_after_seconds))
@@ -250,11 +238,10 @@ class DeadlineEnforcer:
             stack: That of a handler that was cut off.
             cancelled: The jobs to end, if jobs were cancelled; the others wait again.
         """
-        slot = runner.slot
 
         def settle(connection: Connection) -> BatchReport:
             # The runtime first: once that transaction has ended, other relays find its marks.
-            runtime = slot.runtime_on(make_slot_connection(connection, SyncInvoker()))
+            runtime = runner.runtime_on(make_slot_connection(connection, SyncInvoker()))
             timed_out = HandlerTimedOut(batch.running.timeout_seconds or 0.0)
             failed = None if stack is None else runtime.describe(timed_out, batch.job, stack=stack)
             try:
@@ -268,20 +255,10 @@ class DeadlineEnforcer:
         try:
             report = self._on_connection(settle)
         finally:
-            slot.end_turn()
+            runner.end_turn()
             runner.abandon()
         if report is not None:
-            slot.publish(report)
-        if (leased := slot.leased_batch) is not None:
-            self._release(runner, leased)
-
-    def _release(self, runner: Runner, leased: LeasedBatch, others: tuple[Runner, ...] = ()) -> None:
-        """Give back the jobs that wait for a handler that takes long, or was cut off; wake slots to claim them."""
-        report = self._on_connection(lambda connection: release_waiting(connection, leased, self.schema).report)
-        if report is not None:
-            runner.slot.publish(report)
-        for other in others:
-            other.slot.sleep.idle_slot.wake()
+            runner.publish(report)
 
     def _on_connection(self, action: Action) -> BatchReport | None:
         """Run `action` on its own connection; None if that fails: then the claim's mark stays."""
@@ -299,7 +276,7 @@ class DeadlineEnforcer:
                     raise
         except Exception as error:  # noqa: BLE001  # users' engines raise what they like
             logger.warning(
-                "leased jobs, or those of a handler past its time, were not settled: %s",
+                "the jobs of a handler past its time were not settled: %s",
                 describe_error(error),
                 extra={"error_type": type(error).__name__},
             )

@@ -51,7 +51,7 @@ class RelayLease:
         owner: Fresh for each run of a relay, so that no restarted relay is taken for its predecessor.
         queues: The queues that are checked for suspects.
         flow: The operators' settings, read with each beat.
-        running: The ids and tokens of the jobs that this relay's slots run under the lease.
+        running: The ids and tokens of the jobs that this relay has under the lease; None while it cannot know.
         on_reaped: Called for each job that was taken from a dead relay.
         wake: Called when suspects wait: nothing else wakes slots for them.
         expect_schedule: Called with each beat with the seconds until the next schedule is due.
@@ -63,7 +63,7 @@ class RelayLease:
     queues: tuple[str, ...]
     quarantine: QuarantineTurns
     flow: FlowSettings
-    running: Callable[[], set[tuple[str, int]]]
+    running: Callable[[], set[tuple[str, int]] | None]
     emit: Emitter
     on_reaped: Callable[[JobCrashed], None]
     wake: Callable[[], None]
@@ -268,9 +268,14 @@ class RelayLease:
         its claims as a suspect counted.
         """
         before, excused = self.running(), set(self._excused)
+        if before is None:
+            return
         rows = run_on_libpq(connection, statements.leased_jobs(self._schema, self.owner))
         leased = {(str(job_id), int(str(token))): str(in_group) in ("t", "True") for job_id, token, in_group in rows}
-        orphans = leased.keys() - self.running() - before
+        now = self.running()
+        if now is None:
+            return
+        orphans = leased.keys() - now - before
         for job_id, token in orphans & self._orphans:
             in_group = leased[job_id, token]
             self._publish(self._take_back(connection, UUID(job_id), token, in_group=in_group), in_group=in_group)

@@ -2,8 +2,6 @@
 
 from dataclasses import dataclass, field
 
-from outboxq.execution.lease_mode import LeaseModeLimits
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HookLimits:
@@ -70,7 +68,6 @@ class RelayLimits:
             and the next start may have the new one.
         abort_seconds: How long a stopping relay has to take back the jobs of all its slots, or to have their COMMITs
             answered.
-        lease_mode: How long the claims of lease mode last.
         hooks: How far the hooks of a registry may lag, and how long the relay waits for them.
         history: How often the relay adds to the history.
     """
@@ -90,6 +87,5 @@ class RelayLimits:
     free_after_seconds: float = 10.0
     refused_seconds: float = 300.0
     abort_seconds: float = 15.0
-    lease_mode: LeaseModeLimits = field(default_factory=LeaseModeLimits)
     hooks: HookLimits = field(default_factory=HookLimits)
     history: HistoryLimits = field(default_factory=HistoryLimits)

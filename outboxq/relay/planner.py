@@ -11,7 +11,6 @@ from typing import TypeAlias
 from outboxq.database.driver import NOT_PREPARED
 from outboxq.execution.batch_state import BatchState, Ended
 from outboxq.execution.claim import Claimed, ClaimRequest
-from outboxq.execution.lease_mode import LeasedBatch
 from outboxq.relay.admission import Query, SlotAdmission
 from outboxq.relay.connections import SlotConnection
 from outboxq.relay.poller import SORTS, Order
@@ -26,6 +25,8 @@ Asked: TypeAlias = ClaimRequest | Query
 _WALK_SHARE = 0.05
 _LEAST_SHARE_SECONDS = 0.01
 _NO_LIMIT = 1_000_000
+# The most jobs of a claim under the lease, each of which a slot of its own runs.
+_MOST_LEASED = 200
 
 
 class Planner:
@@ -51,7 +52,6 @@ class Planner:
         self._alone_for = 0
         # The most jobs in a claim: deadlocks grow with the locks that a batch holds.
         self._most = _NO_LIMIT
-        self._most_leased = dict.fromkeys(queues, 1)
         # Nothing waited at the slot's last claim: it has slept since, and trusts the poll or call that woke it.
         self._is_rested = True
         # True if jobs were found since the last poll of the slot's queues; the time that this poll took.
@@ -65,17 +65,29 @@ class Planner:
         self._follow_until = 0.0
         self._counts_due_at = 0.0
 
-    def first(self, connected: SlotConnection) -> Generator[Asked, None, None]:
+    def first(
+        self, connected: SlotConnection, most: int | None = None, *, suspects: bool = False
+    ) -> Generator[Asked, None, None]:
         """Make a round of the slot's queues: yields what to send, one after the other, until a claim takes jobs.
 
         Outside of a transaction. The caller records what a claim took before it requests the next.
+
+        Args:
+            most: The number of free slots, for a dispatcher's claims under the lease; None for a single slot.
+            suspects: Claim suspects only.
         """
         self._connected = connected
+        if most is not None:
+            self._most = most
+            yield from self._suspects() if suspects else self._follow()
+        if suspects:
+            return
         self._admission.return_unused()
         self._walks_since = time.monotonic()
         self._counts_due_at = self._walks_since + self._state.limits.counts_seconds
         state, queues = self._state, self._order.queues
-        yield from state.quarantine.round(self, queues, state.poller.is_held, state.lease.want, self._claims_of)
+        if most is None:
+            yield from state.quarantine.round(self, queues, state.poller.is_held, state.lease.want, self._claims_of)
         yield from self._only_queue(queues[0]) if len(queues) == 1 else self._queues_in_turns()
         self._is_rested = True
 
@@ -166,7 +178,7 @@ class Planner:
         if self._alone_for or sort in claims.by_one:
             limit = 1
         else:
-            limit = min(claims.batch_size, self._most_leased[name] if script.leased else self._most)
+            limit = min(self._most, _MOST_LEASED if script.leased else claims.batch_size)
         if state.flow.restricts and not (limit := self._admission.take(name, limit)):
             return None
         return ClaimRequest(
@@ -209,14 +221,12 @@ class Planner:
             self._walks_since = None
         return is_called and not sort.runs_by_itself and _may_be_more(request, len(jobs) + claimed.moved)
 
-    def after(self, batch: BatchState | LeasedBatch) -> ClaimRequest | None:
-        """The claim that goes with the COMMIT of a batch, or of the last jobs under a lease; None if none should.
+    def after(self, batch: BatchState) -> ClaimRequest | None:
+        """The claim that goes with the COMMIT of a batch; None if none should.
 
         Now and then the queues before this one and other sorts of jobs have their turn.
         """
         request = batch.claimed.request
-        if isinstance(batch, LeasedBatch):
-            return self._after_leased(batch)
         self._most = max(1, len(batch.jobs) // 2) if batch.tries.has_deadlocked else min(self._most * 2, _NO_LIMIT)
         now = time.monotonic()
         if self._alone_for or (batch.of_claim and batch.has_parked) or now > self._counts_due_at:
@@ -240,16 +250,23 @@ class Planner:
         self._walks_since = time.monotonic()
         return self._ask(*turn)
 
-    def _after_leased(self, leased: LeasedBatch) -> ClaimRequest | None:
-        """The claim that goes with the end of these jobs: the faster they ran, the more it takes."""
-        request = leased.claimed.request
-        self._most_leased[leased.queue] = max(1, min(2 * request.limit, leased.fitting()))
-        if self._alone_for or request.sort.runs_by_itself or leased.unknown or self._state.stopping.is_set():
-            return None
-        if time.monotonic() > min(self._counts_due_at, self._follow_until):
-            return None
-        is_more = _may_be_more(request, len(leased.jobs) + leased.dropped)
-        return self._ask(request.queue, request.sort) if is_more else None
+    def _follow(self) -> Iterator[Asked]:
+        """The claims of the sort that was found last, for a while."""
+        claimed = self._last_claimed
+        if claimed is None or time.monotonic() > min(self._counts_due_at, self._follow_until):
+            return
+        if not claimed.request.sort.runs_by_itself and _may_be_more(claimed.request, len(claimed.jobs)):
+            yield from self._claims_of(claimed.request.queue, claimed.request.sort)
+
+    def _suspects(self) -> Iterator[Asked]:
+        """The claims of suspects, by a caller who has the turn to run some."""
+        state, known = self._state, self._state.quarantine
+        for name in known.known_in(self._order.queues):
+            for queues, sort in ((known.queues, Sort.SUSPECT), (known.groups, Sort.GROUP_SUSPECT)):
+                # A suspect that found no room may still be there, also if the hold of its queue has ended.
+                may_claim = name in queues and not state.poller.is_held(name)
+                if may_claim and (yield from self._claims_of(name, sort)) and not state.poller.is_held(name):
+                    queues.discard(name)
 
     def record(self, request: ClaimRequest, ended: Ended) -> None:
         """Record the end of a batch, or of its claim."""
@@ -258,9 +275,7 @@ class Planner:
             self._admission.ended(request.queue, ended.claimed)
         claimed = 0 if ended.report is None else ended.report.claimed
         self._alone_for = max(0, (ended.run_alone or self._alone_for) - claimed)
-        if ended.was_too_large and request.script.leased:
-            self._most_leased[request.queue] = 1
-        elif ended.was_too_large:
+        if ended.was_too_large:
             self._most = max(1, request.limit // 2)
 
     def _follow_seconds(self, walk_seconds: float) -> float:

@@ -53,7 +53,7 @@ class Relay:
         self._registry = jobs.resolve()
         self._groups = resolve_groups(self.config, self._registry)
         self._engines = resolve_engines(engine, async_engine)
-        check_engines(self._groups, self._engines)
+        check_engines(self._groups, self._engines, self.config)
         self._hooks = tuple(hooks)
         self._stopping = threading.Event()
         self._run: RelayRun | None = None

@@ -29,14 +29,18 @@ from outboxq.database.engines import Engines, listen_connector
 from outboxq.emitter import Emitter
 from outboxq.errors import RelayStuck
 from outboxq.events import JobCrashed, RelayStarted, RelayStopped, RelayStopping
-from outboxq.execution.batch_state import BatchReport
+from outboxq.execution.batch_state import BatchReport, BatchState
 from outboxq.handlers.handler import Flavour
+from outboxq.handlers.options import ClaimMode
 from outboxq.handlers.resolved import Registry
 from outboxq.observability.aggregate import Counts
 from outboxq.observability.flush import Flusher, RelayActivity, RelayIdentity
 from outboxq.queue_limits import limits_text
+from outboxq.relay.call_connections import CallConnections
+from outboxq.relay.calls import Call
 from outboxq.relay.connections import WARM_CONNECTIONS, SlotConnections
 from outboxq.relay.deadlines import DeadlineEnforcer, Runner
+from outboxq.relay.dispatcher import Dispatcher
 from outboxq.relay.effect_runners import EffectRunners
 from outboxq.relay.event_loop import LoopThread, enter_lifespan, make_lifespan
 from outboxq.relay.flow_settings import FlowSettings
@@ -53,8 +57,8 @@ from outboxq.relay.maintenance.task import PeriodicTask
 from outboxq.relay.poller import SharedPoller
 from outboxq.relay.progress import ProgressWriter
 from outboxq.relay.slot import Slot
-from outboxq.relay.slot_loop import SlotTask, SlotThread
-from outboxq.relay.startup import FlavouredGroup, declare_schedules, find_keeper, wait_for_database
+from outboxq.relay.slot_loop import MakeWorker, SlotTask, SlotThread
+from outboxq.relay.startup import FlavouredGroup, connections_of, declare_schedules, find_keeper, wait_for_database
 from outboxq.relay.state import RelayReport, RelayState
 from outboxq.relay.suspects import QuarantineTurns
 from outboxq.statements.lease import look_around
@@ -68,6 +72,8 @@ _CHECK_SECONDS = 0.1
 # Closing things in the event loop may take this much longer than handlers may.
 _CLOSE_SECONDS = 5.0
 _LEASE_WAIT_SECONDS = 2.0
+# How long the dispatchers of a stopping relay have to settle the last results.
+_SETTLE_SECONDS = 5.0
 # The most jobs that are named in the relay's activity, of those that have run for at least so long.
 _RUNNING_MOST, _LONG_SECONDS = 50, 1.0
 
@@ -110,9 +116,11 @@ class RelayRun:
 
     def __post_init__(self) -> None:
         config, engines, limits = self.config, self.engines, self.limits
-        self._queues = tuple(dict.fromkeys(name for group, _ in self.groups for name in group.queues))
+        self._slots = sum(group.slots for group, *_ in self.groups)
+        self._queues = tuple(dict.fromkeys(name for group, *_ in self.groups for name in group.queues))
         self._loop = LoopThread()
-        self._runners: list[Runner] = []
+        # The loops of slots and of dispatchers, whose calls are in slots too.
+        self._runners: list[SlotThread | SlotTask] = []
         self._cut_off: list[Runner] = []
         self._failures: list[BaseException] = []
         self._abandoned = 0
@@ -172,7 +180,7 @@ class RelayRun:
         self._deadlines = DeadlineEnforcer(
             engines, config.schema, self._loop, self._replace, self._fail, limits, flow.orders
         )
-        flavours = {flavour for _, flavour in self.groups}
+        flavours = {flavour for _, flavour, _ in self.groups}
         by_flavour: dict[Flavour, Engine | AsyncEngine | None] = {"sync": engines.sync, "async": engines.asynchronous}
         # None is opened yet.
         self._connections = {
@@ -210,29 +218,40 @@ class RelayRun:
             version=__version__,
             queues=self._queues,
             kinds=tuple(sorted(self.registry.handlers))[:MOST_KINDS],
-            slots=sum(group.slots for group, _ in self.groups),
+            slots=self._slots,
             listens=state.listener is not None,
             limits=limits_text(self.registry.limits),
         )
 
     def _activity(self) -> RelayActivity:
         """The activity of the slots, as far as it can be read while they work."""
-        slots = [runner.slot for runner in list(self._runners)]
+        workers = [runner.slot for runner in list(self._runners)]
         state = "stopping" if self.stopping.is_set() else "draining" if self.until_empty else "serving"
-        busy = sum(slot.running > 0 for slot in slots)
-        free = dict.fromkeys(queue for slot in slots if not slot.running for queue in slot.queues)
-        running = list(islice((job for slot in slots for job in _running_on(slot)), _RUNNING_MOST))
+        busy = sum(worker.busy for worker in workers)
+        free = dict.fromkeys(queue for worker in workers if worker.busy < worker.slots for queue in worker.queues)
+        running = list(islice((job for batch in self._batches() for job in _running_in(batch)), _RUNNING_MOST))
         return RelayActivity(state, busy, tuple(free), msgspec.json.encode(running).decode())
+
+    def _calls(self) -> list[Call]:
+        """The calls of all dispatchers."""
+        workers = [runner.slot for runner in list(self._runners)]
+        return [call for each in workers if isinstance(each, Dispatcher) for call in each.calls.copy().values()]
+
+    def _batches(self) -> list[BatchState]:
+        """The batches that run."""
+        batches = [runner.batch for runner in list(self._runners)]
+        return [batch for batch in [*batches, *(call.batch for call in self._calls())] if batch is not None]
 
     def look(self) -> RelayLook:
         """Read the relay's totals and activity, as far as possible while its slots work; from any thread."""
         state, queues = self._state, self._queues
         states, claimed = Counter(dict.fromkeys(SLOT_STATES, 0)), Counter(dict.fromkeys(queues, 0))
-        for slot in [runner.slot for runner in list(self._runners)]:
-            running, batch, leased = slot.running, slot.batch, slot.leased_batch
-            states["busy" if running else "asleep" if slot.sleep.is_asleep else "idle"] += 1
-            queue = batch.queue if batch is not None else next((job.queue for job in leased.jobs), "") if leased else ""
-            claimed[queue or slot.queues[0]] += running
+        for worker in [runner.slot for runner in list(self._runners)]:
+            busy = worker.busy
+            states["busy"] += busy
+            states["asleep" if worker.sleep.is_asleep else "idle"] += worker.slots - busy
+        for batch in self._batches():
+            claimed[batch.queue] += len(batch.jobs)
         handlers = self.registry.handlers.values()
         kinds = tuple(dict.fromkeys((each.queue, each.kind) for each in handlers if each.queue in queues))
         totals, hooks, history = state.aggregate.totals(), self.hooks.failures, self._historian.failures
@@ -260,7 +279,7 @@ class RelayRun:
             self.hooks.start()
             stack.callback(self.hooks.finish)
             if (
-                any(flavour == "async" for _, flavour in self.groups)
+                any(flavour == "async" for _, flavour, _ in self.groups)
                 or isinstance(lifespan, AbstractAsyncContextManager)
                 or self.engines.sync is None
             ):
@@ -330,26 +349,26 @@ class RelayRun:
         for runner in list(self._runners):
             runner.slot.sleep.idle_slot.wake()
 
-    def _leased_jobs(self) -> set[tuple[str, int]]:
-        """The jobs that this relay's slots run under the lease, or will run next, with their tokens."""
-        slots = [runner.slot for runner in list(self._runners)]
+    def _leased_jobs(self) -> set[tuple[str, int]] | None:
+        """The jobs that this relay has under the lease, with their tokens; None while the answer to a claim is lost."""
+        workers = [runner.slot for runner in list(self._runners)]
+        of_calls = [each.leased() for each in workers if isinstance(each, Dispatcher)]
         # With slots that were cut off: their job has started, and is charged if it ends the process. After those that
         # serve: a slot that is just being replaced is in both.
-        slots += [runner.slot for runner in self._cut_off if runner.is_alive()]
-        jobs = [batch.job for slot in slots if (batch := slot.batch) is not None]
-        # All jobs of the claim: settled ones do no harm.
-        jobs += [job for slot in slots if (leased := slot.leased_batch) is not None for job in leased.jobs]
-        return {(str(job.id), job.lease_token) for job in jobs if job.lease_token is not None}
+        batches = [*(worker.batch for worker in workers), *(each.batch for each in self._cut_off if each.is_alive())]
+        jobs = [batch.job for batch in batches if batch is not None]
+        leased = {(str(job.id), job.lease_token) for job in jobs if job.lease_token is not None}
+        return None if None in of_calls else leased.union(*(each for each in of_calls if each is not None))
 
     def _record_reaped(self, event: JobCrashed) -> None:
         self._state.aggregate.add((event,))
         self.emit(event)
 
     def _serve_to_the_end(self) -> None:
-        slots = sum(group.slots for group, _ in self.groups)
-        # One for each slot, one for the lease, one for the listener.
-        connections = slots + 1 + (self._state.listener is not None)
-        self.emit(RelayStarted(self._queues, slots, connections))
+        # Those of the slots, one for the lease, one for the listener.
+        connections = sum(connections_of(group, claim, self.config) for group, _, claim in self.groups)
+        connections += 1 + (self._state.listener is not None)
+        self.emit(RelayStarted(self._queues, self._slots, connections))
         counters = self._state.aggregate.counters
         is_over = False
         # Once in any case: a relay that is already stopping emits the same events as later.
@@ -369,9 +388,9 @@ class RelayRun:
         )
 
     def _serve(self) -> None:
-        self._runners = [self._start_slot(group, flavour) for group, flavour in self.groups for _ in range(group.slots)]
+        self._runners = [runner for each in self.groups for runner in self._start(*each)]
         while not self.stopping.is_set() and self._wait_a_moment():
-            self._deadlines.check(self._runners)
+            self._deadlines.check([*self._runners, *self._calls()])
             self._trim()
         if self.stopping.is_set():
             self._let_finish()
@@ -382,23 +401,38 @@ class RelayRun:
             # The last claims, which took nothing.
             runner.slot.publish(BatchReport(0, ()))
 
-    def _start_slot(self, group: SlotGroup, flavour: Flavour) -> Runner:
+    def _start(self, group: SlotGroup, flavour: Flavour, claim: ClaimMode) -> list[SlotThread | SlotTask]:
+        """Start the slots of a group, or the dispatcher of its calls."""
+        if claim == "lease":
+            return [self._start_worker(flavour, partial(self._make_dispatcher, group, flavour))]
+        make = partial(Slot, self._state, flavour, group.queues, group.in_turns)
+        return [self._start_worker(flavour, make) for _ in range(group.slots)]
+
+    def _start_worker(self, flavour: Flavour, make: MakeWorker) -> SlotThread | SlotTask:
         connections = self._connections[flavour]
         if flavour == "sync":
-            return SlotThread(self._state, group, connections, self._fail)
+            return SlotThread(self._state, make, connections, self._fail)
         loop = self._loop.get()
         assert loop is not None
-        return SlotTask(self._state, group, connections, loop, self._fail)
+        return SlotTask(self._state, make, connections, loop, self._fail)
+
+    def _make_dispatcher(self, group: SlotGroup, flavour: Flavour, wake: Callable[[], None]) -> Dispatcher:
+        connections, most = self._connections[flavour], self.config.call_connections_of(group.slots)
+        lent = CallConnections(connections, most, ", ".join(map(repr, group.queues)))
+        loop = self._loop.get() if flavour == "async" else None
+        return Dispatcher(self._state, group, flavour, lent, connections.given, wake, self._fail, loop)
 
     def _replace(self, runner: Runner) -> None:
-        """Start another slot in the place of one that was cut off."""
+        """Free the slot of a runner that was cut off."""
         self._cut_off = [other for other in self._cut_off if other.is_alive()] + [runner]
-        if runner not in self._runners:
-            return
-        self._runners.remove(runner)
-        if not self.stopping.is_set():
+        if isinstance(runner, Call):
+            runner.cut_off()
+        elif runner in self._runners:
+            self._runners.remove(runner)
             slot = runner.slot
-            self._runners.append(self._start_slot(SlotGroup(slot.queues, in_turns=slot.in_turns), slot.flavour))
+            if not self.stopping.is_set() and isinstance(slot, Slot):
+                make = partial(Slot, self._state, slot.flavour, slot.queues, slot.in_turns)
+                self._runners.append(self._start_worker(slot.flavour, make))
 
     def _fail(self, error: BaseException) -> None:
         """End the relay, because a slot is stuck, or met an error that is not the database's."""
@@ -413,7 +447,7 @@ class RelayRun:
         return alive is not None
 
     def _may_end(self, runner: Runner) -> bool:
-        return runner.is_alive() and not (self._loop.is_blocked and runner.slot.flavour == "async")
+        return runner.is_alive() and not (self._loop.is_blocked and runner.flavour == "async")
 
     def _trim(self) -> None:
         """Every second, close connections that were unused for a while. Never waits for the event loop."""
@@ -438,35 +472,42 @@ class RelayRun:
 
     def _end_if_loop_is_stuck(self) -> None:
         """End the relay if a handler's leftover callback blocks the loop: no deadline finds it if no handler runs."""
-        runs = any(runner.slot.flavour == "async" and runner.slot.batch is not None for runner in self._runners)
+        runners = [*self._runners, *self._calls()]
+        runs = any(runner.flavour == "async" and runner.batch is not None for runner in runners)
         if not runs and not self._loop.answers():
             self._fail(RelayStuck("the event loop is blocked, and not by a handler: this process must be replaced"))
 
     def _let_finish(self) -> None:
         """Wait for the running handlers, and roll back those that take too long."""
         self._loop.is_blocked = bool(self._failures) and not self._loop.answers()
-        running = sum(runner.slot.running for runner in self._runners)
+        running = sum(len(batch.jobs) for batch in self._batches())
         self.emit(RelayStopping(running, self.config.drain_seconds))
         self.wake_all()
         deadline = time.monotonic() + self.config.drain_seconds
         while time.monotonic() < deadline and self._wait_a_moment():
-            self._deadlines.check(self._runners)
-        late = [runner for runner in self._runners if self._may_end(runner) or runner.slot.running]
+            self._deadlines.check([*self._runners, *self._calls()])
+        slots = [runner for runner in self._runners if isinstance(runner.slot, Slot)]
+        late: list[Runner] = [runner for runner in slots if self._may_end(runner) or runner.batch is not None]
         # Slots that met an error have ended as if their relay had died: their jobs' marks and crash counts remain.
-        self._deadlines.release_waiting([runner for runner in late if runner.has_failed])
-        late = [runner for runner in late if not runner.has_failed]
+        late = [runner for runner in [*late, *self._calls()] if not runner.has_failed]
         self._abandoned = self._deadlines.abort(late)
         for runner in late:
             runner.abandon()
+        ends_at = time.monotonic() + _SETTLE_SECONDS
+        for runner in self._runners:
+            if isinstance(runner.slot, Dispatcher):
+                runner.slot.stop()
+                if self._may_end(runner):
+                    runner.join(max(0.0, ends_at - time.monotonic()))
+                    runner.abandon()
         # An abandoned handler may block the loop: then nothing can be closed in it.
         self._loop.is_blocked = self._loop.is_blocked or not self._loop.answers()
 
 
-def _running_on(slot: Slot) -> list[dict[str, object]]:
-    """The jobs that run on a slot, if they have run for long."""
-    batch = slot.batch
-    seconds = None if batch is None else batch.running.seconds_now
-    if batch is None or seconds is None or seconds < _LONG_SECONDS:
+def _running_in(batch: BatchState) -> list[dict[str, object]]:
+    """The jobs of a batch that run, if they have run for long."""
+    seconds = batch.running.seconds_now
+    if seconds is None or seconds < _LONG_SECONDS:
         return []
     pid = None if batch.transaction is None else batch.transaction.pid
     return [

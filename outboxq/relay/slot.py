@@ -4,51 +4,23 @@ It has a connection while something waits: a sync `Connection`, for sync and for
 around it.
 """
 
-import asyncio
 import logging
-import random
-import time
-from collections import Counter
 from collections.abc import Callable, Collection, Iterator
+from concurrent.futures import Future
 from contextlib import closing, contextmanager
-from dataclasses import replace
+from typing import Protocol
 
-import psycopg
 from sqlalchemy import Connection
-from sqlalchemy.exc import SQLAlchemyError
 
-from outboxq.codec.text import name_and_line
-from outboxq.database.closing import give_up
 from outboxq.database.driver import is_listened_to, is_lost, pause, run_alone, run_script
-from outboxq.database.errors import (
-    INSUFFICIENT_PRIVILEGE,
-    LOCK_NOT_AVAILABLE,
-    NoConnection,
-    describe_error,
-    describe_refusal,
-    is_database_unavailable,
-    sqlstate_of,
-)
-from outboxq.errors import LeaseLost
-from outboxq.events import (
-    BatchRolledBack,
-    ClaimsEmpty,
-    ClaimsFailed,
-    DatabaseBack,
-    DatabaseLost,
-    JobDone,
-    JobsClaimed,
-)
 from outboxq.execution.batch_state import BatchReport, BatchState, Ended
 from outboxq.execution.claim import Claimed, ClaimRequest, claim
 from outboxq.execution.commit import commit, send_left
-from outboxq.execution.errors import ConnectionLost, ConnectionSpoiled, TransactionEscaped, WritesRefused
+from outboxq.execution.errors import ConnectionLost, ConnectionSpoiled
 from outboxq.execution.families import decide
-from outboxq.execution.lease_mode import LeasedBatch
-from outboxq.execution.recovery import recover, recover_claim
+from outboxq.execution.recovery import recover
 from outboxq.execution.run import run
 from outboxq.execution.runtime import Runtime, is_cancellation
-from outboxq.execution.settle import JobRowHeld
 from outboxq.execution.step import Step
 from outboxq.fault_points import fault_point
 from outboxq.handlers.handler import Flavour
@@ -56,20 +28,36 @@ from outboxq.relay.admission import Query
 from outboxq.relay.connections import SlotConnection
 from outboxq.relay.idle import SlotSleep
 from outboxq.relay.last_suspects import LastSuspects
-from outboxq.relay.leased_loop import LeasedLoop
+from outboxq.relay.outage import Outage
 from outboxq.relay.parking import park_unknown_kinds
 from outboxq.relay.planner import Planner
 from outboxq.relay.poller import Order
-from outboxq.relay.state import RECORDED, RelayState
+from outboxq.relay.rolled_back import recover_claim_here, recover_here
+from outboxq.relay.state import ClaimEvents, RelayState
+from outboxq.statements import limit
+from outboxq.statements.transaction import local_timeouts
 
 logger = logging.getLogger("outboxq.relay")
 
-_RECONNECT_FIRST_SECONDS = 0.1
-_RECONNECT_CAP_SECONDS = 10.0
-_MOST_DOUBLINGS = 10
-# The errors of a connection that is lost, or refuses a statement.
-CONNECTION_ERRORS = (psycopg.Error, SQLAlchemyError, ConnectionLost, NoConnection, OSError, asyncio.CancelledError)
-_NOT_ALLOWED = ": its role lacks rights, run what `outboxq roles --sql` prints"
+
+class SlotWaits(Protocol):
+    """The waits of a slot's loop, in its thread or its task."""
+
+    def clear(self) -> None:
+        """Forget that the slot was woken."""
+        ...
+
+    def wait(self, seconds: float) -> bool:
+        """Wait until the slot is woken; False if it was not, within `seconds`."""
+        ...
+
+    def flagged_since(self, request: Future[float | None]) -> float | None:
+        """Wait for the listener's answer; None if it takes too long."""
+        ...
+
+    def on_connection(self, work: Callable[[SlotConnection], bool]) -> bool:
+        """Call `work` with a connection, which is lent to the slot for that; return what it returned."""
+        ...
 
 
 class Slot:
@@ -87,8 +75,8 @@ class Slot:
         state: RelayState,
         flavour: Flavour,
         queues: tuple[str, ...],
+        in_turns: Collection[str],
         wake: Callable[[], None],
-        in_turns: Collection[str] = (),
     ) -> None:
         order = Order(queues, in_turns)
         self.state = state
@@ -96,39 +84,42 @@ class Slot:
         self.queues = queues
         self.in_turns = frozenset(in_turns)
         self.sleep = SlotSleep(state, order, wake)
+        self.slots = 1
         self.batch: BatchState | None = None
         self.left: list[Step] = []
         self.connected: SlotConnection | None = None
         self.is_abandoned = False
         self._planner = Planner(state, order)
-        self._leased = LeasedLoop(self, self._planner)
         self._last_suspects = LastSuspects(state, queues)
         sizes = {name: state.registry.batch_size(name, state.config.batch_size) for name in queues}
         self._sharing_queues = frozenset(name for name, size in sizes.items() if size > 1)
-        # The results of claims since their last events, counted only if a hook wants them.
-        self._counts_claims = any(state.emit.use_of(kind)() for kind in (JobsClaimed, ClaimsEmpty, ClaimsFailed))
-        self._claims: list[JobsClaimed] = []
-        self._vain_claims: Counter[tuple[type[ClaimsEmpty | ClaimsFailed], str]] = Counter()
+        self._claims = ClaimEvents(state)
         self._noted: set[str] = set()
         # The slot left its connection for another one, with work left.
         self._goes_on = False
-        # How often the database was lost since the last batch was committed.
-        self._outages = 0
-        self._lost_since: float | None = None
+        self._outage = Outage(state)
         self._spoiled: ConnectionSpoiled | None = None
-
-    @property
-    def leased_batch(self) -> LeasedBatch | None:
-        """The claim under the lease whose jobs are not all settled yet."""
-        return self._leased.batch
 
     @property
     def running(self) -> int:
         """The number of jobs that this slot has claimed."""
-        # Read once each: other threads call this, and the slot's thread may just end them.
-        batch, leased = self.batch, self.leased_batch
-        own = 0 if batch is None else len(batch.jobs)
-        return own if leased is None else own + leased.unsettled
+        # Read once: other threads call this, and the slot's thread may just end it.
+        batch = self.batch
+        return 0 if batch is None else len(batch.jobs)
+
+    @property
+    def busy(self) -> int:
+        """1 if jobs are claimed, else 0."""
+        return int(self.batch is not None)
+
+    def goes_on(self) -> bool:
+        """Return True while the slot is to claim and run jobs."""
+        return not (self.state.stopping.is_set() or self.is_seized())
+
+    @property
+    def is_drained(self) -> bool:
+        """Return True if the slot is to end when nothing waits."""
+        return self.state.until_empty
 
     def is_seized(self) -> bool:
         """Return True if the relay has taken the batch from this slot, which then must neither commit nor report it."""
@@ -137,11 +128,12 @@ class Slot:
     @property
     def is_in_doubt(self) -> bool:
         """Return True if a lost connection left jobs whose outcome is unknown."""
-        return self.batch is not None or self.leased_batch is not None
+        return self.batch is not None
 
     def wants_work(self) -> bool:
         """Return True if there is work: to claim, or to find out the outcome of a lost connection's jobs."""
-        return self.is_in_doubt or self._lost_since is not None or self._goes_on or self.sleep.has_work()
+        has_reason = self.is_in_doubt or self._outage.since is not None or self._goes_on
+        return self.state.until_empty or has_reason or self.sleep.has_work()
 
     def end_turn(self) -> None:
         """Give up the turn to run suspects; called when this slot was cut off."""
@@ -149,12 +141,31 @@ class Slot:
 
     # Rounds of the slot's queues, each up to the first claim that takes jobs.
 
-    def work_all(self, connected: SlotConnection) -> bool:
+    def work(self, connected: SlotConnection) -> bool:
         """Claim and run jobs until none wait or the relay stops; False if another connection is needed."""
+        if self.state.until_empty:
+            return self.drain(connected)
         with self._on(connected) as runtime:
             while self._may_go_on(connected) and self.work_once(connected, runtime):
                 pass
         return not self._goes_on
+
+    def rest(self, loop: "SlotWaits") -> None:
+        """Sleep until woken, or until a poll finds something; has a connection only to poll."""
+        sleep, flagged = self.sleep, False
+        loop.clear()
+        while not self.state.stopping.is_set():
+            if sleep.needs_connection() and loop.on_connection(self.work_seen):
+                return
+            if not flagged:
+                request = sleep.fall_asleep()
+                flagged = sleep.is_flagged(None if request is None else loop.flagged_since(request))
+                # Suspects alone do not count: another slot may run one for long.
+                if sleep.is_behind():
+                    continue
+            if loop.wait(sleep.pause_seconds(flagged=flagged)):
+                sleep.want_poll()
+                return
 
     def work_seen(self, connected: SlotConnection) -> bool:
         """Poll if due, and work if something waits; False if nothing was done."""
@@ -182,10 +193,10 @@ class Slot:
                 pause(connected.connection, held_seconds)
             return self.state.stopping.is_set()
 
-    def settle(self, connected: SlotConnection) -> None:
+    def settle(self, connected: SlotConnection) -> bool:
         """Find out the outcome of a lost connection's jobs, and claim nothing."""
         with self._on(connected):
-            pass
+            return True
 
     def work_once(self, connected: SlotConnection, runtime: Runtime) -> bool:
         """Claim and run the jobs of one round, and those that each COMMIT claims; False if nothing waits."""
@@ -198,24 +209,23 @@ class Slot:
                     if self._work(connection, each, runtime):
                         return True
                 else:
-                    _send(connection, each)
+                    send_query(connection, each)
         return False
 
     def _work(self, connection: Connection, request: ClaimRequest, runtime: Runtime) -> bool:
         """Claim and run batches, for as long as each COMMIT claims the next; False if nothing waited."""
-        run_all = self._leased.run if request.script.leased else self._run
+        run_all = self._run_suspect if request.script.leased else self._run
         try:
             ended = run_all(connection, request, runtime)
         except BaseException as error:  # noqa: BLE001  # what is not settled here is raised again
             if self.batch is None:
-                ended = self._recover_claim(connection, request, error)
+                ended = recover_claim_here(self.state, self._planner, connection, request, error)
             else:
                 ended = self._recover(connection, self.batch, error, runtime)
         self.batch = None
         if ended is not None and ended.report is not None:
             # First: the batch has ended, and steps that are left may wait, or find the connection lost.
             self._publish_last(connection, ended.report, runtime)
-        self._leased.release(connection)
         self._send_left(connection)
         return ended is not None
 
@@ -251,24 +261,63 @@ class Slot:
             self._planner.record(claimed.request, ended)
         return ended
 
+    def _run_suspect(self, connection: Connection, request: ClaimRequest, runtime: Runtime) -> Ended | None:
+        """Run a suspect by itself, under the lease; None if none waited, or the queue's limit has no room."""
+        fault_point("before-claim")
+        with connection.begin():
+            claimed = self.claim(connection, request)
+        if not claimed.jobs:
+            return None
+        # If COMMIT's answer was lost, the lease's beats find the job.
+        batch = self.batch = BatchState.of(claimed)
+        handlers = decide(connection, batch, runtime)
+        fault_point("after-claim")
+        ended = None if batch.jobs else Ended(batch.report())
+        # BEGIN goes with the first statement: no transaction is open while the handler works outside the database.
+        with connection.begin():
+            if batch.jobs and not self._has_room(connection, claimed):
+                self.batch = None
+                return None
+            while ended is None:
+                run(connection, batch, runtime, handlers, shared=False)
+                ended = commit(connection, batch, runtime, None)
+        self.left += ended.left
+        self._planner.record(request, ended)
+        return ended
+
+    def _has_room(self, connection: Connection, claimed: Claimed) -> bool:
+        """Take a slot of the limit again for a suspect, or give the suspect back.
+
+        The claim's COMMIT gave up the claim's own slot. The transaction of the job itself begins here, and holds the
+        slot to its end.
+        """
+        request, schema, job = claimed.request, self.state.config.schema, claimed.jobs[0]
+        most = request.script.most
+        if most is None:
+            return True
+        # The server's deadlines are those of a job that is about to run.
+        timeouts = local_timeouts(request.timeout_seconds)
+        if run_script(connection, *timeouts, limit.take_slot(schema, request.queue, most))[0][0]:
+            return True
+        assert job.lease_token is not None
+        in_group = job.group_key is not None
+        run_script(connection, limit.return_suspect(schema, job.id, job.lease_token, job.crashes, in_group=in_group))
+        self._planner.record_claim(Claimed(request, is_full=True), is_called=False)
+        return False
+
     def claim(self, connection: Connection, request: ClaimRequest) -> Claimed:
         """Send a claim by itself, and record the answer."""
         try:
             claimed = claim(connection, request)
         except BaseException:
-            if self._counts_claims:
-                self._vain_claims[ClaimsFailed, request.queue] += 1
+            self._claims.record_failure(request.queue)
             raise
         return self.received(claimed)
 
     def received(self, claimed: Claimed) -> Claimed:
         """Record the answer to a claim."""
         request, count = claimed.request, len(claimed.jobs)
-        if self._counts_claims:
-            if count:
-                self._claims.append(JobsClaimed(request.queue, count, _now() - request.asked_at))
-            else:
-                self._vain_claims[ClaimsEmpty, request.queue] += 1
+        self._claims.record(claimed)
         calls_another = self._planner.record_claim(claimed, is_called=self.sleep.is_asleep)
         if count and self.sleep.is_asleep:
             self.sleep.end()
@@ -282,27 +331,18 @@ class Slot:
 
     def publish(self, report: BatchReport, parked: int = 0) -> None:
         """Count what was committed, and emit it after the events of claims; adds `parked` to the parked jobs."""
-        state, events = self.state, report.events
-        state.aggregate.add(events, report.claimed)
-        if self._counts_claims and (self._claims or self._vain_claims):
-            vain = (event(queue, count) for (event, queue), count in self._vain_claims.items())
-            events = (*self._claims, *vain, *events)
-            self._claims, self._vain_claims = [], Counter()
-        # Most events are of jobs that are done, and most relays have no hook for them.
-        are_done_wanted = state.has_use_for_done()
-        for event in events:
-            if are_done_wanted or type(event) is not JobDone:
-                state.emit(state.recorded(event, parked) if isinstance(event, RECORDED) else event)
+        self._claims.emit()
+        self.state.publish(report, parked)
 
     def committed(self, ended: Ended) -> None:
         """Publish what was committed on the slot's connection, which works."""
-        self._outages = 0
+        self._outage.end()
         if ended.report is not None:
             self.publish(ended.report)
 
     def _publish_last(self, connection: Connection, report: BatchReport, runtime: Runtime) -> None:
         """Park the jobs of unknown kinds of the last batch, with others at the head of the queue; publish the batch."""
-        self._outages = 0
+        self._outage.end()
         parked, queue = 0, report.parked_in
         try:
             if queue is not None:
@@ -320,66 +360,18 @@ class Slot:
 
     # Errors.
 
-    def _recover_claim(self, connection: Connection, request: ClaimRequest, error: BaseException) -> Ended | None:
-        """Find out the outcome of a claim that ended in `error`; raises `error` if the next one would, too.
-
-        None if the slot leaves its queue for a moment, and claims from others.
-        """
-        if request.script.leased:
-            request = self._leased.request or request
-        if not isinstance(error, psycopg.Error | SQLAlchemyError) or is_lost(connection):
-            raise error
-        if request.script.lock and sqlstate_of(error) == LOCK_NOT_AVAILABLE:
-            # It gave up because another claim of the queue hangs.
-            self._planner.record_claim(Claimed(request, is_full=True), is_called=False)
-            return None
-        ended = recover_claim(connection, request, error, self.state.config.schema)
-        self._planner.record(request, ended)
-        if ended.report is not None:
-            return ended
-        if self.running or not request.sort.runs_by_itself:
-            raise error
-        # The suspect was not even claimed: ready jobs do not wait for it. The lease's next beat finds it again.
-        logger.warning("suspects of queue %r could not be claimed: %s", request.queue, describe_refusal(error))
-        self._planner.record_claim(Claimed(request), is_called=False)
-        return None
-
     def _recover(self, connection: Connection, batch: BatchState, error: BaseException, runtime: Runtime) -> Ended:
         """Find out the outcome of a batch that ended in `error`; raises `error` if this connection does not show it."""
-        running = self.running
-        if isinstance(error, TransactionEscaped | LeaseLost):
-            batch.owner.begin_recovery()
-            if isinstance(error, JobRowHeld):
-                self.state.lease.excuse(batch.job)
-            try:
-                ended = self._find_out(connection, batch, error, runtime)
-            except (psycopg.Error, SQLAlchemyError) as refused:
-                # The recovery's own writes were refused: the job is charged, or put off, as for any database error.
-                error = refused
-            else:
-                if ended.report is None:
-                    self.state.emit(BatchRolledBack(batch.queue, running, describe_error(error)))
-                return replace(ended, report=ended.report or BatchReport(0, ()))
-        elif not isinstance(error, psycopg.Error | SQLAlchemyError | WritesRefused):
-            if runtime.guard.left is None or not runtime.is_failure(error):
-                raise error
-            # A handler left the cause on the connection: a listener, or a type that it registered.
-            give_up(connection)
-            raise ConnectionSpoiled(runtime.describe(error, batch.job)) from error
-        if is_lost(connection) or batch.owner.is_seized:
-            raise error
-        self.state.emit(BatchRolledBack(batch.queue, running, describe_error(error)))
-        ended = self._find_out(connection, batch, error, runtime)
+        ended = recover_here(self.state, connection, batch, error, runtime, self.running)
+        self._recovered(batch, ended)
         if ended.report is None:
             raise error
         return ended
 
-    def _find_out(self, connection: Connection, batch: BatchState, error: BaseException, runtime: Runtime) -> Ended:
-        ended = recover(connection, batch, error, runtime)
+    def _recovered(self, batch: BatchState, ended: Ended) -> None:
         self.batch = None
         self.left += ended.left
         self._planner.record(batch.claimed.request, ended)
-        return ended
 
     # The slot's connection.
 
@@ -393,16 +385,14 @@ class Slot:
 
     def _take(self, connected: SlotConnection) -> Runtime:
         self.connected = connected
-        self.state.login.succeeded()
         self._goes_on = False
         runtime = self.runtime_on(connected)
-        if self._lost_since is not None:
-            self.state.emit(DatabaseBack(_now() - self._lost_since))
-            self._lost_since = None
-        self._leased.release(connected.connection)
+        self._outage.connected()
         if self.batch is not None:
             lost = self._spoiled or ConnectionLost("the connection was lost while the job ran")
-            ended = self._find_out(connected.connection, self.batch, lost, runtime)
+            batch = self.batch
+            ended = recover(connected.connection, batch, lost, runtime)
+            self._recovered(batch, ended)
             if ended.report is not None:
                 self.publish(ended.report)
         self._spoiled = None
@@ -410,7 +400,14 @@ class Slot:
 
     def runtime_on(self, connected: SlotConnection) -> Runtime:
         """Make the runtime of handlers on this connection."""
-        return self.state.runtime_on(connected, self.flavour, self._sharing_queues, self._is_interruption)
+        return self.state.runtime(
+            self.flavour,
+            connected.invoker,
+            connected.guard,
+            self._sharing_queues,
+            self._is_interruption,
+            connected,
+        )
 
     def _is_interruption(self, error: BaseException) -> bool:
         # Not a KeyboardInterrupt: signals reach the main thread alone, where no handler runs. `is_abandoned`, because a
@@ -436,44 +433,19 @@ class Slot:
         Raises:
             LoginRefused: the database refuses the relay's login for too long.
         """
-        self.state.login.failed(error)
         if isinstance(error, ConnectionSpoiled):
             # We closed it: the server is well.
             self._spoiled = error
             return 0.0
         self.sleep.want_poll()
-        longest = min(_RECONNECT_FIRST_SECONDS * 2.0**self._outages, _RECONNECT_CAP_SECONDS)
-        seconds = longest * random.uniform(0.5, 1.0)
-        self._outages = min(self._outages + 1, _MOST_DOUBLINGS)
-        if not isinstance(error, CONNECTION_ERRORS):
-            # A user's listener on the engine raised: the connection is closed, and its transaction rolled back.
-            logger.warning(
-                "code on the relay's connection raised an error, trying again: %s",
-                name_and_line(error),
-                extra={"retry_seconds": seconds},
-            )
-        elif is_database_unavailable(error):
-            self._lost_since = self._lost_since or _now()
-            self.state.emit(DatabaseLost(describe_error(error), seconds))
-        else:
-            advice = _NOT_ALLOWED if sqlstate_of(error) == INSUFFICIENT_PRIVILEGE else ""
-            logger.warning(
-                "the relay's statements fail, trying again: %s%s",
-                describe_refusal(error),
-                advice,
-                extra={"retry_seconds": seconds},
-            )
-        return seconds
+        return self._outage.lost(error)
 
 
-def _send(connection: Connection, query: Query) -> None:
+def send_query(connection: Connection, query: Query) -> None:
+    """Send a query that the planner wants answered; SQLAlchemy has no transaction open."""
     if query.is_alone:
         query.rows = run_alone(connection, query.statement)
     else:
         # After a statement with a COMMIT of its own the block has nothing to end.
         with connection.begin():
             query.rows = run_script(connection, query.statement)
-
-
-def _now() -> float:
-    return time.monotonic()

@@ -7,14 +7,10 @@ wait in the loop is an `await` of the task.
 import asyncio
 import concurrent.futures
 import contextlib
-import inspect
-import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from functools import partial
-from types import CoroutineType
-from typing import Any
+from typing import TypeAlias
 
 from sqlalchemy import Engine, ExceptionContext, event
 from sqlalchemy.engine.interfaces import DBAPIConnection
@@ -22,24 +18,31 @@ from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.util import await_only, greenlet_spawn
 
 from outboxq.clock import clock
-from outboxq.config import SlotGroup
-from outboxq.database.answers import inner_coroutine
 from outboxq.database.defects import is_defect
 from outboxq.database.driver import dbapi_connection
 from outboxq.database.guard import keep_cancelled
 from outboxq.errors import ConfigError, RelayStuck, SchemaError
+from outboxq.execution.batch_state import BatchReport, BatchState
 from outboxq.execution.errors import Abandoned
-from outboxq.execution.failure import Frame, frames_of_stack
-from outboxq.execution.invoke import AsyncInvoker
+from outboxq.execution.failure import Frame
+from outboxq.execution.invoke import Invoker
+from outboxq.execution.runtime import Runtime
 from outboxq.forks import call_here
 from outboxq.handlers.call import HandlerCall
 from outboxq.handlers.handler import Flavour
-from outboxq.relay.connections import SlotConnections
+from outboxq.relay.connections import SlotConnection, SlotConnections
+from outboxq.relay.dispatcher import Dispatcher
 from outboxq.relay.idle import UNFLAGGED_PAUSE_SECONDS
-from outboxq.relay.slot import CONNECTION_ERRORS, Slot
+from outboxq.relay.outage import CONNECTION_ERRORS
+from outboxq.relay.slot import Slot
 from outboxq.relay.state import RelayState
+from outboxq.relay.task_watch import TaskWatch, call_soon, stack_of_thread
 from outboxq.relay.threads import BoundedStart
 
+# A slot, or the dispatcher of a group's calls.
+Worker: TypeAlias = "Slot | Dispatcher"
+# Makes it, with the function that wakes its loop.
+MakeWorker: TypeAlias = Callable[[Callable[[], None]], "Worker"]
 # The next try would fail the same way.
 _FINAL = (ConfigError, RelayStuck, SchemaError)
 # For a server that drops a connection and accepts the next: if it is down, its jobs are left to the next relay.
@@ -52,13 +55,12 @@ class SlotLoop:
     def __init__(
         self,
         state: RelayState,
-        group: SlotGroup,
-        flavour: Flavour,
+        make: MakeWorker,
         connections: SlotConnections,
         wake_event: "threading.Event | _TaskWakeEvent",
         fail: Callable[[BaseException], None],
     ) -> None:
-        self.slot = Slot(state, flavour, group.queues, wake_event.set, group.in_turns)
+        self.slot = make(wake_event.set)
         self.has_failed = False
         self._state = state
         self._connections = connections
@@ -66,18 +68,13 @@ class SlotLoop:
         self._fail = fail
 
     def _serve(self) -> None:
-        slot, stopping, until_empty = self.slot, self._state.stopping, self._state.until_empty
-        work = slot.drain if until_empty else slot.work_all
-        while not (stopping.is_set() or slot.is_seized()):
+        slot = self.slot
+        while slot.goes_on():
             try:
-                is_over = not (until_empty or slot.wants_work())
-                if not is_over:
-                    with self._connections.borrow() as slot_connection:
-                        is_over = call_here(work, slot_connection)
-                if is_over and until_empty:
-                    break
-                if is_over:
-                    self._sleep()
+                if not slot.wants_work() or self.on_connection(slot.work):
+                    if slot.is_drained:
+                        break
+                    slot.rest(self)
             except Abandoned:
                 break
             except asyncio.CancelledError as error:
@@ -90,6 +87,19 @@ class SlotLoop:
                 self._wait_after(error)
         self._find_out()
 
+    def on_connection(self, work: Callable[[SlotConnection], bool]) -> bool:
+        """Call `work` with a connection, which is lent to the slot for that; return what it returned."""
+        with self._connections.borrow() as slot_connection:
+            return call_here(work, slot_connection)
+
+    def clear(self) -> None:
+        """Forget that the slot was woken."""
+        self._wake_event.clear()
+
+    def wait(self, seconds: float) -> bool:
+        """Wait until the slot is woken; False if it was not, within `seconds`."""
+        return self._wake_event.wait(seconds)
+
     def _find_out(self) -> None:
         """Settle jobs whose connection was lost when the relay stopped: only this slot can find out their outcome."""
         slot, ends_at = self.slot, clock() + _LAST_SECONDS
@@ -97,8 +107,7 @@ class SlotLoop:
             if not slot.is_in_doubt or slot.is_seized() or clock() > ends_at:
                 return
             try:
-                with self._connections.borrow() as slot_connection:
-                    call_here(slot.settle, slot_connection)
+                self.on_connection(slot.settle)
             except Abandoned:
                 return
             except Exception as error:
@@ -108,27 +117,7 @@ class SlotLoop:
                 self._wake_event.clear()
                 self._wake_event.wait(_LAST_PAUSE_SECONDS)
 
-    def _sleep(self) -> None:
-        """Sleep until woken, or until a poll finds something; has a connection only to poll."""
-        slot, sleep = self.slot, self.slot.sleep
-        self._wake_event.clear()
-        flagged = False
-        while not self._state.stopping.is_set():
-            if sleep.needs_connection():
-                with self._connections.borrow() as slot_connection:
-                    if call_here(slot.work_seen, slot_connection):
-                        return
-            if not flagged:
-                request = sleep.fall_asleep()
-                flagged = sleep.is_flagged(None if request is None else self._flagged_since(request))
-                # Suspects alone do not count: another slot may run one for long.
-                if sleep.is_behind():
-                    continue
-            if self._wake_event.wait(sleep.pause_seconds(flagged=flagged)):
-                sleep.want_poll()
-                return
-
-    def _flagged_since(self, request: Future[float | None]) -> float | None:
+    def flagged_since(self, request: Future[float | None]) -> float | None:
         """Wait for the listener's answer; None if it takes too long."""
         raise NotImplementedError
 
@@ -139,6 +128,34 @@ class SlotLoop:
     def _wait_after(self, error: BaseException) -> None:
         """Report a lost or refused connection, and wait before the next try."""
         raise NotImplementedError
+
+    # The part of a runner that deadlines are enforced on.
+
+    @property
+    def batch(self) -> BatchState | None:
+        """The batch that runs."""
+        return self.slot.batch
+
+    @property
+    def flavour(self) -> Flavour:
+        """The flavour of the handlers."""
+        return self.slot.flavour
+
+    def is_seized(self) -> bool:
+        """Return True if the relay has taken the batch away."""
+        return self.slot.is_seized()
+
+    def runtime_on(self, connected: SlotConnection) -> Runtime:
+        """Make the runtime of handlers on this connection."""
+        return self.slot.runtime_on(connected)
+
+    def publish(self, report: BatchReport) -> None:
+        """Count and emit what was committed."""
+        self.slot.publish(report)
+
+    def end_turn(self) -> None:
+        """Give up the turn to run suspects."""
+        self.slot.end_turn()
 
     # Nothing in a thread: its handler shares no loop, checks `ctx.cancelled`, or has its statement cancelled.
 
@@ -166,9 +183,9 @@ class SlotThread(SlotLoop):
     """A slot with sync handlers, in a thread of its own."""
 
     def __init__(
-        self, state: RelayState, group: SlotGroup, connections: SlotConnections, fail: Callable[[BaseException], None]
+        self, state: RelayState, make: MakeWorker, connections: SlotConnections, fail: Callable[[BaseException], None]
     ) -> None:
-        super().__init__(state, group, "sync", connections, threading.Event(), fail)
+        super().__init__(state, make, connections, threading.Event(), fail)
         self._detached: DBAPIConnection | None = None
         # A daemon: a handler that exceeds the time to drain must not keep the process alive.
         self._thread = BoundedStart(self._run, "outboxq-slot")
@@ -184,7 +201,7 @@ class SlotThread(SlotLoop):
             if self._detached is not None:
                 self._detached.close()
 
-    def _flagged_since(self, request: Future[float | None]) -> float | None:
+    def flagged_since(self, request: Future[float | None]) -> float | None:
         try:
             return request.result(UNFLAGGED_PAUSE_SECONDS)
         except TimeoutError:
@@ -216,12 +233,6 @@ class SlotThread(SlotLoop):
         return stack_of_thread(self._thread.ident)
 
 
-def stack_of_thread(thread: int | None) -> list[Frame]:
-    """The call stack of a thread; empty if it has ended."""
-    frame = None if thread is None else sys._current_frames().get(thread)  # noqa: SLF001  # documented in the library reference
-    return [] if frame is None else frames_of_stack(frame)
-
-
 class _TaskWakeEvent:
     """A `threading.Event` for a task: any thread sets it, and the task's greenlet waits for it."""
 
@@ -230,7 +241,7 @@ class _TaskWakeEvent:
         self._event = asyncio.Event()
 
     def set(self) -> None:
-        _call_soon(self._loop, self._event.set)
+        call_soon(self._loop, self._event.set)
 
     def clear(self) -> None:
         self._event.clear()
@@ -248,21 +259,18 @@ class SlotTask(SlotLoop):
     def __init__(
         self,
         state: RelayState,
-        group: SlotGroup,
+        make: MakeWorker,
         connections: SlotConnections,
         loop: asyncio.AbstractEventLoop,
         fail: Callable[[BaseException], None],
     ) -> None:
-        super().__init__(state, group, "async", connections, _TaskWakeEvent(loop), fail)
+        super().__init__(state, make, connections, _TaskWakeEvent(loop), fail)
         self._loop = loop
-        self._loop_thread: int | None = None
-        self._task: asyncio.Task[None] | None = None
-        self._answered = threading.Event()
+        self._watch = TaskWatch(loop, self._invoker)
         self._future = asyncio.run_coroutine_threadsafe(self._run(connections.engine), loop)
 
     async def _run(self, engine: Engine) -> None:
-        self._loop_thread = threading.get_ident()
-        self._task = asyncio.current_task()
+        self._watch.begin()
         # SQLAlchemy keeps these listeners by dialect, so they are called for all uses of the engine.
         event.listen(engine, "handle_error", self._keep_connection)
         try:
@@ -276,11 +284,13 @@ class SlotTask(SlotLoop):
         finally:
             event.remove(engine, "handle_error", self._keep_connection)
 
-    def _keep_connection(self, context: ExceptionContext) -> None:
-        if (slot_connection := self.slot.connected) is not None:
-            keep_cancelled(context, slot_connection.connection)
+    def _invoker(self) -> Invoker | None:
+        return None if self.slot.connected is None else self.slot.connected.invoker
 
-    def _flagged_since(self, request: concurrent.futures.Future[float | None]) -> float | None:
+    def _keep_connection(self, context: ExceptionContext) -> None:
+        keep_cancelled(context)
+
+    def flagged_since(self, request: concurrent.futures.Future[float | None]) -> float | None:
         try:
             answer = asyncio.shield(asyncio.wrap_future(request))
             return await_only(asyncio.wait_for(answer, UNFLAGGED_PAUSE_SECONDS))
@@ -315,46 +325,19 @@ class SlotTask(SlotLoop):
         """Cancel the handler; its transaction is rolled back as the task ends."""
         # The task and not the future: a cancelled future is done at once, even if its task is not.
         self.slot.is_abandoned = True
-        if self._task is not None:
-            _call_soon(self._loop, self._task.cancel)
+        self._watch.abandon()
 
     def ask(self) -> None:
-        self._answered.clear()
-        _call_soon(self._loop, self._answered.set)
+        self._watch.ask()
 
     def cancel(self, call: HandlerCall) -> None:
-        slot_connection = self.slot.connected
-        if slot_connection is not None and isinstance(slot_connection.invoker, AsyncInvoker):
-            _call_soon(self._loop, partial(slot_connection.invoker.cancel, call))
+        self._watch.cancel(call)
 
     def is_held_up(self) -> bool:
-        return not self._answered.is_set() and not self.is_running()
-
-    def _coroutines(self) -> "list[CoroutineType[Any, Any, object]]":
-        """The coroutines of the slot's task, and of the task of the attempt that it waits for."""
-        slot_connection = self.slot.connected
-        invoker = None if slot_connection is None else slot_connection.invoker
-        attempt = invoker.task if isinstance(invoker, AsyncInvoker) else None
-        found: list[object] = [task.get_coro() for task in (self._task, attempt) if task is not None]
-        return [coroutine for coroutine in found if inspect.iscoroutine(coroutine)]
+        return self._watch.is_held_up()
 
     def is_running(self) -> bool:
-        return any(coroutine.cr_running for coroutine in self._coroutines())
+        return self._watch.is_running()
 
     def stack(self) -> list[Frame]:
-        if self._task is None or self.is_running():
-            return stack_of_thread(self._loop_thread)
-        stack: list[Frame] = []
-        for coroutine in self._coroutines():
-            awaited: object = coroutine
-            # The frame is read once: the loop, in another thread, may end the coroutine at any time.
-            while inspect.iscoroutine(awaited) and (frame := awaited.cr_frame) is not None:
-                stack.extend(frames_of_stack(frame))
-                awaited = inner_coroutine(awaited.cr_await)
-        return stack
-
-
-def _call_soon(loop: asyncio.AbstractEventLoop, callback: Callable[[], object]) -> None:
-    # A closed loop calls nothing.
-    with contextlib.suppress(RuntimeError):
-        loop.call_soon_threadsafe(callback)
+        return self._watch.stack()

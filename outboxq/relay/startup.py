@@ -16,7 +16,7 @@ from sqlalchemy.exc import DBAPIError
 from sqlalchemy.util import greenlet_spawn
 
 from outboxq.admin import schedule_owners
-from outboxq.config import RelayConfig, SlotGroup
+from outboxq.config import MAX_SLOTS, RelayConfig, SlotGroup
 from outboxq.database.driver import run_script
 from outboxq.database.engines import Engines, check_capacity
 from outboxq.database.errors import (
@@ -36,6 +36,7 @@ from outboxq.errors import ConfigError, LoginRefused, SchemaError
 from outboxq.events import DatabaseLost
 from outboxq.execution.keep import Keeper
 from outboxq.handlers.handler import Flavour
+from outboxq.handlers.options import ClaimMode
 from outboxq.handlers.resolved import Registry
 from outboxq.migrations.server import check_server, refusing_bytes
 from outboxq.relay.event_loop import LoopThread
@@ -47,7 +48,9 @@ from outboxq.tables import LATEST_VERSION, NEEDED_VERSION, OWNERS_VERSION, SCHEM
 
 logger = logging.getLogger("outboxq.relay")
 
-FlavouredGroup: TypeAlias = tuple[SlotGroup, Flavour]
+FlavouredGroup: TypeAlias = tuple[SlotGroup, Flavour, ClaimMode]
+# The flavour and the claim mode of a queue.
+_Sort: TypeAlias = tuple[Flavour, ClaimMode]
 
 _FIRST_PAUSE_SECONDS, _PAUSE_CAP_SECONDS = 0.5, 10.0
 
@@ -266,14 +269,34 @@ def check_version(connection: Connection, schema: str) -> None:
 
 
 def resolve_groups(config: RelayConfig, registry: Registry) -> list[FlavouredGroup]:
-    """The groups of slots, each with its flavour; `*` becomes every queue that no group names.
+    """The groups of slots, each with its flavour and claim mode; `*` becomes every queue that no group names.
 
     Raises:
-        ConfigError: a queue without handlers, a queue in two groups, or a group with both flavours.
+        ConfigError: a queue without handlers, a queue in two groups, a group with both flavours or both claim modes,
+            too many slots, or a `batch_size` for lease mode.
     """
+    groups = _find_groups(config, registry)
+    for group, flavour, claim in groups:
+        if group.slots > MAX_SLOTS and (flavour, claim) != ("async", "lease"):
+            raise ConfigError(
+                f"queue {','.join(group.queues)!r} takes 1 to {MAX_SLOTS} slots, got {group.slots}: only async "
+                'handlers in lease mode (claim="lease") wait without a thread or a connection'
+            )
+    if config.batch_size > 1 and all(claim == "lease" for *_, claim in groups):
+        raise ConfigError(
+            f"batch_size={config.batch_size} is for queues in transaction mode, and this relay has none: in lease mode "
+            "each job has a slot of its own, and one claim takes jobs for all free slots. Leave batch_size out, and "
+            f"give the queues more slots instead, such as {groups[0][0].queues[0]}={config.batch_size}"
+        )
+    return groups
+
+
+def _find_groups(config: RelayConfig, registry: Registry) -> list[FlavouredGroup]:
     if not config.groups:
         flavours: list[tuple[str, Flavour]] = sorted(registry.flavours.items())
-        return [(SlotGroup((name,), config.slots_per_queue), flavour) for name, flavour in flavours]
+        return [
+            (SlotGroup((name,), config.slots_per_queue), flavour, registry.claims[name]) for name, flavour in flavours
+        ]
     named = [name for group in config.groups for name in group.queues]
     for name in dict.fromkeys(named):
         if name != "*" and name not in registry.flavours:
@@ -282,26 +305,37 @@ def resolve_groups(config: RelayConfig, registry: Registry) -> list[FlavouredGro
         if named.count(name) > 1:
             raise ConfigError(f"queue {name!r} is named by two groups: give each queue to one")
     unnamed = tuple(sorted(registry.flavours.keys() - set(named)))
-    return [pair for group in config.groups for pair in _by_flavour(group, unnamed, registry)]
+    return [each for group in config.groups for each in _by_sort(group, unnamed, registry)]
 
 
-def _by_flavour(group: SlotGroup, unnamed: tuple[str, ...], registry: Registry) -> list[FlavouredGroup]:
+def _by_sort(group: SlotGroup, unnamed: tuple[str, ...], registry: Registry) -> list[FlavouredGroup]:
     names = tuple(name for given in group.queues for name in (unnamed if given == "*" else (given,)))
-    flavours: list[Flavour] = list(dict.fromkeys(registry.flavours[name] for name in names))
-    if len(flavours) > 1 and "*" not in group.queues:
-        raise ConfigError(
-            f"the queues {', '.join(names)} have sync and async handlers, which cannot share slots: "
-            "give each flavour a group of its own"
-        )
+    sorts: dict[str, _Sort] = {name: (registry.flavours[name], registry.claims[name]) for name in names}
+    if "*" not in group.queues:
+        if len({flavour for flavour, _ in sorts.values()}) > 1:
+            raise ConfigError(
+                f"the queues {', '.join(names)} have sync and async handlers, which cannot share slots: "
+                "give each flavour a group of its own"
+            )
+        if len(set(sorts.values())) > 1:
+            raise ConfigError(
+                f"the queues {', '.join(names)} are in transaction mode and in lease mode, which cannot share slots: "
+                "give each mode a group of its own"
+            )
     in_turns = group.in_turns.union(unnamed if "*" in group.queues else ())
     found: list[FlavouredGroup] = []
-    for flavour in flavours:
-        own = tuple(name for name in names if registry.flavours[name] == flavour)
-        found.append((SlotGroup(own, group.slots, in_turns=in_turns.intersection(own)), flavour))
+    for flavour, claim in dict.fromkeys(sorts.values()):
+        own = tuple(name for name in names if sorts[name] == (flavour, claim))
+        found.append((SlotGroup(own, group.slots, in_turns=in_turns.intersection(own)), flavour, claim))
     return found
 
 
-def check_engines(groups: list[FlavouredGroup], engines: Engines) -> None:
+def connections_of(group: SlotGroup, claim: ClaimMode, config: RelayConfig) -> int:
+    """The most connections that the slots of a group have at a time."""
+    return group.slots if claim == "transaction" else 1 + config.call_connections_of(group.slots)
+
+
+def check_engines(groups: list[FlavouredGroup], engines: Engines, config: RelayConfig) -> None:
     """Refuse slots that have no engine, or an engine whose pool has too few connections.
 
     Raises:
@@ -311,9 +345,9 @@ def check_engines(groups: list[FlavouredGroup], engines: Engines) -> None:
         ("sync", engines.sync, "give Relay a sync Engine or a URL, and the AsyncEngine as async_engine="),
         ("async", engines.asynchronous, "give Relay async_engine=..., or a URL"),
     ):
-        own = [group for group, its_flavour in groups if its_flavour == flavour]
+        own = [(group, claim) for group, its_flavour, claim in groups if its_flavour == flavour]
         if own and engine is None:
-            names = ", ".join(name for group in own for name in group.queues)
+            names = ", ".join(name for group, _ in own for name in group.queues)
             raise ConfigError(f"the queues {names} have {flavour} handlers, but there is no {flavour} engine: {hint}")
         if own and engine is not None:
-            check_capacity(engine, sum(group.slots for group in own) + 1)
+            check_capacity(engine, sum(connections_of(group, claim, config) for group, claim in own) + 1)

@@ -1,19 +1,29 @@
 """The state that the slots of a relay share."""
 
 import threading
+import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from outboxq.clock import DatabaseClock
 from outboxq.config import RelayConfig
+from outboxq.database.driver import NOT_PREPARED
+from outboxq.database.guard import Guard
 from outboxq.emitter import Emitter
 from outboxq.events import (
+    ClaimsEmpty,
+    ClaimsFailed,
     Event,
     JobCrashed,
     JobDone,
+    JobsClaimed,
     JobsParked,
     JobsSuspected,
 )
+from outboxq.execution.batch_state import BatchReport
+from outboxq.execution.claim import Claimed
+from outboxq.execution.invoke import Invoker
 from outboxq.execution.keep import Keeper
 from outboxq.execution.runtime import Runtime
 from outboxq.handlers.handler import Flavour
@@ -55,6 +65,39 @@ class RelayReport:
     hook_events_dropped: int = 0
     cancelled: int = 0
     expired: int = 0
+
+
+class ClaimEvents:
+    """The results of one slot's claims since their last events; counted only if a hook wants them."""
+
+    def __init__(self, state: "RelayState") -> None:
+        self._emit = state.emit
+        self._is_wanted = any(state.emit.use_of(kind)() for kind in (JobsClaimed, ClaimsEmpty, ClaimsFailed))
+        self._claims: list[JobsClaimed] = []
+        self._vain: Counter[tuple[type[ClaimsEmpty | ClaimsFailed], str]] = Counter()
+
+    def record(self, claimed: Claimed) -> None:
+        """Record the answer to a claim."""
+        if self._is_wanted:
+            request, count = claimed.request, len(claimed.jobs)
+            if count:
+                self._claims.append(JobsClaimed(request.queue, count, time.monotonic() - request.asked_at))
+            else:
+                self._vain[ClaimsEmpty, request.queue] += 1
+
+    def record_failure(self, queue: str) -> None:
+        """Record that a claim failed."""
+        if self._is_wanted:
+            self._vain[ClaimsFailed, queue] += 1
+
+    def emit(self) -> None:
+        """Emit them, before the events of the jobs that ended meanwhile."""
+        if self._claims or self._vain:
+            claims, vain, self._claims, self._vain = self._claims, self._vain, [], Counter()
+            for event in claims:
+                self._emit(event)
+            for (kind, queue), count in vain.items():
+                self._emit(kind(queue, count))
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -120,20 +163,22 @@ class RelayState:
         if self.has_groups(queue):
             self.quarantine.groups.add(queue)
 
-    def runtime_on(
+    def runtime(
         self,
-        connected: SlotConnection,
         flavour: Flavour,
+        invoker: Invoker,
+        guard: Guard,
         sharing_queues: frozenset[str],
         is_interruption: Callable[[BaseException], bool],
+        connected: SlotConnection | None = None,
     ) -> Runtime:
-        """Make the runtime of a slot's handlers on this connection."""
+        """Make the runtime of handlers on a connection, or of a call that has none yet."""
         runners = self.effect_runners
         return Runtime(
             self.registry,
             self.lifespan_state,
-            connected.invoker,
-            connected.guard,
+            invoker,
+            guard,
             self.config.schema,
             self.config.max_crashes,
             runners.sync if flavour == "sync" else runners.asynchronous,
@@ -142,9 +187,18 @@ class RelayState:
             orders=self.flow.orders,
             keeper=self.keeper,
             notes=self.progress,
-            prepared_rows=connected.prepared_rows,
-            has_citus=connected.has_citus,
+            prepared_rows=NOT_PREPARED if connected is None else connected.prepared_rows,
+            has_citus=connected is not None and connected.has_citus,
         )
+
+    def publish(self, report: BatchReport, parked: int = 0) -> None:
+        """Count what was committed, and emit its events; adds `parked` to the parked jobs."""
+        self.aggregate.add(report.events, report.claimed)
+        # Most events are of jobs that are done, and most relays have no hook for them.
+        are_done_wanted = self.has_use_for_done()
+        for event in report.events:
+            if are_done_wanted or type(event) is not JobDone:
+                self.emit(self.recorded(event, parked) if isinstance(event, RECORDED) else event)
 
     def wake_another(self, queue: str) -> None:
         """Wake another slot that sleeps, if any: more jobs may wait in this queue than the caller takes."""

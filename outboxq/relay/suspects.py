@@ -1,6 +1,7 @@
 """Suspects: jobs that ran when their relay died. They run one at a time per process, under the lease."""
 
 import threading
+import time
 from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import TypeVar
 
@@ -20,6 +21,7 @@ class QuarantineTurns:
         # The queues that have suspects in groups.
         self.groups: set[str] = set()
         self._holder: object | None = None
+        self._taken_at = 0.0
         self._lock = threading.Lock()
 
     def wait_in(self, queues: Iterable[str]) -> bool:
@@ -68,8 +70,13 @@ class QuarantineTurns:
         """Return True if `holder` may run a suspect now; never waits."""
         with self._lock:
             if self._holder is None:
-                self._holder = holder
+                self._holder, self._taken_at = holder, time.monotonic()
             return self._holder is holder
+
+    def taken_seconds(self) -> float | None:
+        """The time since which a slot or a dispatcher may run suspects; None if none does."""
+        with self._lock:
+            return None if self._holder is None else time.monotonic() - self._taken_at
 
     def end_turn(self, holder: object) -> None:
         """Give up the turn: another slot may run a suspect."""

@@ -347,3 +347,16 @@ def claim_by_id(schema: str, job_id: str) -> ClaimScript:
         "AND state NOT IN ('leased', 'group_leased') LIMIT 1 FOR UPDATE SKIP LOCKED)"
     )
     return ClaimScript(ClaimTexts(render(schema, picked, id=job_id) + _action(schema, None, _MOVED)))
+
+
+def adopt(schema: str, owner: UUID, queue: str) -> ClaimScript:
+    """The jobs of a queue under a lease, as their claims returned them; without suspects, whose crashes were counted.
+
+    Indexes: job_leased, job_group_state, all of the leased jobs; no locks.
+    """
+    chosen: LiteralString = (
+        "SELECT 0 AS moved, {columns}, claimed.lease_token FROM {job} AS claimed "
+        "WHERE state IN ('leased', 'group_leased') AND lease_owner = {owner} AND queue = {queue} AND crashes = 0"
+    )
+    columns = sql.SQL(counted_columns(crashed=False))
+    return ClaimScript(ClaimTexts(render(schema, chosen, columns=columns, owner=owner, queue=queue)), leased=True)

@@ -5,7 +5,6 @@ from collections.abc import Awaitable, Iterable, Sequence
 from contextlib import AbstractContextManager, AsyncExitStack, ExitStack
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
-from functools import partial
 from typing import Final, TypeAlias, overload
 from uuid import UUID
 
@@ -188,12 +187,11 @@ async def _drain_async(session: AsyncSession, jobs: Jobs, state: object, allow_f
     connection = await session.connection()
     assert connection.sync_connection is not None
     runners: list[_Runner] = [
-        (AsyncInvoker(connection), async_effect_runner(session)),
+        (AsyncInvoker(connection.engine), async_effect_runner(session)),
         (SyncInvoker(), effect_runner(session.sync_session)),
     ]
-    keep = partial(keep_cancelled, own=connection.sync_connection)
     engine = connection.engine.sync_engine
-    event.listen(engine, "handle_error", keep)
+    event.listen(engine, "handle_error", keep_cancelled)
     try:
         async with AsyncExitStack() as stack:
             if state is _LIFESPAN:
@@ -204,7 +202,7 @@ async def _drain_async(session: AsyncSession, jobs: Jobs, state: object, allow_f
                     state = await stack.enter_async_context(lifespan)
             return await session.run_sync(_drain, runners, jobs, state, allow_failures)
     finally:
-        event.remove(engine, "handle_error", keep)
+        event.remove(engine, "handle_error", keep_cancelled)
 
 
 def _drain(

@@ -1,0 +1,158 @@
+"""A call under the lease: one job's handler, with a connection only from its session's first use to its COMMIT.
+
+A job whose session was used is settled in the transaction of its handler's rows. The result of any other is returned,
+to be settled with others: such a handler costs no connection.
+"""
+
+import threading
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import TypeAlias
+
+from sqlalchemy import Connection, Engine
+from sqlalchemy.exc import InvalidRequestError
+
+from outboxq.execution.attempt import Attempt, AttemptResult
+from outboxq.execution.batch_state import BatchState, Ended
+from outboxq.execution.commit import commit
+from outboxq.execution.invoke import IS_OVER, HandlerSession
+from outboxq.execution.run import attempt, run, settle_alone
+from outboxq.execution.runtime import Runtime
+from outboxq.handlers.call import HandlerCall
+from outboxq.handlers.handler import AnyHandler
+
+_TWO = (
+    "ctx.session waits for its connection, and another task or thread of the handler uses it: a session serves one at "
+    "a time"
+)
+# A connection that is lent to a call until the stack is closed, and the runtime on it.
+Lent: TypeAlias = tuple[Connection, Runtime]
+Lend: TypeAlias = Callable[[ExitStack], Lent]
+
+
+class LeasedCall:
+    """The run of one leased job.
+
+    Args:
+        runtime: That of a call without a connection.
+        lend: Waits for a connection; called in the handler's task or thread.
+
+    Attributes:
+        lent: The connection, once the handler has used its session.
+    """
+
+    def __init__(self, batch: BatchState, handler: AnyHandler, runtime: Runtime, engine: Engine, lend: Lend) -> None:
+        self.batch = batch
+        self.engine = engine
+        self.lent: Lent | None = None
+        self._handler = handler
+        self._runtime = runtime
+        self._lend = lend
+        self._stack, self._transaction = ExitStack(), ExitStack()
+        self._is_lending = threading.Lock()
+        self._is_over = False
+
+    def run(self) -> AttemptResult | Ended:
+        """Run the handler; return its result, or, if its session was used, what was committed.
+
+        Raises:
+            Abandoned: the relay has taken the job away.
+            BaseException: what `run` and `commit` raise; `lent` is the connection, if there is one.
+        """
+        # Leaving the block ends the transaction that the last script began, for SQLAlchemy.
+        with self._transaction:
+            return self._run()
+
+    def _run(self) -> AttemptResult | Ended:
+        batch = self.batch
+        batch.running.begin()
+        result = self._attempt()
+        if self.lent is None:
+            batch.running.end()
+            # From here on the relay cannot take the job away.
+            batch.owner.begin_commit()
+            return result
+        connection, runtime = self.lent
+        handlers = {batch.job.kind: self._handler}
+        settle_alone(connection, batch, batch.job, runtime, result)
+        ended = commit(connection, batch, runtime, None)
+        # None if COMMIT was refused, and all is undone.
+        while ended is None:
+            run(connection, batch, runtime, handlers, shared=False)
+            ended = commit(connection, batch, runtime, None)
+        return ended
+
+    def borrow(self) -> Lent:
+        """Return the connection, borrowed at the first call.
+
+        Raises:
+            InvalidRequestError: the handler has ended, or two of its tasks or threads want the connection at once.
+        """
+        if self.lent is not None:
+            return self.lent
+        if not self._is_lending.acquire(blocking=False):
+            raise InvalidRequestError(_TWO)
+        try:
+            lent = self._lend(self._stack)
+            if self._is_over:
+                # A task or thread that the handler left behind.
+                self._stack.close()
+                raise InvalidRequestError(IS_OVER)
+            guard = lent[1].guard
+            guard.is_altered, guard.added, guard.collects = False, {}, True
+            # BEGIN goes with the first statement.
+            self._transaction.enter_context(lent[0].begin())
+            self.lent = lent
+        finally:
+            self._is_lending.release()
+        return lent
+
+    def give_back(self, error: BaseException | None = None) -> None:
+        """Give the connection back, if there is one; after an error it is closed."""
+        lent, self.lent, self._is_over = self.lent, None, True
+        if lent is not None:
+            guard = lent[1].guard
+            guard.collects = False
+            guard.take_back()
+        self._stack.__exit__(type(error) if error else None, error, error.__traceback__ if error else None)
+
+    def _attempt(self) -> AttemptResult:
+        batch, job, runtime = self.batch, self.batch.job, self._runtime
+        batch.running.timeout_seconds = self._handler.timeout_seconds
+        return attempt(batch, job, runtime, lambda call: _LeasedAttempt(self, self._handler, runtime, call))
+
+
+class _LeasedAttempt(Attempt):
+    """An attempt that joins its connection when its session is first used."""
+
+    def __init__(self, of: LeasedCall, handler: AnyHandler, runtime: Runtime, call: HandlerCall) -> None:
+        super().__init__(handler, of.batch.job, runtime, None, self._begin_batch, call)
+        self._of = of
+        self._no_guard = runtime.guard
+        if of.lent is not None:
+            self.join(*of.lent)
+
+    def _begin_batch(self) -> str:
+        return self._of.batch.begin(self._connection).inner_savepoint
+
+    def open(self) -> None:
+        """Join the call's connection, begin the transaction and set the savepoint, unless that was done."""
+        if self._is_over:
+            raise InvalidRequestError(IS_OVER)
+        if self.guard is self._no_guard:
+            self.join(*self._of.borrow())
+            if self.made is not None:
+                self._runtime.invoker.bind_session(self.made, self.guard.lend())
+        super().open()
+
+    def session(self) -> HandlerSession:
+        """Return the session, which has no connection before its first use."""
+        if self.guard is not self._no_guard or self.made is not None or self._is_over:
+            return super().session()
+        session = self.made = self._runtime.invoker.open_session(self._of.engine)
+        session.on_first_use = self.open
+        return session
+
+    def _undo(self, result: AttemptResult, *, closed: bool) -> None:
+        if self.guard is not self._no_guard:
+            super()._undo(result, closed=closed)

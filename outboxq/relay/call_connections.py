@@ -1,0 +1,172 @@
+"""Call connections: the few connections that the calls of a dispatcher share.
+
+A call holds one from its session's first use to its COMMIT. The others wait in the order in which they came, within
+their own deadlines.
+"""
+
+import asyncio
+import logging
+import random
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+from sqlalchemy.util import await_only
+
+from outboxq.database.errors import describe_error
+from outboxq.execution.errors import Abandoned
+from outboxq.relay.connections import SlotConnection, SlotConnections
+
+logger = logging.getLogger("outboxq.relay")
+
+# How long a thread waits before it checks if its job was taken away.
+_CHECK_SECONDS = 0.5
+_RECONNECT_FIRST_SECONDS, _RECONNECT_CAP_SECONDS = 0.1, 5.0
+# The shortest time between two log lines about calls that wait.
+_LOG_SECONDS = 60.0
+
+
+@dataclass(slots=True, eq=False)
+class Place:
+    """The place of one call among the connections.
+
+    Args:
+        is_async: The call runs in greenlets of the event loop.
+        is_wanted: Returns False once the relay has taken the call's job away.
+
+    Attributes:
+        connected: The connection, while the call has one.
+    """
+
+    is_async: bool
+    is_wanted: Callable[[], bool]
+    connected: SlotConnection | None = None
+    held: "CallConnections | None" = None
+
+    def free(self) -> None:
+        """Give the place up, once: also for a thread that is stuck, and still has its connection."""
+        held, self.held = self.held, None
+        if held is not None:
+            held.give_place()
+
+
+class CallConnections:
+    """At most `most` connections, lent to calls in the order in which they ask.
+
+    Args:
+        connections: The relay's connections of this flavour, which open and close them.
+        name: The queues of the calls, for the log.
+
+    Attributes:
+        waiting: The number of calls that wait for a connection.
+    """
+
+    def __init__(self, connections: SlotConnections, most: int, name: str) -> None:
+        self.most = most
+        self.waiting = 0
+        self._connections = connections
+        self._name = name
+        self._free = most
+        # Each is called when its waiter has a place.
+        self._waiters: deque[Callable[[], object]] = deque()
+        self._lock = threading.Lock()
+        self._logged_at = float("-inf")
+
+    @property
+    def used(self) -> int:
+        """The number of connections that calls hold."""
+        return self.most - self._free
+
+    @contextmanager
+    def borrow(self, place: "Place") -> Iterator[SlotConnection]:
+        """Lend a connection within the block; waits for a place, and while the database is away.
+
+        Raises:
+            Abandoned: the job was taken away.
+        """
+        self._take_place(is_async=place.is_async, is_wanted=place.is_wanted)
+        place.held = self
+        try:
+            with ExitStack() as stack:
+                place.connected = self._connect(stack, is_async=place.is_async, is_wanted=place.is_wanted)
+                yield place.connected
+        finally:
+            place.connected = None
+            place.free()
+
+    def give_place(self) -> None:
+        """Give a place to the call that has waited longest."""
+        with self._lock:
+            waiter = self._waiters.popleft() if self._waiters else None
+            if waiter is None:
+                self._free += 1
+        if waiter is not None:
+            waiter()
+
+    def _take_place(self, *, is_async: bool, is_wanted: Callable[[], bool]) -> None:
+        with self._lock:
+            if self._free:
+                self._free -= 1
+                return
+            self.waiting += 1
+            # With a place of its own already: a call that comes later takes none from it.
+            if is_async:
+                loop, turn = asyncio.get_running_loop(), asyncio.Event()
+                waiter: Callable[[], object] = lambda: loop.call_soon_threadsafe(turn.set)  # noqa: E731
+            else:
+                reached = threading.Event()
+                waiter = reached.set
+            self._waiters.append(waiter)
+        self._log_waiting()
+        try:
+            if is_async:
+                await_only(turn.wait())
+            else:
+                while not reached.wait(_CHECK_SECONDS):
+                    if not is_wanted():
+                        raise Abandoned("the relay does not wait for this job any more")
+        except BaseException:
+            with self._lock:
+                is_next = waiter not in self._waiters
+                if not is_next:
+                    self._waiters.remove(waiter)
+            if is_next:
+                # Its place came at the same moment, and is another's now.
+                self.give_place()
+            raise
+        finally:
+            with self._lock:
+                self.waiting -= 1
+
+    def _connect(self, stack: ExitStack, *, is_async: bool, is_wanted: Callable[[], bool]) -> SlotConnection:
+        pause_seconds = _RECONNECT_FIRST_SECONDS
+        while True:
+            try:
+                connected = stack.enter_context(self._connections.borrow())
+            except Exception as error:  # noqa: BLE001  # users' engines raise what they like; the job is not to blame
+                # A handler in the middle of its work waits: its calls would be made again.
+                logger.debug("a call waits for the database: %s", describe_error(error))
+            else:
+                return connected
+            if not is_wanted():
+                raise Abandoned("the relay does not wait for this job any more")
+            seconds = pause_seconds * random.uniform(0.5, 1.0)
+            if is_async:
+                await_only(asyncio.sleep(seconds))
+            else:
+                time.sleep(seconds)
+            pause_seconds = min(pause_seconds * 2, _RECONNECT_CAP_SECONDS)
+
+    def _log_waiting(self) -> None:
+        now = time.monotonic()
+        if now >= self._logged_at + _LOG_SECONDS:
+            self._logged_at = now
+            logger.warning(
+                "calls of %s wait for one of %d connections: let handlers use ctx.session later or for less time, or "
+                "raise call_connections",
+                self._name,
+                self.most,
+            )

@@ -1,0 +1,348 @@
+"""Calls: the slots of a dispatcher. Each runs one leased job, in a thread or in a task of the event loop."""
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from queue import SimpleQueue
+from typing import Protocol
+
+from sqlalchemy import Engine
+from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy.ext.asyncio import AsyncEngine
+from sqlalchemy.util import await_only, greenlet_spawn
+
+from outboxq.clock import clock
+from outboxq.database.defects import is_defect
+from outboxq.database.guard import NoGuard
+from outboxq.execution.attempt import AttemptResult
+from outboxq.execution.batch_state import BatchReport, BatchState, Ended
+from outboxq.execution.commit import send_left
+from outboxq.execution.errors import Abandoned, ConnectionLost, ConnectionSpoiled
+from outboxq.execution.failure import Frame
+from outboxq.execution.invoke import AsyncInvoker, Invoker, SyncInvoker
+from outboxq.execution.leased_call import LeasedCall, Lent
+from outboxq.execution.recovery import recover
+from outboxq.execution.runtime import Runtime, is_cancellation
+from outboxq.forks import call_here
+from outboxq.handlers.call import HandlerCall
+from outboxq.handlers.handler import AnyHandler, Flavour
+from outboxq.relay.call_connections import CallConnections, Place
+from outboxq.relay.connections import SlotConnection
+from outboxq.relay.outage import CONNECTION_ERRORS, Outage
+from outboxq.relay.rolled_back import recover_here
+from outboxq.relay.state import RelayState
+from outboxq.relay.task_watch import TaskWatch, stack_of_thread
+from outboxq.relay.threads import BoundedStart
+
+# When the relay stops, the outcome of a lost connection's job is asked for so often, and for so long.
+_LAST_TRIES, _LAST_SECONDS = 5, 2.0
+_JOIN_SECONDS = 0.01
+
+
+class CallOwner(Protocol):
+    """The dispatcher of a call."""
+
+    state: RelayState
+    flavour: Flavour
+    connections: CallConnections
+    engine: Engine | AsyncEngine
+
+    def has_result(self, call: "Call", result: AttemptResult) -> None:
+        """Receive the result of a call that held no connection, to settle it with others."""
+        ...
+
+    def has_ended(self, call: "Call") -> None:
+        """Receive the end of a call: its slot is free."""
+        ...
+
+    def cut_off(self, call: "Call") -> None:
+        """Receive that a call is waited for no more: its slot is free."""
+        ...
+
+    def fail(self, error: BaseException) -> None:
+        """Receive an error that ends the relay."""
+        ...
+
+
+class Call:
+    """One call: the run of a leased job, from its start to its result or its COMMIT.
+
+    Attributes:
+        batch: The job, as a batch of one.
+        is_abandoned: The relay does not wait for it any more.
+    """
+
+    has_failed = False
+
+    def __init__(self, owner: CallOwner, batch: BatchState, handler: AnyHandler) -> None:
+        state = owner.state
+        self.batch = batch
+        self.flavour: Flavour = owner.flavour
+        self.queue = batch.queue
+        self.is_suspect = batch.claimed.request.sort.runs_by_itself
+        self.is_abandoned = False
+        self._owner = owner
+        self._state = state
+        self._is_done = False
+        engine = owner.engine
+        self._invoker: Invoker = AsyncInvoker(engine) if isinstance(engine, AsyncEngine) else SyncInvoker()
+        plain = engine.sync_engine if isinstance(engine, AsyncEngine) else engine
+        self._place = Place(owner.flavour == "async", lambda: not (self.is_abandoned or batch.owner.is_seized))
+        runtime = state.runtime(self.flavour, self._invoker, NoGuard(), frozenset(), self._is_interruption)
+        self._leased = LeasedCall(batch, handler, runtime, plain, self._lend)
+
+    def run(self) -> None:
+        """Run the job; never raises."""
+        try:
+            outcome = call_here(self._outcome)
+            if isinstance(outcome, Ended):
+                if outcome.report is not None:
+                    self.publish(outcome.report)
+            else:
+                self._owner.has_result(self, outcome)
+        except Abandoned:
+            pass
+        except BaseException as error:  # noqa: BLE001  # raised again by the relay
+            if not self._is_interruption(error):
+                self.has_failed = True
+                self._owner.fail(error)
+        finally:
+            self._is_done = True
+            self._owner.has_ended(self)
+
+    def _outcome(self) -> AttemptResult | Ended:
+        try:
+            return self._outcome_here()
+        except BaseException as error:  # noqa: BLE001  # what does not come from the connection is raised again
+            return self._find_out(error)
+
+    def _outcome_here(self) -> AttemptResult | Ended:
+        """Run the job, and settle it on its connection, if it has one and that works."""
+        leased, failure = self._leased, None
+        try:
+            try:
+                outcome = leased.run()
+            except BaseException as error:  # what is not settled here is raised again
+                if leased.lent is None:
+                    raise
+                connection, runtime = leased.lent
+                outcome = recover_here(self._state, connection, self.batch, error, runtime, 1)
+                if outcome.report is None:
+                    raise
+            if isinstance(outcome, Ended) and outcome.left and leased.lent is not None:
+                for event in send_left(leased.lent[0], outcome.left):
+                    self._state.emit(event)
+            return outcome
+        except BaseException as error:
+            failure = error
+            raise
+        finally:
+            leased.give_back(failure)
+
+    def _find_out(self, error: BaseException) -> Ended:
+        """Find out the outcome of a job whose connection was lost, on others."""
+        outage, lost = Outage(self._state), ConnectionLost("the connection was lost while the job ran")
+        tries, ends_at = _LAST_TRIES, float("inf")
+        while True:
+            if isinstance(error, Abandoned) or self._is_interruption(error):
+                raise error
+            if not isinstance(error, CONNECTION_ERRORS) and is_defect(error):
+                raise error
+            if isinstance(error, asyncio.CancelledError):
+                _uncancel()
+            if isinstance(error, ConnectionSpoiled):
+                lost, seconds = error, 0.0
+            else:
+                seconds = outage.lost(error)
+            if self._state.stopping.is_set():
+                tries, ends_at = tries - 1, min(ends_at, clock() + _LAST_SECONDS)
+                if tries < 0 or clock() > ends_at:
+                    raise Abandoned("the relay stops, and the database is away: the lease's end shows the outcome")
+            self._pause(seconds)
+            try:
+                with ExitStack() as stack:
+                    connection, runtime = self._lend(stack)
+                    outage.connected()
+                    ended = recover(connection, self.batch, lost, runtime)
+                    for event in send_left(connection, ended.left):
+                        self._state.emit(event)
+                return ended
+            except BaseException as again:  # noqa: BLE001  # the loop decides
+                error = again
+
+    def _pause(self, seconds: float) -> None:
+        if self.flavour == "async":
+            await_only(asyncio.sleep(seconds))
+        else:
+            time.sleep(seconds)
+
+    def _lend(self, stack: ExitStack) -> Lent:
+        connected = stack.enter_context(self._owner.connections.borrow(self._place))
+        return connected.connection, self._runtime_on(connected, self._invoker)
+
+    def _runtime_on(self, connected: SlotConnection, invoker: Invoker) -> Runtime:
+        return self._state.runtime(
+            self.flavour, invoker, connected.guard, frozenset(), self._is_interruption, connected
+        )
+
+    def _is_interruption(self, error: BaseException) -> bool:
+        return self.is_abandoned and is_cancellation(error)
+
+    # The relay's deadlines, in other threads.
+
+    def runtime_on(self, connected: SlotConnection) -> Runtime:
+        """Make the runtime of handlers on this connection."""
+        return self._runtime_on(connected, connected.invoker)
+
+    def publish(self, report: BatchReport) -> None:
+        """Count what was committed, and emit it."""
+        self._state.publish(report)
+        self._state.admission.ended(self.queue)
+
+    def is_seized(self) -> bool:
+        """Return True if the relay has taken the job away."""
+        return self.batch.owner.is_seized
+
+    def end_turn(self) -> None:
+        """Do nothing: the dispatcher ends the turns of its suspects."""
+
+    def is_alive(self) -> bool:
+        """Return True while it runs."""
+        return not self._is_done
+
+    def join(self, timeout_seconds: float) -> None:
+        """Wait for its end."""
+        until = time.monotonic() + timeout_seconds
+        while not self._is_done and time.monotonic() < until:
+            time.sleep(_JOIN_SECONDS)
+
+    def cut_off(self) -> None:
+        """Free its slot: the relay has taken its job away, and its handler does not end."""
+        self._owner.cut_off(self)
+
+    def abandon(self) -> None:
+        """Wait for it no more."""
+        self.is_abandoned = True
+        connected = self._place.connected
+        self._place.free()
+        if connected is not None and not (connected.connection.closed or connected.connection.invalidated):
+            # Its place in the engine's pool is another's. Its thread may be closing it at this moment.
+            with suppress(SQLAlchemyError):
+                connected.connection.detach()
+
+    # As of a call in a thread.
+
+    def ask(self) -> None:
+        """Request a sign of life from the event loop."""
+
+    def cancel(self, call: HandlerCall) -> None:
+        """Cancel the handler in its event loop."""
+
+    def is_held_up(self) -> bool:
+        """Return True if no sign of life came, and another handler has the loop."""
+        return False
+
+    def is_running(self) -> bool:
+        """Return True if the handler has the event loop at this moment."""
+        return False
+
+    def stack(self) -> list[Frame]:
+        """The call stack of the handler."""
+        return stack_of_thread(self.thread)
+
+    thread: int | None = None
+
+
+class TaskCall(Call):
+    """A call in a task of the relay's event loop."""
+
+    def __init__(
+        self, owner: CallOwner, batch: BatchState, handler: AnyHandler, loop: asyncio.AbstractEventLoop
+    ) -> None:
+        super().__init__(owner, batch, handler)
+        self._watch = TaskWatch(loop, lambda: self._invoker)
+
+    async def _in_task(self) -> None:
+        self._watch.begin()
+        await greenlet_spawn(self.run)
+
+    def start(self) -> "asyncio.Task[None]":
+        """Start the task; in the event loop."""
+        return asyncio.Task(self._in_task(), loop=asyncio.get_running_loop())
+
+    def abandon(self) -> None:
+        self.is_abandoned = True
+        self._watch.abandon()
+
+    def ask(self) -> None:
+        self._watch.ask()
+
+    def cancel(self, call: HandlerCall) -> None:
+        self._watch.cancel(call)
+
+    def is_held_up(self) -> bool:
+        return self._watch.is_held_up()
+
+    def is_running(self) -> bool:
+        return self._watch.is_running()
+
+    def stack(self) -> list[Frame]:
+        return self._watch.stack()
+
+
+class CallThreads:
+    """The threads of the calls of one dispatcher; each runs one call after the other."""
+
+    def __init__(self) -> None:
+        self._idle: list[SimpleQueue[Call | None]] = []
+        self._lock = threading.Lock()
+        self._is_closed = False
+
+    def start(self, call: Call) -> None:
+        """Run a call in a thread that is free, or in a new one."""
+        with self._lock:
+            calls = self._idle.pop() if self._idle else None
+        if calls is None:
+            calls = SimpleQueue()
+            # A daemon: a handler that exceeds the time to drain must not keep the process alive.
+            BoundedStart(_running(self, calls), "outboxq-call").start()
+        calls.put(call)
+
+    def free(self, calls: "SimpleQueue[Call | None]") -> None:
+        """Receive a thread's queue, when its call has ended."""
+        with self._lock:
+            if not self._is_closed:
+                self._idle.append(calls)
+                return
+        calls.put(None)
+
+    def close(self) -> None:
+        """End the threads that are free, and others when their calls end."""
+        with self._lock:
+            self._is_closed, idle, self._idle = True, self._idle, []
+        for calls in idle:
+            calls.put(None)
+
+
+def _running(threads: CallThreads, calls: "SimpleQueue[Call | None]") -> Callable[[], None]:
+    def run() -> None:
+        while (call := calls.get()) is not None:
+            call.thread = threading.get_ident()
+            call.run()
+            call.thread = None
+            if call.is_abandoned:
+                # Another thread has its place.
+                return
+            del call
+            threads.free(calls)
+
+    return run
+
+
+def _uncancel() -> None:
+    """Go on after a cancellation that is not the relay's own, but a handler's, and came after the handler's end."""
+    task = asyncio.current_task()
+    while task is not None and task.cancelling():
+        task.uncancel()

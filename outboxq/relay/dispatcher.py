@@ -1,0 +1,585 @@
+"""The dispatcher: claims leased jobs for all free slots of a group, starts their calls, and settles those that ended.
+
+It has a connection while there is something to send. Calls that end while a string is under way are settled by the
+next one, which also claims for the slots that are free by then; so many calls share one round trip, and a lone one
+waits for nothing.
+"""
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Iterator
+from contextlib import closing, contextmanager
+from dataclasses import replace
+from uuid import UUID
+
+import psycopg
+from sqlalchemy import Connection, Engine
+from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy.ext.asyncio import AsyncEngine
+
+from outboxq.config import SlotGroup
+from outboxq.database.driver import Answer, Script, end_transaction, is_listened_to, is_lost, pause, run_script
+from outboxq.database.errors import READ_ONLY, sqlstate_of
+from outboxq.events import JobsParked
+from outboxq.execution.aside import describe, say_of_job
+from outboxq.execution.attempt import AttemptResult
+from outboxq.execution.batch_state import BatchReport, BatchState, Ended
+from outboxq.execution.claim import Claimed, ClaimRequest, claim
+from outboxq.execution.commit import send_left
+from outboxq.execution.errors import ConnectionLost
+from outboxq.execution.families import decide
+from outboxq.execution.recovery import record_result, release
+from outboxq.execution.runtime import Result, Runtime, is_cancellation
+from outboxq.execution.settle_many import LeasedResult, Settling, settles_together
+from outboxq.fault_points import fault_point
+from outboxq.handlers.handler import Flavour
+from outboxq.relay.admission import Query
+from outboxq.relay.call_connections import CallConnections
+from outboxq.relay.calls import Call, CallThreads, TaskCall
+from outboxq.relay.connections import SlotConnection
+from outboxq.relay.idle import SlotSleep
+from outboxq.relay.last_suspects import LastSuspects
+from outboxq.relay.outage import Outage
+from outboxq.relay.parking import park_unknown_kinds
+from outboxq.relay.planner import Planner
+from outboxq.relay.poller import Order
+from outboxq.relay.rolled_back import recover_claim_here
+from outboxq.relay.slot import SlotWaits, send_query
+from outboxq.relay.state import ClaimEvents, RelayState
+from outboxq.statements.claim import adopt
+
+logger = logging.getLogger("outboxq.relay")
+
+# How long a suspect, or several in company, keep other calls from starting, and how long they wait for those that run.
+_ALONE_SECONDS = 10.0
+# The pause before results whose rows others hold are tried again.
+_HELD_SECONDS = 0.5
+_REST_SECONDS, _LEAST_SECONDS = 60.0, 0.005
+# The most results in one string.
+_MOST_SETTLED = 1_000
+_ALL = 1_000_000
+
+
+class Dispatcher:
+    """The calls of one group of slots under the lease.
+
+    Args:
+        wake: Wakes the dispatcher's loop.
+        loop: The event loop of async calls.
+        fail: Ends the relay.
+
+    Attributes:
+        calls: The calls that run, by id and token of their jobs.
+        batch: None: calls have batches.
+    """
+
+    batch: BatchState | None = None
+
+    def __init__(
+        self,
+        state: RelayState,
+        group: SlotGroup,
+        flavour: Flavour,
+        connections: CallConnections,
+        engine: Engine | AsyncEngine,
+        wake: Callable[[], None],
+        fail: Callable[[BaseException], None],
+        loop: asyncio.AbstractEventLoop | None = None,
+    ) -> None:
+        order = Order(group.queues, group.in_turns)
+        self.state = state
+        self.flavour: Flavour = flavour
+        self.queues = group.queues
+        self.slots = group.slots
+        self.connections = connections
+        self.engine = engine
+        self.fail = fail
+        self.calls: dict[tuple[str, int], Call] = {}
+        self.connected: SlotConnection | None = None
+        self.is_abandoned = False
+        self.sleep = SlotSleep(state, order, self._call)
+        self._wake = wake
+        self._loop = loop
+        self._threads = CallThreads()
+        self._planner = Planner(state, order)
+        self._last_suspects = LastSuspects(state, group.queues)
+        self._claims = ClaimEvents(state)
+        self._outage = Outage(state)
+        self._ended: deque[LeasedResult] = deque()
+        # Results in a string that is under way.
+        self._sent: list[LeasedResult] = []
+        # Results whose rows other transactions hold, until they are tried again.
+        self._held: list[LeasedResult] = []
+        self._held_until = 0.0
+        # The jobs whose results were sent, and not answered: they may be settled.
+        self._unsure: set[UUID] = set()
+        # A claim that was sent, and whose jobs have not all been started.
+        self._doubt: ClaimRequest | None = None
+        # The jobs of calls that were cut off.
+        self._cut: set[tuple[str, int]] = set()
+        # True from a claim that took jobs up to a round that found none.
+        self._may_wait = True
+        # True from a notification on: jobs may wait.
+        self._is_called = False
+        self._is_drained = False
+        # The time for which suspects have this process to themselves; None without the turn to run some.
+        self._turn_until: float | None = None
+
+    # The interface of a slot, for its loop.
+
+    @property
+    def busy(self) -> int:
+        """The number of slots whose calls run."""
+        return len(self.calls)
+
+    def goes_on(self) -> bool:
+        """Return True while calls run, or are to be started."""
+        return not self.is_abandoned and (not self.state.stopping.is_set() or bool(self.calls))
+
+    @property
+    def is_in_doubt(self) -> bool:
+        """Return True if results are to be settled, or the answer to a claim was lost."""
+        return bool(self._ended or self._held) or self._doubt is not None
+
+    def is_seized(self) -> bool:
+        """Return False: the relay takes calls away, and not their dispatcher."""
+        return False
+
+    @property
+    def is_drained(self) -> bool:
+        """Return True if nothing waits, and no call runs, in a relay that ends then."""
+        return self._is_drained
+
+    def wants_work(self) -> bool:
+        """Return True if there may be something to send."""
+        if self._has_results() or self._doubt is not None or self._outage.since is not None:
+            return True
+        return self._may_claim() and (self._may_wait or self.state.until_empty or self.sleep.has_work())
+
+    def work(self, connected: SlotConnection) -> bool:
+        """Settle and claim until there is nothing to send; return True."""
+        with self._on(connected) as runtime:
+            while self._work_once(connected, runtime):
+                pass
+            if self.state.until_empty and not self.calls and not self.is_in_doubt:
+                self._is_drained = self._has_drained(connected.connection)
+        return True
+
+    def work_seen(self, connected: SlotConnection) -> bool:
+        """Poll if due, and claim if something waits; False if nothing was done."""
+        worked = False
+        with self._on(connected) as runtime:
+            self.sleep.poll(connected.connection)
+            while (worked or self.sleep.has_work()) and self._work_once(connected, runtime):
+                worked = True
+        return worked
+
+    def settle(self, connected: SlotConnection) -> bool:
+        """Settle what ended, and claim nothing."""
+        with self._on(connected) as runtime:
+            self._send(connected.connection, self._take_results(), None, runtime)
+        return True
+
+    def lost(self, error: BaseException) -> float:
+        """Report a lost or refused connection; returns the seconds to the next try.
+
+        Raises:
+            LoginRefused: the database refuses the relay's login for too long.
+        """
+        self.sleep.want_poll()
+        return self._outage.lost(error)
+
+    def rest(self, loop: SlotWaits) -> None:
+        """Wait until calls end, or jobs wait: until woken, or until a poll finds something."""
+        loop.clear()
+        if self._has_results():
+            return
+        if self._is_called:
+            self._is_called = False
+            self.sleep.want_poll()
+        if self.state.until_empty or not self._may_claim() or not self._room()[0]:
+            # Only the end of a call, of a turn or of the relay changes anything.
+            if self.goes_on() and (self.calls or not self.state.until_empty or self._held):
+                loop.wait(self._pause_seconds())
+            return
+        sleep, flagged = self.sleep, False
+        while not (self._has_results() or self.state.stopping.is_set()):
+            if sleep.needs_connection() and loop.on_connection(self.work_seen):
+                return
+            if not flagged:
+                request = sleep.fall_asleep()
+                flagged = sleep.is_flagged(None if request is None else loop.flagged_since(request))
+                if sleep.is_behind():
+                    continue
+            if self._sleep(loop, time.monotonic() + sleep.pause_seconds(flagged=flagged)):
+                sleep.want_poll()
+                return
+
+    def _sleep(self, loop: SlotWaits, until: float) -> bool:
+        """Sleep up to this time, at which a poll is due; return True if jobs may wait, or the relay stops.
+
+        By an absolute time: calls that end all the time must not put the poll off.
+        """
+        while (seconds := until - time.monotonic()) > 0:
+            loop.wait(min(seconds, self._pause_seconds()))
+            loop.clear()
+            if self._is_called or self.state.stopping.is_set() or self.is_abandoned:
+                self._is_called = False
+                return True
+            if self._has_results():
+                # Nothing waits: without a claim.
+                loop.on_connection(self.settle)
+        return False
+
+    def _pause_seconds(self) -> float:
+        """The time until something is to be done without a wake-up."""
+        now, times = time.monotonic(), [_REST_SECONDS]
+        if self._held:
+            times.append(self._held_until - now)
+        if self._turn_until is not None:
+            times.append(self._turn_until - now)
+        return max(_LEAST_SECONDS, min(times))
+
+    def _call(self) -> None:
+        """Receive a notification that jobs wait, from any thread."""
+        self._is_called = True
+        self._wake()
+
+    # Calls.
+
+    def has_result(self, call: Call, result: AttemptResult) -> None:
+        """Receive the result of a call that held no connection, to settle it with others."""
+        self._ended.append((call.batch, result))
+
+    def has_ended(self, call: Call) -> None:
+        """Receive the end of a call: its slot is free."""
+        self.free_slot(call)
+        self._wake()
+
+    def free_slot(self, call: Call) -> None:
+        """Free the slot of a call that has ended, or is waited for no more."""
+        self.calls.pop(_key(call.batch), None)
+
+    # Rounds.
+
+    def _work_once(self, connected: SlotConnection, runtime: Runtime) -> bool:
+        """Send what ended, with a claim if slots are free; return True if there may be more to send."""
+        taken, connection = self._take_results(), connected.connection
+        most, suspects = self._room() if self._may_claim() else (0, False)
+        if most:
+            self.sleep.begin_claims()
+            with closing(self._planner.first(connected, most, suspects=suspects)) as asked:
+                for each in asked:
+                    if isinstance(each, Query):
+                        send_query(connection, each)
+                        continue
+                    has_started, taken = self._send(connection, taken, each, runtime), []
+                    if has_started:
+                        self._may_wait = True
+                        return True
+            if suspects:
+                # None waits, or none can be had now.
+                self.end_turn()
+                return True
+            self._may_wait = False
+        if taken:
+            self._send(connection, taken, None, runtime)
+            return True
+        return False
+
+    def _may_claim(self) -> bool:
+        return len(self.calls) < self.slots and not self.state.stopping.is_set() and not self.is_abandoned
+
+    def _room(self) -> tuple[int, bool]:
+        """The number of jobs to claim now, and True for suspects only.
+
+        While a suspect runs, no other call starts in this process, and it starts when none runs: both for a while only,
+        as calls may take long.
+        """
+        quarantine, now = self.state.quarantine, time.monotonic()
+        if self._turn_until is None and self._knows_suspects() and quarantine.take_turn(self):
+            self._turn_until = now + _ALONE_SECONDS
+        if self._turn_until is None:
+            # Another group's suspects may run.
+            is_free = (quarantine.taken_seconds() or _ALONE_SECONDS) >= _ALONE_SECONDS
+            return (self.slots - len(self.calls) if is_free else 0), False
+        is_over = now >= self._turn_until
+        if any(call.is_suspect for call in list(self.calls.values())):
+            return (self.slots - len(self.calls) if is_over else 0), False
+        if self.calls and not is_over:
+            return 0, False
+        self._turn_until = now + _ALONE_SECONDS
+        return 1, True
+
+    def _knows_suspects(self) -> bool:
+        known, is_held = self.state.quarantine.known_in(self.queues), self.state.poller.is_held
+        return any(not is_held(name) for name in known) and self.state.lease.want()
+
+    def end_turn(self) -> None:
+        """Give up the turn to run suspects."""
+        self._turn_until = None
+        self.state.quarantine.end_turn(self)
+
+    def _has_drained(self, connection: Connection) -> bool:
+        """Return True if nothing waits at all; wait a moment if a queue is held, or for the lease."""
+        if self._last_suspects.remain(connection) is not False:
+            return False
+        held_seconds = self.state.poller.held_seconds(self.queues)
+        if held_seconds is not None:
+            pause(connection, held_seconds)
+        return held_seconds is None
+
+    def _has_results(self) -> bool:
+        return bool(self._ended) or (bool(self._held) and time.monotonic() >= self._held_until)
+
+    def _take_results(self) -> list[LeasedResult]:
+        """Take the results that are to be settled now."""
+        if self._held and time.monotonic() >= self._held_until:
+            held, self._held = self._held, []
+            self._ended.extend(held)
+        # Calls append while this takes.
+        return [self._ended.popleft() for _ in range(min(len(self._ended), _MOST_SETTLED))]
+
+    def _send(
+        self, connection: Connection, taken: list[LeasedResult], request: ClaimRequest | None, runtime: Runtime
+    ) -> bool:
+        """Settle results, and claim, in one string, and start the calls of the claimed jobs; True if there are any.
+
+        Raises:
+            ConnectionLost: the results may be settled, and jobs may be claimed: both shows on another connection.
+        """
+        self._sent = taken
+        try:
+            together = [each for each in taken if settles_together(*each)]
+            claimed = self._exchange(connection, Settling(runtime, together, self._unsure), request)
+            if claimed is not None and claimed.jobs:
+                self._start(connection, claimed, runtime)
+            for batch, result in taken:
+                if not settles_together(batch, result):
+                    self._settle_alone(connection, batch, result, runtime)
+        except BaseException:
+            self._unsure |= {batch.job.id for batch, _ in self._sent}
+            self._ended.extendleft(reversed(self._sent))
+            raise
+        finally:
+            self._sent = []
+        return claimed is not None and bool(claimed.jobs)
+
+    def _exchange(self, connection: Connection, settling: Settling, request: ClaimRequest | None) -> Claimed | None:
+        """Send the results that are settled together, and a claim; return what was claimed."""
+        is_listened = is_listened_to(connection)
+        if request is not None and settling.results and is_listened:
+            # Users' code sets up each transaction.
+            self._exchange(connection, settling, None)
+            return self._exchange(connection, replace(settling, results=()), request)
+        script = Script()
+        if settling.results:
+            fault_point("before-commit")
+            settling.add_to(script, with_steps=not is_listened)
+        if request is not None:
+            fault_point("before-claim")
+            request.add_to(script, begins=bool(script.parts))
+            self._doubt = request
+        if not script.parts:
+            return None
+        with connection.begin():
+            answer = script.send(connection)
+            if answer.error is not None:
+                if is_lost(connection):
+                    raise ConnectionLost("the connection was lost: results may be settled, and jobs claimed") from (
+                        answer.error
+                    )
+                self._doubt = None
+                run_script(connection, "ROLLBACK")
+        if settling.results and not answer.is_committed:
+            assert answer.error is not None
+            return self._settle_with_less(connection, settling, request, answer.error)
+        if settling.results:
+            fault_point("after-commit")
+            self._settled(settling, answer)
+            if is_listened:
+                for event in send_left(connection, settling.steps):
+                    self.state.emit(event)
+        if request is None:
+            return None
+        if answer.error is not None and any(step.name == answer.failed_at for step in settling.steps):
+            # A step after COMMIT failed: what it does is left to the sweep.
+            return self._exchange(connection, replace(settling, results=()), request)
+        return self._received(connection, request, answer)
+
+    def _settle_with_less(
+        self, connection: Connection, settling: Settling, request: ClaimRequest | None, error: psycopg.Error
+    ) -> Claimed | None:
+        """Settle results that were refused: without finished rows, or each by itself; then claim."""
+        keeper = settling.runtime.keeper
+        if settling.keeps and keeper.kinds and keeper.may_be_refusal(error):
+            keeper.refused(error)
+            return self._exchange(connection, replace(settling, keeps=False), request)
+        for batch, result in settling.results:
+            self._settle_alone(connection, batch, result, settling.runtime)
+        return self._exchange(connection, replace(settling, results=()), request)
+
+    def _settled(self, settling: Settling, answer: Answer) -> None:
+        events, held = settling.read(answer)
+        gone = {batch.job.id for batch, _ in settling.results}
+        self._sent = [each for each in self._sent if each[0].job.id not in gone]
+        self._unsure -= gone
+        if held:
+            self._held += held
+            self._held_until = time.monotonic() + _HELD_SECONDS
+        self._publish(BatchReport(len(gone) - len(held), tuple(events)), {batch.queue for batch, _ in settling.results})
+
+    def _settle_alone(self, connection: Connection, batch: BatchState, result: Result, runtime: Runtime) -> None:
+        """Settle a result in a transaction of its own."""
+        try:
+            report = record_result(connection, batch, batch.job, result, runtime)
+        except (psycopg.Error, SQLAlchemyError) as error:
+            if is_lost(connection) or sqlstate_of(error) == READ_ONLY:
+                raise
+            end_transaction(connection)
+            message = "the result of a job could not be stored, and is tried again"
+            say_of_job(logging.WARNING, message, batch.job.kind, batch.job.id, describe(error))
+            self._held.append((batch, result))
+            self._held_until = time.monotonic() + _HELD_SECONDS
+        else:
+            parked = 0 if report.parked_in is None else self._park(connection, report.parked_in, runtime)
+            self._publish(report, {batch.queue}, parked)
+        self._sent = [each for each in self._sent if each[0] is not batch]
+        self._unsure.discard(batch.job.id)
+
+    def _park(self, connection: Connection, queue: str, runtime: Runtime) -> int:
+        """Park other jobs of unknown kinds at the head of a queue; return their number."""
+        kinds = runtime.orders.known_kinds(queue, runtime.registry.known_kinds(self.flavour))
+        return park_unknown_kinds(connection, self.state.config.schema, queue, kinds)
+
+    def _publish(self, report: BatchReport, queues: Collection[str], parked: int = 0) -> None:
+        self._outage.end()
+        self._claims.emit()
+        self.state.publish(report, parked)
+        for queue in queues:
+            self.state.admission.ended(queue)
+
+    # Claims.
+
+    def _received(self, connection: Connection, request: ClaimRequest, answer: Answer) -> Claimed | None:
+        """Record the answer to a claim; None if it failed, and its queue is left for a moment."""
+        try:
+            claimed = request.read(answer)
+        except BaseException as error:  # noqa: BLE001  # raised again if the next claim would fail, too
+            self._claims.record_failure(request.queue)
+            recover_claim_here(self.state, self._planner, connection, request, error)
+            return None
+        self._claims.record(claimed)
+        self._planner.record_claim(claimed, is_called=False)
+        if claimed.jobs:
+            self._planner.record(request, Ended(BatchReport(len(claimed.jobs), ())))
+            if self.sleep.is_asleep:
+                self.sleep.end()
+        else:
+            self._doubt = None
+        return claimed
+
+    def _start(self, connection: Connection, claimed: Claimed, runtime: Runtime) -> None:
+        """Start the calls of claimed jobs, but for those that are decided.
+
+        After an error they are found as the jobs of a claim without an answer.
+        """
+        fault_point("after-claim")
+        batch = BatchState(claimed, claimed.jobs)
+        handlers = decide(connection, batch, runtime)
+        events = tuple(event for event in batch.of_claim if not isinstance(event, JobsParked))
+        if events:
+            self.state.publish(BatchReport(0, events))
+        for job in batch.jobs:
+            stands_for = {job.id: batch.stands_for[job.id]} if job.id in batch.stands_for else {}
+            of_job = BatchState(claimed, (job,), stands_for=stands_for)
+            result, handler = batch.decided.get(job.id), handlers[job.kind]
+            if result is not None:
+                self._ended.append((of_job, result))
+                continue
+            assert handler is not None, "jobs of unknown kinds are decided"
+            if self._loop is None:
+                call = Call(self, of_job, handler)
+                self.calls[_key(of_job)] = call
+                self._threads.start(call)
+            else:
+                task = TaskCall(self, of_job, handler, self._loop)
+                self.calls[_key(of_job)] = task
+                task.start()
+        self._doubt = None
+
+    def _adopt(self, connection: Connection, request: ClaimRequest, runtime: Runtime) -> None:
+        """Start the jobs of a claim whose answer was lost: those under the lease that are not held here.
+
+        Before the query: a job that a session's COMMIT settles meanwhile is held, and may still be seen.
+        """
+        held = self._cut | self._known()
+        script = adopt(self.state.config.schema, self.state.lease.owner, request.queue)
+        with connection.begin():
+            claimed = claim(connection, replace(request, script=script, limit=_ALL, cursor=None))
+        jobs = tuple(job for job in claimed.jobs if (str(job.id), job.lease_token) not in held)
+        if not self.state.stopping.is_set() and not self.is_abandoned:
+            self._start(connection, replace(claimed, jobs=jobs), runtime)
+            return
+        for job in jobs:
+            for event in release(connection, job):
+                self.state.emit(event)
+        self._doubt = None
+
+    # The connection.
+
+    @contextmanager
+    def _on(self, connected: SlotConnection) -> Iterator[Runtime]:
+        """Work on this connection. Jobs of a claim whose answer was lost are adopted first."""
+        self.connected = connected
+        try:
+            runtime = self.runtime_on(connected)
+            self._outage.connected()
+            if self._doubt is not None:
+                self._adopt(connected.connection, self._doubt, runtime)
+            yield runtime
+        finally:
+            self.connected = None
+
+    def runtime_on(self, connected: SlotConnection) -> Runtime:
+        """Make the runtime of what the dispatcher sends on this connection."""
+        guard, invoker = connected.guard, connected.invoker
+        return self.state.runtime(self.flavour, invoker, guard, frozenset(), self._is_interruption, connected)
+
+    def publish(self, report: BatchReport) -> None:
+        """Count and emit what was committed, after the events of claims."""
+        self._claims.emit()
+        self.state.publish(report)
+
+    def _is_interruption(self, error: BaseException) -> bool:
+        return self.is_abandoned and is_cancellation(error)
+
+    # The relay's deadlines, in other threads.
+
+    def stop(self) -> None:
+        """End without waiting for calls: only results are settled."""
+        self.is_abandoned = True
+        self._wake()
+
+    def cut_off(self, call: Call) -> None:
+        """Free the slot of a call that the relay has taken away, and whose handler does not end."""
+        key = _key(call.batch)
+        self._cut.add(key)
+        self.calls.pop(key, None)
+        self._wake()
+
+    def _known(self) -> set[tuple[str, int]]:
+        results = [*self._ended.copy(), *self._sent, *self._held]
+        return {*self.calls.copy(), *(_key(batch) for batch, _ in results)}
+
+    def leased(self) -> set[tuple[str, int]] | None:
+        """The ids and tokens of the jobs that this dispatcher has; None if the answer to a claim was lost."""
+        return None if self._doubt is not None else self._known()
+
+
+def _key(batch: BatchState) -> tuple[str, int]:
+    job = batch.job
+    assert job.lease_token is not None
+    return str(job.id), job.lease_token

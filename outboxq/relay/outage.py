@@ -1,0 +1,86 @@
+"""Outages: a lost or refused connection, as a slot reports it, and the pauses before the next tries."""
+
+import asyncio
+import logging
+import random
+import time
+
+import psycopg
+from sqlalchemy.exc import SQLAlchemyError
+
+from outboxq.codec.text import name_and_line
+from outboxq.database.errors import (
+    INSUFFICIENT_PRIVILEGE,
+    NoConnection,
+    describe_error,
+    describe_refusal,
+    is_database_unavailable,
+    sqlstate_of,
+)
+from outboxq.events import DatabaseBack, DatabaseLost
+from outboxq.execution.errors import ConnectionLost
+from outboxq.relay.state import RelayState
+
+logger = logging.getLogger("outboxq.relay")
+
+_RECONNECT_FIRST_SECONDS = 0.1
+_RECONNECT_CAP_SECONDS = 10.0
+_MOST_DOUBLINGS = 10
+# The errors of a connection that is lost, or refuses a statement.
+CONNECTION_ERRORS = (psycopg.Error, SQLAlchemyError, ConnectionLost, NoConnection, OSError, asyncio.CancelledError)
+_NOT_ALLOWED = ": its role lacks rights, run what `outboxq roles --sql` prints"
+
+
+class Outage:
+    """The outages of one slot, one after the other.
+
+    Attributes:
+        since: The time (monotonic) since which the database is away; None while it is there.
+    """
+
+    def __init__(self, state: RelayState) -> None:
+        self.since: float | None = None
+        self._state = state
+        # How often the database was lost since something was committed.
+        self._losses = 0
+
+    def end(self) -> None:
+        """Record that something was committed."""
+        self._losses = 0
+
+    def connected(self) -> None:
+        """Record that there is a connection."""
+        self._state.login.succeeded()
+        if self.since is not None:
+            self._state.emit(DatabaseBack(time.monotonic() - self.since))
+            self.since = None
+
+    def lost(self, error: BaseException) -> float:
+        """Report a lost or refused connection, or an error of users' code on it; returns the seconds to the next try.
+
+        Raises:
+            LoginRefused: the database refuses the relay's login for too long.
+        """
+        self._state.login.failed(error)
+        longest = min(_RECONNECT_FIRST_SECONDS * 2.0**self._losses, _RECONNECT_CAP_SECONDS)
+        seconds = longest * random.uniform(0.5, 1.0)
+        self._losses = min(self._losses + 1, _MOST_DOUBLINGS)
+        if not isinstance(error, CONNECTION_ERRORS):
+            # A user's listener on the engine raised: the connection is closed, and its transaction rolled back.
+            logger.warning(
+                "code on the relay's connection raised an error, trying again: %s",
+                name_and_line(error),
+                extra={"retry_seconds": seconds},
+            )
+        elif is_database_unavailable(error):
+            self.since = self.since or time.monotonic()
+            self._state.emit(DatabaseLost(describe_error(error), seconds))
+        else:
+            advice = _NOT_ALLOWED if sqlstate_of(error) == INSUFFICIENT_PRIVILEGE else ""
+            logger.warning(
+                "the relay's statements fail, trying again: %s%s",
+                describe_refusal(error),
+                advice,
+                extra={"retry_seconds": seconds},
+            )
+        return seconds

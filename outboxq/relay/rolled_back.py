@@ -1,0 +1,82 @@
+"""Batches and claims that ended in an error: recovery on the connection on which the error came."""
+
+import logging
+from dataclasses import replace
+
+import psycopg
+from sqlalchemy import Connection
+from sqlalchemy.exc import SQLAlchemyError
+
+from outboxq.database.closing import give_up
+from outboxq.database.driver import is_lost
+from outboxq.database.errors import LOCK_NOT_AVAILABLE, describe_error, describe_refusal, sqlstate_of
+from outboxq.errors import LeaseLost
+from outboxq.events import BatchRolledBack
+from outboxq.execution.batch_state import BatchReport, BatchState, Ended
+from outboxq.execution.claim import Claimed, ClaimRequest
+from outboxq.execution.errors import ConnectionSpoiled, TransactionEscaped, WritesRefused
+from outboxq.execution.recovery import recover, recover_claim
+from outboxq.execution.runtime import Runtime
+from outboxq.execution.settle import JobRowHeld
+from outboxq.relay.planner import Planner
+from outboxq.relay.state import RelayState
+
+logger = logging.getLogger("outboxq.relay")
+
+
+def recover_here(
+    state: RelayState, connection: Connection, batch: BatchState, error: BaseException, runtime: Runtime, running: int
+) -> Ended:
+    """Find out the outcome of a batch that ended in `error`; raises `error` if this connection does not show it.
+
+    Args:
+        running: The number of jobs that were claimed with the batch, for the event.
+    """
+    if isinstance(error, TransactionEscaped | LeaseLost):
+        batch.owner.begin_recovery()
+        if isinstance(error, JobRowHeld):
+            state.lease.excuse(batch.job)
+        try:
+            ended = recover(connection, batch, error, runtime)
+        except (psycopg.Error, SQLAlchemyError) as refused:
+            # The recovery's own writes were refused: the job is charged, or put off, as for any database error.
+            error = refused
+        else:
+            if ended.report is None:
+                state.emit(BatchRolledBack(batch.queue, running, describe_error(error)))
+            return replace(ended, report=ended.report or BatchReport(0, ()))
+    elif not isinstance(error, psycopg.Error | SQLAlchemyError | WritesRefused):
+        if runtime.guard.left is None or not runtime.is_failure(error):
+            raise error
+        # A handler left the cause on the connection: a listener, or a type that it registered.
+        give_up(connection)
+        raise ConnectionSpoiled(runtime.describe(error, batch.job)) from error
+    if is_lost(connection) or batch.owner.is_seized:
+        raise error
+    state.emit(BatchRolledBack(batch.queue, running, describe_error(error)))
+    return recover(connection, batch, error, runtime)
+
+
+def recover_claim_here(
+    state: RelayState, planner: Planner, connection: Connection, request: ClaimRequest, error: BaseException
+) -> Ended | None:
+    """Find out the outcome of a claim that ended in `error`; raises `error` if the next one would, too.
+
+    None if the queue is left for a moment, and jobs are claimed from others.
+    """
+    if not isinstance(error, psycopg.Error | SQLAlchemyError) or is_lost(connection):
+        raise error
+    if request.script.lock and sqlstate_of(error) == LOCK_NOT_AVAILABLE:
+        # It gave up because another claim of the queue hangs.
+        planner.record_claim(Claimed(request, is_full=True), is_called=False)
+        return None
+    ended = recover_claim(connection, request, error, state.config.schema)
+    planner.record(request, ended)
+    if ended.report is not None:
+        return ended
+    if not request.sort.runs_by_itself:
+        raise error
+    # The suspect was not even claimed: ready jobs do not wait for it. The lease's next beat finds it again.
+    logger.warning("suspects of queue %r could not be claimed: %s", request.queue, describe_refusal(error))
+    planner.record_claim(Claimed(request), is_called=False)
+    return None

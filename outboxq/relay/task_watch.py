@@ -1,0 +1,92 @@
+"""The watch on a handler in a task of the event loop, from other threads: its stack, signs of life, its end."""
+
+import asyncio
+import contextlib
+import inspect
+import sys
+import threading
+from collections.abc import Callable
+from functools import partial
+from types import CoroutineType
+from typing import Any
+
+from outboxq.database.answers import inner_coroutine
+from outboxq.execution.failure import Frame, frames_of_stack
+from outboxq.execution.invoke import AsyncInvoker, Invoker
+from outboxq.handlers.call import HandlerCall
+
+
+class TaskWatch:
+    """Watches one task, and the task of the attempt that it waits for.
+
+    Args:
+        invoker: Returns the invoker that calls the handler, if any.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, invoker: Callable[[], Invoker | None]) -> None:
+        self.task: asyncio.Task[None] | None = None
+        self._loop = loop
+        self._loop_thread: int | None = None
+        self._invoker = invoker
+        self._answered = threading.Event()
+
+    def begin(self) -> None:
+        """Record the running task; called in it."""
+        self._loop_thread = threading.get_ident()
+        self.task = asyncio.current_task()
+
+    def abandon(self) -> None:
+        """Cancel the task."""
+        if self.task is not None:
+            call_soon(self._loop, self.task.cancel)
+
+    def ask(self) -> None:
+        """Request a sign of life from the event loop."""
+        self._answered.clear()
+        call_soon(self._loop, self._answered.set)
+
+    def cancel(self, call: HandlerCall) -> None:
+        """Cancel the handler of this call, together with the query that it awaits."""
+        invoker = self._invoker()
+        if isinstance(invoker, AsyncInvoker):
+            call_soon(self._loop, partial(invoker.cancel, call))
+
+    def is_held_up(self) -> bool:
+        """Return True if no sign of life came, and another handler has the loop."""
+        return not self._answered.is_set() and not self.is_running()
+
+    def _coroutines(self) -> "list[CoroutineType[Any, Any, object]]":
+        """The coroutines of the task, and of the task of the attempt that it waits for."""
+        invoker = self._invoker()
+        attempt = invoker.task if isinstance(invoker, AsyncInvoker) else None
+        found: list[object] = [task.get_coro() for task in (self.task, attempt) if task is not None]
+        return [coroutine for coroutine in found if inspect.iscoroutine(coroutine)]
+
+    def is_running(self) -> bool:
+        """Return True if the task has the event loop at this moment."""
+        return any(coroutine.cr_running for coroutine in self._coroutines())
+
+    def stack(self) -> list[Frame]:
+        """The call stack of the handler."""
+        if self.task is None or self.is_running():
+            return stack_of_thread(self._loop_thread)
+        stack: list[Frame] = []
+        for coroutine in self._coroutines():
+            awaited: object = coroutine
+            # The frame is read once: the loop, in another thread, may end the coroutine at any time.
+            while inspect.iscoroutine(awaited) and (frame := awaited.cr_frame) is not None:
+                stack.extend(frames_of_stack(frame))
+                awaited = inner_coroutine(awaited.cr_await)
+        return stack
+
+
+def stack_of_thread(thread: int | None) -> list[Frame]:
+    """The call stack of a thread; empty if it has ended."""
+    frame = None if thread is None else sys._current_frames().get(thread)  # noqa: SLF001  # documented in the library reference
+    return [] if frame is None else frames_of_stack(frame)
+
+
+def call_soon(loop: asyncio.AbstractEventLoop, callback: Callable[[], object]) -> None:
+    """Call `callback` in the event loop; a closed loop calls nothing."""
+    with contextlib.suppress(RuntimeError):
+        loop.call_soon_threadsafe(callback)

@@ -53,11 +53,14 @@ class HandlerSession(OutboxSession):
 
     Attributes:
         on_first_use: Called before it uses its connection; None if transaction and savepoint exist already.
+        engine: The engine of its connection, while it has none: then its `bind` is None, as what an engine executes would
+            be in no transaction of the job.
         watched: Entities whose rows are not locked, with the object that checks their changes before each flush.
         is_rolled_back: Its transaction was rolled back, and not just a savepoint.
     """
 
     on_first_use: Callable[[], None] | None = None
+    engine: Engine | None = None
     is_rolled_back = False
     watched: tuple[UnlockedChanges, Sequence[object]] | None = None
 
@@ -93,7 +96,7 @@ class HandlerSession(OutboxSession):
 
     def peek_bind(self, **kwargs: Any) -> Engine | Connection:
         """The engine or connection that the session would use; begins no savepoint."""
-        return super().get_bind(**kwargs)
+        return super().get_bind(**kwargs) if self.engine is None else self.engine
 
     def check(self) -> None:
         """Check that the handler did not roll the session's transaction back in any way.
@@ -215,11 +218,11 @@ class Invoker(Protocol):
         """Return a function that runs one attempt in its own context: the next job sees none of its variables."""
         ...
 
-    def open_session(self, bind: Connection | Engine) -> HandlerSession:
+    def open_session(self, lent: Connection | None) -> HandlerSession:
         """Open a session that joins the savepoint of a connection that is lent to the job.
 
         Args:
-            bind: The engine, if the connection is not known before `bind_session`.
+            lent: None if the connection is not known before `bind_session`.
         """
         ...
 
@@ -241,13 +244,13 @@ class SyncInvoker:
         """A function that runs one attempt in its own context."""
         return copy_context().run
 
-    def open_session(self, bind: Connection | Engine) -> HandlerSession:
+    def open_session(self, lent: Connection | None) -> HandlerSession:
         """A session joined by "rollback_only": the handler's commit() commits nothing, its rollback() is seen."""
-        return HandlerSession(bind=bind, **SESSION_OPTIONS)
+        return HandlerSession(bind=lent, **SESSION_OPTIONS)
 
     def bind_session(self, session: HandlerSession, lent: Connection) -> None:
         """Bind the session."""
-        session.bind = lent
+        session.bind, session.engine = lent, None
 
     def call(self, handler: AnyHandler, session: Callable[[], Session], run: Run, args: Args) -> object:
         """Run the handler to its end."""
@@ -286,21 +289,19 @@ class AsyncInvoker:
         finally:
             own.gr_context = before
 
-    def open_session(self, bind: Connection | Engine) -> HandlerSession:
+    def open_session(self, lent: Connection | None) -> HandlerSession:
         """A session joined by "rollback_only", with an async session around it for the handler."""
-        self._session = AsyncHandlerSession(bind=self._wrapped(bind), **SESSION_OPTIONS)
+        bind = None if lent is None else AsyncConnection(self._engine, lent)
+        self._session = AsyncHandlerSession(bind=bind, **SESSION_OPTIONS)
         session = self._session.sync_session
         assert isinstance(session, HandlerSession)
         return session
 
     def bind_session(self, session: HandlerSession, lent: Connection) -> None:
         """Bind the session, and the async one around it."""
-        session.bind = lent
+        session.bind, session.engine = lent, None
         if self._session is not None and self._session.sync_session is session:
-            self._session.bind = self._wrapped(lent)
-
-    def _wrapped(self, bind: Connection | Engine) -> AsyncConnection | AsyncEngine:
-        return AsyncConnection(self._engine, bind) if isinstance(bind, Connection) else self._engine
+            self._session.bind = AsyncConnection(self._engine, lent)
 
     def call(self, handler: AnyHandler, session: Callable[[], Session], run: Run, args: Args) -> object:
         """Await the handler to its end, in its own task: a later cancellation of that task hits nothing else."""

@@ -18,6 +18,7 @@ from outboxq.execution.commit import commit
 from outboxq.execution.invoke import IS_OVER, HandlerSession
 from outboxq.execution.run import attempt, run, settle_alone
 from outboxq.execution.runtime import Runtime
+from outboxq.execution.settle_many import settles_together
 from outboxq.handlers.call import HandlerCall
 from outboxq.handlers.handler import AnyHandler
 
@@ -67,12 +68,12 @@ class LeasedCall:
         batch = self.batch
         batch.running.begin()
         result = self._attempt()
-        if self.lent is None:
+        if self.lent is None and settles_together(batch, result):
             batch.running.end()
             # From here on the relay cannot take the job away.
             batch.owner.begin_commit()
             return result
-        connection, runtime = self.lent
+        connection, runtime = self.borrow()
         handlers = {batch.job.kind: self._handler}
         settle_alone(connection, batch, batch.job, runtime, result)
         ended = commit(connection, batch, runtime, None)
@@ -149,8 +150,8 @@ class _LeasedAttempt(Attempt):
         """Return the session, which has no connection before its first use."""
         if self.guard is not self._no_guard or self.made is not None or self._is_over:
             return super().session()
-        session = self.made = self._runtime.invoker.open_session(self._of.engine)
-        session.on_first_use = self.open
+        session = self.made = self._runtime.invoker.open_session(None)
+        session.on_first_use, session.engine = self.open, self._of.engine
         return session
 
     def _undo(self, result: AttemptResult, *, closed: bool) -> None:

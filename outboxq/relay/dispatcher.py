@@ -20,7 +20,16 @@ from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from outboxq.config import SlotGroup
-from outboxq.database.driver import Answer, Script, end_transaction, is_listened_to, is_lost, pause, run_script
+from outboxq.database.driver import (
+    NOT_PREPARED,
+    Answer,
+    Script,
+    end_transaction,
+    is_listened_to,
+    is_lost,
+    pause,
+    run_script,
+)
 from outboxq.database.errors import READ_ONLY, sqlstate_of
 from outboxq.events import JobsParked
 from outboxq.execution.aside import describe, say_of_job
@@ -518,7 +527,7 @@ class Dispatcher:
         held = self._cut | self._known()
         script = adopt(self.state.config.schema, self.state.lease.owner, request.queue)
         with connection.begin():
-            claimed = claim(connection, replace(request, script=script, limit=_ALL, cursor=None))
+            claimed = claim(connection, replace(request, script=script, limit=_ALL, cursor=None, prepared=NOT_PREPARED))
         jobs = tuple(job for job in claimed.jobs if (str(job.id), job.lease_token) not in held)
         if not self.state.stopping.is_set() and not self.is_abandoned:
             self._start(connection, replace(claimed, jobs=jobs), runtime)

@@ -50,7 +50,6 @@ from outboxq.database import sql_text
 from outboxq.postgres import Database
 from outboxq.relay.limits import RelayLimits
 from tests.support.app import Account, Effect
-from tests.support.limits import GROWING, with_limits
 from tests.support.matrices import diagonal
 
 BOTH_FLAVOURS = pytest.mark.parametrize("flavour", ["sync", "async"])
@@ -292,7 +291,6 @@ def other_role(engine: Engine) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("other_role")
-@pytest.mark.relay_limits(RelayLimits(lease_mode=GROWING))
 @diagonal(
     BOTH_FLAVOURS,
     pytest.mark.parametrize(

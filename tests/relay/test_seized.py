@@ -34,7 +34,7 @@ def test_no_other_job_of_a_batch_begins_once_the_batch_was_taken_away(
         session.add_jobs(act.job(number=number) for number in (1, 2, 3))
     state = relay_state(engine, ("ledger",), batch_size=10)
     state.registry = jobs.resolve()
-    slot = Slot(state, "sync", ("ledger",), lambda: None)
+    slot = Slot(state, "sync", ("ledger",), (), lambda: None)
     with engine.connect() as connection, pytest.raises(Abandoned):
         slot.work_all(slot_connection_on(connection))
     state.effect_runners.dispose(lambda _: None)

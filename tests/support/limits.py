@@ -1,7 +1,6 @@
 """Relays with other limits than the ones that users get."""
 
 from outboxq import Relay
-from outboxq.execution.lease_mode import LeaseModeLimits
 from outboxq.relay.limits import RelayLimits
 
 LONG_SECONDS = 3600.0
@@ -10,10 +9,6 @@ LONG_SECONDS = 3600.0
 FOLLOW_ON = RelayLimits(follow_least_seconds=LONG_SECONDS, follow_most_seconds=LONG_SECONDS)
 # A slot's turns are over at once: all sorts of jobs are looked for after each batch.
 FOLLOW_NEVER = RelayLimits(follow_most_seconds=-1.0)
-# Claims of lease mode grow, however slow their handlers are;
-GROWING = LeaseModeLimits(aim_seconds=LONG_SECONDS)
-# nor are they released.
-HELD = LeaseModeLimits(aim_seconds=LONG_SECONDS, held_seconds=LONG_SECONDS)
 
 
 def with_limits(relay: Relay, limits: RelayLimits) -> Relay:

@@ -76,7 +76,7 @@ def make_lease(
 
 def make_slot(state: RelayState) -> Slot:
     """A slot for the queues of this state, whose wake-up calls nothing."""
-    return Slot(state, "sync", state.poller.queues, lambda: None)
+    return Slot(state, "sync", state.poller.queues, (), lambda: None)
 
 
 def claim_ready(connection: Connection, queue: str, limit: int, epoch: str = "") -> Claimed:

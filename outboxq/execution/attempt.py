@@ -322,7 +322,7 @@ class Attempt:
 
     def _arguments(self) -> dict[str, object]:
         """Decode the job's arguments, and load its entities."""
-        signature = self._handler.signature()
+        signature = self._runtime.registry.signatures[self._job.kind]
         arguments = signature.decode(self._job.args)
         if not signature.takes_entities:
             return arguments

@@ -335,6 +335,7 @@ class Jobs(Retained, Scheduled, Limited, KeepsDead):
         check_windows(self._windows.values(), horizons)
         return Registry(
             MappingProxyType(dict(self._handlers)),
+            MappingProxyType({name: handler.signature() for name, handler in self._handlers.items()}),
             MappingProxyType({queue: handler.flavour for queue, handler in firsts.items()}),
             MappingProxyType({queue: handler.claim for queue, handler in firsts.items()}),
             self.lifespan,

@@ -7,6 +7,7 @@ from datetime import timedelta
 from typing import TypeAlias
 
 from outboxq.admin.schedules import NewSchedule
+from outboxq.codec.parameters import Signature
 from outboxq.errors import UnknownKind
 from outboxq.handlers.around import Arounds
 from outboxq.handlers.handler import AnyHandler, BatchHandler, Flavour
@@ -25,6 +26,7 @@ class Registry:
     """A checked registry: handlers by kind and alias, the flavour and the claim mode of each queue, declared scopes.
 
     Attributes:
+        signatures: The rules for the arguments of each kind and alias.
         arounds: Those of each kind and alias whose handler has some.
         limits: Those of each queue that has some.
         keep_dead: The time for which each queue keeps its dead letters, if not for ever.
@@ -32,6 +34,7 @@ class Registry:
     """
 
     handlers: Mapping[str, AnyHandler]
+    signatures: Mapping[str, Signature]
     flavours: Mapping[str, Flavour]
     claims: Mapping[str, ClaimMode]
     lifespan: Lifespan | None

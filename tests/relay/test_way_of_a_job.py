@@ -16,11 +16,11 @@ from tests.tools.house import core_figures
 # With Python 3.11, which calls comprehensions as functions.
 WAY_BOUNDS = {
     "producer": Way(55, 46, 10),
-    "plain job, transaction mode": Way(100, 88, 23),
-    "plain job, lease mode": Way(151, 115, 29),
-    "retry": Way(208, 168, 31),
-    "dead letter": Way(204, 164, 30),
-    "grouped job": Way(108, 91, 25),
+    "plain job, transaction mode": Way(99, 87, 22),
+    "plain job, lease mode": Way(150, 114, 28),
+    "retry": Way(207, 167, 30),
+    "dead letter": Way(203, 163, 29),
+    "grouped job": Way(107, 90, 24),
 }
 # Listeners that other tests have left in this process may cost a call.
 _ROOM = Way(5, 3, 1)

@@ -23,12 +23,14 @@ from outboxq.error_record import ErrorRecord, read_attempts
 from outboxq.errors import EntityGone, PayloadError, PermanentError
 from outboxq.execution.failure import (
     KEPT_ERRORS,
+    MOST_VALUES,
+    READ_CHARACTERS,
+    Redactor,
     describe_failure,
     describe_reason,
     frames_of,
     kept_errors,
 )
-from outboxq.execution.redaction import MOST_VALUES, READ_CHARACTERS, Redactor
 from outboxq.job import Job
 from tests.support.growth import LINEAR, growth
 

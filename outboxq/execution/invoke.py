@@ -29,7 +29,7 @@ from outboxq.execution.surround import Surrounded, await_within, call_within
 from outboxq.forks import await_here, call_here
 from outboxq.handlers.call import HandlerCall
 from outboxq.handlers.context import NO_STATE, AsyncContext, Context, JobContext
-from outboxq.handlers.deferred import Write, defer, send_at_commit
+from outboxq.handlers.deferred import DEFERRED, Write, defer, send_at_commit, send_deferred
 from outboxq.handlers.handler import AnyHandler, Flavour
 from outboxq.handlers.unlocked import UnlockedChanges
 from outboxq.job import Job
@@ -113,7 +113,13 @@ def _note_rollback(session: HandlerSession, ended: SessionTransaction) -> None:
         session.is_rolled_back = True
 
 
-send_at_commit(HandlerSession)
+def _send_deferred(session: HandlerSession) -> None:
+    # Most handlers defer nothing.
+    if DEFERRED in vars(session):
+        send_deferred(session)
+
+
+send_at_commit(HandlerSession, _send_deferred)
 # A session that has not used its connection has no savepoint there that would show its rollback.
 event.listen(HandlerSession, "after_soft_rollback", _note_rollback)
 

@@ -1,8 +1,8 @@
 """Deferred writes: Core statements of a handler that are sent after its flush and before COMMIT."""
 
 import logging
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from datetime import date, datetime, time, timedelta
 from decimal import Decimal
 from enum import Enum
@@ -24,10 +24,10 @@ from outboxq.names import with_article
 
 logger = logging.getLogger("outboxq.relay")
 
-# Attributes of a session, and not keys of its `info`, which belongs to users and may be cleared.
-_WAITING = "_outboxq_deferred"
-_FAILED = "_outboxq_deferred_failed"
-# An attribute of a session, or of a class of sessions.
+# An attribute of a session, if it has deferred writes, and not a key of its `info`, which belongs to users and may be
+# cleared.
+DEFERRED = "_outboxq_deferred"
+# An attribute of a session, or of a class of sessions, that listens for COMMIT.
 _IS_SENT_AT_COMMIT = "_outboxq_deferred_is_sent"
 _CONSTANT = PLAIN | {Decimal, UUID, date, time, datetime, timedelta}
 _WRITING_VERBS = frozenset(("INSERT", "UPDATE", "DELETE", "MERGE", "WITH"))
@@ -39,6 +39,14 @@ class Write:
 
     statement: Statement
     parameters: dict[str, object]
+
+
+@dataclass(slots=True)
+class _Deferred:
+    """The writes that wait in a session; `has_failed`: others could not be sent at an earlier commit()."""
+
+    writes: list[Write] = field(default_factory=list)
+    has_failed: bool = False
 
 
 def is_constant(value: object) -> bool:
@@ -92,24 +100,28 @@ def checked_write(statement: object, parameters: object) -> Write:
 
 def defer(session: Session, *writes: Write) -> None:
     """Keep writes until the session's transaction is about to be committed."""
-    vars(session).setdefault(_WAITING, []).extend(writes)
+    vars(session).setdefault(DEFERRED, _Deferred()).writes.extend(writes)
     if not getattr(session, _IS_SENT_AT_COMMIT, False):
-        send_at_commit(session)
+        send_at_commit(session, send_deferred)
 
 
-def send_at_commit(sessions: Session | type[Session]) -> None:
+def send_at_commit(sessions: Session | type[Session], before_commit: Callable[[Any], None]) -> None:
     """Send the deferred writes of a session, or of the sessions of a class, before each COMMIT.
 
     A class whose sessions often defer needs this once: listening to each session costs more than its writes.
+
+    Args:
+        before_commit: Calls `send_deferred` for a session that has `DEFERRED`.
     """
-    event.listen(sessions, "before_commit", _before_commit)
+    event.listen(sessions, "before_commit", before_commit)
     event.listen(sessions, "after_soft_rollback", _after_rollback)
     setattr(sessions, _IS_SENT_AT_COMMIT, True)
 
 
 def may_all_wait(session: Session) -> bool:
     """Return True if all writes deferred in this session may wait, and none failed."""
-    return _FAILED not in vars(session) and all(map(may_wait, vars(session).get(_WAITING, ())))
+    deferred: _Deferred | None = vars(session).get(DEFERRED)
+    return deferred is None or (not deferred.has_failed and all(map(may_wait, deferred.writes)))
 
 
 def take_writes(session: Session) -> list[Write]:
@@ -118,24 +130,28 @@ def take_writes(session: Session) -> list[Write]:
     Raises:
         DeferError: some of them could not be sent at an earlier commit().
     """
-    if vars(session).get(_FAILED):
+    deferred: _Deferred | None = vars(session).get(DEFERRED)
+    if deferred is None:
+        return []
+    if deferred.has_failed:
         raise DeferError(
             "what ctx.defer had kept could not be sent at a commit(), and the handler went on: let it raise"
         )
-    writes: list[Write] = vars(session).pop(_WAITING, [])
+    writes, deferred.writes = deferred.writes, []
     return writes
 
 
-def _before_commit(session: Session) -> None:
-    # A savepoint that is released may lie in another one that will be undone.
-    if session.in_nested_transaction() or not (_WAITING in vars(session) or _FAILED in vars(session)):
+def send_deferred(session: Session) -> None:
+    """Send the deferred writes of a session after a flush; none if a savepoint is released, which may be undone."""
+    deferred: _Deferred | None = vars(session).get(DEFERRED)
+    if deferred is None or not (deferred.writes or deferred.has_failed) or session.in_nested_transaction():
         return
     session.flush()
     writes = take_writes(session)
     # Stays set if sending fails: a handler that commits may swallow the error.
-    vars(session)[_FAILED] = True
+    deferred.has_failed = True
     _send(session.connection(), writes)
-    del vars(session)[_FAILED]
+    deferred.has_failed = False
 
 
 def _send(connection: Connection, writes: list[Write]) -> None:
@@ -148,8 +164,9 @@ def _send(connection: Connection, writes: list[Write]) -> None:
 
 def _after_rollback(session: Session, previous: SessionTransaction) -> None:
     # A test's own session goes on after a rollback; a handler that rolls its session back has failed in any case.
-    if not previous.nested:
-        vars(session).pop(_FAILED, None)
+    deferred: _Deferred | None = vars(session).get(DEFERRED)
+    if deferred is not None and not previous.nested:
+        deferred.has_failed = False
 
 
 # Cached, because the same statement object comes again and again.

@@ -173,6 +173,32 @@ class PreparedStatements:
 NOT_PREPARED = PreparedStatements(prepares=False)
 
 
+@dataclass(frozen=True, slots=True)
+class ServerSession:
+    """The session of a connection, as far as claims and commits depend on it.
+
+    Args:
+        epoch: The run of its server.
+        has_citus: True if its database has Citus.
+        claims: The claims that it has prepared.
+        finished_rows: Its prepared INSERT of finished rows.
+    """
+
+    epoch: str = ""
+    has_citus: bool = False
+    claims: PreparedStatements = NOT_PREPARED
+    finished_rows: PreparedStatements = NOT_PREPARED
+
+    def roll_back(self, connection: Connection) -> None:
+        """Roll back by a statement: after its own rollback the driver drops all prepared statements."""
+        if self.claims is not NOT_PREPARED and not is_lost(connection):
+            run_script(connection, "ROLLBACK")
+
+
+# For claims that know nothing of their connection: they are sent as plain text.
+ANY_SESSION = ServerSession()
+
+
 def dbapi_connection(connection: Connection) -> Any:
     """The connection that SQLAlchemy works with: psycopg's, or its adapter of an async one."""
     # Not by the property `connection`: a relay's connection records each time that the driver's is taken by that.

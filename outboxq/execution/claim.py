@@ -16,7 +16,7 @@ from uuid import UUID
 from sqlalchemy import Connection
 
 from outboxq.clock import DatabaseClock
-from outboxq.database.driver import NOT_PREPARED, Answer, PreparedStatements, Script, is_lost, run_script
+from outboxq.database.driver import ANY_SESSION, Answer, Script, ServerSession, run_script
 from outboxq.job import EXTRAS, NO_EXTRAS, Job, extras_of
 from outboxq.statements.claim import ANCHOR, RETURNED, Sort, claim_by_id
 from outboxq.statements.group_claim import AnyScript, Look
@@ -82,8 +82,7 @@ class ClaimRequest:
         sort: The sort of jobs that `script` claims; `alike` are the claims that take jobs of the queue in the same way.
         timeout_seconds: The longest deadline of the queue's handlers. It does not hold for the claim itself, which
             may have far to walk and would never succeed. None for the settings of the role and the database.
-        prepared: The connection's prepared claims.
-        epoch: The run of the server that knows the jobs' transaction.
+        session: The session that claims, and knows the jobs' transaction.
         clock: The clock of the jobs' `claimed_at`.
         asked_at: When the claim was requested (monotonic).
     """
@@ -95,8 +94,7 @@ class ClaimRequest:
     sort: Sort = Sort.READY
     alike: tuple[AnyScript, ...] = ()
     timeout_seconds: float | None = None
-    prepared: PreparedStatements = NOT_PREPARED
-    epoch: str = ""
+    session: ServerSession = ANY_SESSION
     clock: DatabaseClock = field(default_factory=DatabaseClock)
     asked_at: float = field(default_factory=time.monotonic)
     savepoint: str = field(default_factory=lambda: f"oq_{secrets.token_hex(8)}")
@@ -107,9 +105,9 @@ class ClaimRequest:
         Args:
             begins: Begin the transaction: the claim follows a COMMIT.
         """
-        claim, prepared, parts = self.script, self.prepared, script.parts
+        claim, parts = self.script, script.parts
         parts += _BEGIN if begins else _BEGUN
-        parts += claim.parts(self.limit, self.cursor, None if prepared.is_plain else prepared.names)
+        parts += claim.parts(self.limit, self.cursor, self.session)
         if claim.leased:
             parts.append(("claim", "COMMIT"))
         else:
@@ -122,8 +120,7 @@ class ClaimRequest:
 
     def failed(self, error: BaseException) -> bool:
         """Return True if the claim failed for how it was sent, so that another try may succeed in a new transaction."""
-        name = self.script.name
-        return bool(name) and self.prepared.failed(error, name)
+        return self.script.failed(error, self.session)
 
     def read(self, answer: Answer) -> Claimed:
         """Read the claimed jobs from the answer to a script with the claim's statements.
@@ -133,10 +130,7 @@ class ClaimRequest:
         """
         if answer.error is not None:
             raise answer.error
-        name, look = self.script.name, self.script.look(answer.rows)
-        if name:
-            self.prepared.succeeded(name)
-        rows = answer.rows["claim"]
+        look, rows = self.script.look(answer.rows, self.session), answer.rows["claim"]
         moved = cast("int", rows[0][0]) if rows else 0
         if moved < 0 or (look is not None and not look.has_room):
             return Claimed(self, is_full=True)
@@ -176,9 +170,8 @@ def claim(connection: Connection, request: ClaimRequest) -> Claimed:
     script = Script()
     request.add_to(script)
     answer = script.send(connection)
-    if answer.error is not None and request.prepared is not NOT_PREPARED and not is_lost(connection):
-        # As a statement: after its own rollback the driver drops all prepared statements.
-        run_script(connection, "ROLLBACK")
+    if answer.error is not None:
+        request.session.roll_back(connection)
     return request.read(answer)
 
 

@@ -18,7 +18,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from outboxq.codec.text import name_and_line
 from outboxq.database.closing import give_up
-from outboxq.database.driver import NOT_PREPARED, PreparedStatements, driver_connection
+from outboxq.database.driver import PreparedStatements, ServerSession, driver_connection
 from outboxq.database.errors import opening
 from outboxq.database.guard import Guard
 from outboxq.emitter import HOOKS_OPTION
@@ -35,21 +35,12 @@ WARM_CONNECTIONS = 2
 
 @dataclass(slots=True, eq=False)
 class SlotConnection:
-    """A connection that is set up for claiming, and its facts.
-
-    Args:
-        epoch: The run of its server.
-        has_citus: True if its database has Citus.
-    """
+    """A connection that is set up for claiming."""
 
     connection: Connection
     invoker: Invoker
     guard: Guard
-    epoch: str
-    has_citus: bool
-    # The claims, and the INSERT of finished rows.
-    prepared: PreparedStatements
-    prepared_rows: PreparedStatements
+    session: ServerSession
     used_at: float = field(default_factory=time.monotonic)
 
 
@@ -58,9 +49,8 @@ def make_slot_connection(connection: Connection, invoker: Invoker) -> SlotConnec
     with connection.begin():
         run = server_run(connection)
     prepares = driver_connection(connection).prepare_threshold is not None
-    guard = Guard(connection)
-    prepared = (PreparedStatements(), PreparedStatements()) if prepares else (NOT_PREPARED, NOT_PREPARED)
-    return SlotConnection(connection, invoker, guard, *run, *prepared)
+    prepared = (PreparedStatements(), PreparedStatements()) if prepares else ()
+    return SlotConnection(connection, invoker, Guard(connection), ServerSession(*run, *prepared))
 
 
 @dataclass(eq=False)

@@ -8,7 +8,7 @@ import time
 from collections.abc import Generator, Iterator
 from typing import TypeAlias
 
-from outboxq.database.driver import NOT_PREPARED
+from outboxq.database.driver import ANY_SESSION
 from outboxq.execution.batch_state import BatchState, Ended
 from outboxq.execution.claim import Claimed, ClaimRequest
 from outboxq.relay.admission import Query, SlotAdmission
@@ -189,8 +189,7 @@ class Planner:
             sort,
             claims.alike[sort],
             claims.timeout_seconds,
-            NOT_PREPARED if connected is None else connected.prepared,
-            "" if connected is None else connected.epoch,
+            ANY_SESSION if connected is None else connected.session,
             state.clock,
         )
 

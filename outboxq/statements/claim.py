@@ -4,7 +4,7 @@ There is one statement for each sort of jobs, mode and kind of limit. Parsing an
 it, so a slot prepares it on its connection and executes it by name; else it is sent as text.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from functools import lru_cache
@@ -13,6 +13,7 @@ from uuid import UUID
 
 from psycopg import sql
 
+from outboxq.database.driver import ServerSession
 from outboxq.statements import by_index
 from outboxq.statements.limit import lock_claims, room
 from outboxq.statements.numbers import next_token, one_more, one_more_attempt
@@ -185,22 +186,28 @@ class ClaimScript:
         claim = _filled(self.texts.claim, self._arguments(limit, cursor))
         return [*self.lock, ("claim", claim)]
 
-    def parts(self, limit: int, cursor: Cursor | None, prepared: Collection[str] | None) -> list[tuple[str, str]]:
+    def parts(self, limit: int, cursor: Cursor | None, session: ServerSession) -> list[tuple[str, str]]:
         """Statements that send the claim: its text, or its execution by name, which always walks its index.
 
         From then on in the transaction the planner has the settings of role and database, and no SET of the session's.
 
         Args:
-            prepared: The names that the connection has prepared; None to send text.
+            session: The session that executes it, which may have prepared it.
         """
-        if prepared is None:
+        if session.claims.is_plain:
             return self.statements(limit, cursor)
-        preparing = [] if self.name in prepared else [("settings", self.texts.definition)]
+        preparing = [] if self.name in session.claims.names else [("settings", self.texts.definition)]
         claim = f"EXECUTE {self.name}({', '.join(self._arguments(limit, cursor))})"
         return [*preparing, *self.lock, *_PLANNED_ONCE, ("claim", claim), *_AS_BEFORE]
 
-    def look(self, _: Mapping[str, object]) -> None:
-        """The report of the claim besides the jobs that it took: none."""
+    def look(self, _: Mapping[str, object], session: ServerSession) -> None:
+        """Record that a session has executed the claim, which reports nothing but the jobs that it took."""
+        if self.name:
+            session.claims.succeeded(self.name)
+
+    def failed(self, error: BaseException, session: ServerSession) -> bool:
+        """Return True if the claim failed because the session had prepared it, or had not: it is worth another try."""
+        return bool(self.name) and session.claims.failed(error, self.name)
 
     def one(self, job_id: UUID) -> str:
         """Claim one job by its id, to test and not to run it, also if the queue is at its limit.

@@ -22,6 +22,7 @@ from uuid import UUID
 
 from psycopg import sql
 
+from outboxq.database.driver import ServerSession
 from outboxq.statements import claim
 from outboxq.statements.added import headers_with_order
 from outboxq.statements.limit import lock_claims, room
@@ -253,11 +254,15 @@ class GroupScript:
         pick = (texts.clearing if clears else texts.claim).replace(_LIMIT, number)
         return [*texts.limited, *claim.BY_INDEX, ("groups", lock), ("claim", pick), *claim.AS_EVERYWHERE]
 
-    def look(self, rows: Mapping[str, Sequence[tuple[Any, ...]]]) -> Look:
+    def look(self, rows: Mapping[str, Sequence[tuple[Any, ...]]], _: ServerSession) -> Look:
         """The groups that the first of its statements reports."""
         groups, seen, last, is_back_due, has_room = rows["groups"][0]
         taken = [str(key) for key, _ in json.loads(groups)] if has_room else []
         return Look(tuple(taken), seen, last, bool(is_back_due), bool(has_room))
+
+    def failed(self, _error: BaseException, _: ServerSession) -> bool:
+        """Return True if it failed for how it was sent: never, as it is always sent as text."""
+        return False
 
     def one(self, job_id: UUID) -> str:
         """Take one job the same way, without regard to its group, to check if its row can be taken at all."""

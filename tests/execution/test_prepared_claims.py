@@ -10,7 +10,7 @@ from sqlalchemy import Connection, Engine, create_engine, event, text
 from sqlalchemy.orm import sessionmaker
 
 from outboxq import Context, Jobs, OutboxSession, Relay, RelayConfig, SlotGroup
-from outboxq.database.driver import PreparedStatements, Script, run_script
+from outboxq.database.driver import PreparedStatements, Script, ServerSession, run_script
 from outboxq.execution.claim import ClaimRequest, claim
 from outboxq.postgres import Database
 from outboxq.statements.claim import ClaimScript, ClaimStatements, Cursor
@@ -119,7 +119,9 @@ def test_a_claim_that_was_prepared_for_an_empty_table_walks_its_index_in_a_large
 
 
 def execution(script: ClaimScript, limit: int, cursor: Cursor | None = None) -> list[str]:
-    return [statement for _, statement in script.parts(limit, cursor, {script.name})]
+    session = ServerSession(claims=PreparedStatements())
+    session.claims.succeeded(script.name)
+    return [statement for _, statement in script.parts(limit, cursor, session)]
 
 
 def explained(connection: Connection, *execution: str) -> list[dict[str, object]]:
@@ -268,20 +270,20 @@ def test_a_table_that_changes_below_a_prepared_claim_stops_nothing(
     """An upgrade beside running relays: PostgreSQL refuses a plan whose columns have other types by now."""
     jobs = recording(lambda _ctx, _name: None)
     names = enqueue(sessions, jobs)
-    prepared, script = PreparedStatements(), ClaimStatements("outboxq", "ledger").ready
+    session, script = ServerSession(claims=PreparedStatements()), ClaimStatements("outboxq", "ledger").ready
     with engine.connect() as connection:
         with connection.begin() as transaction:
-            request = ClaimRequest(script, 1, prepared=prepared)
+            request = ClaimRequest(script, 1, session=session)
             assert claim(connection, request).jobs
             transaction.rollback()
         with engine.begin() as other:
             other.execute(text("ALTER TABLE outboxq.job ALTER COLUMN max_attempts TYPE bigint"))
-        request = ClaimRequest(script, 1, prepared=prepared)
+        request = ClaimRequest(script, 1, session=session)
         with pytest.raises(Exception, match="cached plan") as caught, connection.begin():
             claim(connection, request)
         assert request.failed(caught.value)
         with connection.begin() as transaction:
-            assert claim(connection, ClaimRequest(script, 1, prepared=prepared)).jobs
+            assert claim(connection, ClaimRequest(script, 1, session=session)).jobs
             transaction.rollback()
     drain(outboxq_database.url, jobs, 1)
     assert ledger(engine) == Counter(names)
@@ -312,7 +314,7 @@ def test_a_backend_keeps_as_many_claims_for_a_hundred_queues_as_for_one(
 @pytest.mark.parametrize("mode", ["transaction", "lease"])
 def test_a_connection_prepares_six_claims_at_most(engine: Engine, mode: str) -> None:
     """One for each sort with a limit of the queue and one without, shared by all queues, batch sizes and starts."""
-    prepared, is_leasing = PreparedStatements(), mode == "lease"
+    session, is_leasing = ServerSession(claims=PreparedStatements()), mode == "lease"
     sorts = ("lease_ready", "lease_due", "lease_suspect") if is_leasing else ("ready", "due", "lease_suspect")
     with engine.connect() as connection:
         for number, most in enumerate((None, 1, 2, None)):
@@ -320,5 +322,5 @@ def test_a_connection_prepares_six_claims_at_most(engine: Engine, mode: str) -> 
             for sort in sorts:
                 for limit, cursor in ((1, None), (7, None), (7, CURSOR)):
                     with connection.begin():
-                        claim(connection, ClaimRequest(getattr(claims, sort), limit, cursor, prepared=prepared))
+                        claim(connection, ClaimRequest(getattr(claims, sort), limit, cursor, session=session))
         assert prepared_here(connection) == 6

@@ -850,8 +850,8 @@ MUTANTS = (
     Mutant(
         "the check which run of the server knows a transaction",
         "outboxq/execution/find_outcome.py",
-        "_server_epoch(connection) != batch.claimed.request.epoch:",
-        "batch.claimed.request.epoch is None:",
+        "_server_epoch(connection) != batch.claimed.request.session.epoch:",
+        "batch.claimed.request.session.epoch is None:",
         (
             "tests/faults/test_torture.py",
             "tests/faults/test_unknown_commit.py",

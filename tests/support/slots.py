@@ -7,7 +7,7 @@ from uuid import UUID, uuid4
 from sqlalchemy import Connection, Engine
 
 from outboxq import RelayConfig
-from outboxq.database.driver import DriverConnection
+from outboxq.database.driver import DriverConnection, ServerSession
 from outboxq.database.engines import Engines
 from outboxq.emitter import Emitter
 from outboxq.events import JobCrashed
@@ -81,7 +81,10 @@ def make_slot(state: RelayState) -> Slot:
 
 def claim_ready(connection: Connection, queue: str, limit: int, epoch: str = "") -> Claimed:
     """Claim ready jobs of a queue in the connection's transaction."""
-    return claim(connection, ClaimRequest(ClaimStatements("outboxq", queue).ready, limit, queue=queue, epoch=epoch))
+    return claim(
+        connection,
+        ClaimRequest(ClaimStatements("outboxq", queue).ready, limit, queue=queue, session=ServerSession(epoch)),
+    )
 
 
 def claim_batch(connection: Connection, queue: str, limit: int, *, epoch: str) -> BatchState:

@@ -17,6 +17,7 @@ from sqlalchemy import ClauseElement, Executable, Select, TextClause, true
 from sqlalchemy.dialects.postgresql import psycopg
 
 from outboxq import statements
+from outboxq.database.driver import PreparedStatements, ServerSession
 from outboxq.job import Job
 from outboxq.new_job import JobEnvelope, JobKeys, NewJob, UniqueAnswer, UniqueJob, UniqueKey
 from outboxq.statements.aside import WAITS
@@ -305,7 +306,7 @@ def _of_script(script: ClaimScript) -> Iterator[str]:
     cursor = Cursor(0, 7) if script.is_keyed else None
     yield from (script.text(5), script.text(5, cursor), _text(script.clearing(5)))
     if script.texts.definition:
-        yield _text(script.parts(5, cursor, ()))
+        yield _text(script.parts(5, cursor, ServerSession(claims=PreparedStatements())))
 
 
 def _text(parts: Iterable[tuple[str, str]]) -> str:

@@ -13,7 +13,7 @@ import psycopg
 from sqlalchemy import Connection
 
 from outboxq.database.errors import READ_ONLY
-from outboxq.events import Event, JobEvent, JobsParked, JobsSuspected
+from outboxq.events import Event, JobEvent, JobsParked
 from outboxq.execution.claim import Claimed, ClaimTransaction, begin_transaction
 from outboxq.execution.errors import Abandoned, WritesRefused
 from outboxq.execution.failure import Failed
@@ -240,10 +240,7 @@ class BatchState:
     @classmethod
     def of(cls, claimed: Claimed) -> "BatchState":
         """Make the state of jobs that were just claimed in transaction mode."""
-        batch = cls(claimed, claimed.jobs, claimed.transaction, running=Running(claimed.request.timeout_seconds))
-        if claimed.moved:
-            batch.of_claim.append(JobsSuspected(batch.queue, claimed.moved))
-        return batch
+        return cls(claimed, claimed.jobs, claimed.transaction, running=Running(claimed.request.timeout_seconds))
 
     @property
     def queue(self) -> str:

@@ -13,7 +13,7 @@ from psycopg.pq import TransactionStatus
 from sqlalchemy import Connection
 
 from outboxq.database.driver import run_outside_transaction, run_script
-from outboxq.events import Event
+from outboxq.events import Event, JobsSuspected
 from outboxq.execution.batch_state import BatchState
 from outboxq.execution.callback_batches import FinishBatches, batch_ids
 from outboxq.execution.coalesce import coalesce
@@ -27,8 +27,10 @@ from outboxq.statements.transaction import clock_seconds
 
 
 def decide(connection: Connection, batch: BatchState, runtime: Runtime) -> Handlers:
-    """Fill `batch.decided`, once for a claim; return the handlers, by kind."""
-    extras = batch.claimed.extras
+    """Fill `batch.decided`, once for a claim, and the events of the claim; return the handlers, by kind."""
+    claimed, extras = batch.claimed, batch.claimed.extras
+    if claimed.moved:
+        batch.of_claim.append(JobsSuspected(batch.queue, claimed.moved))
     if "unique_key" in extras and runtime.coalesces:
         coalesce(connection, batch, runtime.schema)
     # A run takes over the expiry of the newest job of its key.

@@ -27,7 +27,6 @@ from outboxq.database.driver import (
     end_transaction,
     is_listened_to,
     is_lost,
-    pause,
     run_script,
 )
 from outboxq.database.errors import READ_ONLY, sqlstate_of
@@ -330,15 +329,6 @@ class Dispatcher:
         """Give up the turn to run suspects."""
         self._turn_until = None
         self.state.quarantine.end_turn(self)
-
-    def _has_drained(self, connection: Connection) -> bool:
-        """Return True if nothing waits at all; wait a moment if a queue is held, or for the lease."""
-        if self._last_suspects.remain(connection) is not False:
-            return False
-        held_seconds = self.state.poller.held_seconds(self.queues)
-        if held_seconds is not None:
-            pause(connection, held_seconds)
-        return held_seconds is None
 
     def _has_results(self) -> bool:
         return bool(self._ended) or (bool(self._held) and time.monotonic() >= self._held_until)

@@ -8,11 +8,10 @@ import time
 from collections.abc import Generator, Iterator
 from typing import TypeAlias
 
-from outboxq.database.driver import ANY_SESSION
+from outboxq.database.driver import ANY_SESSION, ServerSession
 from outboxq.execution.batch_state import BatchState, Ended
 from outboxq.execution.claim import Claimed, ClaimRequest
 from outboxq.relay.admission import Query, SlotAdmission
-from outboxq.relay.connections import SlotConnection
 from outboxq.relay.poller import SORTS, Order
 from outboxq.relay.queue_claims import QueueClaims, cursors_of
 from outboxq.relay.state import RelayState
@@ -39,7 +38,7 @@ class Planner:
         self._claims = QueueClaims(state.config, state.registry, state.lease, state.flow)
         self._admission = SlotAdmission(state.admission)
         self._cursors = {name: cursors_of(name, state.config.schema, state.sweeps, state.poller) for name in queues}
-        self._connected: SlotConnection | None = None
+        self._session = ANY_SESSION
         # At random, so that slots and processes begin with different queues.
         self._last = random.choice(queues)
         self._last_claimed: Claimed | None = None
@@ -66,7 +65,7 @@ class Planner:
         self._counts_due_at = 0.0
 
     def first(
-        self, connected: SlotConnection, most: int | None = None, *, suspects: bool = False
+        self, session: ServerSession, most: int | None = None, *, suspects: bool = False
     ) -> Generator[Asked, None, None]:
         """Make a round of the slot's queues: yields what to send, one after the other, until a claim takes jobs.
 
@@ -76,7 +75,7 @@ class Planner:
             most: The number of free slots, for a dispatcher's claims under the lease; None for a single slot.
             suspects: Claim suspects only.
         """
-        self._connected = connected
+        self._session = session
         if most is not None:
             self._most = most
             yield from self._suspects() if suspects else self._follow()
@@ -174,7 +173,7 @@ class Planner:
     def _ask(self, name: str, sort: Sort) -> ClaimRequest | None:
         """The claim of a sort of jobs; None if none may begin now."""
         claims, state = self._claims.of(name), self._state
-        script, connected = claims.scripts[sort], self._connected
+        script = claims.scripts[sort]
         if self._alone_for or sort in claims.by_one:
             limit = 1
         else:
@@ -189,7 +188,7 @@ class Planner:
             sort,
             claims.alike[sort],
             claims.timeout_seconds,
-            ANY_SESSION if connected is None else connected.session,
+            self._session,
             state.clock,
         )
 

@@ -8,11 +8,12 @@ import logging
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future
 from contextlib import closing, contextmanager
+from functools import partial
 from typing import Protocol
 
 from sqlalchemy import Connection
 
-from outboxq.database.driver import is_listened_to, is_lost, pause, run_alone, run_script
+from outboxq.database.driver import is_listened_to, is_lost, run_alone, run_script
 from outboxq.execution.batch_state import BatchReport, BatchState, Ended
 from outboxq.execution.claim import Claimed, ClaimRequest, claim
 from outboxq.execution.commit import commit, send_left
@@ -27,7 +28,7 @@ from outboxq.handlers.handler import Flavour
 from outboxq.relay.admission import Query
 from outboxq.relay.connections import SlotConnection
 from outboxq.relay.idle import SlotSleep
-from outboxq.relay.last_suspects import LastSuspects
+from outboxq.relay.last_jobs import LastJobs
 from outboxq.relay.outage import Outage
 from outboxq.relay.parking import park_unknown_kinds
 from outboxq.relay.planner import Planner
@@ -90,7 +91,7 @@ class Slot:
         self.connected: SlotConnection | None = None
         self.is_abandoned = False
         self._planner = Planner(state, order)
-        self._last_suspects = LastSuspects(state, queues)
+        self._last_jobs = LastJobs(state, queues)
         sizes = {name: state.registry.batch_size(name, state.config.batch_size) for name in queues}
         self._sharing_queues = frozenset(name for name, size in sizes.items() if size > 1)
         self._claims = ClaimEvents(state)
@@ -179,18 +180,12 @@ class Slot:
         return worked
 
     def drain(self, connected: SlotConnection) -> bool:
-        """Work until nothing waits, suspects included; False if another connection is needed."""
+        """Work until nothing is left; False if another connection is needed."""
         with self._on(connected) as runtime:
+            work_once = partial(self.work_once, connected, runtime)
             while self._may_go_on(connected):
-                if self.work_once(connected, runtime):
-                    continue
-                remain = self._last_suspects.remain(connected.connection)
-                if remain is None or (remain and self.work_once(connected, runtime)):
-                    continue
-                held_seconds = self.state.poller.held_seconds(self.queues)
-                if held_seconds is None:
+                if not (work_once() or self._last_jobs.work_off(connected.connection, work_once)):
                     return True
-                pause(connected.connection, held_seconds)
             return self.state.stopping.is_set()
 
     def settle(self, connected: SlotConnection) -> bool:
@@ -203,7 +198,7 @@ class Slot:
         connection = connected.connection
         self.sleep.begin_claims()
         # Closed once its jobs have ended, which ends a turn that it has taken.
-        with closing(self._planner.first(connected)) as asked:
+        with closing(self._planner.first(connected.session)) as asked:
             for each in asked:
                 if isinstance(each, ClaimRequest):
                     if self._work(connection, each, runtime):
@@ -256,8 +251,10 @@ class Slot:
                 self.committed(ended)
             if not claimed.moved:
                 return None
-            # If this is not committed, a claim finds the suspects again by their marks.
-            ended = Ended(BatchState.of(claimed).report())
+            # If this is not committed, a claim finds the moved jobs again by their marks.
+            moved = BatchState.of(claimed)
+            decide(connection, moved, runtime)
+            ended = Ended(moved.report())
             self._planner.record(claimed.request, ended)
         return ended
 

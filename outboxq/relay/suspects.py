@@ -1,11 +1,15 @@
 """Suspects: jobs that ran when their relay died. They run one at a time per process, under the lease."""
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import TypeVar
 
+from outboxq.database.errors import describe_refusal
 from outboxq.statements.claim import Sort
+
+logger = logging.getLogger("outboxq.relay")
 
 _Asked = TypeVar("_Asked")
 
@@ -65,6 +69,10 @@ class QuarantineTurns:
                         known.discard(name)
             finally:
                 self.end_turn(holder)
+
+    def record_refusal(self, queue: str, error: BaseException) -> None:
+        """Log that a queue's suspects could not be claimed; the lease's next beat finds them again."""
+        logger.warning("suspects of queue %r could not be claimed: %s", queue, describe_refusal(error))
 
     def take_turn(self, holder: object) -> bool:
         """Return True if `holder` may run a suspect now; never waits."""

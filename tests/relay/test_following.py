@@ -14,7 +14,7 @@ from sqlalchemy import Connection, Engine, text
 from sqlalchemy.orm import sessionmaker
 
 from outboxq import AsyncContext, Backoff, Context, Jobs, OutboxSession, Relay, RelayConfig, SlotGroup
-from outboxq.database.driver import Script, run_script
+from outboxq.database.driver import ANY_SESSION, Script, run_script
 from outboxq.events import Event, JobDone, JobsSuspected
 from outboxq.execution.batch_state import BatchReport, BatchState, Ended
 from outboxq.execution.claim import Claimed, ClaimRequest, claim
@@ -70,10 +70,6 @@ def test_a_commit_brings_the_next_jobs(
     assert ledger(engine) == Counter(names)
 
 
-# Claims that are asked for, and not sent, need no connection.
-NOWHERE: Any = None
-
-
 def test_a_claim_after_deadlocks_is_for_half_as_many_jobs(make_state: Callable[..., RelayState]) -> None:
     """Deadlocks grow with the locks of a batch. Later claims grow again; all are one statement, prepared once."""
     planner, requests = Planner(make_state("ledger", limits=FOLLOW_ON, batch_size=100), Order(("ledger",))), []
@@ -93,7 +89,7 @@ def test_a_claim_after_deadlocks_is_for_half_as_many_jobs(make_state: Callable[.
 def sorts_of_round(planner: Planner, jobs: int = 0) -> list[ClaimRequest]:
     """The claims of a round, up to the first one, which takes so many jobs, or of which each is empty."""
     asked = []
-    for each in planner.first(NOWHERE):
+    for each in planner.first(ANY_SESSION):
         assert isinstance(each, ClaimRequest)
         asked.append(each)
         planner.record_claim(Claimed(each, (_unit_test_job(),) * jobs), is_called=False)

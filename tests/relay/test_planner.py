@@ -1,10 +1,10 @@
 """What a slot claims next, as its planner decides it: no claim is sent."""
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 
+from outboxq.database.driver import ANY_SESSION
 from outboxq.execution.claim import Claimed, ClaimRequest
 from outboxq.queue_limits import QueueLimits
 from outboxq.relay.lease import RelayLease
@@ -14,14 +14,13 @@ from outboxq.relay.state import RelayState
 from outboxq.statements.claim import Sort
 from outboxq.testing.transaction import unit_test_job
 
-NOWHERE: Any = None
 MakeState = Callable[..., RelayState]
 
 
 def a_round(planner: Planner, tokens: tuple[int, bool, int, float | None], *, takes: Sort | None = None) -> list[Sort]:
     """The sorts that a round claims; each reservation is answered with `tokens`, and claims of `takes` take a job."""
     sorts = []
-    for asked in planner.first(NOWHERE):
+    for asked in planner.first(ANY_SESSION):
         if not isinstance(asked, ClaimRequest):
             asked.rows = [tokens]
             continue

@@ -28,7 +28,7 @@ from outboxq.errors import (
 )
 from outboxq.execution.batch_state import BatchState
 from outboxq.execution.chain import follower_of
-from outboxq.execution.errors import ROLLED_BACK, SWALLOWED, ConnectionLost, TransactionEscaped
+from outboxq.execution.errors import ROLLED_BACK, SWALLOWED, ConnectionLost, ConnectionSpoiled, TransactionEscaped
 from outboxq.execution.failure import TRANSIENT, Failed, describe_failure
 from outboxq.execution.invoke import IS_OVER, Args, HandlerSession, Run, hand_over
 from outboxq.execution.preload import RowsMayBeLate, load_entity, watch_unlocked
@@ -42,6 +42,10 @@ from outboxq.job import THEN_HEADER, Job
 from outboxq.outcomes import Done, Outcome, Snooze
 
 _SHORTEST_SNOOZE_SECONDS = 0.05
+_NOT_AT_REST = (
+    "the handler left the driver's connection in the middle of something: a COPY or a stream that it had not finished, "
+    "pipeline mode, or a statement of a thread or task of its own"
+)
 _CANCELLED, _DONE = CancelledResult(), Done()
 
 AttemptResult: TypeAlias = Outcome | Failed | CancelledResult
@@ -85,6 +89,24 @@ def undo(
             raise ConnectionLost("the connection was lost while a handler was undone") from error
         return False
     return guard.transaction_status == TransactionStatus.INTRANS
+
+
+def check_rest(runtime: Runtime, job: Job, error: BaseException | None = None) -> None:
+    """Check the state of the driver's connection after a handler's call, also one that raised `error`.
+
+    Raises:
+        ConnectionSpoiled: nothing can be sent on the connection, not even to undo the handler.
+    """
+    guard = runtime.guard
+    # Without an error, nothing can be under way if no job took the driver's connection, and this one sent nothing.
+    is_untouched = guard.left is None and (guard.on_first_use is not None or not guard.lent)
+    if (error is None and is_untouched) or guard.is_at_rest():
+        return
+    guard.give_up()
+    if error is None:
+        raise ConnectionSpoiled(runtime.describe(HandlerError(_NOT_AT_REST), job))
+    if runtime.is_failure(error):
+        raise ConnectionSpoiled(runtime.describe(error, job)) from error
 
 
 class SharedSavepoint:
@@ -241,9 +263,9 @@ class Attempt:
             try:
                 returned = runtime.invoker.call(self._handler, self.session, run, arguments)
             except BaseException as error:
-                self._runtime.check_rest(job, error)
+                check_rest(self._runtime, job, error)
                 raise
-            self._runtime.check_rest(job)
+            check_rest(self._runtime, job)
             # A cancelled handler may be half done even if it returned: none of its rows is kept.
             if call.is_cancelled:
                 result = _CANCELLED

@@ -13,7 +13,7 @@ from outboxq.codec.entities import EntityKey
 from outboxq.database.driver import transaction_status
 from outboxq.emitter import drop_tracebacks
 from outboxq.errors import HandlerError, HandlerRolledBack
-from outboxq.execution.attempt import SharedSavepoint
+from outboxq.execution.attempt import SharedSavepoint, check_rest
 from outboxq.execution.batch_state import BatchState
 from outboxq.execution.invoke import HandlerSession, Run
 from outboxq.execution.plan import Segment
@@ -93,9 +93,9 @@ def _call(
     try:
         returned = call(handler.together, lambda: session, run, args)
     except BaseException as error:
-        runtime.check_rest(jobs[0], error)
+        check_rest(runtime, jobs[0], error)
         raise
-    runtime.check_rest(jobs[0])
+    check_rest(runtime, jobs[0])
     batch.running.deadline = None
     if run.call.is_cancelled:
         raise HandlerError("a job of the batch was cancelled: the others run by themselves")

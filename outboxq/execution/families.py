@@ -36,7 +36,10 @@ def decide(connection: Connection, batch: BatchState, runtime: Runtime) -> Handl
     # A run takes over the expiry of the newest job of its key.
     if "expires_at" in extras or "unique_key" in extras:
         batch.expires = _expiries(connection, batch, runtime)
-    handlers, decided = runtime.handlers_of(batch.jobs), batch.decided
+    known, paused = runtime.registry.by_flavour[runtime.invoker.flavour], runtime.orders.paused
+    handlers, decided = {job.kind: known.get(job.kind) for job in batch.jobs}, batch.decided
+    if paused:
+        handlers |= dict.fromkeys(kind for kind in handlers if (batch.queue, kind) in paused)
     if batch.expires or runtime.orders.cancelled or None in handlers.values():
         for job in batch.jobs:
             if job.id not in decided:

@@ -1,7 +1,7 @@
 """The runtime of handlers: all that they need except jobs, fixed for a slot's connection."""
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -16,8 +16,8 @@ from outboxq.database.driver import NOT_PREPARED, PreparedStatements
 from outboxq.database.guard import Guard
 from outboxq.effects.api import EffectAccess
 from outboxq.effects.runners import AsyncEffectRunner, EffectRunner
-from outboxq.errors import EffectRefused, HandlerError
-from outboxq.execution.errors import Abandoned, ConnectionLost, ConnectionSpoiled
+from outboxq.errors import EffectRefused
+from outboxq.execution.errors import Abandoned, ConnectionLost
 from outboxq.execution.failure import Failed, Frame, R, describe_failure, describe_reason, homes_of, withheld
 from outboxq.execution.invoke import Invoker
 from outboxq.execution.keep import Keeper
@@ -33,10 +33,6 @@ from outboxq.outcomes import Outcome
 _SHARED = (
     "ctx.once is refused where jobs share a transaction (batch_size > 1): the others would wait for its call, and be "
     'repeated with it. Give the handler claim="lease", or its relay a batch size of 1'
-)
-_NOT_AT_REST = (
-    "the handler left the driver's connection in the middle of something: a COPY or a stream that it had not finished, "
-    "pipeline mode, or a statement of a thread or task of its own"
 )
 
 
@@ -124,23 +120,6 @@ class Runtime:
         # By its type, which users' classes cannot redefine.
         return not (issubclass(type(error), Abandoned | ConnectionLost) or self.is_interruption(error))
 
-    def check_rest(self, job: Job, error: BaseException | None = None) -> None:
-        """Check the state of the driver's connection after a handler's call, also one that raised `error`.
-
-        Raises:
-            ConnectionSpoiled: nothing can be sent on the connection, not even to undo the handler.
-        """
-        guard = self.guard
-        # Without an error, nothing can be under way if no job took the driver's connection, and this one sent nothing.
-        is_untouched = guard.left is None and (guard.on_first_use is not None or not guard.lent)
-        if (error is None and is_untouched) or guard.is_at_rest():
-            return
-        guard.give_up()
-        if error is None:
-            raise ConnectionSpoiled(self.describe(HandlerError(_NOT_AT_REST), job))
-        if self.is_failure(error):
-            raise ConnectionSpoiled(self.describe(error, job)) from error
-
     def absent(self, connection: Connection, job: Job) -> None:
         """Check if the missing row of an entity argument may come later.
 
@@ -204,20 +183,11 @@ class Runtime:
         handler = self.registry.handlers.get(job.kind)
         return withheld(result) if handler is not None and handler.messages == "withheld" else result
 
-    def handlers_of(self, jobs: Iterable[Job]) -> dict[str, AnyHandler | None]:
-        """The handlers of jobs of one queue, by kind."""
-        found: dict[str, AnyHandler | None] = {}
-        for job in jobs:
-            if job.kind not in found:
-                found[job.kind] = self.handler_of(job)
-        return found
-
     def handler_of(self, job: Job) -> AnyHandler | None:
         """The job's handler, if this slot can run it, and its kind is not paused."""
         if self.orders.paused and (job.queue, job.kind) in self.orders.paused:
             return None
-        handler = self.registry.handlers.get(job.kind)
-        return handler if handler is not None and handler.flavour == self.invoker.flavour else None
+        return self.registry.by_flavour[self.invoker.flavour].get(job.kind)
 
 
 def is_cancellation(error: BaseException) -> bool:

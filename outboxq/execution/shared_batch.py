@@ -25,7 +25,7 @@ from outboxq.database.sql_text import first_word, may_end_transaction
 from outboxq.emitter import drop_tracebacks
 from outboxq.errors import HandlerError, TransactionEndedByHandler
 from outboxq.events import JobDone
-from outboxq.execution.attempt import SharedSavepoint
+from outboxq.execution.attempt import SharedSavepoint, check_rest
 from outboxq.execution.batch_state import BatchState
 from outboxq.execution.chain import follower_of, has_follower
 from outboxq.execution.errors import SharingEnded, TransactionEscaped
@@ -225,9 +225,9 @@ class _SharedRun:
             try:
                 returned = runtime.invoker.call(handler, opened.session, run, given)
             except BaseException as error:
-                runtime.check_rest(job, error)
+                check_rest(runtime, job, error)
                 raise
-            runtime.check_rest(job)
+            check_rest(runtime, job)
             self._batch.running.deadline = None
             if self._call.is_cancelled:
                 raise HandlerError("a job of the batch was cancelled: each runs by itself")

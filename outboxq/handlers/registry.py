@@ -1,8 +1,8 @@
 """The registry: an application's handlers, lifespan, scopes and inboxes, and their checks at the relay's start."""
 
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from types import MappingProxyType, ModuleType
-from typing import Any, Concatenate, Literal, TypeVar, Unpack, overload
+from typing import Any, Concatenate, Literal, TypeVar, Unpack, get_args, overload
 
 from outboxq.errors import ArgumentError, InvalidKey, RegistryError
 from outboxq.events import Event
@@ -336,6 +336,7 @@ class Jobs(Retained, Scheduled, Limited, KeepsDead):
         return Registry(
             MappingProxyType(dict(self._handlers)),
             MappingProxyType({name: handler.signature() for name, handler in self._handlers.items()}),
+            {flavour: _of_flavour(self._handlers, flavour) for flavour in get_args(Flavour)},
             MappingProxyType({queue: handler.flavour for queue, handler in firsts.items()}),
             MappingProxyType({queue: handler.claim for queue, handler in firsts.items()}),
             self.lifespan,
@@ -351,6 +352,10 @@ class Jobs(Retained, Scheduled, Limited, KeepsDead):
             MappingProxyType(dict(self._keep_dead)),
             tuple(each.name for each in self._with_included()),
         )
+
+
+def _of_flavour(handlers: Mapping[str, AnyHandler], flavour: Flavour) -> Mapping[str, AnyHandler]:
+    return MappingProxyType({name: handler for name, handler in handlers.items() if handler.flavour == flavour})
 
 
 def _check_same_queue(first: AnyHandler, other: AnyHandler) -> None:

@@ -27,6 +27,7 @@ class Registry:
 
     Attributes:
         signatures: The rules for the arguments of each kind and alias.
+        by_flavour: The handlers of each flavour, by kind and alias.
         arounds: Those of each kind and alias whose handler has some.
         limits: Those of each queue that has some.
         keep_dead: The time for which each queue keeps its dead letters, if not for ever.
@@ -35,6 +36,7 @@ class Registry:
 
     handlers: Mapping[str, AnyHandler]
     signatures: Mapping[str, Signature]
+    by_flavour: Mapping[Flavour, Mapping[str, AnyHandler]]
     flavours: Mapping[str, Flavour]
     claims: Mapping[str, ClaimMode]
     lifespan: Lifespan | None
@@ -49,7 +51,7 @@ class Registry:
 
     def known_kinds(self, flavour: Flavour) -> tuple[str, ...]:
         """The kinds, aliases included, whose handlers have this flavour."""
-        return tuple(kind for kind, handler in self.handlers.items() if handler.flavour == flavour)
+        return tuple(self.by_flavour[flavour])
 
     def timeout_seconds(self, queue: str) -> float | None:
         """The longest deadline of a queue's handlers; None if one has none."""

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
+from functools import partial
 from uuid import UUID
 
 import psycopg
@@ -20,15 +21,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from outboxq.config import SlotGroup
-from outboxq.database.driver import (
-    NOT_PREPARED,
-    Answer,
-    Script,
-    end_transaction,
-    is_listened_to,
-    is_lost,
-    run_script,
-)
+from outboxq.database.driver import ANY_SESSION, Answer, Script, end_transaction, is_listened_to, is_lost, run_script
 from outboxq.database.errors import READ_ONLY, sqlstate_of
 from outboxq.events import JobsParked
 from outboxq.execution.aside import describe, say_of_job
@@ -48,7 +41,7 @@ from outboxq.relay.call_connections import CallConnections
 from outboxq.relay.calls import Call, CallThreads, TaskCall
 from outboxq.relay.connections import SlotConnection
 from outboxq.relay.idle import SlotSleep
-from outboxq.relay.last_suspects import LastSuspects
+from outboxq.relay.last_jobs import LastJobs
 from outboxq.relay.outage import Outage
 from outboxq.relay.parking import park_unknown_kinds
 from outboxq.relay.planner import Planner
@@ -112,7 +105,7 @@ class Dispatcher:
         self._loop = loop
         self._threads = CallThreads()
         self._planner = Planner(state, order)
-        self._last_suspects = LastSuspects(state, group.queues)
+        self._last_jobs = LastJobs(state, group.queues)
         self._claims = ClaimEvents(state)
         self._outage = Outage(state)
         self._ended: deque[LeasedResult] = deque()
@@ -169,10 +162,11 @@ class Dispatcher:
     def work(self, connected: SlotConnection) -> bool:
         """Settle and claim until there is nothing to send; return True."""
         with self._on(connected) as runtime:
-            while self._work_once(connected, runtime):
+            work_once = partial(self._work_once, connected, runtime)
+            while work_once():
                 pass
             if self.state.until_empty and not self.calls and not self.is_in_doubt:
-                self._is_drained = self._has_drained(connected.connection)
+                self._is_drained = not self._last_jobs.work_off(connected.connection, work_once)
         return True
 
     def work_seen(self, connected: SlotConnection) -> bool:
@@ -278,7 +272,7 @@ class Dispatcher:
         most, suspects = self._room() if self._may_claim() else (0, False)
         if most:
             self.sleep.begin_claims()
-            with closing(self._planner.first(connected, most, suspects=suspects)) as asked:
+            with closing(self._planner.first(connected.session, most, suspects=suspects)) as asked:
                 for each in asked:
                     if isinstance(each, Query):
                         send_query(connection, each)
@@ -517,7 +511,7 @@ class Dispatcher:
         held = self._cut | self._known()
         script = adopt(self.state.config.schema, self.state.lease.owner, request.queue)
         with connection.begin():
-            claimed = claim(connection, replace(request, script=script, limit=_ALL, cursor=None, prepared=NOT_PREPARED))
+            claimed = claim(connection, replace(request, script=script, limit=_ALL, cursor=None, session=ANY_SESSION))
         jobs = tuple(job for job in claimed.jobs if (str(job.id), job.lease_token) not in held)
         if not self.state.stopping.is_set() and not self.is_abandoned:
             self._start(connection, replace(claimed, jobs=jobs), runtime)

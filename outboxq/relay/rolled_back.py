@@ -1,6 +1,5 @@
 """Batches and claims that ended in an error: recovery on the connection on which the error came."""
 
-import logging
 from dataclasses import replace
 
 import psycopg
@@ -9,7 +8,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from outboxq.database.closing import give_up
 from outboxq.database.driver import is_lost
-from outboxq.database.errors import LOCK_NOT_AVAILABLE, describe_error, describe_refusal, sqlstate_of
+from outboxq.database.errors import LOCK_NOT_AVAILABLE, describe_error, sqlstate_of
 from outboxq.errors import LeaseLost
 from outboxq.events import BatchRolledBack
 from outboxq.execution.batch_state import BatchReport, BatchState, Ended
@@ -20,8 +19,6 @@ from outboxq.execution.runtime import Runtime
 from outboxq.execution.settle import JobRowHeld
 from outboxq.relay.planner import Planner
 from outboxq.relay.state import RelayState
-
-logger = logging.getLogger("outboxq.relay")
 
 
 def recover_here(
@@ -76,7 +73,7 @@ def recover_claim_here(
         return ended
     if not request.sort.runs_by_itself:
         raise error
-    # The suspect was not even claimed: ready jobs do not wait for it. The lease's next beat finds it again.
-    logger.warning("suspects of queue %r could not be claimed: %s", request.queue, describe_refusal(error))
+    # It was not even claimed: ready jobs do not wait for it.
+    state.quarantine.record_refusal(request.queue, error)
     planner.record_claim(Claimed(request), is_called=False)
     return None

@@ -60,8 +60,9 @@ class Claimed:
 
     `moved` is the number of jobs that were made suspects instead, because an earlier claim of them died. `transaction`
     is None if nothing was taken, and in lease mode, in which the jobs' transaction begins later. `is_full`: nothing was
-    claimed, because as many jobs of the queue run as its limit allows. `look`: what else the claim found. `extras`:
-    the names of `EXTRAS` that at least one of the jobs has; checks for the others are left out.
+    claimed, because as many jobs of the queue run as its limit allows. `is_cut`: fewer were claimed than requested,
+    and more may wait. `look`: what else the claim found. `extras`: the names of `EXTRAS` that at least one of the jobs
+    has; checks for the others are left out.
     """
 
     request: "ClaimRequest"
@@ -69,8 +70,13 @@ class Claimed:
     moved: int = 0
     transaction: ClaimTransaction | None = None
     is_full: bool = False
+    is_cut: bool = False
     look: Look | None = None
     extras: Collection[str] = ()
+
+    def may_leave_more(self, taken: int) -> bool:
+        """Return True if more jobs of the sort may wait, if the claim took so many, those that it moved included."""
+        return taken > 0 if self.request.script.takes_firsts else self.is_cut or taken >= self.request.limit
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +164,10 @@ class ClaimRequest:
             transaction = ClaimTransaction(
                 self.savepoint, f"{self.savepoint}_inner", cast("str", xid), cast("int", pid)
             )
-        return Claimed(self, tuple(jobs), moved, transaction, look=look, extras=extras)
+        # The last column, if the claim counted: the number of jobs that there was room for.
+        room = rows[0][_END_OF_JOB:] if rows and self.script.leased else ()
+        is_cut = bool(room) and room[0] == len(jobs) < self.limit
+        return Claimed(self, tuple(jobs), moved, transaction, is_cut=is_cut, look=look, extras=extras)
 
 
 def _place_in_queue(job: Job) -> tuple[int, int]:

@@ -53,8 +53,8 @@ class HandlerSession(OutboxSession):
 
     Attributes:
         on_first_use: Called before it uses its connection; None if transaction and savepoint exist already.
-        engine: The engine of its connection, while it has none. Its `bind` is None then: what an engine executes would be
-            in no transaction of the job.
+        engine: The engine of its connection, while it has none. Its `bind` is None then: an engine would be no part of
+            the job's transaction.
         watched: Entities whose rows are not locked, with the object that checks their changes before each flush.
         is_rolled_back: Its transaction was rolled back, and not just a savepoint.
     """

@@ -217,7 +217,7 @@ class Planner:
             # If the share is very small, the next claim goes to another queue: here it would usually find nothing.
             self._follow_until = 0.0 if 0.0 < share_seconds < _LEAST_SHARE_SECONDS else time.monotonic() + share_seconds
             self._walks_since = None
-        return is_called and not sort.runs_by_itself and _may_be_more(request, len(jobs) + claimed.moved)
+        return is_called and not sort.runs_by_itself and claimed.may_leave_more(len(jobs) + claimed.moved)
 
     def after(self, batch: BatchState) -> ClaimRequest | None:
         """The claim that goes with the COMMIT of a batch; None if none should.
@@ -231,7 +231,7 @@ class Planner:
             return None
         if self._state.stopping.is_set():
             return None
-        if now <= self._follow_until and _may_be_more(request, len(batch.jobs)):
+        if now <= self._follow_until and batch.claimed.may_leave_more(len(batch.jobs)):
             following = self._ask(request.queue, request.sort)
             if following is not None:
                 return following
@@ -253,7 +253,7 @@ class Planner:
         claimed = self._last_claimed
         if claimed is None or time.monotonic() > min(self._counts_due_at, self._follow_until):
             return
-        if not claimed.request.sort.runs_by_itself and _may_be_more(claimed.request, len(claimed.jobs)):
+        if not claimed.request.sort.runs_by_itself and claimed.may_leave_more(len(claimed.jobs)):
             yield from self._claims_of(claimed.request.queue, claimed.request.sort)
 
     def _suspects(self) -> Iterator[Asked]:
@@ -280,8 +280,3 @@ class Planner:
         """The time for which the slot stays with one sort of jobs, if a poll of its queues took `walk_seconds`."""
         limits = self._state.limits
         return min(max(walk_seconds / _WALK_SHARE, limits.follow_least_seconds), limits.follow_most_seconds)
-
-
-def _may_be_more(request: ClaimRequest, claimed: int) -> bool:
-    """Return True if more jobs may wait after those of a claim."""
-    return claimed > 0 if request.script.takes_firsts else claimed >= request.limit

@@ -39,8 +39,7 @@ class ClaimsOfQueue:
         scripts: The claim of each sort of jobs, in the mode of the queue.
         alike: For each sort, the claims that take jobs the same way.
         limits: The limits that the claims keep.
-        by_one: The sorts of which a claim takes one job: those that run by themselves, and all if the queue's limit
-            counts leased jobs.
+        by_one: The sorts of which a claim takes one job: those that run by themselves.
         timeout_seconds: The longest deadline of the queue's handlers.
         batch_size: The most jobs that a claim takes.
     """
@@ -96,7 +95,7 @@ class QueueClaims:
             scripts,
             alike,
             limits,
-            tuple(Sort) if is_leased and most is not None else (Sort.SUSPECT, Sort.GROUP_SUSPECT),
+            tuple(sort for sort in Sort if sort.runs_by_itself),
             registry.timeout_seconds(queue),
             registry.batch_size(queue, self.config.batch_size),
         )
@@ -175,7 +174,7 @@ class QueueCursor(Start):
         self._cursor, self._has_swept = None, request.cursor is None
         if jobs:
             self._sweep.record(time.monotonic() - request.asked_at, swept=self._has_swept)
-            if len(jobs) + claimed.moved >= request.limit:
+            if claimed.may_leave_more(len(jobs) + claimed.moved):
                 self._cursor = Cursor(jobs[-1].priority, jobs[-1].seq)
 
     def is_at_end(self) -> bool:

@@ -66,15 +66,21 @@ HELD = _of_last_transaction(
 # Locks: the picked jobs, skipping those that another transaction holds. READ COMMITTED rechecks `picked` against the
 # newest version of a row, so a job that has just finished is skipped. The later parts find the jobs by an array of
 # their keys: a join, planned while the table was empty, may walk the whole table.
-_PICKED: LiteralString = """\
-WITH {room}picked AS MATERIALIZED (
+_WALK: LiteralString = """\
   SELECT id{also} FROM {job} AS job
   WHERE queue = {queue} AND {eligible}
     AND NOT EXISTS (SELECT FROM {queue_table} WHERE name = {queue} AND paused_at IS NOT NULL)
   ORDER BY {order}
   LIMIT {limit}
-  FOR UPDATE SKIP LOCKED
-)"""
+  FOR UPDATE SKIP LOCKED"""
+_PICKED: LiteralString = "WITH {room}picked AS MATERIALIZED (\n" + _WALK + "\n)"
+# For a limit that counts leased jobs. The planner knows the limit of the walk; the one around it ends the walk, and its
+# locks, at the last job that there is room for.
+_PICKED_FOR_ROOM: LiteralString = (
+    "WITH {room}picked AS MATERIALIZED (SELECT * FROM (\n"
+    + _WALK
+    + "\n) AS walked LIMIT coalesce((SELECT free FROM room), 0))"
+)
 
 BY_PRIORITY: LiteralString = "(-priority), seq"
 
@@ -95,13 +101,14 @@ _LEASING: LiteralString = """, claimed AS (
   WHERE id = ANY (ARRAY(SELECT id FROM picked))
   RETURNING {columns}, claimed.lease_token
 )
-SELECT {moved}, claimed.* FROM (SELECT 0 AS moved) AS count LEFT JOIN claimed ON true"""
+SELECT {moved}, claimed.*{free} FROM (SELECT 0 AS moved) AS count LEFT JOIN claimed ON true"""
 _CLEARING = "\nSELECT id FROM picked"
 
 _MOVED: LiteralString = "count.moved"
 # For a queue with a limit: the claim takes jobs if there is room, and counts -1 moved jobs if there is none.
 _IF_ROOM: LiteralString = " AND EXISTS (SELECT FROM room)"
 _MOVED_IF_ROOM: LiteralString = "CASE WHEN EXISTS (SELECT FROM room) THEN count.moved ELSE -1 END"
+_FREE: LiteralString = ", (SELECT free FROM room)"
 
 # The parameters of a claim, in their order. In its text each is a control character, which no name has.
 _TYPES = "text, int, int, bigint, int"
@@ -159,7 +166,8 @@ class ClaimScript:
         is_keyed: True if the claim may start after a cursor, so that it does not walk over rows that were claimed
             before and are not vacuumed yet.
         leased: True if the claim gives jobs a lease instead of deleting their rows.
-        most: The queue's limit, if any: then the claim takes jobs if there is room for them.
+        most: The queue's limit, if any: then the claim takes jobs if there is room for them. If the limit is kept by
+            counting leased jobs, it takes as many as there is room for; the last column of each row is that number.
         lock: Statements before the claim, with their owner, for a limit that is kept by counting leased jobs.
         name: The name under which a connection prepares the claim.
     """
@@ -253,8 +261,7 @@ class ClaimStatements:
     Args:
         owner: The relay's lease; None for transaction mode only.
         most: The limit of jobs of the queue that run at a time.
-        counts_leases: The limit is kept by counting leased jobs, and not by slots: the queue is in lease mode. Each of
-            these claims takes one job.
+        counts_leases: The limit is kept by counting leased jobs, and not by slots: the queue is in lease mode.
     """
 
     def __init__(
@@ -304,11 +311,11 @@ def _texts(schema: str, owner: UUID | None, sort: _Eligible, counts_leases: bool
     # A relay whose lease expired, because it was stopped or cut off, claims nothing: others would reap it at once.
     alive: LiteralString = _ALIVE if owner else ""
 
-    def picked(only: LiteralString = "", limited: sql.Composed | None = None) -> str:
+    def picked(only: LiteralString = "", limited: sql.Composed | None = None, text: LiteralString = _PICKED) -> str:
         wanted = compose(schema, eligible + alive + only, owner=owner, priority=_PRIORITY, seq=_SEQ, id=_ID)
         return render(
             schema,
-            _PICKED,
+            text,
             room=sql.SQL("") if limited is None else limited + sql.SQL(", "),
             also=sql.SQL("" if owner else f", {DIED} AS died"),
             queue=_QUEUE,
@@ -321,12 +328,16 @@ def _texts(schema: str, owner: UUID | None, sort: _Eligible, counts_leases: bool
     claim = picked() + action
     if counts_leases is not None:
         limited = room(schema, _QUEUE, _MOST, counts_leases=counts_leases)
-        claim = picked(_IF_ROOM, limited) + _action(schema, owner, _MOVED_IF_ROOM, crashed=sort == _SUSPECT)
+        picking = picked("", limited, _PICKED_FOR_ROOM) if counts_leases else picked(_IF_ROOM, limited)
+        free = _FREE if counts_leases else ""
+        claim = picking + _action(schema, owner, _MOVED_IF_ROOM, crashed=sort == _SUSPECT, free=free)
     name, definition = named(_filled(claim, [f"${number}" for number in range(1, 6)]), _TYPES)
     return ClaimTexts(claim, picked() + _CLEARING, picked(" AND id = {id}") + action, name, definition)
 
 
-def _action(schema: str, owner: UUID | None, moved: LiteralString, *, crashed: bool = False) -> str:
+def _action(
+    schema: str, owner: UUID | None, moved: LiteralString, *, crashed: bool = False, free: LiteralString = ""
+) -> str:
     if owner is None:
         return render(schema, _DELETING, columns=sql.SQL(COLUMNS), anchor=sql.SQL(ANCHOR), moved=sql.SQL(moved))
     return render(
@@ -338,6 +349,7 @@ def _action(schema: str, owner: UUID | None, moved: LiteralString, *, crashed: b
         crashes=sql.SQL(one_more("crashes") if crashed else "crashes"),
         columns=sql.SQL(counted_columns(crashed=crashed)),
         moved=sql.SQL(moved),
+        free=sql.SQL(free),
     )
 
 

@@ -88,12 +88,12 @@ WITH RECURSIVE {room}setting AS MATERIALIZED (
         pg_catalog.hashtext(pg_catalog.concat_ws(pg_catalog.chr(31), {queue}::text, heads.group_key, slot.number)))
       ELSE false END
     LIMIT 1) AS taken
-  LIMIT {limit}
+  LIMIT {groups}
 )
 SELECT pg_catalog.set_config('outboxq.groups', coalesce((
     SELECT pg_catalog.json_agg(pg_catalog.json_build_array(group_key, slot)) FROM mine)::text, '[]'), true),
-  CASE WHEN (SELECT pg_catalog.count(*) FROM mine) < {limit} THEN (SELECT pg_catalog.max(place) FROM heads) END,
-  CASE WHEN (SELECT pg_catalog.count(*) FROM mine) < {limit}
+  CASE WHEN (SELECT pg_catalog.count(*) FROM mine) < {groups} THEN (SELECT pg_catalog.max(place) FROM heads) END,
+  CASE WHEN (SELECT pg_catalog.count(*) FROM mine) < {groups}
     THEN (SELECT group_key FROM heads WHERE place = (SELECT pg_catalog.max(place) FROM heads)) END,
   EXISTS (SELECT FROM {job} WHERE state = 'group_waiting' AND queue = {queue}
     AND run_at <= pg_catalog.statement_timestamp()),
@@ -201,7 +201,8 @@ class GroupScript:
     Args:
         owner: The lease under which the jobs run; None in transaction mode.
         per_group: The number of jobs of a group that run at a time, if no operator has set it.
-        most: The limit of jobs of the queue that run at a time; with `counts_leases` it is kept by counting them.
+        most: The limit of jobs of the queue that run at a time; with `counts_leases` it is kept by counting them, and
+            the claim takes as many as there is room for.
         suspects: True to claim only a suspect, if it is the first of its group.
     """
 
@@ -325,7 +326,9 @@ def _texts(script: GroupScript) -> _Texts:
     if most is not None:
         limited = room(schema, common["queue"], most, counts_leases=script.counts_leases) + sql.SQL(", ")
     first_slot: LiteralString = "1" if owner is None else "(SELECT most FROM setting)"
-    lock = part(_LOCK, room=limited, heads=heads, first_slot=sql.SQL(first_slot)).as_string(None)
+    # Under a lease a claim takes one job of each of its groups.
+    groups = part("least({limit}, (SELECT free FROM room))" if script.lock else "{limit}")
+    lock = part(_LOCK, room=limited, heads=heads, first_slot=sql.SQL(first_slot), groups=groups).as_string(None)
     pick = part(
         _PICK,
         is_open=part(_OPEN if owner is None else _OPEN_LEASED),

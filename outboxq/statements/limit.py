@@ -2,7 +2,7 @@
 
 In transaction mode the limit has slots, advisory locks that a claim's transaction holds to its end: they need no row,
 and end with the backend. In lease mode no transaction is open while a job runs, so one claim of the queue at a time
-counts the leased jobs.
+counts the leased jobs, and takes as many as there is room for.
 """
 
 from typing import LiteralString
@@ -29,12 +29,14 @@ wanted (queue, most, first) AS MATERIALIZED (
 _COUNT: LiteralString = """\
 wanted (queue, most) AS MATERIALIZED (
   SELECT {queue}::text, {most}::integer
-), room AS MATERIALIZED (
-  SELECT FROM wanted WHERE most > (
-    SELECT pg_catalog.count(*) FROM {job} AS job WHERE job.state = 'leased' AND job.queue = wanted.queue
-  ) + (
-    SELECT pg_catalog.count(*) FROM {job} AS job WHERE job.state = 'group_leased' AND job.queue = wanted.queue
-  )
+), room (free) AS MATERIALIZED (
+  SELECT most - running FROM (
+    SELECT most, (
+      SELECT pg_catalog.count(*) FROM {job} AS job WHERE job.state = 'leased' AND job.queue = wanted.queue
+    ) + (
+      SELECT pg_catalog.count(*) FROM {job} AS job WHERE job.state = 'group_leased' AND job.queue = wanted.queue
+    ) AS running FROM wanted
+  ) AS counted WHERE running < most
 )"""
 # Without an index's statistics a walk over the table may seem as cheap to find the few leased jobs.
 _BY_INDEX = (NO_SCANS, "SET LOCAL lock_timeout = '2s'")
@@ -48,13 +50,15 @@ def lock_class(schema: str) -> str:
 def room(schema: str, queue: object, most: object, *, counts_leases: bool) -> sql.Composed:
     """The CTEs `wanted` and `room`: a row in `room` if fewer jobs of the queue run than its limit allows.
 
+    With `counts_leases` its column `free` is the number of jobs that there is room for.
+
     A slot that was free is ours until the transaction ends; it locks no rows, never waits, and tries at most as many
     locks as the limit has slots. Another claim may be about to change a count: so the count goes after `lock_claims`,
     in its own statement, whose snapshot sees the commit of the claim before.
 
     Args:
         queue: A name, or SQL such as `$1`; `most`, the limit, likewise.
-        counts_leases: Count the jobs under leases, for a claim of one job in lease mode, instead of taking a slot.
+        counts_leases: Count the jobs under leases, for a claim in lease mode, instead of taking a slot.
     """
     return compose(schema, _COUNT if counts_leases else _SLOT, queue=queue, most=most, locks=lock_class(schema))
 

@@ -493,6 +493,20 @@ MUTANTS = (
         ("tests/flow/test_limits.py::test_a_claim_under_a_lease_waits_for_the_count_of_the_one_before",),
     ),
     Mutant(
+        "the number of jobs that a claim which counts leased jobs has room for",
+        "outboxq/statements/claim.py",
+        "LIMIT coalesce((SELECT free FROM room), 0))",
+        "LIMIT (SELECT 1000 FROM room))",
+        ("tests/flow/test_limits.py::test_a_claim_under_a_lease_takes_as_many_jobs_as_there_is_room_for",),
+    ),
+    Mutant(
+        "beside groups: the number of jobs that there is room for",
+        "outboxq/statements/group_claim.py",
+        '"least({limit}, (SELECT free FROM room))"',
+        '"{limit}"',
+        ("tests/flow/test_limits.py::test_a_claim_under_a_lease_takes_as_many_jobs_as_there_is_room_for",),
+    ),
+    Mutant(
         "the way that a claim gives to another one which holds it up",
         "outboxq/relay/slot.py",
         "        if request.script.lock and sqlstate_of(error) == LOCK_NOT_AVAILABLE:\n",

@@ -1,9 +1,11 @@
 """Limits of queues: never more jobs at a time than they allow, whichever way jobs are claimed, and no vain claims."""
 
+import random
 import re
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from uuid import UUID
 
@@ -15,20 +17,28 @@ from sqlalchemy.orm import sessionmaker
 from outboxq import Context, Jobs, OutboxSession, Relay, RelayConfig
 from outboxq.admin import kinds, queues
 from outboxq.config import SlotGroup
-from outboxq.database.driver import run_script
+from outboxq.database.driver import NOT_PREPARED, PreparedStatements, run_script
 from outboxq.errors import ArgumentError, RegistryError
 from outboxq.events import DatabaseLost
+from outboxq.execution.claim import Claimed, ClaimRequest, claim
 from outboxq.postgres import Database, Server
 from outboxq.queue_limits import QueueLimits, make_limits
 from outboxq.relay.admission import Admission
 from outboxq.relay.flow_settings import FlowSettings, Rows, Seen
-from outboxq.statements.claim import ClaimStatements
+from outboxq.statements.claim import ClaimScript, ClaimStatements
+from outboxq.statements.group_claim import AnyScript, GroupScript
 from outboxq.statements.limit import lock_claims, take_slot
 from tests.conftest import StartRelay
 from tests.flow.limited_run import Mode
 from tests.flow.limits import check_limit
 from tests.support.urls import libpq_url
 from tests.support.waiting import PATIENCE, wait_until
+
+# In pg_locks: what pg_stat_activity says stays the same for a transaction. Other databases' locks are there too.
+BLOCKED = (
+    "SELECT count(*) FROM pg_locks WHERE locktype = 'advisory' AND NOT granted "
+    "AND database = (SELECT oid FROM pg_database WHERE datname = current_database())"
+)
 
 
 class Gate:
@@ -250,10 +260,8 @@ def test_a_claim_under_a_lease_waits_for_the_count_of_the_one_before(
     with engine.connect() as claiming, claiming.begin() as transaction:
         run_script(claiming, claims.lease_ready.text(1))
         with start_relay(gate.jobs, relay_of(2)):
-            # In pg_locks: what pg_stat_activity says stays the same for a transaction.
-            blocked = "SELECT count(*) FROM pg_locks WHERE locktype = 'advisory' AND NOT granted"
             with engine.connect() as looking:
-                wait_until(lambda: looking.scalar(text(blocked)) or gate.running, "the relay's claim")
+                wait_until(lambda: looking.scalar(text(BLOCKED)) or gate.running, "the relay's claim")
             assert gate.running == 0
             transaction.commit()
             time.sleep(0.5)
@@ -288,9 +296,8 @@ def test_a_claim_under_a_lease_that_another_one_holds_up_gives_way(
         # The claim of the only slot waits for two seconds; each one behind it, too.
         config = relay_of(1, lease_seconds=30.0, groups=(SlotGroup(("mail", "post"), 1),))
         with start_relay(gate.jobs, config) as running:
-            blocked = "SELECT count(*) FROM pg_locks WHERE locktype = 'advisory' AND NOT granted"
             with engine.connect() as looking:
-                wait_until(lambda: looking.scalar(text(blocked)), "the relay's claim")
+                wait_until(lambda: looking.scalar(text(BLOCKED)), "the relay's claim")
             with sessions.begin() as session:
                 session.add_job(elsewhere, number=1)
             wait_until(lambda: done, "the job of the other queue")
@@ -585,3 +592,115 @@ def test_a_limit_holds_under_kills(mode: Mode, outboxq_server: Server) -> None:
     """The short form of `python -m tests.flow.limits`."""
     with outboxq_server.create_database() as database:
         check_limit(mode, 3.0, 1, database.url)
+
+
+OWNERS = UUID(int=5), UUID(int=6)
+MAKE_JOBS = """\
+INSERT INTO outboxq.job (id, queue, kind, args, state, group_key)
+SELECT gen_random_uuid(), 'mail', 'send', '{}', CASE WHEN n % 2 = 0 THEN :even ELSE :odd END,
+  CASE WHEN (CASE WHEN n % 2 = 0 THEN :even ELSE :odd END) = 'grouped' THEN 'account ' || n END
+FROM generate_series(1, :count) AS n"""
+
+
+def make_jobs(engine: Engine, count: int, even: str, odd: str) -> None:
+    """Jobs of the queue, each one alone in its group if it is grouped, and two relays whose leases are alive."""
+    with engine.begin() as connection:
+        connection.execute(text(MAKE_JOBS), {"count": count, "even": even, "odd": odd})
+        for owner in OWNERS:
+            connection.execute(text("INSERT INTO outboxq.relay VALUES (:id, now() + interval '1 hour')"), {"id": owner})
+
+
+def counting(owner: UUID, sort: str, most: int) -> AnyScript:
+    """The claim under a lease of a queue whose limit counts leased jobs."""
+    if sort == "grouped":
+        return GroupScript("outboxq", "mail", owner, most, counts_leases=True)
+    script: ClaimScript = getattr(
+        ClaimStatements("outboxq", "mail", owner, most=most, counts_leases=True), f"lease_{sort}"
+    )
+    return script
+
+
+def claim_up_to(connection: Connection, script: AnyScript, limit: int, prepared: PreparedStatements) -> Claimed:
+    cursor = "" if script.takes_firsts else None
+    return claim(connection, ClaimRequest(script, limit, cursor, prepared=prepared))
+
+
+PREPARED = pytest.mark.parametrize("is_prepared", [False, True], ids=["as text", "prepared"])
+
+
+@PREPARED
+@pytest.mark.parametrize(("sort", "state"), [("ready", "ready"), ("due", "scheduled"), ("grouped", "grouped")])
+def test_a_claim_under_a_lease_takes_as_many_jobs_as_there_is_room_for(
+    engine: Engine, sort: str, state: str, is_prepared: bool
+) -> None:
+    """It says that the limit cut it short, so that the next claim of its slot goes on behind its last job."""
+    make_jobs(engine, 12, state, state)
+    script, prepared = counting(OWNERS[0], sort, 5), PreparedStatements() if is_prepared else NOT_PREPARED
+    with engine.connect() as connection:
+        found = []
+        for limit in (3, 10, 10):
+            with connection.begin():
+                claimed = claim_up_to(connection, script, limit, prepared)
+            taken = len(claimed.jobs)
+            found.append((taken, claimed.is_full, claimed.may_leave_more(taken)))
+        assert found == [(3, False, True), (2, False, True), (0, True, False)]
+        with connection.begin():
+            connection.execute(text("DELETE FROM outboxq.job WHERE lease_owner IS NOT NULL"))
+            connection.execute(text("DELETE FROM outboxq.job WHERE id NOT IN (SELECT id FROM outboxq.job LIMIT 2)"))
+        with connection.begin():
+            claimed = claim_up_to(connection, script, 5, prepared)
+        # Both of them, with room for five.
+        assert (len(claimed.jobs), claimed.is_cut) == (2, False)
+
+
+@PREPARED
+@pytest.mark.parametrize("later", ["ready", "grouped"])
+@pytest.mark.parametrize("earlier", ["ready", "grouped"])
+def test_claims_of_two_relays_at_once_share_the_room(
+    engine: Engine, earlier: str, later: str, is_prepared: bool
+) -> None:
+    """The second one counts when the first one is committed, and not before it waits for it."""
+    make_jobs(engine, 40, "ready", "grouped")
+    prepared = PreparedStatements() if is_prepared else NOT_PREPARED
+
+    def claim_later() -> int:
+        with engine.connect() as connection, connection.begin():
+            return len(claim_up_to(connection, counting(OWNERS[1], later, 5), 10, prepared).jobs)
+
+    with ThreadPoolExecutor(1) as pool, engine.connect() as first, engine.connect() as looking:
+        with first.begin():
+            # Its text alone, without the COMMIT that a slot sends with it.
+            run_script(first, counting(OWNERS[0], earlier, 5).text(3))
+            second = pool.submit(claim_later)
+            wait_until(lambda: looking.scalar(text(BLOCKED)) or second.done(), "the second claim to wait")
+        assert second.result(PATIENCE) == 2
+
+
+def test_claims_of_many_slots_at_once_never_exceed_the_limit(engine: Engine) -> None:
+    """Six connections of two relays claim, and settle, jobs with groups and without; all jobs have their turn."""
+    jobs, most = 400, 7
+    make_jobs(engine, jobs, "ready", "grouped")
+    leased = "SELECT count(*) FROM outboxq.job WHERE lease_owner IS NOT NULL"
+    highest: list[int] = []
+
+    def work(number: int) -> int:
+        chance, done, prepared = random.Random(number), 0, PreparedStatements()
+        scripts = [counting(OWNERS[number % 2], sort, most) for sort in ("ready", "grouped")]
+        with engine.connect() as connection:
+            while True:
+                with connection.begin():
+                    left = connection.scalar(text("SELECT count(*) FROM outboxq.job"))
+                if not left:
+                    return done
+                with connection.begin():
+                    claimed = claim_up_to(connection, chance.choice(scripts), chance.randint(1, 9), prepared)
+                with connection.begin():
+                    highest.append(connection.scalar(text(leased)) or 0)
+                    assert max(highest) <= most
+                    ids = [job.id for job in claimed.jobs]
+                    connection.execute(text("DELETE FROM outboxq.job WHERE id = ANY (:ids)"), {"ids": ids})
+                    done += len(ids)
+
+    with ThreadPoolExecutor(6) as pool:
+        assert sum(pool.map(work, range(6))) == jobs
+    assert max(highest) == most

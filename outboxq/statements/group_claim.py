@@ -63,7 +63,7 @@ heads AS (
 # Suspects that are the first of their groups, by the index job_group_state (state, queue, run_at).
 _SUSPECT_HEADS: LiteralString = """\
 heads AS (
-  SELECT suspect.group_key, suspect.state, suspect.run_at, 0 AS lap, 1 AS place FROM (
+  SELECT suspect.group_key, suspect.state, suspect.run_at, 0 AS lap, pg_catalog.row_number() OVER () AS place FROM (
     SELECT id, group_key, state, run_at FROM {job} WHERE state = 'group_suspect' AND queue = {queue}
     ORDER BY run_at LIMIT {seen}) AS suspect
   CROSS JOIN LATERAL (

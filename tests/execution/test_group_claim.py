@@ -176,3 +176,20 @@ def test_no_group_waits_for_a_million_jobs_of_another(connection: Connection) ->
                 for plan, buffers in plans(connection, script.text(50, after)):
                     assert_by_index(plan)
                     assert buffers <= 1_600
+
+
+def test_suspects_whose_groups_others_claim_are_passed_over(connection: Connection, engine: Engine) -> None:
+    """Also all of several: the claim finds nothing, and waits for none of the locks."""
+    fill(connection, 2, groups=2)
+    owner = uuid4()
+    with connection.begin():
+        connection.execute(text("UPDATE outboxq.job SET state = 'group_suspect'"))
+        connection.execute(text("INSERT INTO outboxq.relay VALUES (:id, now() + interval '1 hour')"), {"id": owner})
+    script = GroupScript("outboxq", "mine", owner, suspects=True)
+    with engine.connect() as other, other.begin() as transaction:
+        run_script(other, script.text(2))
+        with connection.begin():
+            assert claim(connection, ClaimRequest(script, 1, "")).jobs == ()
+        transaction.rollback()
+    with connection.begin():
+        assert len(claim(connection, ClaimRequest(script, 1, "")).jobs) == 1

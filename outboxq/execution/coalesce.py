@@ -172,7 +172,7 @@ def _take_along_leased(connection: Connection, runs: _Runs, schema: str) -> int:
             raise answer.error
     runs.dropped = []
     # Jobs that are locked, or another relay's by now.
-    runs.keep({job_id for (job_id,) in answer.rows.get("dropped", ())})
+    runs.keep({job_id for job_id, _ in answer.rows.get("dropped", ())})
     return runs.add(answer.rows["taken along"])
 
 

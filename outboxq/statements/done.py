@@ -88,7 +88,8 @@ SELECT finished.id, {queue}, kind, outcome, attempt, pg_catalog.to_timestamp(cre
   pg_catalog.to_timestamp({claimed_at}::float8), seconds, args, headers, result, stands_for::uuid[],
   pg_catalog.clock_timestamp() + pg_catalog.make_interval(secs => keep_seconds), {relay}::uuid
 FROM (SELECT {arrays}) AS finished"""
-_OF_GONE: LiteralString = "\nJOIN gone ON gone.id = finished.id"
+# In IS TRUE, so that the planner makes no join of it: without statistics it would read all of `gone` for each row.
+_OF_GONE: LiteralString = "\nWHERE (finished.id IN (SELECT gone.id FROM gone)) IS TRUE"
 # It costs a fifth of the INSERT, so the prepared one does without.
 _GIVING_WAY: LiteralString = """
 ON CONFLICT (id) DO UPDATE SET outcome = excluded.outcome, attempt = excluded.attempt,

@@ -1,67 +1,226 @@
-"""Settle many jobs of one lease at once, each by its own token. Sent as text, with other statements after it."""
+"""Settle many jobs of one lease at once, each by its own token. Sent as text, with other statements after it.
 
-from collections.abc import Iterable
+Each statement finds its jobs by the primary key, in one walk (`NO_SCANS`), and compares them with the list by a hash;
+what is written into a row is found in a map, by the job's id. Nothing is joined: if statistics know of no such jobs, a
+join reads the whole list again for each row, or the whole table. The list is made once, `oq_held`.
+
+Locks: the jobs. A row that another transaction has locked is waited for, or is left if `free`. A reaper or an
+operator's command that has changed a row wins: it has another token then, or is gone.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
 from typing import LiteralString
+from uuid import UUID
+
+import msgspec
 
 from outboxq.job import Job
-from outboxq.statements.numbers import next_token, one_attempt_less
-from outboxq.statements.render import quote_identifier
+from outboxq.statements.added import headers_with_order
+from outboxq.statements.numbers import MOST_COUNTED, next_token, one_attempt_less
+from outboxq.statements.park import PARKED_UNTIL
+from outboxq.statements.render import quote_identifier, quote_literal
 
-# `job` also has the keys in its own condition: only joined with the list, the whole table might be read if statistics
-# know of no such jobs, or if the list is such a large part of the table that a scan seems cheap.
-_LEASED: LiteralString = """\
+_MICROSECOND = timedelta(microseconds=1)
+
+_HELD: LiteralString = """\
 WITH oq_held AS MATERIALIZED (
   SELECT id, token FROM unnest({ids}::uuid[], {tokens}::bigint[]) AS held (id, token)
 )"""
-# Only the jobs whose rows no other transaction has locked.
-_UNLOCKED: LiteralString = """\
-WITH oq_held AS MATERIALIZED (
-  SELECT job.id, held.token FROM unnest({ids}::uuid[], {tokens}::bigint[]) AS held (id, token)
-  JOIN {job} AS job ON job.id = ANY ({ids}::uuid[]) AND job.id = held.id AND job.lease_token = held.token
+# In IS TRUE, so that the planner makes no join of it.
+_MINE: LiteralString = """job.id = ANY ({ids}::uuid[])
+    AND ((job.id, job.lease_token) IN (SELECT held.id, held.token FROM oq_held AS held)) IS TRUE"""
+_FREE: LiteralString = (
+    """, free AS MATERIALIZED (
+  SELECT job.id FROM {job} AS job
+  WHERE """
+    + _MINE
+    + """
   FOR UPDATE OF job SKIP LOCKED
 )"""
-_MINE: LiteralString = "job.id = ANY ({ids}::uuid[]) AND job.id = held.id AND job.lease_token = held.token"
+)
+_IS_FREE: LiteralString = "job.id = ANY (ARRAY(SELECT free.id FROM free))"
+# By the statement's snapshot: a row that was changed while the statement began still counts as held.
+_IS_HELD: LiteralString = """(
+  SELECT true FROM {job} AS job WHERE job.id = held.id AND job.lease_token = held.token LIMIT 1
+) IS TRUE"""
+
+# The newest 24 records and this one. Only users' SQL writes errors that are no array.
+_ERRORS: LiteralString = """\
+CASE
+      WHEN change.record IS NULL THEN job.errors
+      ELSE CASE pg_catalog.jsonb_typeof(job.errors)
+          WHEN 'array'::text THEN pg_catalog.jsonb_path_query_array(job.errors, '$[last - 23 to last]')
+          ELSE '[]'::jsonb
+        END || pg_catalog.jsonb_build_array(
+          change.record || pg_catalog.jsonb_build_object('at', pg_catalog.clock_timestamp()))
+    END"""
+_PUT_BACK: LiteralString = (
+    """, changed AS (
+  UPDATE {job} AS job SET lease_owner = NULL, lease_token = """
+    + next_token("job.lease_token")
+    + """, (attempt, crashes, parked, run_at, errors, state) = (
+    SELECT change.attempt, change.crashes, coalesce(change.parked, 0::smallint),
+    CASE
+      WHEN change.parked IS NOT NULL THEN """
+    + PARKED_UNTIL.replace("parked", "change.parked - 1")
+    + """
+      WHEN change.delay IS NULL THEN job.run_at
+      ELSE least(pg_catalog.clock_timestamp() + change.delay, job.expires_at)
+    END,
+    """
+    + _ERRORS
+    + """,
+    CASE WHEN change.parked IS NULL AND change.delay IS NULL THEN """
+)
+_FROM_CHANGE: LiteralString = """
+    FROM pg_catalog.jsonb_to_record({changes}::jsonb -> job.id::text) AS change (
+      attempt integer, crashes smallint, parked smallint, delay interval, passes boolean, record jsonb)
+  )"""
+_PUT_BACK_ALONE: LiteralString = (
+    _PUT_BACK
+    + "'ready' ELSE 'scheduled' END"
+    + _FROM_CHANGE
+    + ", seq = DEFAULT, headers = "
+    + headers_with_order("job")
+)
+_PUT_BACK_IN_GROUP: LiteralString = (
+    _PUT_BACK
+    + """'grouped'
+      WHEN change.parked IS NULL AND (change.passes OR (
+        SELECT queue.max_per_group FROM {queue_table} AS queue WHERE queue.name = job.queue) > 1) THEN 'group_waiting'
+      ELSE 'grouped'
+    END"""
+    + _FROM_CHANGE
+)
+_BURY: LiteralString = (
+    """, buried AS (
+  INSERT INTO {dead} (id, queue, kind, args, headers, priority, attempt, max_attempts, crashes, unique_key, group_key,
+    errors, reason, created_at, batch_id)
+  SELECT CASE WHEN EXISTS (SELECT FROM {dead} AS earlier WHERE earlier.id = job.id
+      AND (earlier.queue, earlier.kind) <> (job.queue, job.kind)) THEN pg_catalog.gen_random_uuid() ELSE job.id END,
+    job.queue, job.kind, job.args, """
+    + headers_with_order("job")
+    + """, job.priority, change.attempt, job.max_attempts,
+    change.crashes, job.unique_key, job.group_key, """
+    + _ERRORS
+    + """, change.reason, job.created_at, job.batch_id
+  FROM changed AS job CROSS JOIN LATERAL pg_catalog.jsonb_to_record({changes}::jsonb -> job.id::text) AS change (
+    attempt integer, crashes smallint, reason text, record jsonb)
+  ON CONFLICT (id) DO UPDATE SET queue = excluded.queue, kind = excluded.kind, args = excluded.args,
+    headers = excluded.headers, priority = excluded.priority, attempt = excluded.attempt,
+    max_attempts = excluded.max_attempts, crashes = excluded.crashes, unique_key = excluded.unique_key,
+    group_key = excluded.group_key, errors = excluded.errors, reason = excluded.reason,
+    created_at = excluded.created_at, batch_id = excluded.batch_id, died_at = pg_catalog.clock_timestamp()
+)"""
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PutBack:
+    """A leased job that goes back to its queue.
+
+    Args:
+        attempt: The number of attempts that are counted.
+        record: The error of this attempt as JSON text, without its time.
+        delay: The time until the job is due; None if it is ready at once.
+        passes: Later jobs of its group do not wait for it.
+        parks: No relay here knows its kind: it is due after a time that grows with the number of such claims.
+    """
+
+    job: Job
+    attempt: int
+    record: str | None = None
+    delay: timedelta | None = None
+    passes: bool = False
+    parks: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bury:
+    """A leased job that becomes a dead letter.
+
+    Args:
+        record: The error of its last attempt as JSON text, without its time.
+    """
+
+    job: Job
+    reason: str
+    record: str | None = None
+
+
+class _Written(msgspec.Struct, omit_defaults=True, frozen=True, gc=False):
+    """What is written into one row, as the columns of `change`; `parked` has a value for a job that is parked."""
+
+    attempt: int
+    crashes: int
+    record: msgspec.Raw | None = None
+    delay: str | None = None
+    passes: bool = False
+    parked: int | None = None
+    reason: str | None = None
 
 
 def finish_leased(schema: str, jobs: Iterable[Job], *, free: bool = False, keeping: str = "") -> str:
-    """Delete jobs whose handlers are done; returns the ids of those no longer under their lease.
-
-    Index: the primary key (`NO_SCANS`). Waits for a reaper or an operator's command that has locked a row, and respects
-    its change.
+    """Delete jobs whose handlers are done; returns those not deleted: id, and true if another transaction has the row.
 
     Args:
-        free: Leave the jobs whose rows are locked, and return their ids too.
+        free: Leave the jobs whose rows are locked. Else they are waited for, and none is returned with true.
         keeping: Writes the finished rows of the deleted jobs (`insert_finished`, of `gone`).
     """
+    deleted: LiteralString = ", gone AS (\n  DELETE FROM {job} AS job\n  WHERE "
     kept: LiteralString = ", kept AS (\n{keeping}\n)" if keeping else ""
-    return _with_jobs(
-        schema,
-        jobs,
-        (_UNLOCKED if free else _LEASED)
-        + """, gone AS (
-  DELETE FROM {job} AS job USING oq_held AS held WHERE """
-        + _MINE
-        + """
-  RETURNING job.id
-)"""
-        + kept
-        + """
-SELECT held.id FROM pg_catalog.unnest({ids}::uuid[]) AS held (id)
-WHERE NOT EXISTS (SELECT FROM gone WHERE gone.id = held.id)""",
-        keeping=keeping,
-    )
+    statement = _held(free) + deleted + _mine(free) + "\n  RETURNING job.id\n)" + kept + _left(free, "gone")
+    return _with_jobs(schema, jobs, statement, keeping=keeping)
+
+
+def put_back_leased(schema: str, changes: Sequence[PutBack], *, free: bool = True) -> tuple[str, ...]:
+    """Put jobs back, after everything that waits (they get a new `seq`); rows and `free` are those of `finish_leased`.
+
+    As `settle.put_back` and `put_back_parked` do for one. Jobs of groups, which keep their places, have a statement of
+    their own, which also reads `queue`, by its primary key.
+    """
+    alone = [change for change in changes if change.job.group_key is None]
+    in_groups = [change for change in changes if change.job.group_key is not None]
+    texts = []
+    if alone:
+        texts.append(_put_back(schema, alone, _PUT_BACK_ALONE, free=free))
+    if in_groups:
+        texts.append(_put_back(schema, in_groups, _PUT_BACK_IN_GROUP, free=free))
+    return tuple(texts)
+
+
+def _put_back(schema: str, changes: Sequence[PutBack], update: LiteralString, *, free: bool) -> str:
+    statement = _held(free) + update + "\n  WHERE " + _mine(free) + "\n  RETURNING job.id\n)" + _left(free, "changed")
+    written = {change.job.id: _written_back(change) for change in changes}
+    jobs, queue_table = (change.job for change in changes), quote_identifier(schema, "queue")
+    return _with_jobs(schema, jobs, statement, changes=_by_id(written), queue_table=queue_table)
+
+
+def bury_leased(schema: str, changes: Sequence[Bury], *, free: bool = True) -> str:
+    """Move jobs to the dead letters; rows and `free` are those of `finish_leased`.
+
+    As `settle.remove` and `insert_dead` do for one: a dead letter of the same id, queue and kind is overwritten; if the
+    id has one of another queue or kind, the new one gets another id. Index: also the primary key of `dead_job`.
+    """
+    deleted: LiteralString = ", changed AS (\n  DELETE FROM {job} AS job\n  WHERE "
+    statement = _held(free) + deleted + _mine(free) + "\n  RETURNING job.*\n)" + _BURY + _left(free, "changed")
+    written = {change.job.id: _buried(change) for change in changes}
+    jobs, dead = (change.job for change in changes), quote_identifier(schema, "dead_job")
+    return _with_jobs(schema, jobs, statement, changes=_by_id(written), dead=dead)
 
 
 def release_leased(schema: str, jobs: Iterable[Job], *, free: bool = False) -> str:
     """Give back jobs whose handlers have not begun, in their places, their attempt uncounted; no rows.
 
     They keep their `seq`: a new one would put them after a whole backlog. A sweep finds jobs that are before a cursor.
-    Index, locks and `free` are those of `finish_leased`.
+    `free` is that of `finish_leased`.
     """
     return _with_jobs(
         schema,
         jobs,
-        (_UNLOCKED if free else _LEASED)
+        _held(free)
         + """
 UPDATE {job} AS job SET state = CASE job.state WHEN 'group_leased' THEN 'grouped' ELSE 'ready' END, attempt = """
         + one_attempt_less("job.attempt")
@@ -69,14 +228,47 @@ UPDATE {job} AS job SET state = CASE job.state WHEN 'group_leased' THEN 'grouped
   lease_token = """
         + next_token("job.lease_token")
         + """
-FROM oq_held AS held WHERE """
-        + _MINE,
+WHERE """
+        + _mine(free),
     )
 
 
 def standing(schema: str, jobs: Iterable[Job]) -> str:
     """The ids of those of these jobs that are in the table, a row each. Index: the primary key; no locks."""
     return _with_jobs(schema, jobs, "SELECT id FROM {job} WHERE id = ANY ({ids}::uuid[])")
+
+
+def _held(free: bool) -> LiteralString:
+    return _HELD + _FREE if free else _HELD
+
+
+def _mine(free: bool) -> LiteralString:
+    return _IS_FREE if free else _MINE
+
+
+def _left(free: bool, changed: LiteralString) -> LiteralString:
+    is_held: LiteralString = _IS_HELD if free else "false"
+    left: LiteralString = "FROM oq_held AS held WHERE (held.id IN (SELECT changed.id FROM "
+    return "\nSELECT held.id, " + is_held + " AS is_held\n" + left + changed + " AS changed)) IS NOT TRUE"
+
+
+def _written_back(change: PutBack) -> _Written:
+    job = change.job
+    delay = None if change.delay is None else f"{change.delay // _MICROSECOND} microseconds"
+    parked = min(job.parked + 1, MOST_COUNTED) if change.parks else None
+    return _Written(change.attempt, job.crashes, _raw(change.record), delay, change.passes, parked)
+
+
+def _buried(change: Bury) -> _Written:
+    return _Written(change.job.attempt, change.job.crashes, _raw(change.record), reason=change.reason)
+
+
+def _raw(record: str | None) -> msgspec.Raw | None:
+    return None if record is None else msgspec.Raw(record.encode())
+
+
+def _by_id(written: Mapping[UUID, _Written]) -> str:
+    return quote_literal(msgspec.json.encode(written).decode())
 
 
 def _with_jobs(schema: str, jobs: Iterable[Job], statement: LiteralString, **parts: str) -> str:

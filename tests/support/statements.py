@@ -39,6 +39,7 @@ from outboxq.statements.group_claim import GroupScript
 from outboxq.statements.inbox import MessageFilter, accept_parameters
 from outboxq.statements.job_changes import JobChange
 from outboxq.statements.jobs import JobFilter
+from outboxq.statements.lease_mode import Bury, PutBack
 from outboxq.statements.limit import room
 from outboxq.statements.progress import ProgressNote
 from outboxq.statements.rate import TokenRequest
@@ -52,6 +53,7 @@ _ID = UUID("00000000-0000-7000-8000-000000000007")
 _NOW = datetime(2026, 1, 1, tzinfo=UTC)
 _JOB = Job(_ID, "mail", "send", "{}", "{}", 0, 1, None, 0, 0, None, None, "[]", _NOW, _NOW, 1)
 _LEASED = msgspec.structs.replace(_JOB, lease_token=3)
+_IN_GROUP = msgspec.structs.replace(_LEASED, id=UUID(int=2), group_key="account-7")
 _ROW = (_ID, "send", "done", 1, 0.0, 0.5, "{}", "{}", "null", None, 60.0)
 _OTHER_ROW = (UUID(int=1), *_ROW[1:9], f"{{{_ID}}}", 60.0)
 _DONE, _DONE_TWO = (FinishedColumns("mail", None, *zip(*rows, strict=True)) for rows in ([_ROW], [_ROW, _OTHER_ROW]))
@@ -148,6 +150,14 @@ _SAMPLES: Mapping[str, tuple[object, object]] = {
     ),
     # With it a part of another statement, which is `keeping`.
     "gone": (False, False),
+    "changes: Sequence[statements.lease_mode.PutBack]": (
+        [PutBack(job=_LEASED, attempt=1, record="{}", delay=timedelta(seconds=5))],
+        [PutBack(job=_LEASED, attempt=0, parks=True), PutBack(job=_IN_GROUP, attempt=1, passes=True)],
+    ),
+    "changes: Sequence[statements.lease_mode.Bury]": (
+        [Bury(job=_LEASED, reason="why", record="{}")],
+        [Bury(job=_LEASED, reason="why"), Bury(job=_IN_GROUP, reason="it's \\")],
+    ),
     "keeping": ("", insert_finished("outboxq", _DONE, _ID, gone=True)),
     "DoneFilter": (DoneFilter("mail", "send", "done", _NOW), DoneFilter()),
     "DeadFilter": (DeadFilter("mail", "send", "gone", (_ID, _ID), _NOW), DeadFilter()),

@@ -94,16 +94,24 @@ class Options:
         ),
     ] = None
     mode: Annotated[
-        Literal["transaction", "lease", "mixed", "flow"],
+        Literal["transaction", "lease", "mixed", "flow", "calls"],
         typer.Option(
             "--mode",
             metavar="MODE",
-            help="How the handlers run: transaction, lease or mixed; flow adds groups, limits and coalesced jobs.",
+            help="How the handlers run: transaction, lease or mixed; flow adds groups, limits and coalesced jobs; "
+            "calls wait half a second each, under a lease.",
         ),
     ] = "transaction"
     relays: Annotated[
         int, typer.Option("--relays", metavar="NUMBER", min=1, max=16, help="How many relay processes.")
     ] = 3
+    slots: Annotated[
+        int, typer.Option("--slots", metavar="NUMBER", min=1, help="How many slots each relay has for a queue.")
+    ] = 2
+    only: Annotated[
+        list[str] | None,
+        typer.Option("--only", metavar="FAULT", help="Cause no other faults; may be repeated.", show_default=False),
+    ] = None
     minutes: Annotated[float, typer.Option("--minutes", metavar="MINUTES", help="Give up after so long.")] = 30.0
     as_json: AsJson = False
 
@@ -122,6 +130,7 @@ def torture(options: Options) -> None:
     Examples:
       outboxq torture
       outboxq torture --jobs 20000 --faults 400 --mode mixed
+      outboxq torture --mode calls --slots 100 --only relay-killed
       outboxq torture --seed 7 --json
     """
     from outboxq.torture import TortureOptions
@@ -129,6 +138,7 @@ def torture(options: Options) -> None:
 
     given = asdict(options)
     as_json = given.pop("as_json")
+    given["only"] = tuple(options.only or ())
     if options.seed is None:
         given["seed"] = random.randrange(1_000_000)
     report = run_torture(TortureOptions(**given), notice)

@@ -3,6 +3,7 @@
 A misbehaviour happens once a job. It is recorded on a connection of its own, so that the record outlives a rollback.
 """
 
+import asyncio
 import os
 from uuid import UUID
 
@@ -13,11 +14,14 @@ from outboxq import AsyncContext, Backoff, Context, DeadLetter, Jobs
 from outboxq.job import Job
 from outboxq.torture.history import SCHEMA
 from outboxq.torture.lanes import LIMITED, coalesce_key, watch
+from outboxq.torture.starts import record_start
 
 MAX_ATTEMPTS = 25
 # Quick, and often enough for a job that meets several faults that count.
 RETRY = Backoff(max_attempts=MAX_ATTEMPTS, first_seconds=0.05, cap_seconds=1.0)
 EXIT_CODE = 86
+# Of the handlers that wait for something outside.
+CALL_SECONDS = 0.5
 
 
 _EFFECT = text(
@@ -38,6 +42,7 @@ class Misbehaviour(Exception):
 jobs, leased, mixed = Jobs(), Jobs(), Jobs()
 # With the jobs of flow control.
 flow = Jobs()
+calls = Jobs()
 
 
 def _record(
@@ -50,6 +55,14 @@ def _record(
 async def _record_async(ctx: AsyncContext, behaviour: str = "plain", number: int | None = None) -> DeadLetter | None:
     """Misbehave once if `behaviour` asks for it, then write the effect; awaited."""
     return await ctx.session.run_sync(_run, ctx.job, behaviour, number, None)
+
+
+@calls.handler(kind="call", queue="torture-call", retry=RETRY, claim="lease")
+async def call(ctx: AsyncContext, starts: str, behaviour: str = "plain") -> DeadLetter | None:
+    """Record the start, wait without the session as a call outside does, then write the effect."""
+    record_start(ctx.job, starts)
+    await asyncio.sleep(CALL_SECONDS)
+    return await ctx.session.run_sync(_run, ctx.job, behaviour, None, None)
 
 
 record = jobs.handler(kind="record", queue="torture", retry=RETRY)(_record)
@@ -80,6 +93,7 @@ USES = {
     **dict.fromkeys(("coalesce", "coalesce_leased"), "coalesce"),
     **dict.fromkeys(("unique", "unique_leased"), "unique"),
     **dict.fromkeys(("batched", "batched_leased"), "batch"),
+    "call": "call",
 }
 
 

@@ -8,23 +8,10 @@ import random
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Literal
 
-from outboxq.torture import TortureOptions
+from outboxq.torture import InsideKind, OutsideKind, TortureOptions
 
-OutsideKind: TypeAlias = Literal[
-    "relay-killed",
-    "relay-stopped",
-    "backend-terminated",
-    "relay-cut-before-commit",
-    "relay-cut-after-commit",
-    "relay-frozen-at-commit",
-    "producer-cut-before-commit",
-    "producer-cut-after-commit",
-    "all-connections-cut",
-    "backend-killed",
-    "server-stopped",
-]
 # How often each is drawn, relative to the others. Those that stop every relay are rarer.
 _OUTSIDE: dict[OutsideKind, int] = {
     "relay-killed": 12,
@@ -39,8 +26,12 @@ _OUTSIDE: dict[OutsideKind, int] = {
     "backend-killed": 2,
     "server-stopped": 2,
 }
-# Behaviours of jobs that count as faults of the run, by the name under which they are reported.
-_INSIDE: dict[str, int] = {"handler-raise": 6, "handler-flush-raise": 6, "handler-exit": 5, "handler-deadlock": 6}
+_INSIDE: dict[InsideKind, int] = {
+    "handler-raise": 6,
+    "handler-flush-raise": 6,
+    "handler-exit": 5,
+    "handler-deadlock": 6,
+}
 _PER_MILLE_GIVING_UP = 5
 
 MAX_TRANSACTION_JOBS = 10
@@ -87,8 +78,9 @@ class PlannedTransaction:
 def plan_run(options: TortureOptions, *, lease_seconds: float) -> Plan:
     """Draw the faults, spread evenly over the run."""
     chance = random.Random(f"{options.seed}-faults")
-    names = [*_OUTSIDE, *_INSIDE]
-    drawn = chance.choices(names, weights=[*_OUTSIDE.values(), *_INSIDE.values()], k=options.faults)
+    weights: list[tuple[str, int]] = [*_OUTSIDE.items(), *_INSIDE.items()]
+    names, shares = zip(*(each for each in weights if not options.only or each[0] in options.only), strict=True)
+    drawn = chance.choices(names, weights=shares, k=options.faults)
     outside: list[Fault] = []
     behaviours: dict[int, str] = {}
     inside: Counter[str] = Counter()
@@ -103,7 +95,7 @@ def plan_run(options: TortureOptions, *, lease_seconds: float) -> Plan:
         else:
             longest = lease_seconds * 2 if name == "relay-stopped" else 0.5
             # The names that are not of handlers are those of `OutsideKind`.
-            kind: OutsideKind = name  # type: ignore[assignment]  # the rest of the drawn names
+            kind: OutsideKind = name
             outside.append(Fault(kind, at, chance.random(), chance.uniform(0.1, longest), chance.random() < 0.5))
     return Plan(tuple(outside), behaviours, inside)
 

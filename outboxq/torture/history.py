@@ -8,6 +8,7 @@ Works on tables without unique constraints, so that forbidden rows can exist. It
 - `effect`: the ledger, a row for each time that a handler's rows were committed, with the attempt, the crashes and the
   lease token under which it ran.
 - `violation`: a breach that a handler saw: another job of its group or key, or more than its queue may run.
+- `start`: a row for each time that a call began, with its lease token; of mode `calls`.
 - `sighting`: job rows with a lease, as an observer saw them: token and owner.
 - outboxq's own `job` and `dead_job`.
 """
@@ -36,6 +37,7 @@ CREATE TABLE {SCHEMA}.effect (
   batch_id uuid
 );
 CREATE TABLE {SCHEMA}.violation (job_id uuid NOT NULL, what text NOT NULL);
+CREATE TABLE {SCHEMA}.start (job_id uuid NOT NULL, token bigint NOT NULL);
 CREATE TABLE {SCHEMA}.sighting (job_id uuid NOT NULL, token bigint NOT NULL, owner uuid);
 CREATE TABLE {SCHEMA}.misbehaved (job_id uuid PRIMARY KEY);
 CREATE TABLE {SCHEMA}.counter (id integer PRIMARY KEY, value bigint NOT NULL DEFAULT 0);
@@ -119,6 +121,12 @@ RULES = (
         f"SELECT effect.job_id FROM {SCHEMA}.effect JOIN {SCHEMA}.sighting USING (job_id) "
         "WHERE sighting.token > effect.token",
         "jobs whose effect was committed under a lease that had been replaced",
+    ),
+    Rule(
+        "begun twice",
+        f"SELECT DISTINCT job_id FROM (SELECT job_id FROM {SCHEMA}.start GROUP BY job_id, token "
+        "HAVING count(*) > 1) AS begun",
+        "jobs whose call began twice under one lease token",
     ),
     Rule(
         "out of order",

@@ -4,8 +4,8 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 from sqlalchemy import TextClause, text
 
@@ -23,13 +23,13 @@ LEASE_SECONDS = 2.0
 MAX_CRASHES = 10
 # A relay of each size: alone, in small batches, in large ones.
 BATCH_SIZES = (1, 5, 20)
-SLOTS_PER_QUEUE = 2
 
 _TARGETS: dict[Mode, str] = {
     "transaction": "outboxq.torture.app:jobs",
     "lease": "outboxq.torture.app:leased",
     "mixed": "outboxq.torture.app:mixed",
     "flow": "outboxq.torture.app:flow",
+    "calls": "outboxq.torture.app:calls",
 }
 
 _FAULT_SECONDS = 5.0
@@ -44,14 +44,20 @@ _RELAY_BACKENDS = text(
     "SELECT pid FROM pg_stat_activity WHERE datname = current_database() "
     "AND application_name LIKE 'outboxq relay %' ORDER BY pid"
 )
+# Processes with jobs under their lease. Killed ones are still among them until their jobs are reaped.
+_HOLDERS = text(
+    "SELECT relay.pid, count(*) FROM outboxq.job JOIN outboxq.relay ON relay.id = job.lease_owner "
+    "WHERE job.state IN ('leased', 'group_leased') GROUP BY relay.pid"
+)
 _TERMINATE = text("SELECT pg_terminate_backend(:pid)")
 
 
 class Relays:
     """The relay processes of the run, some of them stopped for a while."""
 
-    def __init__(self, url: str, mode: Mode, number: int) -> None:
+    def __init__(self, url: str, mode: Mode, number: int, slots: int) -> None:
         self.started = 0
+        self._slots = slots
         self.problems: list[str] = []
         self._url = url
         self._target = _TARGETS[mode]
@@ -62,9 +68,21 @@ class Relays:
         """The running ones, by the names of their connections."""
         return {relay.name for relay in self._running if relay.returncode is None}
 
-    def kill(self, fraction: float) -> None:
-        """Kill one of them with SIGKILL."""
-        self._running[int(fraction * len(self._running))].kill()
+    def alive(self, held: Mapping[int, int], least: int) -> dict[int, int]:
+        """Of the numbers of jobs by process, those of running relays with at least so many."""
+        running = {relay.pid for relay in self._running if relay.returncode is None}
+        return {pid: jobs for pid, jobs in held.items() if pid in running and jobs >= least}
+
+    def kill(self, fraction: float, held: Mapping[int, int]) -> int:
+        """Kill one of them with SIGKILL, one that has jobs under its lease if there is any; the number of these jobs.
+
+        Args:
+            held: The number of jobs under the lease of each process.
+        """
+        candidates = [relay for relay in self._running if relay.pid in held] or self._running
+        killed = candidates[int(fraction * len(candidates))]
+        killed.kill()
+        return held.get(killed.pid, 0)
 
     def pause(self, fraction: float, seconds: float) -> None:
         """Stop one with SIGSTOP; `tend` wakes it after `seconds`."""
@@ -103,7 +121,7 @@ class Relays:
         self.started += 1
         config = RelayConfig(
             batch_size=BATCH_SIZES[position % len(BATCH_SIZES)],
-            slots_per_queue=SLOTS_PER_QUEUE,
+            slots_per_queue=self._slots,
             poll_seconds=0.5,
             lease_seconds=LEASE_SECONDS,
             max_crashes=MAX_CRASHES,
@@ -111,12 +129,14 @@ class Relays:
         return RelayProcess(self._target, self._url, config)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class FaultInjector:
     """Does the planned faults to relays, producers and the server.
 
     Attributes:
         let_ahead: Called to let the producers go on a little, for a fault that waits for their work.
+        full: A kill waits a while for a relay with so many jobs under its lease.
+        jobs_of_killed_relays: Jobs that were under the leases of relays that it killed, at that moment.
     """
 
     server: Server
@@ -126,6 +146,8 @@ class FaultInjector:
     producer_proxy: CommitProxy
     interrupted: threading.Event
     let_ahead: Callable[[], None]
+    full: int
+    jobs_of_killed_relays: int = field(default=0, init=False)
 
     def inject(self, fault: Fault) -> bool:
         """Do a fault; False if it found nothing to hit."""
@@ -151,10 +173,24 @@ class FaultInjector:
 
     def _disturb_process(self, fault: Fault) -> bool:
         if fault.kind == "relay-killed":
-            self.relays.kill(fault.pick)
+            self.jobs_of_killed_relays += self.relays.kill(fault.pick, self._wait_for_holders())
         else:
             self.relays.pause(fault.pick, fault.seconds)
         return True
+
+    def _wait_for_holders(self) -> dict[int, int]:
+        """The number of jobs under the lease of each process that has enough of them, else of each."""
+        deadline = time.monotonic() + _FAULT_SECONDS
+        if self.full:
+            self.let_ahead()
+        while True:
+            rows = self.watcher.ask(lambda connection: connection.execute(_HOLDERS).tuples().all())
+            held = {int(pid): int(jobs) for pid, jobs in rows}
+            enough = self.relays.alive(held, self.full)
+            if enough or not self.full or time.monotonic() > deadline or self.interrupted.is_set():
+                return enough or held
+            self.relays.tend()
+            time.sleep(0.02)
 
     def _stop_server(self, fault: Fault) -> bool:
         self.server.stop_immediately()

@@ -75,11 +75,13 @@ class Lanes:
     """Adds jobs of flow control, for producer threads: each has groups and keys of its own.
 
     Args:
-        kinds: The use of each kind: "group", "limit", "coalesce", "unique" or "batch".
+        kinds: The use of each kind: "group", "limit", "coalesce", "unique", "batch" or "call".
+        starts: The directory in which calls record their starts.
     """
 
-    def __init__(self, kinds: Mapping[str, str]) -> None:
+    def __init__(self, kinds: Mapping[str, str], starts: str) -> None:
         self._uses = kinds
+        self._starts = starts
         self._own = threading.local()
 
     def add(self, session: OutboxSession, kind: JobKind[...], behaviour: str) -> list[Added]:
@@ -100,6 +102,8 @@ class Lanes:
                 handle = session.add_job(kind.options(unique=key), behaviour=behaviour, unique=key)
                 session.flush()
                 return [Added(handle.id)] if handle.added else []
+            case "call":
+                return [Added(session.add_job(kind, behaviour=behaviour, starts=self._starts).id)]
             case "batch":
                 with batch(session, on_done=kind.job()) as opened:
                     members = [opened.add_job(kind, behaviour=behaviour) for _ in range(_MEMBERS)]

@@ -66,10 +66,15 @@ class Producers:
     """The threads that work off the planned transactions, as far ahead as `allow` lets them.
 
     So each fault still finds work, and memory stays bounded.
+
+    Args:
+        starts: The directory in which calls record their starts.
     """
 
-    def __init__(self, url: str, transactions: Iterator[PlannedTransaction], kinds: Sequence[JobKind[...]]) -> None:
-        self._lanes = Lanes(USES)
+    def __init__(
+        self, url: str, transactions: Iterator[PlannedTransaction], kinds: Sequence[JobKind[...]], starts: str
+    ) -> None:
+        self._lanes = Lanes(USES, starts)
         self.journal = Journal()
         self.rolled_back = 0
         self._engine: Engine = create_engine(url, pool_size=PRODUCERS, hide_parameters=True)

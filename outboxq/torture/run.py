@@ -1,11 +1,13 @@
 """A run: server, proxies, relays and producers, the faults at their places, and in the end the check."""
 
+import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from uuid import UUID
 
 from sqlalchemy import Connection, text
 
@@ -17,10 +19,11 @@ from outboxq.relay.signals import stop_signals
 from outboxq.testing.proxy import CommitProxy
 from outboxq.torture import Mode, TortureOptions, TortureReport, app
 from outboxq.torture.faults import Fault, plan_run, plan_transactions
-from outboxq.torture.history import CREATE, check_history
+from outboxq.torture.history import CREATE, SCHEMA, check_history
 from outboxq.torture.inject import LEASE_SECONDS, MAX_CRASHES, FaultInjector, Relays
 from outboxq.torture.lanes import LIMIT_THE_QUEUE
 from outboxq.torture.producers import Producers
+from outboxq.torture.starts import read_starts
 from outboxq.torture.watcher import Watcher
 
 _BACKLOG = 600
@@ -32,6 +35,10 @@ _SAY_SECONDS = 5.0
 _STALL_LIMIT_SECONDS = 90.0
 
 _SERVER_SETTINGS = {"deadlock_timeout": "100ms", "log_min_messages": "fatal"}
+# Of the producers, the watcher and those that relays have besides their slots'.
+_OTHER_CONNECTIONS = 100
+_NOTE_START = text(f"INSERT INTO {SCHEMA}.start (job_id, token) VALUES (:job_id, :token)")
+_FORGET_STARTS = text(f"TRUNCATE {SCHEMA}.start")
 
 
 class TortureFailed(OutboxqError):
@@ -51,12 +58,18 @@ def run_torture(options: TortureOptions, say: Callable[[str], None]) -> TortureR
         TortureFailed: a relay could not be started, or Ctrl-C was pressed.
     """
     interrupted = threading.Event()
-    with stop_signals(interrupted.set), start_embedded(settings=_SERVER_SETTINGS) as server:
+    slots = options.relays * options.slots * len(_kinds(options.mode))
+    settings = {**_SERVER_SETTINGS, "max_connections": str(slots + _OTHER_CONNECTIONS)}
+    with (
+        stop_signals(interrupted.set),
+        start_embedded(settings=settings) as server,
+        tempfile.TemporaryDirectory(prefix="outboxq-torture-") as starts,
+    ):
         say(f"PostgreSQL {server.version} of its own (pid {server.pid}), seed {options.seed}")
         database = server.create_database()
         with Watcher(database.url) as watcher:
             watcher.ask(_prepare)
-            return _Run(options, server, database.url, watcher, say, interrupted).play()
+            return _Run(options, server, database.url, watcher, say, interrupted, starts).play()
 
 
 def _prepare(connection: Connection) -> None:
@@ -64,6 +77,12 @@ def _prepare(connection: Connection) -> None:
     connection.execute(text(CREATE))
     connection.execute(text(LIMIT_THE_QUEUE))
     connection.commit()
+
+
+def _note_starts(connection: Connection, starts: Sequence[tuple[UUID, int]]) -> None:
+    connection.execute(_FORGET_STARTS)
+    if starts:
+        connection.execute(_NOTE_START, [{"job_id": job_id, "token": token} for job_id, token in starts])
 
 
 def _kinds(mode: Mode) -> list[JobKind[...]]:
@@ -74,7 +93,11 @@ def _kinds(mode: Mode) -> list[JobKind[...]]:
         app.unique_leased, app.batched, app.batched_leased,
     ]  # fmt: skip
     everything = plain + leases
-    return {"transaction": plain, "lease": leases, "mixed": everything, "flow": everything + flow}[mode]
+    calls: list[JobKind[...]] = [app.call]
+    of_mode: dict[Mode, list[JobKind[...]]] = {
+        "transaction": plain, "lease": leases, "mixed": everything, "flow": everything + flow, "calls": calls,
+    }  # fmt: skip
+    return of_mode[mode]
 
 
 @dataclass(eq=False)
@@ -87,6 +110,7 @@ class _Run:
     watcher: Watcher
     say: Callable[[str], None]
     interrupted: threading.Event
+    starts: str
 
     def __post_init__(self) -> None:
         self._begun = self._moved_at = time.monotonic()
@@ -98,19 +122,22 @@ class _Run:
         self._longest_stall = 0.0
         self._backlog = 0
         self._said_at = 0.0
+        # Twice what all slots hold: a relay that is killed has all of its slots at work.
+        self._room = 2 * self.options.relays * self.options.slots
 
     def play(self) -> TortureReport:
         """Run everything in its order; all that was started is ended, also after an error."""
         with ExitStack() as stack:
             relay_proxy = stack.enter_context(CommitProxy(self.url))
             producer_proxy = stack.enter_context(CommitProxy(self.url))
-            self._relays = Relays(relay_proxy.url, self.options.mode, self.options.relays)
+            self._relays = Relays(relay_proxy.url, self.options.mode, self.options.relays, self.options.slots)
             stack.callback(self._relays.close)
+            full = self.options.slots if self.options.mode == "calls" else 0
             everything = (self.server, self.watcher, self._relays, relay_proxy, producer_proxy)
-            self._injector = FaultInjector(*everything, self.interrupted, self._let_producers_ahead)
+            self._injector = FaultInjector(*everything, self.interrupted, self._let_producers_ahead, full)
             kinds = _kinds(self.options.mode)
             transactions = plan_transactions(self.options, self._plan, len(kinds))
-            self._producers = Producers(producer_proxy.url, transactions, kinds)
+            self._producers = Producers(producer_proxy.url, transactions, kinds, self.starts)
             stack.callback(self._producers.close)
             gave_up = self._torture()
             self._producers.close()
@@ -159,9 +186,9 @@ class _Run:
             )
 
     def _allow(self, more: int = 0) -> None:
-        limit = self._finished + _BACKLOG
+        limit = self._finished + max(_BACKLOG, self._room)
         if self._due:
-            ahead = min(_AHEAD_OF_FAULT, int(self.options.jobs * _AHEAD_OF_LAST_FAULT))
+            ahead = min(max(_AHEAD_OF_FAULT, self._room), int(self.options.jobs * _AHEAD_OF_LAST_FAULT))
             limit = min(limit, self._due[-1].at + ahead)
         self._producers.allow(limit + more)
 
@@ -176,6 +203,8 @@ class _Run:
 
     def _report(self, gave_up: str | None) -> TortureReport:
         self.watcher.ask(self._producers.journal.flush)
+        starts = list(read_starts(self.starts))
+        self.watcher.ask(lambda connection: _note_starts(connection, starts))
         self.watcher.wait_until_alone()
         verdict = self.watcher.ask(
             lambda connection: check_history(connection, max_attempts=app.MAX_ATTEMPTS, max_crashes=MAX_CRASHES)
@@ -194,6 +223,8 @@ class _Run:
             ran_though_rolled_back=verdict.counts["ran though rolled back"],
             jobs_left=verdict.counts["left"],
             relays_started=self._relays.started,
+            jobs_of_killed_relays=self._injector.jobs_of_killed_relays,
+            calls_begun=len(starts),
             longest_stall_seconds=round(self._longest_stall, 1),
             seconds=round(time.monotonic() - self._begun, 1),
             server=f"PostgreSQL {self.server.version}",

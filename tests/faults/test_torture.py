@@ -35,8 +35,9 @@ def history(engine: Engine) -> Iterator[Connection]:
         enqueued(connection, "unknown", is_true=False)
         enqueued(connection, "unknown", effects=1)
         leased = enqueued(connection, effects=1, token=2)
-        sighted(connection, leased, 1)
-        sighted(connection, leased, 2)
+        for token in (1, 2):
+            sighted(connection, leased, token)
+            put(connection, "torture.start (job_id, token) VALUES (:id, :token)", {"id": leased, "token": token})
         connection.commit()
         assert check_history(connection, **BOUNDS).problems == ()
         yield connection
@@ -130,6 +131,13 @@ def saw(connection: Connection, what: str) -> UUID:
     return job_id
 
 
+def break_start(connection: Connection) -> UUID:
+    job_id = enqueued(connection, effects=1, token=1)
+    for _ in range(2):
+        put(connection, "torture.start (job_id, token) VALUES (:id, 1)", {"id": job_id})
+    return job_id
+
+
 def note_twice(connection: Connection) -> UUID:
     job_id = enqueued(connection, effects=1)
     connection.execute(text("INSERT INTO torture.enqueue (job_id, outcome) VALUES (:id, 'ok')"), {"id": job_id})
@@ -159,6 +167,7 @@ BROKEN = {
     "waits with four crashes": ("over crashes", lambda c: enqueued(c, waiting=1, crashes=4)),
     "an effect under an old token": ("old token", break_tokens),
     "a token in two hands": ("two owners", break_owners),
+    "a call begun twice under a token": ("begun twice", break_start),
     "the second of a group before the first": ("out of order", break_order),
     "two of a group at a time": ("not alone", lambda c: saw(c, "beside its group")),
     "two of a unique key at a time": ("twice at a time", lambda c: saw(c, "beside its key")),
@@ -242,8 +251,26 @@ def test_a_seed_gives_the_same_plan() -> None:
     assert told == {"raise", "flush-raise", "exit", "deadlock-up", "deadlock-down"}
 
 
+def test_a_plan_of_some_kinds_of_faults_has_no_others() -> None:
+    """As many as were asked for, of processes and of handlers."""
+    some = TortureOptions(jobs=1_000, faults=60, seed=7, only=("relay-killed", "handler-raise"))
+    plan = plan_run(some, lease_seconds=2)
+    assert {fault.kind for fault in plan.faults} == {"relay-killed"}
+    assert plan.inside.keys() == {"handler-raise"}
+    assert len(plan.faults) + plan.inside["handler-raise"] == 60
+
+
 @pytest.mark.parametrize(
-    "wrong", [{"jobs": 10}, {"jobs": 1000, "faults": 101}, {"mode": "both"}, {"relays": 0}, {"minutes": 0}]
+    "wrong",
+    [
+        {"jobs": 10},
+        {"jobs": 1000, "faults": 101},
+        {"mode": "both"},
+        {"relays": 0},
+        {"slots": 0},
+        {"only": ("relay-kiled",)},
+        {"minutes": 0},
+    ],
 )
 def test_options_that_make_no_sense_are_refused(wrong: dict[str, object]) -> None:
     """Before anything is started."""
@@ -278,6 +305,22 @@ def test_jobs_survive_random_faults(mode: str, jobs: int, faults: int) -> None:
     assert sum(report["faults"].values()) >= faults / 2, "so many faults must have met something"
     assert report["commits_unanswered"] == report["commits_unanswered_as_promised"]
     assert report["commits_unanswered"] > 0, "no producer met an unknown commit"
+
+
+@pytest.mark.large
+@pytest.mark.timeout(600)
+def test_calls_under_a_lease_survive_kills() -> None:
+    """Each has one effect, and began again only after its relay was killed: once for each token."""
+    options = ("--mode", "calls", "--slots", 10, "--relays", 2, "--only", "relay-killed", "--jobs", 300, "--faults", 3)
+    url = "postgresql://nobody@127.0.0.1:1/none"
+    outcome = cli.run("torture", *options, "--seed", 1, "--json", url=url, seconds=500)
+    assert outcome.exit_code == 0, outcome
+    report = json.loads(outcome.stdout)
+    assert report["faults"] == {"relay-killed": 3}
+    assert report["jobs_enqueued"] == report["effects_applied"] + report["dead_letters"]
+    begun_again = report["calls_begun"] - report["jobs_enqueued"]
+    # As many as all slots hold, in each of three kills.
+    assert 0 < begun_again <= 3 * 10
 
 
 def test_an_interrupted_run_leaves_nothing() -> None:

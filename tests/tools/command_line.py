@@ -365,7 +365,8 @@ def _show_torture() -> None:
             commits_unanswered_kept=3, commits_unanswered_as_promised=6,
             faults={"cut at COMMIT": 9, "kill a relay": 7, "stop a relay": 4}, faults_not_met=0, effects_applied=995,
             dead_letters=5, lost=0, doubled=0, ran_though_rolled_back=0, jobs_left=0, relays_started=10,
-            longest_stall_seconds=0.9, seconds=21.4, server="PostgreSQL 18.6", problems=[],
+            jobs_of_killed_relays=0, calls_begun=0, longest_stall_seconds=0.9, seconds=21.4,
+            server="PostgreSQL 18.6", problems=[],
         )
     )  # fmt: skip
 

@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from uuid import UUID
 
 from sqlalchemy import Connection, text
 
@@ -23,7 +22,7 @@ from outboxq.torture.history import CREATE, SCHEMA, check_history
 from outboxq.torture.inject import LEASE_SECONDS, MAX_CRASHES, FaultInjector, Relays
 from outboxq.torture.lanes import LIMIT_THE_QUEUE
 from outboxq.torture.producers import Producers
-from outboxq.torture.starts import read_starts
+from outboxq.torture.starts import Start, read_starts
 from outboxq.torture.watcher import Watcher
 
 _BACKLOG = 600
@@ -79,10 +78,10 @@ def _prepare(connection: Connection) -> None:
     connection.commit()
 
 
-def _note_starts(connection: Connection, starts: Sequence[tuple[UUID, int]]) -> None:
+def _note_starts(connection: Connection, starts: Sequence[Start]) -> None:
     connection.execute(_FORGET_STARTS)
     if starts:
-        connection.execute(_NOTE_START, [{"job_id": job_id, "token": token} for job_id, token in starts])
+        connection.execute(_NOTE_START, [{"job_id": each.job_id, "token": each.token} for each in starts])
 
 
 def _kinds(mode: Mode) -> list[JobKind[...]]:

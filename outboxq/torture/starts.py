@@ -4,22 +4,34 @@ A call that begins twice under one token reached outside twice, although nothing
 """
 
 import os
+import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from uuid import UUID
 
 from outboxq.job import Job
 
 
+@dataclass(frozen=True, slots=True)
+class Start:
+    """One start of a call: in which process, under which token, and when, in seconds since 1970."""
+
+    job_id: UUID
+    token: int
+    pid: int
+    at: float
+
+
 def record_start(job: Job, directory: str) -> None:
-    """Append the job's id and token to this process's file: what is written, a SIGKILL does not take back."""
+    """Append the start to this process's file: what is written, a SIGKILL does not take back."""
     with Path(directory, str(os.getpid())).open("ab", buffering=0) as file:
-        file.write(f"{job.id} {job.lease_token}\n".encode())
+        file.write(f"{job.id} {job.lease_token} {time.time()!r}\n".encode())
 
 
-def read_starts(directory: str) -> Iterator[tuple[UUID, int]]:
-    """The id and token of each start, of all processes."""
+def read_starts(directory: str) -> Iterator[Start]:
+    """The starts of all processes."""
     for path in Path(directory).iterdir():
         for line in path.read_text().splitlines():
-            job_id, _, token = line.partition(" ")
-            yield UUID(job_id), int(token)
+            job_id, token, at = line.split()
+            yield Start(UUID(job_id), int(token), int(path.name), float(at))

@@ -49,6 +49,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--server", metavar="URL", help="a running server, instead of the embedded one")
     parser.add_argument("--repeats", type=int, default=3, help="how often each is measured (3)")
     parser.add_argument("--seconds", type=float, help="how long one repeat measures, about")
+    parser.add_argument("--slots", type=int, help="the slots of relays in lease mode (as each scenario says)")
     sizes = parser.add_mutually_exclusive_group()
     sizes.add_argument("--quick", action="store_true", help="tiny sizes: shows that it works, and nothing else")
     sizes.add_argument("--full", action="store_true", help="the large tables in their full size")
@@ -81,7 +82,7 @@ def _run(options: argparse.Namespace) -> tuple[Run, bool]:
         size = replace(size, seconds=options.seconds)
     failed = False
     with start_server(options.server) as server:
-        bench = Bench(server, pgbench, size, options.repeats, say_on_stderr)
+        bench = Bench(server, pgbench, size, options.repeats, say_on_stderr, options.slots)
         run = Run(bench.surroundings(), options.repeats)
         say_on_stderr(f"{run.surroundings.server}; size {size}\nreference limit, first")
         first = measure_limit(bench, UPDATE_LIMIT)

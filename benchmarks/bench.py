@@ -28,6 +28,8 @@ SETTINGS: Mapping[str, str] = {
     "max_wal_size": "8GB",
     "min_wal_size": "2GB",
     "checkpoint_timeout": "30min",
+    # For a relay whose slots have a connection each.
+    "max_connections": "300",
 }
 _REPORTED = ("fsync", "synchronous_commit", "full_page_writes", "shared_buffers", "max_wal_size", "autovacuum")
 
@@ -144,14 +146,27 @@ class Workbench:
 
 
 class Bench:
-    """The server of a run, and how it is to be measured."""
+    """The server of a run, and how it is to be measured.
 
-    def __init__(self, server: Server, pgbench: Path, size: Size, repeats: int, say: Callable[[str], None]) -> None:
+    Args:
+        slots: The slots of relays in lease mode; None leaves it to each scenario.
+    """
+
+    def __init__(
+        self,
+        server: Server,
+        pgbench: Path,
+        size: Size,
+        repeats: int,
+        say: Callable[[str], None],
+        slots: int | None = None,
+    ) -> None:
         self.server = server
         self.pgbench = pgbench
         self.size = size
         self.repeats = repeats
         self.say = say
+        self.slots = slots
         self._template: str | None = None
         self._rates: dict[str, float] = {}
 

@@ -15,6 +15,13 @@ _DELETE: LiteralString = _PICKED + " DELETE FROM outboxq.job AS job USING picked
 _ADD: LiteralString = "UPDATE account SET balance = balance + 1 WHERE id = "
 
 
+_LEASE: LiteralString = (
+    "UPDATE outboxq.job AS job SET state = 'leased', lease_owner = '00000000-0000-7000-8000-000000000001', "
+    "lease_token = lease_token + 1, attempt = attempt + 1 "
+    f"FROM picked WHERE job.id = picked.id RETURNING {_RETURNED}, job.lease_token"
+)
+
+
 def claim_and_delete(batch: int) -> str:
     """One statement, one transaction: claim `batch` jobs, delete them, return them."""
     return (_DELETE + _RETURNED).format(limit=batch) + ";\n"
@@ -68,9 +75,7 @@ def claim_and_update_set(batch: int) -> str:
 def lease_and_delete(batch: int) -> str:
     """`batch` jobs are leased in one transaction, and deleted in another, each by its token."""
     claim = _PICKED.format(limit=batch) + (
-        ", claimed AS (UPDATE outboxq.job AS job SET state = 'leased', "
-        "lease_owner = '00000000-0000-7000-8000-000000000001', lease_token = lease_token + 1, attempt = attempt + 1 "
-        f"FROM picked WHERE job.id = picked.id RETURNING {_RETURNED}, job.lease_token)\n"
+        f", claimed AS ({_LEASE})\n"
         "SELECT array_agg(id)::text AS ids, array_agg(lease_token)::text AS tokens, array_agg(args) AS args "
         "FROM claimed \\gset\n"
     )
@@ -79,3 +84,8 @@ def lease_and_delete(batch: int) -> str:
         "WHERE job.id = held.id AND job.lease_token = held.token;\n"
     )
     return claim + delete
+
+
+def lease_one() -> str:
+    """One job is leased and returned, its token last; for a client that takes the row."""
+    return f"{_PICKED.format(limit=1)} {_LEASE}"

@@ -3,6 +3,7 @@
 import importlib
 
 from outboxq import Context
+from outboxq.config import SlotGroup
 from outboxq.errors import OutboxqError
 
 
@@ -14,5 +15,14 @@ def missing(app: str, *methods: str) -> str | None:
     try:
         importlib.import_module(f"benchmarks.apps.{app}")
     except (AttributeError, ImportError, TypeError, OutboxqError) as error:
+        return f"not supported by this version: {error}"
+    return None
+
+
+def too_many_slots(slots: int) -> str | None:
+    """Why a relay of this version cannot have so many slots for a queue."""
+    try:
+        SlotGroup(("bench",), slots)
+    except OutboxqError as error:
         return f"not supported by this version: {error}"
     return None

@@ -15,6 +15,7 @@ from benchmarks.scenarios import (
     grouped,
     large,
     latency,
+    leases,
     limits,
     network,
     observing,
@@ -67,4 +68,10 @@ SCENARIOS = (
         _alone(callback_batches.callback_batches),
     ),
     Scenario(21, "observing", "the history, metrics, and jobs that are kept", _alone(observing.observing)),
+    Scenario(22, "lease-slots", "lease mode, no-op jobs, many slots in one process", _alone(leases.no_op)),
+    Scenario(23, "lease-one", "lease mode, one call at a time in one slot", _alone(leases.one)),
+    Scenario(24, "waits", "async calls that wait, all at the same time", _alone(leases.waits)),
+    Scenario(25, "waits-threads", "plain calls that wait, all at the same time", _alone(leases.waits_in_threads)),
+    Scenario(26, "lease-latency", "from COMMIT to the start of a leased call", _alone(leases.start)),
+    Scenario(27, "behind-slow", "fast calls among slow ones, with free slots", _alone(leases.behind_slow)),
 )

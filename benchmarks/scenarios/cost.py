@@ -1,17 +1,15 @@
 """Row 14: what a relay costs that has nothing to do, and how soon it works."""
 
-import os
-import re
 import subprocess
 import sys
 import time
 from functools import partial
-from pathlib import Path
 
-from benchmarks.bench import Bench, MeasurementFailed, Workbench
+from benchmarks.bench import Bench, Workbench
 from benchmarks.figures import Better, Comparison, Series, Unsupported
+from benchmarks.gauges import resident_megabytes
 from benchmarks.proxy import running_proxy
-from benchmarks.relays import RelayOptions, RunningRelay, running_relay
+from benchmarks.relays import RelayOptions, running_relay
 
 _JOBS = 500
 _RELAY = RelayOptions("update", slots=2)
@@ -64,19 +62,6 @@ def _idle(bench: Bench, workbench: Workbench) -> tuple[Series, Series]:
             before, begun = proxy.count(), time.monotonic()
             time.sleep(seconds)
             rates.append((proxy.count() - before) / (time.monotonic() - begun))
-            megabytes.append(_resident_megabytes(relay))
+            megabytes.append(resident_megabytes(relay.process.pid))
     bench.say(f"  idle: {rates[-1]:.2g} statements/s, {megabytes[-1]:.0f} MB")
     return Series(tuple(megabytes), "MB"), Series(tuple(rates), "statements/s")
-
-
-def _resident_megabytes(relay: RunningRelay) -> float:
-    """As Linux tells it (VmRSS), elsewhere `ps`."""
-    status = Path(f"/proc/{relay.process.pid}/status")
-    if status.exists():
-        found = re.search(r"^VmRSS:\s+(\d+) kB", status.read_text(), re.MULTILINE)
-    else:
-        command = ["ps", "-o", "rss=", "-p", str(relay.process.pid)]
-        found = re.search(r"(\d+)", subprocess.run(command, check=True, capture_output=True, text=True).stdout)
-    if found is None:
-        raise MeasurementFailed(f"how much memory process {relay.process.pid} of {os.uname().sysname} has is not known")
-    return int(found.group(1)) * 1024 / 1e6

@@ -2,6 +2,7 @@
 
 import tempfile
 import time
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -12,7 +13,8 @@ from benchmarks.bench import Bench, MeasurementFailed, Workbench
 from benchmarks.figures import Better, Comparison, Series, Unsupported
 from benchmarks.peers_figures import Peers
 from benchmarks.relays import RelayOptions, running_relay
-from outboxq import OutboxSession
+from outboxq import NewJob, OutboxSession
+from outboxq.outbox.kinds import JobKind
 
 _JOBS_A_SECOND = 50
 _WARM_UP_JOBS = 10
@@ -65,26 +67,47 @@ def _run(workbench: Workbench, jobs: int) -> list[float]:
         starts = Path(directory) / "starts"
         with running_relay(workbench.url, RelayOptions("latency"), {STARTS_VARIABLE: str(starts)}) as relay:
             engine = create_engine(workbench.url)
-            committed = _enqueue(engine, range(_WARM_UP_JOBS))
+            committed = enqueue_in_time(engine, note_start, range(_WARM_UP_JOBS), _JOBS_A_SECOND)
             relay.wait_until(lambda: sum(relay.counts()) == _WARM_UP_JOBS, "the first jobs to start")
-            committed |= _enqueue(engine, range(_WARM_UP_JOBS, _WARM_UP_JOBS + jobs))
+            numbers = range(_WARM_UP_JOBS, _WARM_UP_JOBS + jobs)
+            committed |= enqueue_in_time(engine, note_start, numbers, _JOBS_A_SECOND)
             relay.wait_until(lambda: sum(relay.counts()) == len(committed), "all jobs to start")
             engine.dispose()
-        pairs = (line.split() for line in starts.read_text().splitlines())
-        started = {int(number): int(at) for number, at in pairs}
+        found = milliseconds_to_start(starts, committed)
+    return [found[number] for number in committed if number >= _WARM_UP_JOBS]
+
+
+def milliseconds_to_start(starts: Path, committed: Mapping[int, int]) -> dict[int, float]:
+    """From the COMMIT of each job to its start, as the relay wrote it down.
+
+    Raises:
+        MeasurementFailed: other jobs were started than committed.
+    """
+    pairs = (line.split() for line in starts.read_text().splitlines())
+    started = {int(number): int(at) for number, at in pairs}
     if started.keys() != committed.keys():
         raise MeasurementFailed(f"{len(committed)} jobs were committed, and {len(started)} started")
-    return [(started[number] - committed[number]) / 1e6 for number in committed if number >= _WARM_UP_JOBS]
+    return {number: (started[number] - at) / 1e6 for number, at in committed.items()}
 
 
-def _enqueue(engine: Engine, numbers: range) -> dict[int, int]:
-    """Commit one every 20 ms; when each had come back."""
+def enqueue_in_time(
+    engine: Engine,
+    kind: JobKind[...],
+    numbers: range,
+    jobs_a_second: float,
+    before: Callable[[], Iterable[NewJob]] = tuple,
+) -> dict[int, int]:
+    """Commit one at a time, evenly; when each had come back.
+
+    Args:
+        before: Makes the jobs that each transaction adds first.
+    """
     committed: dict[int, int] = {}
     begun = time.monotonic()
     for place, number in enumerate(numbers):
-        time.sleep(max(0.0, begun + place / _JOBS_A_SECOND - time.monotonic()))
+        time.sleep(max(0.0, begun + place / jobs_a_second - time.monotonic()))
         with OutboxSession(engine) as session:
-            session.add_job(note_start, number=number)
+            session.add_jobs([*before(), kind.job(number=number)])
             session.commit()
         committed[number] = time.monotonic_ns()
     return committed

@@ -42,7 +42,7 @@ class Ours:
     what: str
     relay: RelayOptions
     limit: Limit
-    target: float
+    target: float | None
     share: float = 1.0
     updates: bool = False
 

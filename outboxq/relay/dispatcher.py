@@ -122,6 +122,8 @@ class Dispatcher:
         self._cut: set[tuple[str, int]] = set()
         # True from a claim that took jobs up to a round that found none.
         self._may_wait = True
+        # A call has ended since the last round.
+        self._has_freed = False
         # True from a notification on: jobs may wait.
         self._is_called = False
         self._is_drained = False
@@ -157,7 +159,7 @@ class Dispatcher:
         """Return True if there may be something to send."""
         if self._has_results() or self._doubt is not None or self._outage.since is not None:
             return True
-        return self._may_claim() and (self._may_wait or self.state.until_empty or self.sleep.has_work())
+        return self._may_claim() and self._wants_claim()
 
     def work(self, connected: SlotConnection) -> bool:
         """Settle and claim until there is nothing to send; return True."""
@@ -196,18 +198,20 @@ class Dispatcher:
     def rest(self, loop: SlotWaits) -> None:
         """Wait until calls end, or jobs wait: until woken, or until a poll finds something."""
         loop.clear()
-        if self._has_results():
-            return
+        sleep, flagged = self.sleep, False
         if self._is_called:
             self._is_called = False
-            self.sleep.want_poll()
+            sleep.want_poll()
         if self.state.until_empty or not self._may_claim() or not self._room()[0]:
-            # Only the end of a call, of a turn or of the relay changes anything.
-            if self.goes_on() and (self.calls or not self.state.until_empty or self._held):
+            # Only the end of a call, of a turn or of the relay changes anything: one that came before `clear` counts.
+            is_over = self.state.until_empty and not (self.calls or self._held)
+            if self.goes_on() and not (is_over or self._has_freed or self._has_results()):
                 loop.wait(self._pause_seconds())
             return
-        sleep, flagged = self.sleep, False
-        while not (self._has_results() or self.state.stopping.is_set()):
+        while not (self.state.stopping.is_set() or self.is_abandoned):
+            if self._has_results():
+                # Nothing waits: without a claim.
+                loop.on_connection(self.settle)
             if sleep.needs_connection() and loop.on_connection(self.work_seen):
                 return
             if not flagged:
@@ -231,7 +235,6 @@ class Dispatcher:
                 self._is_called = False
                 return True
             if self._has_results():
-                # Nothing waits: without a claim.
                 loop.on_connection(self.settle)
         return False
 
@@ -240,7 +243,7 @@ class Dispatcher:
         now, times = time.monotonic(), [_REST_SECONDS]
         if self._held:
             times.append(self._held_until - now)
-        if self._turn_until is not None:
+        if self._turn_until is not None and self._turn_until > now:
             times.append(self._turn_until - now)
         return max(_LEAST_SECONDS, min(times))
 
@@ -257,19 +260,17 @@ class Dispatcher:
 
     def has_ended(self, call: Call) -> None:
         """Receive the end of a call: its slot is free."""
-        self.free_slot(call)
-        self._wake()
-
-    def free_slot(self, call: Call) -> None:
-        """Free the slot of a call that has ended, or is waited for no more."""
         self.calls.pop(_key(call.batch), None)
+        self._has_freed = True
+        self._wake()
 
     # Rounds.
 
     def _work_once(self, connected: SlotConnection, runtime: Runtime) -> bool:
         """Send what ended, with a claim if slots are free; return True if there may be more to send."""
+        self._has_freed = False
         taken, connection = self._take_results(), connected.connection
-        most, suspects = self._room() if self._may_claim() else (0, False)
+        most, suspects = self._room() if self._may_claim() and self._wants_claim() else (0, False)
         if most:
             self.sleep.begin_claims()
             with closing(self._planner.first(connected.session, most, suspects=suspects)) as asked:
@@ -277,8 +278,8 @@ class Dispatcher:
                     if isinstance(each, Query):
                         send_query(connection, each)
                         continue
-                    has_started, taken = self._send(connection, taken, each, runtime), []
-                    if has_started:
+                    goes_on, taken = self._send(connection, taken, each, runtime), []
+                    if goes_on:
                         self._may_wait = True
                         return True
             if suspects:
@@ -290,6 +291,11 @@ class Dispatcher:
             self._send(connection, taken, None, runtime)
             return True
         return False
+
+    def _wants_claim(self) -> bool:
+        """Return True if jobs may wait: calls that end all the time must not have queues claimed from each time."""
+        is_turn = self._turn_until is not None
+        return self._may_wait or is_turn or self.state.until_empty or self.sleep.has_work()
 
     def _may_claim(self) -> bool:
         return len(self.calls) < self.slots and not self.state.stopping.is_set() and not self.is_abandoned
@@ -332,13 +338,19 @@ class Dispatcher:
         if self._held and time.monotonic() >= self._held_until:
             held, self._held = self._held, []
             self._ended.extend(held)
-        # Calls append while this takes.
-        return [self._ended.popleft() for _ in range(min(len(self._ended), _MOST_SETTLED))]
+        # Before they leave the queue: the lease's thread counts them at any time. Calls append meanwhile.
+        taken = self._sent = list(self._ended.copy())[:_MOST_SETTLED]
+        for _ in taken:
+            self._ended.popleft()
+        return taken
 
     def _send(
         self, connection: Connection, taken: list[LeasedResult], request: ClaimRequest | None, runtime: Runtime
     ) -> bool:
-        """Settle results, and claim, in one string, and start the calls of the claimed jobs; True if there are any.
+        """Settle results, and claim, in one string, and start the calls of the claimed jobs.
+
+        Returns:
+            True if there are any, or if the claim failed and is to be sent in another way.
 
         Raises:
             ConnectionLost: the results may be settled, and jobs may be claimed: both shows on another connection.
@@ -347,7 +359,7 @@ class Dispatcher:
         try:
             together = [each for each in taken if settles_together(*each)]
             claimed = self._exchange(connection, Settling(runtime, together, self._unsure), request)
-            if claimed is not None and claimed.jobs:
+            if isinstance(claimed, Claimed) and claimed.jobs:
                 self._start(connection, claimed, runtime)
             for batch, result in taken:
                 if not settles_together(batch, result):
@@ -358,10 +370,14 @@ class Dispatcher:
             raise
         finally:
             self._sent = []
-        return claimed is not None and bool(claimed.jobs)
+        return bool(claimed.jobs) if isinstance(claimed, Claimed) else claimed
 
-    def _exchange(self, connection: Connection, settling: Settling, request: ClaimRequest | None) -> Claimed | None:
-        """Send the results that are settled together, and a claim; return what was claimed."""
+    def _exchange(self, connection: Connection, settling: Settling, request: ClaimRequest | None) -> Claimed | bool:
+        """Send the results that are settled together, and a claim; return what was claimed.
+
+        Returns:
+            If nothing was: True if the claim failed and is to be sent in another way.
+        """
         is_listened = is_listened_to(connection)
         if request is not None and settling.results and is_listened:
             # Users' code sets up each transaction.
@@ -376,7 +392,7 @@ class Dispatcher:
             request.add_to(script, begins=bool(script.parts))
             self._doubt = request
         if not script.parts:
-            return None
+            return False
         with connection.begin():
             answer = script.send(connection)
             if answer.error is not None:
@@ -396,7 +412,7 @@ class Dispatcher:
                 for event in send_left(connection, settling.steps):
                     self.state.emit(event)
         if request is None:
-            return None
+            return False
         if answer.error is not None and any(step.name == answer.failed_at for step in settling.steps):
             # A step after COMMIT failed: what it does is left to the sweep.
             return self._exchange(connection, replace(settling, results=()), request)
@@ -404,7 +420,7 @@ class Dispatcher:
 
     def _settle_with_less(
         self, connection: Connection, settling: Settling, request: ClaimRequest | None, error: psycopg.Error
-    ) -> Claimed | None:
+    ) -> Claimed | bool:
         """Settle results that were refused: without finished rows, or each by itself; then claim."""
         keeper = settling.runtime.keeper
         if settling.keeps and keeper.kinds and keeper.may_be_refusal(error):
@@ -416,12 +432,12 @@ class Dispatcher:
 
     def _settled(self, settling: Settling, answer: Answer) -> None:
         events, held = settling.read(answer)
-        gone = {batch.job.id for batch, _ in settling.results}
-        self._sent = [each for each in self._sent if each[0].job.id not in gone]
-        self._unsure -= gone
         if held:
             self._held += held
             self._held_until = time.monotonic() + _HELD_SECONDS
+        gone = {batch.job.id for batch, _ in settling.results}
+        self._sent = [each for each in self._sent if each[0].job.id not in gone]
+        self._unsure -= gone
         self._publish(BatchReport(len(gone) - len(held), tuple(events)), {batch.queue for batch, _ in settling.results})
 
     def _settle_alone(self, connection: Connection, batch: BatchState, result: Result, runtime: Runtime) -> None:
@@ -456,14 +472,13 @@ class Dispatcher:
 
     # Claims.
 
-    def _received(self, connection: Connection, request: ClaimRequest, answer: Answer) -> Claimed | None:
-        """Record the answer to a claim; None if it failed, and its queue is left for a moment."""
+    def _received(self, connection: Connection, request: ClaimRequest, answer: Answer) -> Claimed | bool:
+        """Record the answer to a claim; if it failed, return True if it is to be sent in another way."""
         try:
             claimed = request.read(answer)
         except BaseException as error:  # noqa: BLE001  # raised again if the next claim would fail, too
             self._claims.record_failure(request.queue)
-            recover_claim_here(self.state, self._planner, connection, request, error)
-            return None
+            return recover_claim_here(self.state, self._planner, connection, request, error) is not None
         self._claims.record(claimed)
         self._planner.record_claim(claimed, is_called=False)
         if claimed.jobs:
@@ -551,21 +566,26 @@ class Dispatcher:
 
     # The relay's deadlines, in other threads.
 
+    def close(self) -> None:
+        """End the threads."""
+        self._threads.close()
+
     def stop(self) -> None:
         """End without waiting for calls: only results are settled."""
         self.is_abandoned = True
         self._wake()
 
     def cut_off(self, call: Call) -> None:
-        """Free the slot of a call that the relay has taken away, and whose handler does not end."""
-        key = _key(call.batch)
-        self._cut.add(key)
-        self.calls.pop(key, None)
-        self._wake()
+        """Free the slot of a call that the relay has taken away."""
+        self._cut.add(_key(call.batch))
+        self.has_ended(call)
 
     def _known(self) -> set[tuple[str, int]]:
-        results = [*self._ended.copy(), *self._sent, *self._held]
-        return {*self.calls.copy(), *(_key(batch) for batch, _ in results)}
+        # In the order in which they move: the lease's thread, too, calls this.
+        known = set(self.calls.copy())
+        for results in (self._ended.copy(), self._sent, self._held):
+            known.update(_key(batch) for batch, _ in list(results))
+        return known
 
     def leased(self) -> set[tuple[str, int]] | None:
         """The ids and tokens of the jobs that this dispatcher has; None if the answer to a claim was lost."""

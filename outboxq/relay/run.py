@@ -400,6 +400,7 @@ class RelayRun:
         for runner in self._runners:
             # The last claims, which took nothing.
             runner.slot.publish(BatchReport(0, ()))
+            runner.slot.close()
 
     def _start(self, group: SlotGroup, flavour: Flavour, claim: ClaimMode) -> list[SlotThread | SlotTask]:
         """Start the slots of a group, or the dispatcher of its calls."""

@@ -136,6 +136,9 @@ class Slot:
         has_reason = self.is_in_doubt or self._outage.since is not None or self._goes_on
         return self.state.until_empty or has_reason or self.sleep.has_work()
 
+    def close(self) -> None:
+        """Do nothing: a slot has nothing of its own to close."""
+
     def end_turn(self) -> None:
         """Give up the turn to run suspects; called when this slot was cut off."""
         self.state.quarantine.end_turn(self._planner)

@@ -47,7 +47,8 @@ def find_refused_claims(context: CheckContext) -> Iterator[Finding]:
     if context.use != "relay":
         return
     claims = ClaimStatements(context.schema, "default", _NOBODY)
-    ordinary = (claims.ready, claims.due, claims.lease_ready, claims.lease_due, claims.lease_suspect)
+    of_suspects = (claims.lease_suspect, claims.lease_suspects_in_company, claims.lease_suspect_alone)
+    ordinary = (claims.ready, claims.due, claims.lease_ready, claims.lease_due, *of_suspects)
     grouped = (GroupScript(context.schema, "default", owner) for owner in (None, _NOBODY))
     for script in (*(claim.text(1) for claim in ordinary), *(claim.one(_NOBODY) for claim in grouped)):
         try:

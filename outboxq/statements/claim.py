@@ -258,6 +258,11 @@ class ClaimStatements:
 
     Index: ready jobs by job_ready, due ones by job_scheduled, suspects by job_suspect.
 
+    A relay in lease mode dies with many jobs, and few of them are to blame. So there are two sorts of suspects: those
+    whose relay died once may be claimed together, and no crash is counted; those whose relay died more often are to run
+    alone, one at a time, and the claim counts the crash. `lease_suspect` takes any, and counts it: in transaction mode
+    the jobs of a claim that died are suspects before they ran alone, and without a record in their `errors`.
+
     Args:
         owner: The relay's lease; None for transaction mode only.
         most: The limit of jobs of the queue that run at a time.
@@ -287,6 +292,8 @@ class ClaimStatements:
             self.lease_ready = script(owner, _READY)
             self.lease_due = script(owner, _DUE)
             self.lease_suspect = script(owner, _SUSPECT)
+            self.lease_suspects_in_company = script(owner, _IN_COMPANY)
+            self.lease_suspect_alone = script(owner, _ALONE)
 
 
 # The condition of eligible jobs, and their order.
@@ -302,6 +309,16 @@ _ALIVE: LiteralString = (
 )
 # Index job_suspect (queue, seq) WHERE state = 'suspect'.
 _SUSPECT: _Eligible = ("state = 'suspect'", "seq")
+# By the records that `lease.reap` writes, of the newest 25 in all. A job that dies each time has two at once, and
+# keeps them until as many other attempts have come to their end.
+FEW_DEATHS: LiteralString = (
+    "pg_catalog.jsonb_array_length(pg_catalog.jsonb_path_query_array("
+    "errors, '$[*] ? (@.type == \"outboxq.RelayDied\")')) < 2"
+)
+MORE_DEATHS: LiteralString = f"NOT {FEW_DEATHS}"
+# The walk also passes the suspects of the other sort: at most as many as all slots held when their relays died.
+_IN_COMPANY: _Eligible = (f"state = 'suspect' AND {FEW_DEATHS}", "seq")
+_ALONE: _Eligible = (f"state = 'suspect' AND {MORE_DEATHS}", "seq")
 
 
 @lru_cache(256)
@@ -324,13 +341,14 @@ def _texts(schema: str, owner: UUID | None, sort: _Eligible, counts_leases: bool
             limit=_LIMIT,
         )
 
-    action = _action(schema, owner, _MOVED, crashed=sort == _SUSPECT)
+    is_crash = sort in (_SUSPECT, _ALONE)
+    action = _action(schema, owner, _MOVED, crashed=is_crash)
     claim = picked() + action
     if counts_leases is not None:
         limited = room(schema, _QUEUE, _MOST, counts_leases=counts_leases)
         picking = picked("", limited, _PICKED_FOR_ROOM) if counts_leases else picked(_IF_ROOM, limited)
         free = _FREE if counts_leases else ""
-        claim = picking + _action(schema, owner, _MOVED_IF_ROOM, crashed=sort == _SUSPECT, free=free)
+        claim = picking + _action(schema, owner, _MOVED_IF_ROOM, crashed=is_crash, free=free)
     name, definition = named(_filled(claim, [f"${number}" for number in range(1, 6)]), _TYPES)
     return ClaimTexts(claim, picked() + _CLEARING, picked(" AND id = {id}") + action, name, definition)
 

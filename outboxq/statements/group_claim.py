@@ -64,7 +64,7 @@ heads AS (
 _SUSPECT_HEADS: LiteralString = """\
 heads AS (
   SELECT suspect.group_key, suspect.state, suspect.run_at, 0 AS lap, pg_catalog.row_number() OVER () AS place FROM (
-    SELECT id, group_key, state, run_at FROM {job} WHERE state = 'group_suspect' AND queue = {queue}
+    SELECT id, group_key, state, run_at FROM {job} WHERE state = 'group_suspect' AND queue = {queue}{of_sort}
     ORDER BY run_at LIMIT {seen}) AS suspect
   CROSS JOIN LATERAL (
     SELECT id FROM {job} WHERE queue = {queue} AND state <> 'group_waiting'
@@ -115,14 +115,16 @@ WITH setting AS MATERIALIZED (
   WHERE {is_open}
 ), run AS MATERIALIZED (
   SELECT open.group_key, next.id, next.seq, {free} AS free FROM open CROSS JOIN LATERAL (
-    SELECT id, seq, state, run_at FROM {job}
+    SELECT id, seq, state, run_at, errors FROM {job}
     WHERE queue = {queue} AND state <> 'group_waiting' AND group_key COLLATE "C" = open.group_key
     ORDER BY group_key COLLATE "C", seq
     LIMIT {each} * (SELECT most FROM setting)) AS next
 ), """
 _EACH: LiteralString = "(SELECT greatest(1, {limit} / greatest(pg_catalog.count(*), 1)) FROM open)"
 _FREE: LiteralString = "next.state = 'grouped' AND next.run_at <= pg_catalog.statement_timestamp()"
-_FREE_SUSPECT: LiteralString = "next.state = 'group_suspect'"
+# The sort of a suspect does not change while its group is locked. Of the rows found by their keys it would be read of
+# all suspects, if the planner takes these for fewer.
+_FREE_SUSPECT: LiteralString = "next.state = 'group_suspect'{of_sort}"
 _OPEN: LiteralString = "mine.slot <= (SELECT most FROM setting) - coalesce(leased.jobs, 0)"
 _OPEN_LEASED: LiteralString = """\
 coalesce(leased.jobs, 0) < (SELECT most FROM setting)
@@ -203,7 +205,10 @@ class GroupScript:
         per_group: The number of jobs of a group that run at a time, if no operator has set it.
         most: The limit of jobs of the queue that run at a time; with `counts_leases` it is kept by counting them, and
             the claim takes as many as there is room for.
-        suspects: True to claim only a suspect, if it is the first of its group.
+        suspects: True to claim only suspects, if they are the first of their groups.
+        in_company: Of suspects, True for those whose relay died once, without counting a crash; False for those whose
+            relay died more often, which run alone: each claim takes one, and counts the crash, as it does with None,
+            for suspects of either sort.
     """
 
     # No connection prepares it. Priorities do not matter within a group.
@@ -218,6 +223,7 @@ class GroupScript:
     most: int | None = None
     counts_leases: bool = False
     suspects: bool = False
+    in_company: bool | None = None
     per_group: int = 1
 
     @property
@@ -271,7 +277,7 @@ class GroupScript:
             "WITH picked AS MATERIALIZED (SELECT id, false AS died FROM {job} WHERE id = {id} "
             "AND state IN ('grouped', 'group_suspect') LIMIT 1 FOR UPDATE SKIP LOCKED)"
         )
-        return render(self.schema, picked, id=job_id) + _action(self.schema, self.owner, self.suspects)
+        return render(self.schema, picked, id=job_id) + _action(self)
 
 
 AnyScript: TypeAlias = claim.ClaimScript | GroupScript
@@ -306,6 +312,7 @@ def _texts(script: GroupScript) -> _Texts:
         "seen": GROUPS_SEEN,
         "state": "group_suspect" if suspects else "grouped",
         "is_suspect": suspects,
+        "of_sort": sql.SQL(_OF_SORT[script.in_company]),
     }
 
     def part(text: LiteralString, **values: object) -> sql.Composed:
@@ -335,7 +342,7 @@ def _texts(script: GroupScript) -> _Texts:
         free=part(_FREE_SUSPECT if suspects else _FREE),
         each=part(_EACH if owner is None else "1"),
     ) + part(_LOCKED if owner is None else _LOCKED_FIRST, died=sql.SQL(claim.DIED))
-    claimed = pick.as_string(None) + _action(schema, owner, suspects)
+    claimed = pick.as_string(None) + _action(script)
     before = tuple(("lock", statement) for statement in script.lock)
     return _Texts(before, lock, claimed, pick.as_string(None) + _CLEARING)
 
@@ -345,7 +352,16 @@ def lock_class(schema: str) -> str:
     return f"{channel_name(schema)} group"
 
 
-def _action(schema: str, owner: UUID | None, suspects: bool) -> str:
+# By the argument `in_company` of a script.
+_OF_SORT: Mapping[bool | None, LiteralString] = {
+    None: "",
+    True: f" AND {claim.FEW_DEATHS}",
+    False: f" AND {claim.MORE_DEATHS}",
+}
+
+
+def _action(script: GroupScript) -> str:
+    schema, owner, is_crash = script.schema, script.owner, script.suspects and not script.in_company
     if owner is None:
         return render(schema, _DELETING, columns=sql.SQL(claim.COLUMNS), anchor=sql.SQL(claim.ANCHOR))
     return render(
@@ -354,8 +370,8 @@ def _action(schema: str, owner: UUID | None, suspects: bool) -> str:
         owner=owner,
         token=sql.SQL(next_token("lease_token")),
         attempt=sql.SQL(one_more_attempt("attempt")),
-        crashes=sql.SQL(one_more("crashes") if suspects else "crashes"),
-        columns=sql.SQL(claim.counted_columns(crashed=suspects)),
+        crashes=sql.SQL(one_more("crashes") if is_crash else "crashes"),
+        columns=sql.SQL(claim.counted_columns(crashed=is_crash)),
     )
 
 

@@ -29,14 +29,14 @@ wanted (queue, most, first) AS MATERIALIZED (
 _COUNT: LiteralString = """\
 wanted (queue, most) AS MATERIALIZED (
   SELECT {queue}::text, {most}::integer
+), counted AS MATERIALIZED (
+  SELECT most, (
+    SELECT pg_catalog.count(*) FROM {job} AS job WHERE job.state = 'leased' AND job.queue = wanted.queue
+  ) + (
+    SELECT pg_catalog.count(*) FROM {job} AS job WHERE job.state = 'group_leased' AND job.queue = wanted.queue
+  ) AS running FROM wanted
 ), room (free) AS MATERIALIZED (
-  SELECT most - running FROM (
-    SELECT most, (
-      SELECT pg_catalog.count(*) FROM {job} AS job WHERE job.state = 'leased' AND job.queue = wanted.queue
-    ) + (
-      SELECT pg_catalog.count(*) FROM {job} AS job WHERE job.state = 'group_leased' AND job.queue = wanted.queue
-    ) AS running FROM wanted
-  ) AS counted WHERE running < most
+  SELECT most - running FROM counted WHERE running < most
 )"""
 # Without an index's statistics a walk over the table may seem as cheap to find the few leased jobs.
 _BY_INDEX = (NO_SCANS, "SET LOCAL lock_timeout = '2s'")
@@ -48,7 +48,7 @@ def lock_class(schema: str) -> str:
 
 
 def room(schema: str, queue: object, most: object, *, counts_leases: bool) -> sql.Composed:
-    """The CTEs `wanted` and `room`: a row in `room` if fewer jobs of the queue run than its limit allows.
+    """The CTEs from `wanted` to `room`: a row in `room` if fewer jobs of the queue run than its limit allows.
 
     With `counts_leases` its column `free` is the number of jobs that there is room for.
 

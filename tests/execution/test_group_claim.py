@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from uuid import uuid4
 
 import pytest
@@ -75,6 +76,36 @@ def test_a_claim_walks_over_its_indexes_alone(connection: Connection, limit: int
         for plan, buffers in found:
             assert_by_index(plan)
             assert buffers <= 40 + limit * 30
+
+
+@pytest.mark.parametrize("analyzed", [False, True])
+@pytest.mark.parametrize(("limit", "in_company"), [(1, None), (16, True), (1, False)])
+def test_a_claim_of_suspects_walks_over_its_indexes_alone(
+    connection: Connection, limit: int, in_company: bool | None, analyzed: bool
+) -> None:
+    """As far as to the last one that it takes: half of them are of either sort. So it does for a limit that counts."""
+    fill(connection, 20_000, groups=1, prefix="hot")
+    fill(connection, 3_000, groups=3_000)
+    died = '[{"type": "outboxq.RelayDied"}, {"type": "outboxq.RelayDied"}]'
+    owner = uuid4()
+    with connection.begin():
+        connection.execute(
+            text(
+                "UPDATE outboxq.job SET state = 'group_suspect', "
+                "errors = CASE WHEN seq % 2 = 0 THEN CAST(:died AS jsonb) ELSE '[]' END WHERE group_key <> 'hot000000'"
+            ),
+            {"died": died},
+        )
+        connection.execute(text("INSERT INTO outboxq.relay VALUES (:id, now() + interval '1 hour')"), {"id": owner})
+        if analyzed:
+            connection.execute(text("ANALYZE outboxq.job"))
+    script = GroupScript("outboxq", "mine", owner, suspects=True, in_company=in_company)
+    for each in (script, replace(script, most=50, counts_leases=True)):
+        for plan, buffers in plans(connection, each.text(limit, "")):
+            assert_by_index(plan)
+            assert buffers <= 60 + limit * 40
+        with connection.begin():
+            assert len(claim(connection, ClaimRequest(each, limit, "")).jobs) == limit
 
 
 def test_a_poll_looks_at_the_first_groups_alone(connection: Connection) -> None:

@@ -39,6 +39,8 @@ _THROTTLE = "tests/flow/test_throttle.py"
 _TAKEN_OVER = "tests/admin/test_bulk_taken_over.py"
 _BULK, _KEPT = "tests/admin/test_bulk.py", "tests/relay/test_dead_letters_kept.py"
 
+_SUSPECTS = "tests/relay/test_suspect_claims.py"
+
 _PROGRESS = "tests/relay/test_progress.py::"
 _WAITS = "tests/outbox/test_results_races.py::test_a_job_that_ends_"
 
@@ -498,6 +500,27 @@ MUTANTS = (
         "LIMIT coalesce((SELECT free FROM room), 0))",
         "LIMIT (SELECT 1000 FROM room))",
         ("tests/flow/test_limits.py::test_a_claim_under_a_lease_takes_as_many_jobs_as_there_is_room_for",),
+    ),
+    Mutant(
+        "the crash that is not counted for a suspect in company",
+        "outboxq/statements/claim.py",
+        "    is_crash = sort in (_SUSPECT, _ALONE)\n",
+        "    is_crash = sort in (_SUSPECT, _ALONE, _IN_COMPANY)\n",
+        (_SUSPECTS,),
+    ),
+    Mutant(
+        "the second death of a relay, after which a suspect runs alone",
+        "outboxq/statements/claim.py",
+        "')) < 2\"",
+        "')) < 99\"",
+        (f"{_SUSPECTS}::test_a_job_that_kills_each_relay_runs_in_company_once",),
+    ),
+    Mutant(
+        "beside groups: the sort of a suspect that comes first while a claim looks",
+        "outboxq/statements/group_claim.py",
+        "'group_suspect'{of_sort}\"",
+        "'group_suspect'\"",
+        (f"{_SUSPECTS}::test_a_suspect_that_comes_first_in_a_locked_group_is_taken_by_the_claim_of_its_sort",),
     ),
     Mutant(
         "beside groups: the number of jobs that there is room for",

@@ -12,6 +12,7 @@ from tests.tools.plans import fill, plans
 # What relays and producers send for each claim or job.
 _NAMES = (
     "cancel.sharing",
+    "claim.ClaimStatements",
     "coalesce",
     "group_claim",
     "limit",

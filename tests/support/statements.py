@@ -304,12 +304,14 @@ def _sample(function: Callable[..., object], parameter: inspect.Parameter) -> tu
 def _claims() -> Iterator[str]:
     for most, counts_leases in ((None, False), (3, False), (3, True)):
         claims = ClaimStatements("outboxq", "mail", _ID, most=most, counts_leases=counts_leases)
-        for script in (claims.ready, claims.due, claims.lease_ready, claims.lease_due, claims.lease_suspect):
+        of_suspects = (claims.lease_suspect, claims.lease_suspects_in_company, claims.lease_suspect_alone)
+        for script in (claims.ready, claims.due, claims.lease_ready, claims.lease_due, *of_suspects):
             yield from _of_script(script)
     for limit in ((None, False), (3, False), (3, True)):
         for groups in (GroupScript("outboxq", "mail", None, *limit), GroupScript("outboxq", "mail", _ID, *limit)):
             yield from (groups.text(5, "a"), _text(groups.clearing(5)), groups.one(_ID))
-        yield GroupScript("outboxq", "mail", _ID, *limit, suspects=True).text(1)
+        for in_company in (None, True, False):
+            yield GroupScript("outboxq", "mail", _ID, *limit, suspects=True, in_company=in_company).text(1)
 
 
 def _of_script(script: ClaimScript) -> Iterator[str]:

@@ -26,7 +26,7 @@ from outboxq.errors import (
     HandlerTimedOut,
     TransactionEndedByHandler,
 )
-from outboxq.execution.batch_state import BatchState
+from outboxq.execution.batch_state import BatchState, Running
 from outboxq.execution.chain import follower_of
 from outboxq.execution.errors import ROLLED_BACK, SWALLOWED, ConnectionLost, ConnectionSpoiled, TransactionEscaped
 from outboxq.execution.failure import TRANSIENT, Failed, describe_failure
@@ -36,7 +36,6 @@ from outboxq.execution.runtime import CancelledResult, Runtime
 from outboxq.execution.settle import check_shared, current_xid
 from outboxq.execution.surround import Surrounded
 from outboxq.fault_points import fault_point
-from outboxq.handlers.call import HandlerCall
 from outboxq.handlers.handler import AnyHandler, BatchHandler
 from outboxq.job import THEN_HEADER, Job
 from outboxq.outcomes import Done, Outcome, Snooze
@@ -193,7 +192,7 @@ class Attempt:
         shared_xid: The claim's transaction, if other jobs share it. Then the deferred constraints are checked after
             this job, so that a violation fails it alone; for a lone job COMMIT checks them.
         begin: Begins the relay's transaction if need be; returns the savepoint to use as the attempt's, or None.
-        call: The call of the handler, which an operator may cancel.
+        running: Begins and ends the call of the handler, which an operator may cancel.
     """
 
     _connection: Connection
@@ -206,7 +205,7 @@ class Attempt:
         runtime: Runtime,
         shared_xid: str | None,
         begin: Callable[[], str | None],
-        call: HandlerCall,
+        running: Running,
     ) -> None:
         self.made: HandlerSession | None = None
         self._handler = handler
@@ -215,7 +214,7 @@ class Attempt:
         self.guard = runtime.guard
         self._shared_xid = shared_xid
         self._begin = begin
-        self._call = call
+        self._running = running
         self._arounds = runtime.registry.arounds.get(job.kind)
         self._began = time.monotonic()
         self._is_over = False
@@ -239,7 +238,8 @@ class Attempt:
             ConnectionLost: the transaction is gone with its connection.
             TransactionEscaped: the handler ended the transaction.
         """
-        runtime, job, call = self._runtime, self._job, self._call
+        runtime, job, running = self._runtime, self._job, self._running
+        call = running.begin_call((job,), runtime.notes)
         result: AttemptResult
         try:
             if self._in_transaction and runtime.invoker.flavour == "async":
@@ -285,7 +285,7 @@ class Attempt:
                 raise
             result = _CANCELLED if call.is_cancelled else self._result_of(error)
         finally:
-            call.end()
+            running.end_handler()
             self.guard.let_go()
         closed, self._is_over = True, True
         try:

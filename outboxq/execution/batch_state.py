@@ -183,8 +183,20 @@ class Running:
     def end_call(self) -> None:
         """Record that the handler has ended: it has no deadline any more, and later statements are not cancelled."""
         self.deadline = None
-        if self.call is not None and not self.call.is_over:
-            self.call.end()
+        self.end_handler()
+
+    def end_handler(self) -> None:
+        """Record that the handler has ended; waits for a cancellation that is on its way to the server.
+
+        Statements sent from now on are the relay's own: no cancellation may hit them.
+        """
+        call = self.call
+        if call is None or call.is_over:
+            return
+        with call.lock:
+            call.is_over = True
+        if call.has_noted and call.notes is not None:
+            call.notes.clear([job.id for job in call.jobs])
 
 
 @dataclass(slots=True)

@@ -19,7 +19,6 @@ from outboxq.execution.invoke import IS_OVER, HandlerSession
 from outboxq.execution.run import attempt, run, settle_alone
 from outboxq.execution.runtime import Runtime
 from outboxq.execution.settle_many import settles_together
-from outboxq.handlers.call import HandlerCall
 from outboxq.handlers.handler import AnyHandler
 
 _TWO = (
@@ -120,14 +119,14 @@ class LeasedCall:
     def _attempt(self) -> AttemptResult:
         batch, job, runtime = self.batch, self.batch.job, self._runtime
         batch.running.timeout_seconds = self._handler.timeout_seconds
-        return attempt(batch, job, runtime, lambda call: _LeasedAttempt(self, self._handler, runtime, call))
+        return attempt(batch, job, runtime, lambda: _LeasedAttempt(self, self._handler, runtime))
 
 
 class _LeasedAttempt(Attempt):
     """An attempt that joins its connection when its session is first used."""
 
-    def __init__(self, of: LeasedCall, handler: AnyHandler, runtime: Runtime, call: HandlerCall) -> None:
-        super().__init__(handler, of.batch.job, runtime, None, self._begin_batch, call)
+    def __init__(self, of: LeasedCall, handler: AnyHandler, runtime: Runtime) -> None:
+        super().__init__(handler, of.batch.job, runtime, None, self._begin_batch, of.batch.running)
         self._of = of
         self._no_guard = runtime.guard
         if of.lent is not None:

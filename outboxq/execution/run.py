@@ -28,7 +28,6 @@ from outboxq.execution.preload import Locks, entity_keys, lock_ahead
 from outboxq.execution.runtime import GivenBack, Result, Runtime, SettledByClaim, UnknownKindResult
 from outboxq.execution.settle import settle_result
 from outboxq.execution.shared_batch import run_shared
-from outboxq.handlers.call import HandlerCall
 from outboxq.handlers.handler import AnyHandler
 from outboxq.job import Job
 from outboxq.statements.transaction import TIMEOUTS_OFF, local_timeouts, restored
@@ -193,18 +192,18 @@ def _run_alone(
         batch,
         job,
         runtime,
-        lambda call: Attempt(handler, job, runtime, xid, begin, call).join(connection, runtime),
+        lambda: Attempt(handler, job, runtime, xid, begin, batch.running).join(connection, runtime),
     )
 
 
-def attempt(batch: BatchState, job: Job, runtime: Runtime, make: Callable[[HandlerCall], Attempt]) -> AttemptResult:
+def attempt(batch: BatchState, job: Job, runtime: Runtime, make: Callable[[], Attempt]) -> AttemptResult:
     """Run a job's attempt, again after a deadlock or a serialization failure; return the last result."""
     seconds = batch.running.timeout_seconds
     batch.running.deadline = None if seconds is None else time.monotonic() + seconds
     free_retries, prepares = FREE_RETRIES, True
     try:
         while True:
-            each = make(batch.running.begin_call((job,), runtime.notes))
+            each = make()
             with nullcontext() if prepares else each.guard.unprepared():
                 result: AttemptResult = runtime.invoker.apart()(each.run)
             if not (isinstance(result, Failed) and result.transient and free_retries):

@@ -161,7 +161,7 @@ class _SharedRun:
             self._batch.running.position = position
             self._runtime.invoker.apart()(self._run_one, self._batch.jobs[position], arguments)
         self._send()
-        self._call.end()
+        self._batch.running.end_handler()
         # Last: once the savepoint is released the jobs must not run again.
         self._is_over = True
         self._savepoint.keep_all()

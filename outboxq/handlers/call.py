@@ -3,56 +3,43 @@
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 from outboxq.handlers.progress import ProgressNotes
 from outboxq.job import Job
 
 
+@dataclass(slots=True, eq=False)
 class HandlerCall:
     """One call of a handler, or of the handlers of a shared run, which may be cancelled until it ends.
 
-    Args:
-        lock: Held while the call is ended or cancelled; calls that come one after the other may share it.
-        notes: Receives its progress; None if nothing does.
-
     Attributes:
         jobs: The jobs that it runs.
+        lock: Held while the call is ended or cancelled; calls that come one after the other may share it.
+        notes: Receives its progress, and has some if `has_noted`; None if nothing does.
         is_cancelled: One of the jobs was cancelled: the handler should end. Read without a lock.
         is_over: The handler has ended, and what it left on the connection is the relay's.
     """
 
-    __slots__ = ("_has_noted", "_lock", "_notes", "is_cancelled", "is_over", "jobs")
-
-    def __init__(self, jobs: Sequence[Job], lock: threading.Lock, notes: ProgressNotes | None = None) -> None:
-        self.jobs = jobs
-        self.is_cancelled = False
-        self.is_over = False
-        self._lock = lock
-        self._notes = notes
-        self._has_noted = False
+    jobs: Sequence[Job]
+    lock: threading.Lock
+    notes: ProgressNotes | None = None
+    has_noted: bool = False
+    is_cancelled: bool = False
+    is_over: bool = False
 
     def note(self, job: Job, fraction: float, note: str) -> None:
         """Record how far one of the jobs is. Never waits."""
-        if self._notes is None:
+        if self.notes is None:
             return
-        self._has_noted = True
-        self._notes.note(job, fraction, note)
+        self.has_noted = True
+        self.notes.note(job, fraction, note)
         if self.is_over:
             # A thread or a task that outlives the handler reports this.
-            self._notes.clear((job.id,))
-
-    def end(self) -> None:
-        """Record that the handler has ended; waits for a cancellation that is on its way to the server.
-
-        Statements sent from now on are the relay's own: no cancellation may hit them.
-        """
-        with self._lock:
-            self.is_over = True
-        if self._has_noted and self._notes is not None:
-            self._notes.clear([job.id for job in self.jobs])
+            self.notes.clear((job.id,))
 
     @contextmanager
     def while_running(self) -> Iterator[bool]:
         """Yield True if the handler has not ended, and keep it from ending within the block."""
-        with self._lock:
+        with self.lock:
             yield not self.is_over

@@ -241,8 +241,8 @@ MUTANTS = (
     ),
     Mutant(
         "the end of a note with its handler",
-        "outboxq/handlers/call.py",
-        "            self._notes.clear([job.id for job in self.jobs])\n",
+        "outboxq/execution/batch_state.py",
+        "            call.notes.clear([job.id for job in call.jobs])\n",
         "            pass\n",
         (_PROGRESS + "test_a_note_is_seen_while_the_handlers_transaction_is_open",),
     ),

@@ -196,7 +196,7 @@ class ServerSession:
 
 
 # For claims that know nothing of their connection: they are sent as plain text.
-ANY_SESSION = ServerSession()
+ANY_SERVER = ServerSession()
 
 
 def dbapi_connection(connection: Connection) -> Any:

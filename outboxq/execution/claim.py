@@ -16,7 +16,7 @@ from uuid import UUID
 from sqlalchemy import Connection
 
 from outboxq.clock import DatabaseClock
-from outboxq.database.driver import ANY_SESSION, Answer, Script, ServerSession, run_script
+from outboxq.database.driver import ANY_SERVER, Answer, Script, ServerSession, run_script
 from outboxq.job import EXTRAS, NO_EXTRAS, Job, extras_of
 from outboxq.statements.claim import ANCHOR, RETURNED, Sort, claim_by_id
 from outboxq.statements.group_claim import AnyScript, Look
@@ -88,7 +88,7 @@ class ClaimRequest:
         sort: The sort of jobs that `script` claims; `alike` are the claims that take jobs of the queue in the same way.
         timeout_seconds: The longest deadline of the queue's handlers. It does not hold for the claim itself, which
             may have far to walk and would never succeed. None for the settings of the role and the database.
-        session: The session that claims, and knows the jobs' transaction.
+        server: The server session that claims, and knows the jobs' transaction.
         clock: The clock of the jobs' `claimed_at`.
         asked_at: When the claim was requested (monotonic).
     """
@@ -100,7 +100,7 @@ class ClaimRequest:
     sort: Sort = Sort.READY
     alike: tuple[AnyScript, ...] = ()
     timeout_seconds: float | None = None
-    session: ServerSession = ANY_SESSION
+    server: ServerSession = ANY_SERVER
     clock: DatabaseClock = field(default_factory=DatabaseClock)
     asked_at: float = field(default_factory=time.monotonic)
     savepoint: str = field(default_factory=lambda: f"oq_{secrets.token_hex(8)}")
@@ -113,7 +113,7 @@ class ClaimRequest:
         """
         claim, parts = self.script, script.parts
         parts += _BEGIN if begins else _BEGUN
-        parts += claim.parts(self.limit, self.cursor, self.session)
+        parts += claim.parts(self.limit, self.cursor, self.server)
         if claim.leased:
             parts.append(("claim", "COMMIT"))
         else:
@@ -126,7 +126,7 @@ class ClaimRequest:
 
     def failed(self, error: BaseException) -> bool:
         """Return True if the claim failed for how it was sent, so that another try may succeed in a new transaction."""
-        return self.script.failed(error, self.session)
+        return self.script.failed(error, self.server)
 
     def read(self, answer: Answer) -> Claimed:
         """Read the claimed jobs from the answer to a script with the claim's statements.
@@ -136,7 +136,7 @@ class ClaimRequest:
         """
         if answer.error is not None:
             raise answer.error
-        look, rows = self.script.look(answer.rows, self.session), answer.rows["claim"]
+        look, rows = self.script.look(answer.rows, self.server), answer.rows["claim"]
         moved = cast("int", rows[0][0]) if rows else 0
         if moved < 0 or (look is not None and not look.has_room):
             return Claimed(self, is_full=True)
@@ -180,7 +180,7 @@ def claim(connection: Connection, request: ClaimRequest) -> Claimed:
     request.add_to(script)
     answer = script.send(connection)
     if answer.error is not None:
-        request.session.roll_back(connection)
+        request.server.roll_back(connection)
     return request.read(answer)
 
 

@@ -52,7 +52,7 @@ def find_outcome(connection: Connection, batch: BatchState) -> BatchReport | Non
 
 
 def _resolve(connection: Connection, batch: BatchState) -> BatchReport | None:
-    if batch.transaction is not None and _server_epoch(connection) != batch.claimed.request.session.epoch:
+    if batch.transaction is not None and _server_epoch(connection) != batch.claimed.request.server.epoch:
         return _resolve_by_presence(connection, batch)
     # An earlier recovery's COMMIT was not answered: a second one could put back jobs that are done by now.
     if batch.dead_letters is not None and was_committed(connection, batch.dead_letters.xid):

@@ -117,9 +117,9 @@ class LeasedCall:
         self._stack.__exit__(type(error) if error else None, error, error.__traceback__ if error else None)
 
     def _attempt(self) -> AttemptResult:
-        batch, job, runtime = self.batch, self.batch.job, self._runtime
+        batch, runtime = self.batch, self._runtime
         batch.running.timeout_seconds = self._handler.timeout_seconds
-        return attempt(batch, job, runtime, lambda: _LeasedAttempt(self, self._handler, runtime))
+        return attempt(batch, runtime, lambda: _LeasedAttempt(self, self._handler, runtime))
 
 
 class _LeasedAttempt(Attempt):

@@ -190,13 +190,12 @@ def _run_alone(
     xid = batch.transaction.xid if shared and batch.transaction is not None else None
     return attempt(
         batch,
-        job,
         runtime,
         lambda: Attempt(handler, job, runtime, xid, begin, batch.running).join(connection, runtime),
     )
 
 
-def attempt(batch: BatchState, job: Job, runtime: Runtime, make: Callable[[], Attempt]) -> AttemptResult:
+def attempt(batch: BatchState, runtime: Runtime, make: Callable[[], Attempt]) -> AttemptResult:
     """Run a job's attempt, again after a deadlock or a serialization failure; return the last result."""
     seconds = batch.running.timeout_seconds
     batch.running.deadline = None if seconds is None else time.monotonic() + seconds

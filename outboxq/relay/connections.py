@@ -40,7 +40,7 @@ class SlotConnection:
     connection: Connection
     invoker: Invoker
     guard: Guard
-    session: ServerSession
+    server: ServerSession
     used_at: float = field(default_factory=time.monotonic)
 
 

@@ -21,7 +21,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from outboxq.config import SlotGroup
-from outboxq.database.driver import ANY_SESSION, Answer, Script, end_transaction, is_listened_to, is_lost, run_script
+from outboxq.database.driver import ANY_SERVER, Answer, Script, end_transaction, is_listened_to, is_lost, run_script
 from outboxq.database.errors import READ_ONLY, sqlstate_of
 from outboxq.events import JobsParked
 from outboxq.execution.aside import describe, say_of_job
@@ -273,7 +273,7 @@ class Dispatcher:
         most, suspects = self._room() if self._may_claim() and self._wants_claim() else (0, False)
         if most:
             self.sleep.begin_claims()
-            with closing(self._planner.first(connected.session, most, suspects=suspects)) as asked:
+            with closing(self._planner.first(connected.server, most, suspects=suspects)) as asked:
                 for each in asked:
                     if isinstance(each, Query):
                         send_query(connection, each)
@@ -526,7 +526,7 @@ class Dispatcher:
         held = self._cut | self._known()
         script = adopt(self.state.config.schema, self.state.lease.owner, request.queue)
         with connection.begin():
-            claimed = claim(connection, replace(request, script=script, limit=_ALL, cursor=None, session=ANY_SESSION))
+            claimed = claim(connection, replace(request, script=script, limit=_ALL, cursor=None, server=ANY_SERVER))
         jobs = tuple(job for job in claimed.jobs if (str(job.id), job.lease_token) not in held)
         if not self.state.stopping.is_set() and not self.is_abandoned:
             self._start(connection, replace(claimed, jobs=jobs), runtime)

@@ -8,7 +8,7 @@ import time
 from collections.abc import Generator, Iterator
 from typing import TypeAlias
 
-from outboxq.database.driver import ANY_SESSION, ServerSession
+from outboxq.database.driver import ANY_SERVER, ServerSession
 from outboxq.execution.batch_state import BatchState, Ended
 from outboxq.execution.claim import Claimed, ClaimRequest
 from outboxq.relay.admission import Query, SlotAdmission
@@ -38,7 +38,7 @@ class Planner:
         self._claims = QueueClaims(state.config, state.registry, state.lease, state.flow)
         self._admission = SlotAdmission(state.admission)
         self._cursors = {name: cursors_of(name, state.config.schema, state.sweeps, state.poller) for name in queues}
-        self._session = ANY_SESSION
+        self._server = ANY_SERVER
         # At random, so that slots and processes begin with different queues.
         self._last = random.choice(queues)
         self._last_claimed: Claimed | None = None
@@ -65,7 +65,7 @@ class Planner:
         self._counts_due_at = 0.0
 
     def first(
-        self, session: ServerSession, most: int | None = None, *, suspects: bool = False
+        self, server: ServerSession, most: int | None = None, *, suspects: bool = False
     ) -> Generator[Asked, None, None]:
         """Make a round of the slot's queues: yields what to send, one after the other, until a claim takes jobs.
 
@@ -75,7 +75,7 @@ class Planner:
             most: The number of free slots, for a dispatcher's claims under the lease; None for a single slot.
             suspects: Claim suspects only.
         """
-        self._session = session
+        self._server = server
         if most is not None:
             self._most = most
             yield from self._suspects() if suspects else self._follow()
@@ -188,7 +188,7 @@ class Planner:
             sort,
             claims.alike[sort],
             claims.timeout_seconds,
-            self._session,
+            self._server,
             state.clock,
         )
 

@@ -201,7 +201,7 @@ class Slot:
         connection = connected.connection
         self.sleep.begin_claims()
         # Closed once its jobs have ended, which ends a turn that it has taken.
-        with closing(self._planner.first(connected.session)) as asked:
+        with closing(self._planner.first(connected.server)) as asked:
             for each in asked:
                 if isinstance(each, ClaimRequest):
                     if self._work(connection, each, runtime):

@@ -187,8 +187,8 @@ class RelayState:
             orders=self.flow.orders,
             keeper=self.keeper,
             notes=self.progress,
-            prepared_rows=NOT_PREPARED if connected is None else connected.session.finished_rows,
-            has_citus=connected is not None and connected.session.has_citus,
+            prepared_rows=NOT_PREPARED if connected is None else connected.server.finished_rows,
+            has_citus=connected is not None and connected.server.has_citus,
         )
 
     def publish(self, report: BatchReport, parked: int = 0) -> None:

@@ -194,28 +194,28 @@ class ClaimScript:
         claim = _filled(self.texts.claim, self._arguments(limit, cursor))
         return [*self.lock, ("claim", claim)]
 
-    def parts(self, limit: int, cursor: Cursor | None, session: ServerSession) -> list[tuple[str, str]]:
+    def parts(self, limit: int, cursor: Cursor | None, server: ServerSession) -> list[tuple[str, str]]:
         """Statements that send the claim: its text, or its execution by name, which always walks its index.
 
         From then on in the transaction the planner has the settings of role and database, and no SET of the session's.
 
         Args:
-            session: The session that executes it, which may have prepared it.
+            server: The session that executes it, which may have prepared it.
         """
-        if session.claims.is_plain:
+        if server.claims.is_plain:
             return self.statements(limit, cursor)
-        preparing = [] if self.name in session.claims.names else [("settings", self.texts.definition)]
+        preparing = [] if self.name in server.claims.names else [("settings", self.texts.definition)]
         claim = f"EXECUTE {self.name}({', '.join(self._arguments(limit, cursor))})"
         return [*preparing, *self.lock, *_PLANNED_ONCE, ("claim", claim), *_AS_BEFORE]
 
-    def look(self, _: Mapping[str, object], session: ServerSession) -> None:
+    def look(self, _: Mapping[str, object], server: ServerSession) -> None:
         """Record that a session has executed the claim, which reports nothing but the jobs that it took."""
         if self.name:
-            session.claims.succeeded(self.name)
+            server.claims.succeeded(self.name)
 
-    def failed(self, error: BaseException, session: ServerSession) -> bool:
+    def failed(self, error: BaseException, server: ServerSession) -> bool:
         """Return True if the claim failed because the session had prepared it, or had not: it is worth another try."""
-        return bool(self.name) and session.claims.failed(error, self.name)
+        return bool(self.name) and server.claims.failed(error, self.name)
 
     def one(self, job_id: UUID) -> str:
         """Claim one job by its id, to test and not to run it, also if the queue is at its limit.

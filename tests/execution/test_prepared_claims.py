@@ -136,9 +136,9 @@ def test_a_claim_that_was_prepared_for_an_empty_table_walks_its_index_in_a_large
 
 
 def execution(script: ClaimScript, limit: int, cursor: Cursor | None = None) -> list[str]:
-    session = ServerSession(claims=PreparedStatements())
-    session.claims.succeeded(script.name)
-    return [statement for _, statement in script.parts(limit, cursor, session)]
+    server = ServerSession(claims=PreparedStatements())
+    server.claims.succeeded(script.name)
+    return [statement for _, statement in script.parts(limit, cursor, server)]
 
 
 def explained(connection: Connection, *execution: str) -> list[dict[str, object]]:
@@ -287,20 +287,20 @@ def test_a_table_that_changes_below_a_prepared_claim_stops_nothing(
     """An upgrade beside running relays: PostgreSQL refuses a plan whose columns have other types by now."""
     jobs = recording(lambda _ctx, _name: None)
     names = enqueue(sessions, jobs)
-    session, script = ServerSession(claims=PreparedStatements()), ClaimStatements("outboxq", "ledger").ready
+    server, script = ServerSession(claims=PreparedStatements()), ClaimStatements("outboxq", "ledger").ready
     with engine.connect() as connection:
         with connection.begin() as transaction:
-            request = ClaimRequest(script, 1, session=session)
+            request = ClaimRequest(script, 1, server=server)
             assert claim(connection, request).jobs
             transaction.rollback()
         with engine.begin() as other:
             other.execute(text("ALTER TABLE outboxq.job ALTER COLUMN max_attempts TYPE bigint"))
-        request = ClaimRequest(script, 1, session=session)
+        request = ClaimRequest(script, 1, server=server)
         with pytest.raises(Exception, match="cached plan") as caught, connection.begin():
             claim(connection, request)
         assert request.failed(caught.value)
         with connection.begin() as transaction:
-            assert claim(connection, ClaimRequest(script, 1, session=session)).jobs
+            assert claim(connection, ClaimRequest(script, 1, server=server)).jobs
             transaction.rollback()
     drain(outboxq_database.url, jobs, 1)
     assert ledger(engine) == Counter(names)
@@ -331,7 +331,7 @@ def test_a_backend_keeps_as_many_claims_for_a_hundred_queues_as_for_one(
 @pytest.mark.parametrize(("mode", "most"), [("transaction", 6), ("lease", 8)])
 def test_a_connection_prepares_eight_claims_at_most(engine: Engine, mode: str, most: int) -> None:
     """One for each sort with a limit of the queue and one without, shared by all queues, batch sizes and starts."""
-    session, is_leasing = ServerSession(claims=PreparedStatements()), mode == "lease"
+    server, is_leasing = ServerSession(claims=PreparedStatements()), mode == "lease"
     sorts = ("lease_ready", "lease_due", *PASSED) if is_leasing else ("ready", "due", "lease_suspect")
     with engine.connect() as connection:
         for number, running in enumerate((None, 1, 2, None)):
@@ -339,5 +339,5 @@ def test_a_connection_prepares_eight_claims_at_most(engine: Engine, mode: str, m
             for sort in sorts:
                 for limit, cursor in ((1, None), (7, None), (7, CURSOR)):
                     with connection.begin():
-                        claim(connection, ClaimRequest(getattr(claims, sort), limit, cursor, session=session))
+                        claim(connection, ClaimRequest(getattr(claims, sort), limit, cursor, server=server))
         assert prepared_here(connection) == most

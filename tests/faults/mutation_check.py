@@ -887,8 +887,8 @@ MUTANTS = (
     Mutant(
         "the check which run of the server knows a transaction",
         "outboxq/execution/find_outcome.py",
-        "_server_epoch(connection) != batch.claimed.request.session.epoch:",
-        "batch.claimed.request.session.epoch is None:",
+        "_server_epoch(connection) != batch.claimed.request.server.epoch:",
+        "batch.claimed.request.server.epoch is None:",
         (
             "tests/faults/test_torture.py",
             "tests/faults/test_unknown_commit.py",

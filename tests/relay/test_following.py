@@ -14,7 +14,7 @@ from sqlalchemy import Connection, Engine, text
 from sqlalchemy.orm import sessionmaker
 
 from outboxq import AsyncContext, Backoff, Context, Jobs, OutboxSession, Relay, RelayConfig, SlotGroup
-from outboxq.database.driver import ANY_SESSION, Script, run_script
+from outboxq.database.driver import ANY_SERVER, Script, run_script
 from outboxq.events import Event, JobDone, JobsSuspected
 from outboxq.execution.batch_state import BatchReport, BatchState, Ended
 from outboxq.execution.claim import Claimed, ClaimRequest, claim
@@ -89,7 +89,7 @@ def test_a_claim_after_deadlocks_is_for_half_as_many_jobs(make_state: Callable[.
 def sorts_of_round(planner: Planner, jobs: int = 0) -> list[ClaimRequest]:
     """The claims of a round, up to the first one, which takes so many jobs, or of which each is empty."""
     asked = []
-    for each in planner.first(ANY_SESSION):
+    for each in planner.first(ANY_SERVER):
         assert isinstance(each, ClaimRequest)
         asked.append(each)
         planner.record_claim(Claimed(each, (_unit_test_job(),) * jobs), is_called=False)

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from outboxq.database.driver import ANY_SESSION
+from outboxq.database.driver import ANY_SERVER
 from outboxq.execution.claim import Claimed, ClaimRequest
 from outboxq.queue_limits import QueueLimits
 from outboxq.relay.lease import RelayLease
@@ -20,7 +20,7 @@ MakeState = Callable[..., RelayState]
 def a_round(planner: Planner, tokens: tuple[int, bool, int, float | None], *, takes: Sort | None = None) -> list[Sort]:
     """The sorts that a round claims; each reservation is answered with `tokens`, and claims of `takes` take a job."""
     sorts = []
-    for asked in planner.first(ANY_SESSION):
+    for asked in planner.first(ANY_SERVER):
         if not isinstance(asked, ClaimRequest):
             asked.rows = [tokens]
             continue

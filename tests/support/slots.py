@@ -83,7 +83,7 @@ def claim_ready(connection: Connection, queue: str, limit: int, epoch: str = "")
     """Claim ready jobs of a queue in the connection's transaction."""
     return claim(
         connection,
-        ClaimRequest(ClaimStatements("outboxq", queue).ready, limit, queue=queue, session=ServerSession(epoch)),
+        ClaimRequest(ClaimStatements("outboxq", queue).ready, limit, queue=queue, server=ServerSession(epoch)),
     )
 
 

@@ -81,7 +81,7 @@ class Call:
         self.batch = batch
         self.flavour: Flavour = owner.flavour
         self.queue = batch.queue
-        self.is_suspect = batch.claimed.request.sort.runs_by_itself
+        self.is_suspect = batch.claimed.request.sort.is_suspect
         self.is_abandoned = False
         self._owner = owner
         self._state = state

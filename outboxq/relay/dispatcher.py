@@ -55,6 +55,8 @@ logger = logging.getLogger("outboxq.relay")
 
 # How long a suspect, or several in company, keep other calls from starting, and how long they wait for those that run.
 _ALONE_SECONDS = 10.0
+# So many suspects, whose relay died once, run at a time: if one of them kills this one too, all are suspects once more.
+_MOST_IN_COMPANY = 16
 # The pause before results whose rows others hold are tried again.
 _HELD_SECONDS = 0.5
 _REST_SECONDS, _LEAST_SECONDS = 60.0, 0.005
@@ -319,7 +321,7 @@ class Dispatcher:
         if self.calls and not is_over:
             return 0, False
         self._turn_until = now + _ALONE_SECONDS
-        return 1, True
+        return min(self.slots - len(self.calls), _MOST_IN_COMPANY), True
 
     def _knows_suspects(self) -> bool:
         known, is_held = self.state.quarantine.known_in(self.queues), self.state.poller.is_held

@@ -217,7 +217,7 @@ class Planner:
             # If the share is very small, the next claim goes to another queue: here it would usually find nothing.
             self._follow_until = 0.0 if 0.0 < share_seconds < _LEAST_SHARE_SECONDS else time.monotonic() + share_seconds
             self._walks_since = None
-        return is_called and not sort.runs_by_itself and claimed.may_leave_more(len(jobs) + claimed.moved)
+        return is_called and not sort.is_suspect and claimed.may_leave_more(len(jobs) + claimed.moved)
 
     def after(self, batch: BatchState) -> ClaimRequest | None:
         """The claim that goes with the COMMIT of a batch; None if none should.
@@ -253,17 +253,23 @@ class Planner:
         claimed = self._last_claimed
         if claimed is None or time.monotonic() > min(self._counts_due_at, self._follow_until):
             return
-        if not claimed.request.sort.runs_by_itself and claimed.may_leave_more(len(claimed.jobs)):
+        if not claimed.request.sort.is_suspect and claimed.may_leave_more(len(claimed.jobs)):
             yield from self._claims_of(claimed.request.queue, claimed.request.sort)
 
     def _suspects(self) -> Iterator[Asked]:
         """The claims of suspects, by a caller who has the turn to run some."""
-        state, known = self._state, self._state.quarantine
+        known, is_held = self._state.quarantine, self._state.poller.is_held
         for name in known.known_in(self._order.queues):
-            for queues, sort in ((known.queues, Sort.SUSPECT), (known.groups, Sort.GROUP_SUSPECT)):
+            for queues, sorts in (
+                (known.queues, (Sort.COMPANY, Sort.SUSPECT)),
+                (known.groups, (Sort.GROUP_COMPANY, Sort.GROUP_SUSPECT)),
+            ):
                 # A suspect that found no room may still be there, also if the hold of its queue has ended.
-                may_claim = name in queues and not state.poller.is_held(name)
-                if may_claim and (yield from self._claims_of(name, sort)) and not state.poller.is_held(name):
+                has_none = name in queues
+                for sort in sorts:
+                    if has_none and not is_held(name):
+                        has_none = yield from self._claims_of(name, sort)
+                if has_none and not is_held(name):
                     queues.discard(name)
 
     def record(self, request: ClaimRequest, ended: Ended) -> None:

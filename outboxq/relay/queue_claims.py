@@ -89,13 +89,20 @@ class QueueClaims:
             Sort.SUSPECT: of.lease_suspect,
             Sort.GROUP_SUSPECT: replace(group, owner=owner, suspects=True),
         }
+        if is_leased:
+            scripts |= {
+                Sort.SUSPECT: of.lease_suspect_alone,
+                Sort.GROUP_SUSPECT: replace(group, suspects=True, in_company=False),
+                Sort.COMPANY: of.lease_suspects_in_company,
+                Sort.GROUP_COMPANY: replace(group, suspects=True, in_company=True),
+            }
         alike: dict[Sort, tuple[AnyScript, ...]] = dict.fromkeys(Sort, ())
         alike |= {Sort.READY: (ready, due), Sort.DUE: (ready, due), Sort.GROUPED: (group,)}
         return ClaimsOfQueue(
             scripts,
             alike,
             limits,
-            tuple(sort for sort in Sort if sort.runs_by_itself),
+            (Sort.SUSPECT, Sort.GROUP_SUSPECT),
             registry.timeout_seconds(queue),
             registry.batch_size(queue, self.config.batch_size),
         )

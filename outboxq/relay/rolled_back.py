@@ -71,7 +71,7 @@ def recover_claim_here(
     planner.record(request, ended)
     if ended.report is not None:
         return ended
-    if not request.sort.runs_by_itself:
+    if not request.sort.is_suspect:
         raise error
     # It was not even claimed: ready jobs do not wait for it.
     state.quarantine.record_refusal(request.queue, error)

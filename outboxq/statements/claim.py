@@ -125,11 +125,14 @@ class Sort(Enum):
     GROUPED = auto()
     SUSPECT = auto()
     GROUP_SUSPECT = auto()
+    # Suspects in lease mode whose relay died once.
+    COMPANY = auto()
+    GROUP_COMPANY = auto()
 
     @property
-    def runs_by_itself(self) -> bool:
-        """Return True if a job of this sort runs by itself, under the lease, because it ran when its relay died."""
-        return self in (Sort.SUSPECT, Sort.GROUP_SUSPECT)
+    def is_suspect(self) -> bool:
+        """Return True if a job of this sort ran when its relay died: it runs under the lease, alone or in company."""
+        return self not in (Sort.READY, Sort.DUE, Sort.GROUPED)
 
 
 @dataclass(frozen=True, slots=True)

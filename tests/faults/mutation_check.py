@@ -1581,7 +1581,7 @@ MUTANTS = (
     Mutant(
         "suspects that cannot be claimed, and the ready jobs behind them",
         "outboxq/relay/slot.py",
-        "        if self.running or not request.sort.runs_by_itself:\n",
+        "        if self.running or not request.sort.is_suspect:\n",
         "        if request:\n",
         ("tests/execution/test_failing_claims.py::test_suspects_that_cannot_be_claimed_keep_no_other_job_waiting",),
     ),

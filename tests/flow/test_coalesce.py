@@ -398,7 +398,7 @@ def test_a_row_that_cannot_be_taken_along_holds_up_no_run(
     assert rebuild.runs[0] == 1
 
 
-def test_a_row_that_another_transaction_holds_runs_by_itself(rebuild: Rebuild, drain: Drain, engine: Engine) -> None:
+def test_a_row_that_another_transaction_holds_is_suspect(rebuild: Rebuild, drain: Drain, engine: Engine) -> None:
     """A run waits for no lock."""
     rebuild.add(1, 2)
     with engine.connect() as connection:

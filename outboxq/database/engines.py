@@ -50,8 +50,9 @@ _CONNECT_SECONDS = 10
 _OPEN_SECONDS = 30.0
 RELAY_NAME, LISTENER_NAME, EFFECTS_NAME = "outboxq relay", "outboxq listener", "outboxq effects"
 RESULTS_NAME = "outboxq results"
-# Effects take a connection for a moment, and never while they wait for something else: as many as slots need at once.
-_POOLED = {"pool_size": 5, "max_overflow": -1}
+# Effects take a connection for a moment, and never while they wait for something else: however many calls there are,
+# they take turns.
+_POOLED = {"pool_size": 5, "max_overflow": 15, "pool_timeout": 3600.0}
 # To read hstore itself, psycopg would look up its type with an operator that PostgreSQL does not have for exactly those
 # types: a user's, in a schema of the search path, would be called. SQLAlchemy reads hstore without psycopg.
 _DIALECT = {"use_native_hstore": False}

@@ -44,6 +44,8 @@ _LOOP_SECONDS = 2.0
 _STEP_SECONDS = 0.05
 # The connections that deadlines may use at a time, besides those of the slots.
 _CONNECTIONS = 4
+# An event loop has two seconds for these.
+_GIVEN_BACK_AT_ONCE = 50
 # The most jobs that are named of a handler that cannot be freed.
 _NAMED = 3
 
@@ -117,14 +119,20 @@ class DeadlineEnforcer:
         deadline = time.monotonic() + self.limits.abort_seconds
         pending, taken = list(runners), 0
         while pending and time.monotonic() < deadline:
+            idle: list[tuple[Runner, BatchState]] = []
             for runner in list(pending):
                 batch = runner.batch
                 if batch is not None and batch.owner.seize():
                     taken += len(batch.jobs)
                     pending.remove(runner)
-                    self._start(runner, partial(self._end, runner, batch))
+                    if batch.transaction is None:
+                        idle.append((runner, batch))
+                    else:
+                        self._start(runner, partial(self._end, runner, batch))
                 elif not runner.is_alive() or runner.is_seized():
                     pending.remove(runner)
+            if idle:
+                self._start(idle[0][0], partial(self._give_back, idle))
             if pending:
                 pending[0].join(_STEP_SECONDS)
         self.finish(max(0.0, deadline - time.monotonic()))
@@ -222,6 +230,25 @@ class DeadlineEnforcer:
             return False
         self.cuts += 1
         return True
+
+    def _give_back(self, idle: list[tuple[Runner, BatchState]]) -> None:
+        """Give back the jobs of calls without a transaction, which may be many, on one connection."""
+
+        def give_back(some: list[tuple[Runner, BatchState]], connection: Connection) -> None:
+            connected = make_slot_connection(connection, SyncInvoker())
+            try:
+                for runner, batch in some:
+                    report = settle_aborted(connection, batch, runner.runtime_on(connected), None, is_crash=False)
+                    runner.publish(report)
+            finally:
+                connected.guard.remove()
+
+        for first in range(0, len(idle), _GIVEN_BACK_AT_ONCE):
+            some = idle[first : first + _GIVEN_BACK_AT_ONCE]
+            self._on_connection(partial(give_back, some))
+            for runner, _ in some:
+                runner.end_turn()
+                runner.abandon()
 
     def _end(
         self,

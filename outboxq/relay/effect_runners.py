@@ -12,7 +12,7 @@ from outboxq.events import EffectCalled
 class EffectRunners:
     """A runner for each flavour that the relay has an engine for, with pools besides the user's engines.
 
-    No connection is opened before the first call. For our own engines the pools grow with the slots.
+    No connection is opened before the first call. For our own engines the pools are small: calls take turns.
     """
 
     def __init__(self, engines: Engines, schema: str, lease_seconds: float, emit: Emitter) -> None:

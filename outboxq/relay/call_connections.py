@@ -11,19 +11,21 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
 
 from sqlalchemy.util import await_only
 
 from outboxq.database.errors import describe_error
 from outboxq.execution.errors import Abandoned
 from outboxq.relay.connections import SlotConnection, SlotConnections
+from outboxq.relay.task_watch import call_soon
 
 logger = logging.getLogger("outboxq.relay")
 
 # How long a thread waits before it checks if its job was taken away.
 _CHECK_SECONDS = 0.5
+_TAKEN_AWAY = "the relay does not wait for this job any more"
 _RECONNECT_FIRST_SECONDS, _RECONNECT_CAP_SECONDS = 0.1, 5.0
 # The shortest time between two log lines about calls that wait.
 _LOG_SECONDS = 60.0
@@ -44,13 +46,47 @@ class Place:
     is_async: bool
     is_wanted: Callable[[], bool]
     connected: SlotConnection | None = None
-    held: "CallConnections | None" = None
+    held: "list[CallConnections]" = field(default_factory=list)
+
+    def pause(self, seconds: float) -> None:
+        """Wait, in the call's task or thread."""
+        if self.is_async:
+            await_only(asyncio.sleep(seconds))
+        else:
+            time.sleep(seconds)
 
     def free(self) -> None:
         """Give the place up, once: also for a thread that is stuck, and still has its connection."""
-        held, self.held = self.held, None
-        if held is not None:
-            held.give_place()
+        with suppress(IndexError):
+            self.held.pop().give_place()
+
+
+class _Waiter:
+    """A thread that waits for a place."""
+
+    def __init__(self) -> None:
+        self._is_woken = threading.Event()
+
+    def wake(self) -> None:
+        self._is_woken.set()
+
+    def wait(self, is_wanted: Callable[[], bool]) -> None:
+        while not self._is_woken.wait(_CHECK_SECONDS):
+            if not is_wanted():
+                raise Abandoned(_TAKEN_AWAY)
+
+
+class _AsyncWaiter:
+    """A task that waits for a place; the relay cancels it if it does not want the job any more."""
+
+    def __init__(self) -> None:
+        self._loop, self._is_woken = asyncio.get_running_loop(), asyncio.Event()
+
+    def wake(self) -> None:
+        call_soon(self._loop, self._is_woken.set)
+
+    def wait(self, _: Callable[[], bool]) -> None:
+        await_only(self._is_woken.wait())
 
 
 class CallConnections:
@@ -70,8 +106,8 @@ class CallConnections:
         self._connections = connections
         self._name = name
         self._free = most
-        # Each is called when its waiter has a place.
-        self._waiters: deque[Callable[[], object]] = deque()
+        # Whoever is woken has a place: a call that comes later takes none from it.
+        self._waiters: deque[_Waiter | _AsyncWaiter] = deque()
         self._lock = threading.Lock()
         self._logged_at = float("-inf")
 
@@ -87,11 +123,11 @@ class CallConnections:
         Raises:
             Abandoned: the job was taken away.
         """
-        self._take_place(is_async=place.is_async, is_wanted=place.is_wanted)
-        place.held = self
+        self._take_place(place)
+        place.held.append(self)
         try:
             with ExitStack() as stack:
-                place.connected = self._connect(stack, is_async=place.is_async, is_wanted=place.is_wanted)
+                place.connected = self._connect(stack, place)
                 yield place.connected
         finally:
             place.connected = None
@@ -104,60 +140,43 @@ class CallConnections:
             if waiter is None:
                 self._free += 1
         if waiter is not None:
-            waiter()
+            waiter.wake()
 
-    def _take_place(self, *, is_async: bool, is_wanted: Callable[[], bool]) -> None:
+    def _take_place(self, place: "Place") -> None:
         with self._lock:
             if self._free:
                 self._free -= 1
                 return
             self.waiting += 1
-            # With a place of its own already: a call that comes later takes none from it.
-            if is_async:
-                loop, turn = asyncio.get_running_loop(), asyncio.Event()
-                waiter: Callable[[], object] = lambda: loop.call_soon_threadsafe(turn.set)  # noqa: E731
-            else:
-                reached = threading.Event()
-                waiter = reached.set
+            waiter = _AsyncWaiter() if place.is_async else _Waiter()
             self._waiters.append(waiter)
         self._log_waiting()
         try:
-            if is_async:
-                await_only(turn.wait())
-            else:
-                while not reached.wait(_CHECK_SECONDS):
-                    if not is_wanted():
-                        raise Abandoned("the relay does not wait for this job any more")
+            waiter.wait(place.is_wanted)
         except BaseException:
             with self._lock:
-                is_next = waiter not in self._waiters
-                if not is_next:
+                has_place = waiter not in self._waiters
+                if not has_place:
                     self._waiters.remove(waiter)
-            if is_next:
-                # Its place came at the same moment, and is another's now.
+            if has_place:
+                # It came at the same moment, and is the next one's now.
                 self.give_place()
             raise
         finally:
             with self._lock:
                 self.waiting -= 1
 
-    def _connect(self, stack: ExitStack, *, is_async: bool, is_wanted: Callable[[], bool]) -> SlotConnection:
+    def _connect(self, stack: ExitStack, place: "Place") -> SlotConnection:
         pause_seconds = _RECONNECT_FIRST_SECONDS
         while True:
             try:
-                connected = stack.enter_context(self._connections.borrow())
+                return stack.enter_context(self._connections.borrow())
             except Exception as error:  # noqa: BLE001  # users' engines raise what they like; the job is not to blame
                 # A handler in the middle of its work waits: its calls would be made again.
                 logger.debug("a call waits for the database: %s", describe_error(error))
-            else:
-                return connected
-            if not is_wanted():
-                raise Abandoned("the relay does not wait for this job any more")
-            seconds = pause_seconds * random.uniform(0.5, 1.0)
-            if is_async:
-                await_only(asyncio.sleep(seconds))
-            else:
-                time.sleep(seconds)
+            if not place.is_wanted():
+                raise Abandoned(_TAKEN_AWAY)
+            place.pause(pause_seconds * random.uniform(0.5, 1.0))
             pause_seconds = min(pause_seconds * 2, _RECONNECT_CAP_SECONDS)
 
     def _log_waiting(self) -> None:

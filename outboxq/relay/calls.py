@@ -11,7 +11,7 @@ from typing import Protocol
 from sqlalchemy import Engine
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncEngine
-from sqlalchemy.util import await_only, greenlet_spawn
+from sqlalchemy.util import greenlet_spawn
 
 from outboxq.clock import clock
 from outboxq.database.defects import is_defect
@@ -61,8 +61,9 @@ class CallOwner(Protocol):
         """Receive that a call is waited for no more: its slot is free."""
         ...
 
-    def fail(self, error: BaseException) -> None:
-        """Receive an error that ends the relay."""
+    @property
+    def fail(self) -> Callable[[BaseException], None]:
+        """The function that ends the relay by an error."""
         ...
 
 
@@ -160,7 +161,7 @@ class Call:
                 tries, ends_at = tries - 1, min(ends_at, clock() + _LAST_SECONDS)
                 if tries < 0 or clock() > ends_at:
                     raise Abandoned("the relay stops, and the database is away: the lease's end shows the outcome")
-            self._pause(seconds)
+            self._place.pause(seconds)
             try:
                 with ExitStack() as stack:
                     connection, runtime = self._lend(stack)
@@ -171,12 +172,6 @@ class Call:
                 return ended
             except BaseException as again:  # noqa: BLE001  # the loop decides
                 error = again
-
-    def _pause(self, seconds: float) -> None:
-        if self.flavour == "async":
-            await_only(asyncio.sleep(seconds))
-        else:
-            time.sleep(seconds)
 
     def _lend(self, stack: ExitStack) -> Lent:
         connected = stack.enter_context(self._owner.connections.borrow(self._place))

@@ -345,9 +345,9 @@ def check_engines(groups: list[FlavouredGroup], engines: Engines, config: RelayC
         ("sync", engines.sync, "give Relay a sync Engine or a URL, and the AsyncEngine as async_engine="),
         ("async", engines.asynchronous, "give Relay async_engine=..., or a URL"),
     ):
-        own = [(group, claim) for group, its_flavour, claim in groups if its_flavour == flavour]
+        own = [group for group in groups if group[1] == flavour]
         if own and engine is None:
-            names = ", ".join(name for group, _ in own for name in group.queues)
+            names = ", ".join(name for group, *_ in own for name in group.queues)
             raise ConfigError(f"the queues {names} have {flavour} handlers, but there is no {flavour} engine: {hint}")
         if own and engine is not None:
-            check_capacity(engine, sum(connections_of(group, claim, config) for group, claim in own) + 1)
+            check_capacity(engine, sum(connections_of(group, claim, config) for group, _, claim in own) + 1)

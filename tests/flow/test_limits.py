@@ -17,7 +17,7 @@ from sqlalchemy.orm import sessionmaker
 from outboxq import Context, Jobs, OutboxSession, Relay, RelayConfig
 from outboxq.admin import kinds, queues
 from outboxq.config import SlotGroup
-from outboxq.database.driver import NOT_PREPARED, PreparedStatements, run_script
+from outboxq.database.driver import NOT_PREPARED, PreparedStatements, ServerSession, run_script
 from outboxq.errors import ArgumentError, RegistryError
 from outboxq.events import DatabaseLost
 from outboxq.execution.claim import Claimed, ClaimRequest, claim
@@ -622,7 +622,7 @@ def counting(owner: UUID, sort: str, most: int) -> AnyScript:
 
 def claim_up_to(connection: Connection, script: AnyScript, limit: int, prepared: PreparedStatements) -> Claimed:
     cursor = "" if script.takes_firsts else None
-    return claim(connection, ClaimRequest(script, limit, cursor, prepared=prepared))
+    return claim(connection, ClaimRequest(script, limit, cursor, server=ServerSession(claims=prepared)))
 
 
 PREPARED = pytest.mark.parametrize("is_prepared", [False, True], ids=["as text", "prepared"])

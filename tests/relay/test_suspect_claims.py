@@ -6,7 +6,7 @@ from uuid import UUID, uuid4
 import pytest
 from sqlalchemy import Connection, Engine, text
 
-from outboxq.database.driver import NOT_PREPARED, PreparedStatements, run_script
+from outboxq.database.driver import NOT_PREPARED, PreparedStatements, ServerSession, run_script
 from outboxq.error_record import ErrorRecord
 from outboxq.execution.claim import Claimed, ClaimRequest, claim
 from outboxq.execution.failure import KEPT_ERRORS, kept_errors
@@ -58,7 +58,7 @@ def script_of(owner: UUID, *, is_grouped: bool, in_company: bool | None, **limit
 def claimed(engine: Engine, script: AnyScript, limit: int, prepared: PreparedStatements = NOT_PREPARED) -> Claimed:
     with engine.connect() as connection, connection.begin():
         cursor = "" if script.takes_firsts else None
-        return claim(connection, ClaimRequest(script, limit, cursor, prepared=prepared))
+        return claim(connection, ClaimRequest(script, limit, cursor, server=ServerSession(claims=prepared)))
 
 
 def names(found: Claimed) -> list[str]:

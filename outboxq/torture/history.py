@@ -124,8 +124,9 @@ RULES = (
     ),
     Rule(
         "begun twice",
+        # A deadlock is repeated at once, for free.
         f"SELECT DISTINCT job_id FROM (SELECT job_id FROM {SCHEMA}.start GROUP BY job_id, token "
-        "HAVING count(*) > 1) AS begun",
+        f"HAVING count(*) > 1) AS begun WHERE job_id NOT IN (SELECT job_id FROM {SCHEMA}.effect WHERE counted)",
         "jobs whose call began twice under one lease token",
     ),
     Rule(

@@ -61,6 +61,8 @@ class Relays:
         self.problems: list[str] = []
         self._url = url
         self._target = _TARGETS[mode]
+        # Under a lease each job has a slot of its own.
+        self._has_batches = mode not in ("lease", "calls")
         self._running = [self._start(position) for position in range(number)]
         self._paused: dict[int, float] = {}
 
@@ -120,7 +122,7 @@ class Relays:
     def _start(self, position: int) -> RelayProcess:
         self.started += 1
         config = RelayConfig(
-            batch_size=BATCH_SIZES[position % len(BATCH_SIZES)],
+            batch_size=BATCH_SIZES[position % len(BATCH_SIZES)] if self._has_batches else 1,
             slots_per_queue=self._slots,
             poll_seconds=0.5,
             lease_seconds=LEASE_SECONDS,

@@ -1,0 +1,1 @@
+"""Webhooks that go out: events, sent to every endpoint that wants them."""

@@ -285,16 +285,17 @@ def test_no_database_can_be_named() -> None:
 
 @pytest.mark.timeout(1_200)
 @pytest.mark.parametrize(
-    ("mode", "jobs", "faults"),
+    ("mode", "jobs", "faults", "slots"),
     [
-        ("transaction", 300, 12),
-        pytest.param("mixed", 2_000, 60, marks=pytest.mark.large),
+        ("transaction", 300, 12, 2),
+        pytest.param("mixed", 2_000, 60, 2, marks=pytest.mark.large),
+        pytest.param("calls", 600, 40, 10, marks=pytest.mark.wide),
     ],
 )
-def test_jobs_survive_random_faults(mode: str, jobs: int, faults: int) -> None:
+def test_jobs_survive_random_faults(mode: str, jobs: int, faults: int, slots: int) -> None:
     """Nothing lost, doubled, left or run though rolled back; the configured database is never asked."""
     seed = os.environ.get("TORTURE_SEED", "1")
-    options = ("--mode", mode, "--jobs", jobs, "--faults", faults, "--seed", seed, "--minutes", 15)
+    options = ("--mode", mode, "--jobs", jobs, "--faults", faults, "--slots", slots, "--seed", seed, "--minutes", 15)
     outcome = cli.run("torture", *options, "--json", url="postgresql://nobody@127.0.0.1:1/none", seconds=1_100)
     assert outcome.exit_code == 0, outcome
     report = json.loads(outcome.stdout)

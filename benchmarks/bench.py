@@ -146,7 +146,7 @@ class Workbench:
 
 
 class Bench:
-    """The server of a run, and how it is to be measured.
+    """The server of a run, and the sizes of its measurements.
 
     Args:
         slots: The slots of relays in lease mode; None leaves it to each scenario.

@@ -1,4 +1,4 @@
-"""What a relay process holds: connections of the server, memory, processor time."""
+"""Gauges of a relay process: connections of the server, memory, processor time."""
 
 import os
 import re
@@ -23,7 +23,7 @@ _USER_TICKS, _SYSTEM_TICKS = 11, 12
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """The most that was held at a time, and the processor time, in percent of one processor."""
+    """The most connections and memory at a time, and the processor time, in percent of one processor."""
 
     connections: int
     megabytes: float
@@ -45,7 +45,7 @@ class Watch:
         self._thread.start()
 
     def stop(self) -> Held:
-        """End it; what was seen."""
+        """End the thread; the most that it saw."""
         percent = 100 * (processor_seconds(self._pid) - self._ticks) / (time.monotonic() - self._begun)
         self._stopping.set()
         self._thread.join()
@@ -63,7 +63,7 @@ class Watch:
 
 @contextmanager
 def watched(workbench: Workbench, pid: int, into: list[Held]) -> Iterator[None]:
-    """Watch for as long as the block runs, and add what was seen to `into`."""
+    """Watch for as long as the block runs, and add the result to `into`."""
     watch = Watch(workbench, pid)
     try:
         yield
@@ -72,7 +72,7 @@ def watched(workbench: Workbench, pid: int, into: list[Held]) -> Iterator[None]:
 
 
 def resident_megabytes(pid: int) -> float:
-    """As Linux tells it (VmRSS), elsewhere `ps`."""
+    """Resident memory, from Linux (VmRSS), elsewhere from `ps`."""
     status = Path(f"/proc/{pid}/status")
     if status.exists():
         found = re.search(r"^VmRSS:\s+(\d+) kB", status.read_text(), re.MULTILINE)
@@ -85,7 +85,7 @@ def resident_megabytes(pid: int) -> float:
 
 
 def processor_seconds(pid: int) -> float:
-    """User and system time since its start, as Linux tells it.
+    """User and system time since the start of a process, from Linux.
 
     Raises:
         MeasurementFailed: there is no such file here.
@@ -93,5 +93,5 @@ def processor_seconds(pid: int) -> float:
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError as error:
-        raise MeasurementFailed(f"the processor time of process {pid} is not known: {error}") from error
+        raise MeasurementFailed(f"the processor time of process {pid} cannot be read: {error}") from error
     return (int(fields[_USER_TICKS]) + int(fields[_SYSTEM_TICKS])) / os.sysconf("SC_CLK_TCK")

@@ -87,5 +87,5 @@ def lease_and_delete(batch: int) -> str:
 
 
 def lease_one() -> str:
-    """One job is leased and returned, its token last; for a client that takes the row."""
+    """Lease one job, and return it, its token last; for a client that takes the row."""
     return f"{_PICKED.format(limit=1)} {_LEASE}"

@@ -25,7 +25,7 @@ _LEASE = "BEGIN; EXECUTE lease; COMMIT"
 _RESULTS_BEFORE_LEASE = 4
 
 _Row: TypeAlias = tuple[object, ...]
-# What `call_one_by_one` and `await_one_by_one` are: for how many seconds, until nothing waits.
+# `call_one_by_one` and `await_one_by_one`: for how many seconds at most.
 Run: TypeAlias = Callable[[Workbench, float], Counted]
 
 
@@ -67,7 +67,7 @@ def _following(row: _Row) -> bytes:
 
 
 def _leased(cursor: psycopg.Cursor[_Row] | psycopg.AsyncCursor[_Row], place: int) -> _Row | None:
-    """The row of the lease, which is the result at this place; both sorts of cursors have all results by now."""
+    """The row of the lease, which is the result at this place: cursors of both sorts have all results by now."""
     for _ in range(place):
         cursor.nextset()
     result = cursor.pgresult

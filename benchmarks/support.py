@@ -20,7 +20,7 @@ def missing(app: str, *methods: str) -> str | None:
 
 
 def too_many_slots(slots: int) -> str | None:
-    """Why a relay of this version cannot have so many slots for a queue."""
+    """The reason for which a relay of this version cannot have so many slots for a queue, if there is one."""
     try:
         SlotGroup(("bench",), slots)
     except OutboxqError as error:

@@ -78,7 +78,7 @@ def _run(workbench: Workbench, jobs: int) -> list[float]:
 
 
 def milliseconds_to_start(starts: Path, committed: Mapping[int, int]) -> dict[int, float]:
-    """From the COMMIT of each job to its start, as the relay wrote it down.
+    """Milliseconds from the COMMIT of each job to its start, which the relay wrote down.
 
     Raises:
         MeasurementFailed: other jobs were started than committed.
@@ -97,7 +97,7 @@ def enqueue_in_time(
     jobs_a_second: float,
     before: Callable[[], Iterable[NewJob]] = tuple,
 ) -> dict[int, int]:
-    """Commit one at a time, evenly; when each had come back.
+    """Commit one at a time, evenly; the time at which each had come back.
 
     Args:
         before: Makes the jobs that each transaction adds first.

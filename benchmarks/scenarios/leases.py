@@ -1,4 +1,4 @@
-"""Rows 22 to 27: lease mode: many calls at a time, what they hold, and how soon one starts."""
+"""Rows 22 to 27: lease mode: many calls at a time, what they hold, and the time until one starts."""
 
 import tempfile
 import time
@@ -74,7 +74,7 @@ def _beside_raw(bench: Bench, what: str, options: RelayOptions, run: raw.Run) ->
 def _by_turns(
     bench: Bench, options: RelayOptions, run: raw.Run, one: Workbench, other: Workbench
 ) -> tuple[Counted, Counted]:
-    """Both wait for the disk at each call: a slow minute of it is to be one for both."""
+    """Calls by turns: both sides wait for the disk at each one, and a slow minute of it is one for both."""
     size, ours, limit = bench.size, Counted(), Counted()
     rows = int(_MOST_CALLS_A_SECOND * (size.seconds + size.warm_up_seconds + 1.0))
     for workbench in (one, other):
@@ -92,7 +92,7 @@ def _by_turns(
 
 @dataclass(frozen=True, slots=True)
 class _Waits:
-    """Calls that all wait at the same time, and what is wanted of them.
+    """Calls that all wait at the same time, and the targets for them.
 
     Attributes:
         times: The most time until all are done, as a multiple of one call's; None for no target.
@@ -157,7 +157,7 @@ def _all_at_once(bench: Bench, wanted: _Waits) -> Lines:
 
 
 def _seconds_at_once(workbench: Workbench, wanted: _Waits, held: list[Held]) -> float:
-    """From the COMMIT of as many calls as there are slots until the last one's row is gone."""
+    """Seconds from the COMMIT of as many calls as there are slots until the last one's row is gone."""
     workbench.fill(0)
     calls = wanted.relay.slots
     with _relay(workbench, wanted.relay) as (relay, engine):
@@ -237,7 +237,7 @@ def _behind(bench: Bench, workbench: Workbench, slots: int, slow: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class _Producing:
-    """So many jobs of a kind that notes its start, one a transaction.
+    """A number of jobs of a kind that notes its start, one a transaction.
 
     Attributes:
         slow: How many slow calls each transaction adds before it.
@@ -249,7 +249,7 @@ class _Producing:
     slow: int = 0
 
     def enqueue(self, engine: Engine, numbers: range, slow: int) -> dict[int, int]:
-        """Commit these; when each had come back."""
+        """Commit these; the time at which each had come back."""
         return enqueue_in_time(engine, self.kind, numbers, self.jobs_a_second, partial(_slow_calls, slow))
 
 
@@ -258,7 +258,7 @@ def _slow_calls(number: int) -> list[NewJob]:
 
 
 def _milliseconds(workbench: Workbench, options: RelayOptions, producing: _Producing, held: int = 0) -> list[float]:
-    """From each COMMIT to the start, with `held` calls at work all the time."""
+    """Milliseconds from each COMMIT to the start, with `held` calls at work all the time."""
     workbench.fill(0)
     with tempfile.TemporaryDirectory(prefix="outboxq-benchmark-") as directory:
         starts = Path(directory) / "starts"

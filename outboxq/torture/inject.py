@@ -71,7 +71,7 @@ class Relays:
         return {relay.name for relay in self._running if relay.returncode is None}
 
     def alive(self, held: Mapping[int, int], least: int) -> dict[int, int]:
-        """Of the numbers of jobs by process, those of running relays with at least so many."""
+        """The part of `held`, jobs by process, that running relays with at least `least` jobs have."""
         running = {relay.pid for relay in self._running if relay.returncode is None}
         return {pid: jobs for pid, jobs in held.items() if pid in running and jobs >= least}
 
@@ -181,7 +181,7 @@ class FaultInjector:
         return True
 
     def _wait_for_holders(self) -> dict[int, int]:
-        """The number of jobs under the lease of each process that has enough of them, else of each."""
+        """Numbers of jobs under the leases of processes: of those with enough of them, else of all."""
         deadline = time.monotonic() + _FAULT_SECONDS
         if self.full:
             self.let_ahead()

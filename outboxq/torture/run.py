@@ -34,8 +34,10 @@ _SAY_SECONDS = 5.0
 _STALL_LIMIT_SECONDS = 90.0
 
 _SERVER_SETTINGS = {"deadlock_timeout": "100ms", "log_min_messages": "fatal"}
-# Of the producers, the watcher and those that relays have besides their slots'.
+# Of the producers, the watcher, and of relays for other purposes than their slots.
 _OTHER_CONNECTIONS = 100
+# More than a relay holds that has not a connection for each slot.
+_MOST_CONNECTIONS = 1_500
 _NOTE_START = text(f"INSERT INTO {SCHEMA}.start (job_id, token) VALUES (:job_id, :token)")
 _FORGET_STARTS = text(f"TRUNCATE {SCHEMA}.start")
 
@@ -58,7 +60,7 @@ def run_torture(options: TortureOptions, say: Callable[[str], None]) -> TortureR
     """
     interrupted = threading.Event()
     slots = options.relays * options.slots * len(_kinds(options.mode))
-    settings = {**_SERVER_SETTINGS, "max_connections": str(slots + _OTHER_CONNECTIONS)}
+    settings = {**_SERVER_SETTINGS, "max_connections": str(min(slots + _OTHER_CONNECTIONS, _MOST_CONNECTIONS))}
     with (
         stop_signals(interrupted.set),
         start_embedded(settings=settings) as server,

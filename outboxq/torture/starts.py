@@ -24,7 +24,7 @@ class Start:
 
 
 def record_start(job: Job, directory: str) -> None:
-    """Append the start to this process's file: what is written, a SIGKILL does not take back."""
+    """Append the start to this process's file: a SIGKILL does not take back a written line."""
     with Path(directory, str(os.getpid())).open("ab", buffering=0) as file:
         file.write(f"{job.id} {job.lease_token} {time.time()!r}\n".encode())
 

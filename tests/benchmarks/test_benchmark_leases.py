@@ -35,7 +35,7 @@ def test_psycopg_alone_calls_each_job_once_and_leaves_none(bench, run: raw.Run) 
     "measure", [leases.no_op, leases.waits, leases.waits_in_threads, leases.start, leases.behind_slow]
 )
 def test_slots_that_this_version_does_not_have_cost_a_line_and_no_run(bench, measure) -> None:
-    """Which says how many there may be."""
+    """The line says how many there may be."""
     asked = Bench(bench.server, bench.pgbench, QUICK, 1, bench.say, slots=1_000_000)
     # Threads are bounded by the scenario itself.
     lines = measure(asked) if measure is not leases.waits_in_threads else []

@@ -32,7 +32,8 @@ from tests.support import killer_app
 
 _TARGET = "tests.support.killer_app:jobs"
 _LOOK_SECONDS = 0.02
-_OTHER_CONNECTIONS = 20
+# Of a relay with a connection for each slot, and the others.
+_OTHER_CONNECTIONS, _MOST_CONNECTIONS = 20, 1_500
 
 _WAITING = text("SELECT EXISTS (SELECT FROM outboxq.job)")
 _DONE = text("SELECT job_id, count(*), extract(epoch FROM max(at))::float FROM done GROUP BY job_id")
@@ -41,7 +42,7 @@ _DEAD = text("SELECT id, crashes FROM outboxq.dead_job")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KillerOptions:
-    """How many calls, how long each waits, and the bounds.
+    """The number of calls, the time that each waits, and the bounds.
 
     Args:
         company: How many suspects a relay may run at a time, which bounds the time that all take.
@@ -61,7 +62,7 @@ class KillerOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KillerReport:
-    """The figures of one run; `problems` says what is not as promised, and is empty after a pass.
+    """The figures of one run; `problems` is empty after a pass.
 
     Attributes:
         reruns: Starts of innocents beyond the first, and beyond the one that the first death costs those at work.
@@ -86,8 +87,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         option = f"--{field.name.replace('_', '-')}"
         parser.add_argument(option, type=field.type, default=field.default, help=f"[{field.default}]")
     options = KillerOptions(**vars(parser.parse_args(arguments)))
+    connections = min(options.slots + _OTHER_CONNECTIONS, _MOST_CONNECTIONS)
     with (
-        start_embedded(settings={"max_connections": str(options.slots + _OTHER_CONNECTIONS)}) as server,
+        start_embedded(settings={"max_connections": str(connections)}) as server,
         server.create_database() as database,
     ):
         engine = create_engine(database.url, poolclass=NullPool)
@@ -165,7 +167,7 @@ def _play(options: KillerOptions, engine: Engine) -> Iterator[str]:
 def _broken(
     options: KillerOptions, killer_id: UUID, done: Mapping[UUID, tuple[int, float]], dead: Mapping[UUID, int]
 ) -> Iterator[str]:
-    """What the database says of the ends of the jobs."""
+    """Faults in the ends of the jobs, by the rows that the database has."""
     if len(done) != options.calls - 1 or killer_id in done:
         yield f"{len(done)} innocents have an effect, of {options.calls - 1}"
     if doubled := sum(times > 1 for times, _ in done.values()):
@@ -175,7 +177,7 @@ def _broken(
 
 
 class Figures:
-    """What the starts say, beside the ends of the innocents.
+    """The figures of the starts, beside the ends of the innocents.
 
     Attributes:
         deaths: When the killer killed, once for each of its starts.
@@ -214,7 +216,7 @@ class Figures:
         )
 
     def lengths(self) -> float:
-        """Without the time from each later death to the next start, in which there is no relay, or a lease runs out."""
+        """Lengths of a call, without the times from later deaths to the next start, in which no relay has the jobs."""
         if not self.deaths or not self._ends:
             return 0.0
         last = max(self._ends.values())

@@ -26,7 +26,7 @@ def subscribe(sessions: Sessions, number: int, address: str) -> None:
 
 
 def count(sessions: Sessions) -> Counter[str]:
-    """How many deliveries have each status."""
+    """Count the deliveries by status."""
     with sessions() as session:
         return Counter(session.scalars(select(Delivery.status)))
 

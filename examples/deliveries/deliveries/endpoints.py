@@ -1,4 +1,4 @@
-"""The other side: one server that plays the endpoints of all customers, slow ones, as it is told.
+"""The other side: one server that plays the endpoints of all customers, slow ones if it is asked to.
 
     python -m deliveries.endpoints --port 9000 --seconds 1
 
@@ -25,7 +25,7 @@ _HOLD_SECONDS = 60.0
 
 @dataclass(frozen=True, kw_only=True)
 class Behaviour:
-    """How the endpoints behave.
+    """The behaviour of the endpoints.
 
     Args:
         seconds: How long each takes to answer.
@@ -50,7 +50,7 @@ class Request:
 
 @dataclass
 class Endpoints:
-    """All endpoints, and how they behave at the moment.
+    """All endpoints, and their behaviour at the moment.
 
     Attributes:
         messages: How often each message came to each endpoint: by the endpoint's number and the message's id.
@@ -92,7 +92,7 @@ class Endpoints:
             return 200
 
     def counts(self) -> dict[str, int]:
-        """What happened so far."""
+        """The messages so far."""
         with self._changed:
             return {
                 "messages": self.messages.total(),

@@ -15,7 +15,7 @@ class SettingMissing(Exception):
 
 @dataclass(frozen=True)
 class Settings:
-    """What differs from one installation to the next.
+    """The settings that differ from one installation to the next.
 
     Args:
         database_url: The application's database, as SQLAlchemy reads it.
@@ -25,7 +25,7 @@ class Settings:
 
 
 def read_settings() -> Settings:
-    """Read what every process needs.
+    """Read the settings of every process.
 
     Raises:
         SettingMissing: a variable is not set.
@@ -34,7 +34,7 @@ def read_settings() -> Settings:
 
 
 def read_master_secret() -> str:
-    """Read what the endpoints' secrets are derived from; only a relay needs it.
+    """Read the secret from which those of the endpoints are derived; only a relay needs it.
 
     Raises:
         SettingMissing: the variable is not set.

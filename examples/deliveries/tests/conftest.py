@@ -1,4 +1,4 @@
-"""What the tests of this project stand on: a database with its history, and sessions."""
+"""Fixtures of this project's tests: a database with its history, and sessions."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -42,13 +42,13 @@ def endpoints() -> Endpoints:
 
 @pytest.fixture
 def address(endpoints: Endpoints) -> Iterator[str]:
-    """Where they are."""
+    """Their address."""
     with serve(endpoints) as address:
         yield address
 
 
 def settings(slots: int) -> RelayConfig:
-    """What died is taken over soon."""
+    """Settings with which the jobs of a dead relay are taken over soon."""
     return RelayConfig(groups=(SlotGroup(("deliveries",), slots),), lease_seconds=1, poll_seconds=0.1)
 
 
@@ -70,7 +70,7 @@ def wait_until(reached: Callable[[], object], what: str) -> None:
     """Look again until it is so; `what` says what was waited for."""
     deadline = time.monotonic() + LIMIT_SECONDS
     while not reached():
-        assert time.monotonic() < deadline, f"waited {LIMIT_SECONDS} s in vain for: {what}"
+        assert time.monotonic() < deadline, f"waited {LIMIT_SECONDS} s for: {what}"
         time.sleep(0.02)
 
 
@@ -82,7 +82,7 @@ def send(sessions: Sessions, number: int = 1) -> None:
 
 
 def attempts(sessions: Sessions) -> Counter[int]:
-    """How many answers were written down for each delivery."""
+    """Count the answers by delivery."""
     with sessions() as session:
         return Counter(session.scalars(select(Attempt.delivery_id)))
 
@@ -176,7 +176,7 @@ def test_messages_of_a_killed_relay_are_sent_again_under_their_ids(
 def test_a_message_is_signed_with_the_secret_of_its_endpoint(
     outboxq_database: Database, sessions: Sessions, endpoints: Endpoints, address: str
 ) -> None:
-    """As the receiver's own library verifies it; another endpoint's secret does not fit."""
+    """The receiver's own library verifies it; another endpoint's secret does not fit."""
     subscribe(sessions, 1, address)
     send(sessions)
     with relay_at_work(outboxq_database.url, 1):

@@ -46,9 +46,9 @@ def limits(bench: Bench) -> list[Comparison | Unsupported]:
 
 
 def _microseconds(connection: psycopg.Connection, script: ClaimScript) -> float:
-    execution = "; ".join(statement for _, statement in script.execution(1)).encode()
+    execution = "; ".join(statement for _, statement in script.parts(1, None, {script.name})).encode()
     run = connection.pgconn.exec_
-    run(f"DEALLOCATE ALL; {script.definition}".encode())
+    run(f"DEALLOCATE ALL; {script.texts.definition}".encode())
     took: list[float] = []
     for _ in range(_CLAIMS):
         run(b"BEGIN")

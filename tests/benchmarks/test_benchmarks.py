@@ -14,6 +14,7 @@ from benchmarks.peers_figures import Peers
 from benchmarks.pgbench import PgbenchFailed, find_pgbench, run_pgbench
 from benchmarks.proxy import running_proxy
 from benchmarks.relays import RelayOptions, RunningRelay, drain, working_relay
+from benchmarks.scenarios import limits as limits_scenario
 from benchmarks.scenarios.large import large
 from outboxq.postgres import Server
 from tests.support.waiting import wait_until
@@ -150,3 +151,11 @@ def test_the_proxy_holds_everything_back_for_its_delay(bench) -> None:
                 connection.execute("SELECT 1")
                 seconds.append(time.perf_counter() - begun)
     assert min(seconds) >= 0.0079
+
+
+@pytest.mark.large
+def test_claims_of_limited_queues_are_measured_beside_plain_ones(bench) -> None:
+    """In both modes, as a relay prepares and executes them."""
+    lines = limits_scenario.limits(bench)
+    assert [line.limit_name for line in lines] == ["a claim", "a claim under a lease"]
+    assert all(line.ours.median > 0 and line.limit.median > 0 for line in lines)

@@ -1,13 +1,15 @@
 """Settle: the outcome of a job's attempt is written in the transaction of its handler's rows.
 
+The decision, which needs no connection, is a value; for leased jobs of many calls it can be written later, together.
 In transaction mode success writes nothing: the claim has deleted the job. Under a lease every write is refused once
 the lease was lost. `commit` commits, and checks that it did.
 """
 
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import assert_never
+from typing import TypeAlias, assert_never
 
-from sqlalchemy import Connection, Delete, Insert, Update
+from sqlalchemy import ColumnElement, Connection, Delete, Insert, Update
 from sqlalchemy.exc import DBAPIError
 
 from outboxq.database.driver import run_script
@@ -39,10 +41,42 @@ from outboxq.handlers.returned import DoneWithResult
 from outboxq.job import THEN_HEADER, Job
 from outboxq.outcomes import DeadLetter, Discard, Done, Retry, Snooze
 from outboxq.statements import cancel, transaction
-from outboxq.statements.settle import errors_with, insert_dead, put_back, put_back_parked, remove, unchanged
+from outboxq.statements.settle import (
+    Bury,
+    PutBack,
+    errors_with,
+    insert_dead,
+    put_back,
+    put_back_parked,
+    remove,
+    unchanged,
+)
 
 # lock_timeout; statement_timeout or a cancellation; a deadlock.
 _GAVE_UP_WAITING = frozenset({"55P03", "57014", "40P01"})
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """A job that ended: its row is deleted, unless its claim has done that."""
+
+    job: Job
+
+
+Change: TypeAlias = Finish | PutBack | Bury
+
+
+@dataclass(frozen=True, slots=True)
+class Settlement:
+    """What is to be written of a job's attempt, and the event to publish once that is committed, if it has one."""
+
+    change: Change
+    event: JobEvent | None
+
+    @property
+    def job(self) -> Job:
+        """The job, as it was claimed."""
+        return self.change.job
 
 
 def settle_result(connection: Connection, job: Job, result: Result, runtime: Runtime, seconds: float) -> JobEvent:
@@ -54,52 +88,88 @@ def settle_result(connection: Connection, job: Job, result: Result, runtime: Run
         if THEN_HEADER in job.headers:
             add_follower(connection, job)
         return event_of_end(job, result, runtime, seconds)
+    if isinstance(result, CancelledResult):
+        return _cancel(connection, job, runtime, seconds)
+    settlement = _decide(job, result, runtime, seconds)
+    assert settlement.event is not None, "it has no event: see `run`"
+    write(connection, settlement.change)
+    return settlement.event
+
+
+def settlement_of(job: Job, result: Result, runtime: Runtime, seconds: float) -> Settlement | None:
+    """Decide what is to be written of a job's attempt, without a connection; None if only `settle_result` can.
+
+    That queries the request of a cancelled job, and adds the job that follows one that is done.
+    """
+    if isinstance(result, CancelledResult) or (isinstance(result, Done) and THEN_HEADER in job.headers):
+        return None
+    return _decide(job, result, runtime, seconds)
+
+
+def _decide(job: Job, result: Result, runtime: Runtime, seconds: float) -> Settlement:
     result = runtime.redacted(job, result)
     match result:
-        case Discard():
-            finish(connection, job)
-            return event_of_end(job, result, runtime, seconds)
+        case Done() | Discard():
+            return Settlement(Finish(job), event_of_end(job, result, runtime, seconds))
+        case ExpiredResult():
+            return Settlement(Finish(job), JobExpired(job, seconds))
         case Failed(record) if result.permanent:
             reason = f"another attempt cannot help: {record.type}: {record.message}"
-            dead_letter(connection, job, reason, record)
-            return died(job, reason, record, result.error, seconds)
+            return Settlement(_bury(job, reason, record), died(job, reason, record, result.error, seconds))
         case Failed(record):
-            return _retry_or_dead_letter(connection, job, record, runtime, None, result.error, seconds)
+            return _retry_or_bury(job, record, runtime, None, result.error, seconds)
         case Retry(delay, reason):
             record = ErrorRecord(job.attempt, "outboxq.Retry", runtime.reason(reason, job))
             pause = None if delay is None else max(delay.total_seconds(), 0.0)
-            return _retry_or_dead_letter(connection, job, record, runtime, pause, None, seconds)
+            return _retry_or_bury(job, record, runtime, pause, None, seconds)
         case Snooze(delay):
-            snooze(connection, job, delay, passes=passes(job, runtime))
-            return JobSnoozed(job, delay.total_seconds(), seconds)
+            later = PutBack(job=job, attempt=job.attempt - 1, delay=delay, passes=passes(job, runtime))
+            return Settlement(later, JobSnoozed(job, delay.total_seconds(), seconds))
         case DeadLetter(reason):
             described = runtime.reason(reason, job)
-            dead_letter(connection, job, described, ErrorRecord(job.attempt, "outboxq.DeadLetter", described))
-            return JobDied(job, described, seconds=seconds)
-        case CancelledResult() | ExpiredResult():
-            return _drop(connection, job, result, runtime, seconds)
-        case UnknownKindResult() | SettledByClaim() | GivenBack():
-            raise AssertionError("it has no event: see `run`")
+            record = ErrorRecord(job.attempt, "outboxq.DeadLetter", described)
+            return Settlement(_bury(job, described, record), JobDied(job, described, seconds=seconds))
+        case UnknownKindResult():
+            return Settlement(_park(job), None)
+        case GivenBack():
+            return Settlement(_release(job), None)
+        case CancelledResult() | SettledByClaim():
+            raise AssertionError("it is settled by other statements: see `settle_result` and `run`")
     assert_never(result)
 
 
-def _drop(
-    connection: Connection, job: Job, result: CancelledResult | ExpiredResult, runtime: Runtime, seconds: float
-) -> JobEvent:
-    """End a job that has expired, or was cancelled: as its request wants it, together with the request.
+def _retry_or_bury(
+    job: Job,
+    record: ErrorRecord,
+    runtime: Runtime,
+    pause_seconds: float | None,
+    error: BaseException | None,
+    seconds: float,
+) -> Settlement:
+    policy = runtime.registry.handlers[job.kind].retry
+    limit = job.max_attempts or policy.max_attempts
+    if job.attempt >= limit:
+        reason = f"gave up after {job.attempt} of {limit} attempts: {record.type}"
+        return Settlement(_bury(job, reason, record), died(job, reason, record, error, seconds))
+    delay_seconds = policy.delay(job.attempt).total_seconds() if pause_seconds is None else pause_seconds
+    later, may_pass = timedelta(seconds=delay_seconds), passes(job, runtime)
+    retry = PutBack(job=job, attempt=job.attempt, record=record.as_json(), delay=later, passes=may_pass)
+    event = JobRetried(job, record.type, record.message, record.where, delay_seconds, error, record, seconds)
+    return Settlement(retry, event)
+
+
+def _cancel(connection: Connection, job: Job, runtime: Runtime, seconds: float) -> JobEvent:
+    """End a job that was cancelled: as its request wants it, together with the request.
 
     A request that is gone was answered before the job came back from the dead letters, and one that is older than the
     job was for an earlier job of its id: then the job runs again.
     """
-    if isinstance(result, ExpiredResult):
-        finish(connection, job)
-        return JobExpired(job, seconds)
     # A job with a key may have taken over the time of one that was added after the request.
     created_at = job.created_at if job.unique_key is None else None
     outcome = connection.execute(cancel.take_request(job.id, created_at)).scalar_one_or_none()
     if outcome is None:
         runtime.orders.cancelled.discard(job.id)
-        snooze(connection, job, timedelta(0))
+        write(connection, PutBack(job=job, attempt=job.attempt - 1, delay=timedelta(0)))
         return JobSnoozed(job, 0.0, seconds)
     if outcome == "dead":
         dead_letter(connection, job, cancel.CANCELLED)
@@ -113,26 +183,6 @@ def event_of_end(job: Job, result: Done | Discard, runtime: Runtime, seconds: fl
     if isinstance(result, Discard):
         return JobDiscarded(job, runtime.reason(result.reason, job), seconds)
     return JobDone(job, seconds, result.result if isinstance(result, DoneWithResult) else None)
-
-
-def _retry_or_dead_letter(
-    connection: Connection,
-    job: Job,
-    record: ErrorRecord,
-    runtime: Runtime,
-    pause_seconds: float | None,
-    error: BaseException | None,
-    seconds: float,
-) -> JobEvent:
-    policy = runtime.registry.handlers[job.kind].retry
-    limit = job.max_attempts or policy.max_attempts
-    if job.attempt >= limit:
-        reason = f"gave up after {job.attempt} of {limit} attempts: {record.type}"
-        dead_letter(connection, job, reason, record)
-        return died(job, reason, record, error, seconds)
-    delay_seconds = policy.delay(job.attempt).total_seconds() if pause_seconds is None else pause_seconds
-    retry(connection, job, record, timedelta(seconds=delay_seconds), passes=passes(job, runtime))
-    return JobRetried(job, record.type, record.message, record.where, delay_seconds, error, record, seconds)
 
 
 def died(job: Job, reason: str, record: ErrorRecord, error: BaseException | None, seconds: float) -> JobDied:
@@ -161,37 +211,54 @@ def passes(job: Job, runtime: Runtime) -> bool:
     return handler is not None and (several or handler.on_failure == "pass")
 
 
-def retry(connection: Connection, job: Job, record: ErrorRecord, delay: timedelta, *, passes: bool = False) -> None:
-    """Put the job back to run after `delay`, with this attempt counted and its error recorded.
-
-    Args:
-        passes: Later jobs of its group go on until then.
-    """
-    errors = errors_with(kept_errors(job.errors), record.as_json())
-    _write(connection, job, put_back(job, attempt=job.attempt, errors=errors, delay=delay, passes=passes))
+def _bury(job: Job, reason: str, record: ErrorRecord | None) -> Bury:
+    return Bury(job=job, reason=reason, record=None if record is None else record.as_json())
 
 
-def snooze(connection: Connection, job: Job, delay: timedelta, *, passes: bool = False) -> None:
-    """Put the job back to run after `delay`, without counting the attempt."""
-    _write(connection, job, put_back(job, attempt=job.attempt - 1, errors=job.errors, delay=delay, passes=passes))
+def _release(job: Job, record: ErrorRecord | None = None) -> PutBack:
+    return PutBack(job=job, attempt=job.attempt - 1, record=None if record is None else record.as_json())
+
+
+def _park(job: Job) -> PutBack:
+    return PutBack(job=job, attempt=job.attempt - 1, parks=True)
 
 
 def release(connection: Connection, job: Job, record: ErrorRecord | None = None) -> None:
     """Put a job back to run at once, its attempt not counted; `record` says why it did not end, if it had begun."""
-    errors = job.errors if record is None else errors_with(kept_errors(job.errors), record.as_json())
-    _write(connection, job, put_back(job, attempt=job.attempt - 1, errors=errors, delay=None))
+    write(connection, _release(job, record))
 
 
 def park(connection: Connection, job: Job) -> None:
     """Put a job of an unknown kind back for later, without counting an attempt."""
-    _write(connection, job, put_back_parked(job))
+    write(connection, _park(job))
 
 
 def dead_letter(connection: Connection, job: Job, reason: str, record: ErrorRecord | None = None) -> None:
     """Move the job to the dead letters."""
-    finish(connection, job)
-    errors = job.errors if record is None else errors_with(kept_errors(job.errors), record.as_json())
-    connection.execute(insert_dead(job, reason=reason, errors=errors))
+    write(connection, _bury(job, reason, record))
+
+
+def write(connection: Connection, change: Change) -> None:
+    """Write what becomes of one job.
+
+    Raises:
+        LeaseLost: as `finish`.
+    """
+    job = change.job
+    if isinstance(change, Finish):
+        finish(connection, job)
+    elif isinstance(change, Bury):
+        finish(connection, job)
+        connection.execute(insert_dead(job, reason=change.reason, errors=_errors(job, change.record)))
+    elif change.parks:
+        _write(connection, job, put_back_parked(job))
+    else:
+        attempt, errors = change.attempt, _errors(job, change.record)
+        _write(connection, job, put_back(job, attempt=attempt, errors=errors, delay=change.delay, passes=change.passes))
+
+
+def _errors(job: Job, record: str | None) -> "str | ColumnElement[str]":
+    return job.errors if record is None else errors_with(kept_errors(job.errors), record)
 
 
 def is_unchanged(connection: Connection, job: Job) -> bool:

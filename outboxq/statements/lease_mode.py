@@ -9,7 +9,6 @@ operator's command that has changed a row wins: it has another token then, or is
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import LiteralString
 from uuid import UUID
@@ -21,6 +20,7 @@ from outboxq.statements.added import headers_with_order
 from outboxq.statements.numbers import MOST_COUNTED, next_token, one_attempt_less
 from outboxq.statements.park import PARKED_UNTIL
 from outboxq.statements.render import quote_identifier, quote_literal
+from outboxq.statements.settle import Bury, PutBack
 
 _MICROSECOND = timedelta(microseconds=1)
 
@@ -115,39 +115,6 @@ _BURY: LiteralString = (
     created_at = excluded.created_at, batch_id = excluded.batch_id, died_at = pg_catalog.clock_timestamp()
 )"""
 )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PutBack:
-    """A leased job that goes back to its queue.
-
-    Args:
-        attempt: The number of attempts that are counted.
-        record: The error of this attempt as JSON text, without its time.
-        delay: The time until the job is due; None if it is ready at once.
-        passes: Later jobs of its group do not wait for it.
-        parks: No relay here knows its kind: it is due after a time that grows with the number of such claims.
-    """
-
-    job: Job
-    attempt: int
-    record: str | None = None
-    delay: timedelta | None = None
-    passes: bool = False
-    parks: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Bury:
-    """A leased job that becomes a dead letter.
-
-    Args:
-        record: The error of its last attempt as JSON text, without its time.
-    """
-
-    job: Job
-    reason: str
-    record: str | None = None
 
 
 class _Written(msgspec.Struct, omit_defaults=True, frozen=True, gc=False):

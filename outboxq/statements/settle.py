@@ -6,6 +6,7 @@ operator's command there is another token, or no row.
 """
 
 import secrets
+from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any
 from uuid import UUID
@@ -47,6 +48,39 @@ _KEPT = (
     "created_at", "batch_id",
 )  # fmt: skip
 _NEXT_TOKEN: ColumnElement[int] = literal_column(next_token("lease_token"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PutBack:
+    """A claimed job that goes back to its queue.
+
+    Args:
+        attempt: The number of attempts that are counted.
+        record: The error of this attempt as JSON text, without its time.
+        delay: The time until the job is due; None if it is ready at once.
+        passes: Later jobs of its group do not wait for it.
+        parks: No relay here knows its kind: it is due after a time that grows with the number of such claims.
+    """
+
+    job: Job
+    attempt: int
+    record: str | None = None
+    delay: timedelta | None = None
+    passes: bool = False
+    parks: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bury:
+    """A claimed job that becomes a dead letter.
+
+    Args:
+        record: The error of its last attempt as JSON text, without its time.
+    """
+
+    job: Job
+    reason: str
+    record: str | None = None
 
 
 class _InsertInPlace(Insert):

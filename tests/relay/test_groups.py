@@ -17,6 +17,7 @@ from outboxq.execution import settle
 from outboxq.execution.claim import ClaimRequest, claim
 from outboxq.relay.connections import connection_options
 from outboxq.statements.group_claim import GroupScript
+from outboxq.statements.settle import PutBack
 from tests.conftest import StartRelay
 from tests.support.waiting import PATIENCE, wait_until
 
@@ -302,10 +303,10 @@ def test_a_job_that_came_back_is_told_from_one_that_was_never_taken(
             connection.execute(text("UPDATE outboxq.job SET state = 'grouped'"))
         with connection.begin():
             (job,) = claim(connection, ClaimRequest(GroupScript("outboxq", "ledger"), 1)).jobs
-            later = timedelta(0)
+            later, record = timedelta(0), ErrorRecord(1, "E", "m").as_json()
             {
-                "retry": lambda: settle.retry(connection, job, ErrorRecord(1, "E", "m"), later),
-                "snooze": lambda: settle.snooze(connection, job, later),
+                "retry": lambda: settle.write(connection, PutBack(job=job, attempt=1, record=record, delay=later)),
+                "snooze": lambda: settle.write(connection, PutBack(job=job, attempt=0, delay=later)),
                 "release": lambda: settle.release(connection, job),
                 "park": lambda: settle.park(connection, job),
             }[way]()

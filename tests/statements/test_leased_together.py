@@ -18,13 +18,12 @@ from outboxq.statements.by_index import NO_SCANS
 from outboxq.statements.done import FinishedColumns, insert_finished
 from outboxq.statements.lease import take_back
 from outboxq.statements.lease_mode import (
-    Bury,
-    PutBack,
     bury_leased,
     finish_leased,
     put_back_leased,
     release_leased,
 )
+from outboxq.statements.settle import Bury, PutBack
 from tests.support.leases import add_leased, leased_jobs
 from tests.support.matrices import diagonal
 from tests.support.waiting import wait_until

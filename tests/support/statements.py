@@ -39,10 +39,10 @@ from outboxq.statements.group_claim import GroupScript
 from outboxq.statements.inbox import MessageFilter, accept_parameters
 from outboxq.statements.job_changes import JobChange
 from outboxq.statements.jobs import JobFilter
-from outboxq.statements.lease_mode import Bury, PutBack
 from outboxq.statements.limit import room
 from outboxq.statements.progress import ProgressNote
 from outboxq.statements.rate import TokenRequest
+from outboxq.statements.settle import Bury, PutBack
 from outboxq.statements.unique import add_unique
 from outboxq.statements.windows import WantedWindow
 from outboxq.tables import dead_job, job
@@ -150,11 +150,11 @@ _SAMPLES: Mapping[str, tuple[object, object]] = {
     ),
     # With it a part of another statement, which is `keeping`.
     "gone": (False, False),
-    "changes: Sequence[statements.lease_mode.PutBack]": (
+    "changes: Sequence[statements.settle.PutBack]": (
         [PutBack(job=_LEASED, attempt=1, record="{}", delay=timedelta(seconds=5))],
         [PutBack(job=_LEASED, attempt=0, parks=True), PutBack(job=_IN_GROUP, attempt=1, passes=True)],
     ),
-    "changes: Sequence[statements.lease_mode.Bury]": (
+    "changes: Sequence[statements.settle.Bury]": (
         [Bury(job=_LEASED, reason="why", record="{}")],
         [Bury(job=_LEASED, reason="why"), Bury(job=_IN_GROUP, reason="it's \\")],
     ),

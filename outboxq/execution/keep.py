@@ -203,9 +203,10 @@ class Keeper:
         given = list(zip(jobs, keepings, strict=True)) if self._has_args else []
         ended = over if self._has_results else []
         taken = [others.get(job.id) for job in jobs] if others else []
-        claimed_at = jobs[0].claimed_at
+        queue, claimed_at = jobs[0].queue, jobs[0].claimed_at
+        of_claims = jobs if [job for job in jobs if job.claimed_at != claimed_at or job.queue != queue] else []
         return FinishedColumns(
-            queue=jobs[0].queue,
+            queue=queue,
             claimed_at=None if claimed_at is None else claimed_at.timestamp(),
             id=[job.id for job in jobs],
             kind=[job.kind for job in jobs],
@@ -218,4 +219,6 @@ class Keeper:
             result=[event.result if isinstance(event, JobDone) else None for event in ended],
             stands_for=[array_text(map(str, ids)) if ids else None for ids in taken],
             keep_seconds=[keeping.seconds for keeping in keepings],
+            queues=[job.queue for job in of_claims],
+            claims_at=[None if job.claimed_at is None else job.claimed_at.timestamp() for job in of_claims],
         )

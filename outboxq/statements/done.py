@@ -39,10 +39,11 @@ DETAIL_COLUMNS = ("relay", "expires_at", "stands_for", "args", "headers", "resul
 
 
 class FinishedColumns(NamedTuple):
-    """Finished rows of jobs of one claim by columns: each has a value for each job, or is empty; two are the claim's.
+    """Finished rows of jobs by columns: each has a value for each job, or is empty; two are those of their claim.
 
     Attributes:
         queue, claimed_at: Those of all jobs.
+        queues, claims_at: The same for each job, if the jobs are of several claims.
         created_at, claimed_at: Seconds since 1970, which the server reads in a quarter of the time of a date.
         seconds: The handler's run time.
         args, headers, result: JSON text, for kinds that store them.
@@ -63,6 +64,8 @@ class FinishedColumns(NamedTuple):
     result: Sequence[str | None]
     stands_for: Sequence[str | None]
     keep_seconds: Sequence[float]
+    queues: Sequence[str] = ()
+    claims_at: Sequence[float | None] = ()
 
 
 # The types of the arrays, in the order of `FinishedColumns`, and of the values before and after them.
@@ -78,14 +81,17 @@ _TYPES: Mapping[str, str] = {
     "result": "jsonb",
     "stands_for": "text",
     "keep_seconds": "float8",
+    "queue_of_job": "text",
+    "job_claimed_at": "float8",
 }
 _BEFORE, _AFTER = ("text", "float8"), "uuid"
 _INSERT: LiteralString = """\
 INSERT INTO {done} AS earlier (id, queue, kind, outcome, attempt, created_at,
   claimed_at, seconds, args, headers, result, stands_for,
   expires_at, relay)
-SELECT finished.id, {queue}, kind, outcome, attempt, pg_catalog.to_timestamp(created_at),
-  pg_catalog.to_timestamp({claimed_at}::float8), seconds, args, headers, result, stands_for::uuid[],
+SELECT finished.id, coalesce(queue_of_job, {queue}), kind, outcome, attempt, pg_catalog.to_timestamp(created_at),
+  pg_catalog.to_timestamp(coalesce(job_claimed_at, {claimed_at}::float8)), seconds, args, headers, result,
+  stands_for::uuid[],
   pg_catalog.clock_timestamp() + pg_catalog.make_interval(secs => keep_seconds), {relay}::uuid
 FROM (SELECT {arrays}) AS finished"""
 # In IS TRUE, so that the planner makes no join of it: without statistics it would read all of `gone` for each row.

@@ -18,7 +18,7 @@ from outboxq.execution.commit import commit
 from outboxq.execution.invoke import IS_OVER, HandlerSession
 from outboxq.execution.run import attempt, run, settle_alone
 from outboxq.execution.runtime import Runtime
-from outboxq.execution.settle_many import settles_together
+from outboxq.execution.settle import Settlement, settlement_of
 from outboxq.handlers.handler import AnyHandler
 
 _TWO = (
@@ -52,8 +52,8 @@ class LeasedCall:
         self._is_lending = threading.Lock()
         self._is_over = False
 
-    def run(self) -> AttemptResult | Ended:
-        """Run the handler; return its result, or, if its session was used, what was committed.
+    def run(self) -> Settlement | Ended:
+        """Run the handler; return what is to be settled with others, or, if its session was used, what was committed.
 
         Raises:
             Abandoned: the relay has taken the job away.
@@ -63,15 +63,16 @@ class LeasedCall:
         with self._transaction:
             return self._run()
 
-    def _run(self) -> AttemptResult | Ended:
+    def _run(self) -> Settlement | Ended:
         batch = self.batch
         batch.running.begin()
         result = self._attempt()
-        if self.lent is None and settles_together(batch, result):
-            batch.running.end()
-            # From here on the relay cannot take the job away.
-            batch.owner.begin_commit()
-            return result
+        if self.lent is None:
+            settlement = settlement_of(batch.job, result, self._runtime, batch.running.end())
+            if settlement is not None:
+                # From here on the relay cannot take the job away.
+                batch.owner.begin_commit()
+                return settlement
         connection, runtime = self.borrow()
         handlers = {batch.job.kind: self._handler}
         settle_alone(connection, batch, batch.job, runtime, result)

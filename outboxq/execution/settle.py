@@ -68,7 +68,7 @@ Change: TypeAlias = Finish | PutBack | Bury
 
 @dataclass(frozen=True, slots=True)
 class Settlement:
-    """What is to be written of a job's attempt, and the event to publish once that is committed, if it has one."""
+    """The change to write for a job's attempt, and the event to publish once that is committed, if it has one."""
 
     change: Change
     event: JobEvent | None
@@ -97,9 +97,9 @@ def settle_result(connection: Connection, job: Job, result: Result, runtime: Run
 
 
 def settlement_of(job: Job, result: Result, runtime: Runtime, seconds: float) -> Settlement | None:
-    """Decide what is to be written of a job's attempt, without a connection; None if only `settle_result` can.
+    """Decide what is to be written for a job's attempt, without a connection; None if only `settle_result` can.
 
-    That queries the request of a cancelled job, and adds the job that follows one that is done.
+    A cancelled job's request has to be queried, and the job that follows a done one has to be added.
     """
     if isinstance(result, CancelledResult) or (isinstance(result, Done) and THEN_HEADER in job.headers):
         return None
@@ -239,7 +239,7 @@ def dead_letter(connection: Connection, job: Job, reason: str, record: ErrorReco
 
 
 def write(connection: Connection, change: Change) -> None:
-    """Write what becomes of one job.
+    """Write the change of one job.
 
     Raises:
         LeaseLost: as `finish`.

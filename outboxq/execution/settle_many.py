@@ -1,87 +1,130 @@
-"""Settle many leased jobs in one string: the results of calls that held no connection."""
+"""Settle many leased jobs of any claims in one string, each by its own token, with all that rides on their outcomes.
 
-from collections.abc import Collection, Sequence
+A job whose row another transaction has locked is left, for the next string: the others do not wait for it. A job whose
+lease was lost costs the others nothing.
+"""
+
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
 from uuid import UUID
 
 from outboxq.database.driver import Answer, Script
-from outboxq.events import Event, JobEvent, JobLeaseLost
-from outboxq.execution.batch_state import BatchState
+from outboxq.events import Event, JobLeaseLost
 from outboxq.execution.callback_batches import FinishBatches, batch_ids
-from outboxq.execution.chain import has_follower
-from outboxq.execution.runtime import Result, Runtime
-from outboxq.execution.settle import event_of_end
+from outboxq.execution.keep import Keeper
+from outboxq.execution.settle import Finish, Settlement
 from outboxq.execution.step import Step
-from outboxq.outcomes import Discard, Done
 from outboxq.statements.by_index import NO_SCANS
 from outboxq.statements.done import insert_finished
-from outboxq.statements.lease_mode import finish_leased
+from outboxq.statements.lease_mode import bury_leased, finish_leased, put_back_leased, standing
 from outboxq.statements.results import tell_waiters
+from outboxq.statements.settle import Bury, PutBack
 from outboxq.statements.transaction import LOCAL_SETTINGS
 
 # Tools that watch or cut a relay's sessions find the end of a job by these words.
 _MARK = "/* as RELEASE SAVEPOINT oq_... */ "
-
-# The state of a lone leased job, and its result.
-LeasedResult: TypeAlias = tuple[BatchState, Result]
-
-
-def settles_together(batch: BatchState, result: Result) -> bool:
-    """Return True if the result needs no statement of its own."""
-    return (isinstance(result, Done) and not has_follower(batch.job)) or isinstance(result, Discard)
+# An operator's forgotten session may hold a row for ever. A reaper is done in a moment.
+_PATIENCE = "SET LOCAL lock_timeout = '5s'"
+_SETTLING = ("finished", "put back", "buried")
+_NO_OTHERS: Mapping[UUID, tuple[UUID, ...]] = {}
 
 
-@dataclass
-class Settling:
-    """The statements of results that are settled together, and their events."""
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """The result of settlements that were sent together.
 
-    runtime: Runtime
-    results: Sequence[LeasedResult]
-    unsure: Collection[UUID] = ()
-    keeps: bool = True
-    events: list[JobEvent] = field(init=False)
-    steps: Sequence[Step] = field(init=False)
+    Attributes:
+        events: The events to publish, in the order of the settlements; `JobLeaseLost` for a job that was lost.
+        held: The settlements of jobs whose rows another transaction had locked: nothing of them is written.
+    """
 
-    def __post_init__(self) -> None:
-        runtime, self.events = self.runtime, []
-        for batch, result in self.results:
-            assert isinstance(result, Done | Discard)
-            job, seconds = batch.job, batch.running.seconds
-            self.events.append(event_of_end(job, runtime.redacted(job, result), runtime, seconds))
-        ids = batch_ids([batch.job for batch, _ in self.results])
-        self.steps = (FinishBatches(runtime.schema, ids),) if ids else ()
+    events: tuple[Event, ...]
+    held: tuple[Settlement, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SettleMany:
+    """The settlements of leased jobs, as statements of one transaction.
+
+    Args:
+        stands_for: The jobs that were taken along, by the id of the job that ran for them.
+        unsure: They were sent before, and the answer to COMMIT was lost.
+    """
+
+    settlements: Sequence[Settlement]
+    schema: str
+    keeper: Keeper = field(default_factory=Keeper)
+    stands_for: Mapping[UUID, tuple[UUID, ...]] = field(default_factory=lambda: _NO_OTHERS)
+    unsure: bool = False
+
+    def add_to(self, script: Script, *, keep: bool = True, free: bool = True) -> None:
+        """Append the statements that settle the jobs, for a transaction that has just begun.
+
+        Their owners are "settings", "finished", "put back", "buried" and "ended".
+
+        Args:
+            keep: Write the finished rows of kinds with `keep=`.
+            free: Leave jobs whose rows are locked. Else they are waited for, up to five seconds.
+        """
+        changes = [settlement.change for settlement in self.settlements]
+        done = [change.job for change in changes if isinstance(change, Finish)]
+        back = [change for change in changes if isinstance(change, PutBack)]
+        dead = [change for change in changes if isinstance(change, Bury)]
+        events = [settlement.event for settlement in self.settlements if settlement.event is not None]
+        rows = self.keeper.finished_rows(events, self.stands_for) if keep else None
+        kept = "" if rows is None else insert_finished(self.schema, rows, self.keeper.relay, gone=True)
+        # A statement whose rows are refused fails by itself, and COMMIT does not.
+        checking = ("SET CONSTRAINTS ALL IMMEDIATE",) if kept or back or dead else ()
+        script.add("settings", *LOCAL_SETTINGS, _PATIENCE, NO_SCANS, *checking)
+        if done:
+            script.add("finished", _MARK + finish_leased(self.schema, done, free=free, keeping=kept))
+        if back:
+            script.add("put back", *(_MARK + text for text in put_back_leased(self.schema, back, free=free)))
+        if dead:
+            script.add("buried", _MARK + bury_leased(self.schema, dead, free=free))
+        if ended := self.keeper.ended(events, self.stands_for):
+            script.add("ended", tell_waiters(self.schema, ended))
 
     @property
-    def _stands_for(self) -> dict[UUID, tuple[UUID, ...]]:
-        return {job_id: ids for batch, _ in self.results for job_id, ids in batch.stands_for.items()}
+    def is_asked(self) -> bool:
+        """Return True if the jobs may have been settled before: then a query finds those that are in the table."""
+        return self.unsure and bool(self.settlements)
 
-    def add_to(self, script: Script, *, with_steps: bool) -> None:
-        """Append a transaction that has begun, up to its COMMIT, and the steps after it."""
-        schema, keeper = self.runtime.schema, self.runtime.keeper
-        rows = keeper.finished_rows(self.events, self._stands_for) if self.keeps else None
-        kept = insert_finished(schema, rows, keeper.relay, gone=True) if rows is not None else ""
-        # Their table refuses finished rows here, and not at COMMIT.
-        checking = ("SET CONSTRAINTS ALL IMMEDIATE",) if kept else ()
-        script.add("settings", *LOCAL_SETTINGS, NO_SCANS, *checking)
-        jobs = [event.job for event in self.events]
-        script.add("finished", _MARK + finish_leased(schema, jobs, free=True, keeping=kept))
-        if ended := keeper.ended(self.events, self._stands_for):
-            script.add("waiters", tell_waiters(schema, ended))
-        script.add("settled", "COMMIT")
-        if with_steps:
-            for step in self.steps:
-                script.add(step.name, *step.after_commit())
+    def add_question(self, script: Script) -> None:
+        """Append the query for the jobs that are in the table, for after COMMIT, if they may have been settled before.
 
-    def read(self, answer: Answer) -> tuple[list[Event], list[LeasedResult]]:
-        """Return the events of a string that was committed, and the results whose rows others hold."""
-        lost = {job_id for (job_id, *_) in answer.rows.get("finished", ())}
+        After COMMIT, because only a new statement sees what was committed while the others waited for a row; in the
+        same string, because the answer to a separate query could be lost, and with it what was committed.
+        """
+        if self.is_asked:
+            script.add("standing", standing(self.schema, (settlement.job for settlement in self.settlements)))
+
+    @property
+    def steps(self) -> tuple[Step, ...]:
+        """The steps whose statements go after COMMIT: the check of callback batches that may have ended."""
+        ends = (each.job for each in self.settlements if not isinstance(each.change, PutBack))
+        ids = batch_ids(ends)
+        return (FinishBatches(self.schema, ids),) if ids else ()
+
+    def read(self, answer: Answer) -> Settled:
+        """Return the result, by the answer to `add_to` and `add_question`, once it is committed."""
+        left: dict[UUID, bool] = {job_id: held for owner in _SETTLING for job_id, held in answer.rows.get(owner, ())}
+        standing = {job_id for (job_id,) in answer.rows["standing"]} if self.is_asked else set[UUID]()
         events: list[Event] = []
-        for event in self.events:
-            if event.job.id not in lost or event.job.id in self.unsure:
-                events.append(event)
-            else:
-                events.append(JobLeaseLost(event.job))
-        for step in self.steps:
-            events += step.committed(answer.rows.get(step.name, ()))
-        return events, []
+        held: list[Settlement] = []
+        for settlement in self.settlements:
+            job, is_held = settlement.job, left.get(settlement.job.id)
+            if is_held:
+                held.append(settlement)
+            elif is_held is not None and not self._is_settled_before(settlement, standing):
+                events.append(JobLeaseLost(job))
+            elif settlement.event is not None:
+                events.append(settlement.event)
+        return Settled(tuple(events), tuple(held))
+
+    def _is_settled_before(self, settlement: Settlement, standing: set[UUID]) -> bool:
+        """Return True for a job that is no longer ours, if the COMMIT whose answer was lost explains that."""
+        if not self.is_asked:
+            return False
+        # A job that was to go back is in the queue again, by us or by a reaper. Another one is gone.
+        return isinstance(settlement.change, PutBack) or settlement.job.id not in standing

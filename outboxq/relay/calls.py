@@ -16,7 +16,6 @@ from sqlalchemy.util import greenlet_spawn
 from outboxq.clock import clock
 from outboxq.database.defects import is_defect
 from outboxq.database.guard import NoGuard
-from outboxq.execution.attempt import AttemptResult
 from outboxq.execution.batch_state import BatchReport, BatchState, Ended
 from outboxq.execution.commit import send_left
 from outboxq.execution.errors import Abandoned, ConnectionLost, ConnectionSpoiled
@@ -25,6 +24,7 @@ from outboxq.execution.invoke import AsyncInvoker, Invoker, SyncInvoker
 from outboxq.execution.leased_call import LeasedCall, Lent
 from outboxq.execution.recovery import recover
 from outboxq.execution.runtime import Runtime, is_cancellation
+from outboxq.execution.settle import Settlement
 from outboxq.forks import call_here
 from outboxq.handlers.call import HandlerCall
 from outboxq.handlers.handler import AnyHandler, Flavour
@@ -49,8 +49,8 @@ class CallOwner(Protocol):
     connections: CallConnections
     engine: Engine | AsyncEngine
 
-    def has_result(self, call: "Call", result: AttemptResult) -> None:
-        """Receive the result of a call that held no connection, to settle it with others."""
+    def has_result(self, call: "Call", settlement: Settlement) -> None:
+        """Receive the outcome of a call that held no connection, to settle it with others."""
         ...
 
     def has_ended(self, call: "Call") -> None:
@@ -113,13 +113,13 @@ class Call:
             self._is_done = True
             self._owner.has_ended(self)
 
-    def _outcome(self) -> AttemptResult | Ended:
+    def _outcome(self) -> Settlement | Ended:
         try:
             return self._outcome_here()
         except BaseException as error:  # noqa: BLE001  # what does not come from the connection is raised again
             return self._find_out(error)
 
-    def _outcome_here(self) -> AttemptResult | Ended:
+    def _outcome_here(self) -> Settlement | Ended:
         """Run the job, and settle it on its connection, if it has one and that works."""
         leased, failure = self._leased, None
         try:

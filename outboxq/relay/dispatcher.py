@@ -9,10 +9,11 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import TypeAlias
 from uuid import UUID
 
 import psycopg
@@ -22,18 +23,18 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from outboxq.config import SlotGroup
 from outboxq.database.driver import ANY_SERVER, Answer, Script, end_transaction, is_listened_to, is_lost, run_script
-from outboxq.database.errors import READ_ONLY, sqlstate_of
-from outboxq.events import JobsParked
-from outboxq.execution.aside import describe, say_of_job
-from outboxq.execution.attempt import AttemptResult
+from outboxq.events import Event, JobsParked
+from outboxq.execution.aside import describe, is_of_a_row, say_of_job
 from outboxq.execution.batch_state import BatchReport, BatchState, Ended
 from outboxq.execution.claim import Claimed, ClaimRequest, claim
 from outboxq.execution.commit import send_left
 from outboxq.execution.errors import ConnectionLost
 from outboxq.execution.families import decide
-from outboxq.execution.recovery import record_result, release
+from outboxq.execution.recovery import postpone, record_result, release
 from outboxq.execution.runtime import Result, Runtime, is_cancellation
-from outboxq.execution.settle_many import LeasedResult, Settling, settles_together
+from outboxq.execution.settle import Settlement, settlement_of
+from outboxq.execution.settle_many import SettleMany
+from outboxq.execution.step import Step
 from outboxq.fault_points import fault_point
 from outboxq.handlers.handler import Flavour
 from outboxq.relay.admission import Query
@@ -63,6 +64,34 @@ _REST_SECONDS, _LEAST_SECONDS = 60.0, 0.005
 # The most results in one string.
 _MOST_SETTLED = 1_000
 _ALL = 1_000_000
+
+
+# The state of a lone leased job, and what is to be settled: a change, or a result that needs statements of its own.
+_Outcome: TypeAlias = tuple[BatchState, Settlement | Result]
+
+
+@dataclass(frozen=True, slots=True)
+class _Settling:
+    """Outcomes that are settled together, in one transaction; `keeps`: with the rows of finished jobs."""
+
+    outcomes: Sequence[_Outcome]
+    many: SettleMany
+    runtime: Runtime
+    keeps: bool = True
+
+    @classmethod
+    def of(
+        cls, outcomes: Sequence[_Outcome], runtime: Runtime, *, unsure: bool = False, keeps: bool = True
+    ) -> "_Settling":
+        together = [outcome for outcome in outcomes if isinstance(outcome[1], Settlement)]
+        changes = [change for _, change in together if isinstance(change, Settlement)]
+        stands_for = {job_id: ids for batch, _ in together for job_id, ids in batch.stands_for.items()}
+        many = SettleMany(changes, runtime.schema, runtime.keeper, stands_for, unsure)
+        return cls(together, many, runtime, keeps)
+
+    def without(self) -> "_Settling":
+        """Return the same without any outcomes."""
+        return self.of((), self.runtime)
 
 
 class Dispatcher:
@@ -110,11 +139,11 @@ class Dispatcher:
         self._last_jobs = LastJobs(state, group.queues)
         self._claims = ClaimEvents(state)
         self._outage = Outage(state)
-        self._ended: deque[LeasedResult] = deque()
+        self._ended: deque[_Outcome] = deque()
         # Results in a string that is under way.
-        self._sent: list[LeasedResult] = []
+        self._sent: list[_Outcome] = []
         # Results whose rows other transactions hold, until they are tried again.
-        self._held: list[LeasedResult] = []
+        self._held: list[_Outcome] = []
         self._held_until = 0.0
         # The jobs whose results were sent, and not answered: they may be settled.
         self._unsure: set[UUID] = set()
@@ -256,9 +285,9 @@ class Dispatcher:
 
     # Calls.
 
-    def has_result(self, call: Call, result: AttemptResult) -> None:
-        """Receive the result of a call that held no connection, to settle it with others."""
-        self._ended.append((call.batch, result))
+    def has_result(self, call: Call, settlement: Settlement) -> None:
+        """Receive the outcome of a call that held no connection, to settle it with others."""
+        self._ended.append((call.batch, settlement))
 
     def has_ended(self, call: Call) -> None:
         """Receive the end of a call: its slot is free."""
@@ -335,7 +364,7 @@ class Dispatcher:
     def _has_results(self) -> bool:
         return bool(self._ended) or (bool(self._held) and time.monotonic() >= self._held_until)
 
-    def _take_results(self) -> list[LeasedResult]:
+    def _take_results(self) -> list[_Outcome]:
         """Take the results that are to be settled now."""
         if self._held and time.monotonic() >= self._held_until:
             held, self._held = self._held, []
@@ -347,25 +376,30 @@ class Dispatcher:
         return taken
 
     def _send(
-        self, connection: Connection, taken: list[LeasedResult], request: ClaimRequest | None, runtime: Runtime
+        self, connection: Connection, taken: list[_Outcome], request: ClaimRequest | None, runtime: Runtime
     ) -> bool:
-        """Settle results, and claim, in one string, and start the calls of the claimed jobs.
+        """Settle outcomes, and claim, in one string, and start the calls of the claimed jobs.
 
         Returns:
             True if there are any, or if the claim failed and is to be sent in another way.
 
         Raises:
-            ConnectionLost: the results may be settled, and jobs may be claimed: both shows on another connection.
+            ConnectionLost: the outcomes may be settled, and jobs may be claimed: both shows on another connection.
         """
         self._sent = taken
         try:
-            together = [each for each in taken if settles_together(*each)]
-            claimed = self._exchange(connection, Settling(runtime, together, self._unsure), request)
+            unsure = [outcome for outcome in taken if outcome[0].job.id in self._unsure]
+            if unsure:
+                self._exchange(connection, _Settling.of(unsure, runtime, unsure=True), None)
+            settling = _Settling.of([outcome for outcome in taken if outcome not in unsure], runtime)
+            claimed = self._exchange(connection, settling, request)
             if isinstance(claimed, Claimed) and claimed.jobs:
                 self._start(connection, claimed, runtime)
-            for batch, result in taken:
-                if not settles_together(batch, result):
-                    self._settle_alone(connection, batch, result, runtime)
+            for batch, change in taken:
+                if not isinstance(change, Settlement):
+                    report = record_result(connection, batch, batch.job, change, runtime)
+                    self._forget([(batch, change)])
+                    self._publish(report, {batch.queue})
         except BaseException:
             self._unsure |= {batch.job.id for batch, _ in self._sent}
             self._ended.extendleft(reversed(self._sent))
@@ -374,21 +408,25 @@ class Dispatcher:
             self._sent = []
         return bool(claimed.jobs) if isinstance(claimed, Claimed) else claimed
 
-    def _exchange(self, connection: Connection, settling: Settling, request: ClaimRequest | None) -> Claimed | bool:
-        """Send the results that are settled together, and a claim; return what was claimed.
+    def _exchange(self, connection: Connection, settling: "_Settling", request: ClaimRequest | None) -> Claimed | bool:
+        """Send outcomes that are settled together, and a claim; return what was claimed.
 
         Returns:
             If nothing was: True if the claim failed and is to be sent in another way.
         """
-        is_listened = is_listened_to(connection)
-        if request is not None and settling.results and is_listened:
+        is_listened, many = is_listened_to(connection), settling.many
+        if request is not None and many.settlements and is_listened:
             # Users' code sets up each transaction.
             self._exchange(connection, settling, None)
-            return self._exchange(connection, replace(settling, results=()), request)
+            return self._exchange(connection, settling.without(), request)
         script = Script()
-        if settling.results:
+        if many.settlements:
             fault_point("before-commit")
-            settling.add_to(script, with_steps=not is_listened)
+            many.add_to(script, keep=settling.keeps)
+            script.add("settled", "COMMIT")
+            many.add_question(script)
+            for step in () if is_listened else many.steps:
+                script.add(step.name, *step.after_commit())
         if request is not None:
             fault_point("before-claim")
             request.add_to(script, begins=bool(script.parts))
@@ -399,66 +437,90 @@ class Dispatcher:
             answer = script.send(connection)
             if answer.error is not None:
                 if is_lost(connection):
-                    raise ConnectionLost("the connection was lost: results may be settled, and jobs claimed") from (
+                    raise ConnectionLost("the connection was lost: outcomes may be settled, and jobs claimed") from (
                         answer.error
                     )
                 self._doubt = None
                 run_script(connection, "ROLLBACK")
-        if settling.results and not answer.is_committed:
-            assert answer.error is not None
-            return self._settle_with_less(connection, settling, request, answer.error)
-        if settling.results:
+        if many.settlements:
+            if not answer.is_committed or (many.is_asked and "standing" not in answer.rows):
+                assert answer.error is not None
+                return self._settle_with_less(connection, settling, request, answer.error)
             fault_point("after-commit")
-            self._settled(settling, answer)
+            self._settled(connection, settling, answer)
             if is_listened:
-                for event in send_left(connection, settling.steps):
+                for event in send_left(connection, many.steps):
                     self.state.emit(event)
         if request is None:
             return False
-        if answer.error is not None and any(step.name == answer.failed_at for step in settling.steps):
-            # A step after COMMIT failed: what it does is left to the sweep.
-            return self._exchange(connection, replace(settling, results=()), request)
+        if answer.error is not None and any(step.name == answer.failed_at for step in many.steps):
+            # What the step does is left to the sweep.
+            return self._exchange(connection, settling.without(), request)
         return self._received(connection, request, answer)
 
     def _settle_with_less(
-        self, connection: Connection, settling: Settling, request: ClaimRequest | None, error: psycopg.Error
+        self, connection: Connection, settling: "_Settling", request: ClaimRequest | None, error: psycopg.Error
     ) -> Claimed | bool:
-        """Settle results that were refused: without finished rows, or each by itself; then claim."""
-        keeper = settling.runtime.keeper
+        """Settle outcomes that were refused: without finished rows, then each by itself; then claim."""
+        keeper, many = settling.many.keeper, settling.many
         if settling.keeps and keeper.kinds and keeper.may_be_refusal(error):
             keeper.refused(error)
             return self._exchange(connection, replace(settling, keeps=False), request)
-        for batch, result in settling.results:
-            self._settle_alone(connection, batch, result, settling.runtime)
-        return self._exchange(connection, replace(settling, results=()), request)
+        if len(settling.outcomes) > 1:
+            for outcome in settling.outcomes:
+                one = _Settling.of([outcome], settling.runtime, unsure=many.unsure, keeps=settling.keeps)
+                self._exchange(connection, one, None)
+        else:
+            self._put_off(connection, settling, error)
+        return self._exchange(connection, settling.without(), request)
 
-    def _settled(self, settling: Settling, answer: Answer) -> None:
-        events, held = settling.read(answer)
-        if held:
-            self._held += held
-            self._held_until = time.monotonic() + _HELD_SECONDS
-        gone = {batch.job.id for batch, _ in settling.results}
-        self._sent = [each for each in self._sent if each[0].job.id not in gone]
-        self._unsure -= gone
-        self._publish(BatchReport(len(gone) - len(held), tuple(events)), {batch.queue for batch, _ in settling.results})
-
-    def _settle_alone(self, connection: Connection, batch: BatchState, result: Result, runtime: Runtime) -> None:
-        """Settle a result in a transaction of its own."""
+    def _put_off(self, connection: Connection, settling: "_Settling", error: psycopg.Error) -> None:
+        """Put off a job whose outcome its row, or a table, refuses; if that is refused too, it is tried again."""
+        if not is_of_a_row(error):
+            raise error
+        (outcome,) = settling.outcomes
+        job = outcome[0].job
         try:
-            report = record_result(connection, batch, batch.job, result, runtime)
-        except (psycopg.Error, SQLAlchemyError) as error:
-            if is_lost(connection) or sqlstate_of(error) == READ_ONLY:
+            report = postpone(connection, job, settling.runtime)
+        except (psycopg.Error, SQLAlchemyError):
+            if is_lost(connection):
                 raise
             end_transaction(connection)
-            message = "the result of a job could not be stored, and is tried again"
-            say_of_job(logging.WARNING, message, batch.job.kind, batch.job.id, describe(error))
-            self._held.append((batch, result))
-            self._held_until = time.monotonic() + _HELD_SECONDS
+            message = "the outcome of a job cannot be stored, and is tried again: repair or delete its row"
+            say_of_job(logging.ERROR, message, job.kind, job.id, describe(error))
+            self._hold([outcome])
         else:
-            parked = 0 if report.parked_in is None else self._park(connection, report.parked_in, runtime)
-            self._publish(report, {batch.queue}, parked)
-        self._sent = [each for each in self._sent if each[0] is not batch]
-        self._unsure.discard(batch.job.id)
+            self._publish(report, {job.queue})
+        self._forget(settling.outcomes)
+
+    def _settled(self, connection: Connection, settling: "_Settling", answer: Answer) -> None:
+        """Publish the outcomes that are settled; keep those whose rows other transactions hold."""
+        settled = settling.many.read(answer)
+        held = {settlement.job.id for settlement in settled.held}
+        self._hold([outcome for outcome in settling.outcomes if outcome[0].job.id in held])
+        self._forget(settling.outcomes)
+        parked: dict[str, list[str]] = {}
+        for batch, change in settling.outcomes:
+            if isinstance(change, Settlement) and change.event is None and batch.job.id not in held:
+                parked.setdefault(batch.queue, []).append(batch.job.kind)
+        events = (*settled.events, *(each for step in settling.many.steps for each in _rows_of(step, answer)))
+        queues = {batch.queue for batch, _ in settling.outcomes}
+        self._publish(BatchReport(len(settling.outcomes) - len(held), events), queues)
+        for queue, kinds in parked.items():
+            others = self._park(connection, queue, settling.runtime)
+            report = BatchReport(0, (JobsParked(queue, tuple(sorted(set(kinds))), len(kinds)),))
+            self._publish(report, (), others)
+
+    def _hold(self, outcomes: list[_Outcome]) -> None:
+        if outcomes:
+            self._held += outcomes
+            self._held_until = time.monotonic() + _HELD_SECONDS
+
+    def _forget(self, outcomes: Sequence[_Outcome]) -> None:
+        """Record that these outcomes are settled, or held: after `_hold`, as the lease's thread looks at any time."""
+        gone = {batch.job.id for batch, _ in outcomes}
+        self._sent = [outcome for outcome in self._sent if outcome[0].job.id not in gone]
+        self._unsure -= gone
 
     def _park(self, connection: Connection, queue: str, runtime: Runtime) -> int:
         """Park other jobs of unknown kinds at the head of a queue; return their number."""
@@ -507,7 +569,8 @@ class Dispatcher:
             of_job = BatchState(claimed, (job,), stands_for=stands_for)
             result, handler = batch.decided.get(job.id), handlers[job.kind]
             if result is not None:
-                self._ended.append((of_job, result))
+                settlement = settlement_of(job, result, runtime, 0.0)
+                self._ended.append((of_job, settlement or result))
                 continue
             assert handler is not None, "jobs of unknown kinds are decided"
             if self._loop is None:
@@ -592,6 +655,10 @@ class Dispatcher:
     def leased(self) -> set[tuple[str, int]] | None:
         """The ids and tokens of the jobs that this dispatcher has; None if the answer to a claim was lost."""
         return None if self._doubt is not None else self._known()
+
+
+def _rows_of(step: Step, answer: Answer) -> Sequence[Event]:
+    return step.committed(answer.rows.get(step.name, ()))
 
 
 def _key(batch: BatchState) -> tuple[str, int]:

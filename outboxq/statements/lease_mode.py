@@ -118,7 +118,7 @@ _BURY: LiteralString = (
 
 
 class _Written(msgspec.Struct, omit_defaults=True, frozen=True, gc=False):
-    """What is written into one row, as the columns of `change`; `parked` has a value for a job that is parked."""
+    """The values that are written into one row, as the columns of `change`; `parked` only if the job is parked."""
 
     attempt: int
     crashes: int

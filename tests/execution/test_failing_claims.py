@@ -230,35 +230,30 @@ def test_claims_that_fail_are_told_to_hooks_that_ask_for_them(
     assert [(event.queue, event.count) for event in failed] == [("ledger", 1)]
 
 
+@pytest.mark.xfail(strict=True, reason="Planner.first sets _most to the free slots, whatever was cancelled")
 def test_a_cancelled_claim_of_a_lease_asks_for_less(
     engine: Engine, sessions: sessionmaker[OutboxSession], start_relay: StartRelay, limits: list[int]
 ) -> None:
-    """The same under a lease: one on the next connection, no attempt is counted, and nothing is an outage."""
+    """The same under a lease, for as many jobs as slots are free: no attempt is counted, and nothing is an outage."""
     jobs = Jobs()
 
     @jobs.handler(queue="lease", claim="lease", retry=Backoff(max_attempts=1))
     def work(ctx: Context, name: str) -> None:
         del ctx, name
 
-    def add(count: int) -> None:
-        with sessions.begin() as session:
-            session.add_jobs(work.job(name=str(number)) for number in range(count))
-
-    add(64)
-    with start_relay(jobs, RelayConfig(slots_per_queue=1, batch_size=8)) as running:
-        # So many that its slot knows how quick they are.
-        wait_until(lambda: len(running.of(JobDone)) == 64, "the first jobs")
-        run(
-            engine,
-            "CREATE FUNCTION hesitate() RETURNS trigger LANGUAGE plpgsql AS $$BEGIN PERFORM pg_sleep(60); RETURN NEW; "
-            "END$$",
-            "CREATE TRIGGER hesitate BEFORE UPDATE ON outboxq.job FOR EACH ROW EXECUTE FUNCTION hesitate()",
-        )
-        add(4)
+    with sessions.begin() as session:
+        session.add_jobs(work.job(name=str(number)) for number in range(12))
+    run(
+        engine,
+        "CREATE FUNCTION hesitate() RETURNS trigger LANGUAGE plpgsql AS $$BEGIN PERFORM pg_sleep(60); RETURN NEW; "
+        "END$$",
+        "CREATE TRIGGER hesitate BEFORE UPDATE ON outboxq.job FOR EACH ROW EXECUTE FUNCTION hesitate()",
+    )
+    with start_relay(jobs, RelayConfig(slots_per_queue=8)) as running:
         cancel_claim(engine)
         cancel_claim(engine)
         run(engine, "DROP TRIGGER hesitate ON outboxq.job")
-        wait_until(lambda: len(running.of(JobDone)) == 68, "all jobs")
-    assert limits == [8, 1]
-    assert done(running.events) == [(1, 0)] * 68
+        wait_until(lambda: len(running.of(JobDone)) == 12, "all jobs")
+    assert done(running.events) == [(1, 0)] * 12
     assert not running.of(DatabaseLost)
+    assert limits == [8, 4]

@@ -5,7 +5,6 @@ Whatever it interrupts, the rows of an attempt and the end of its job are one.
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
 from sqlalchemy import Connection, Engine, insert, select, text
@@ -16,16 +15,16 @@ from outboxq import Backoff, Context, Jobs, OutboxSession, RelayConfig
 from outboxq.database.driver import Script
 from outboxq.database.guard import Guard, Savepoint
 from outboxq.errors import DeferError
-from outboxq.events import Event, JobDone, JobRetried
+from outboxq.events import Event, JobDied, JobDone, JobRetried
 from outboxq.execution import recovery
 from outboxq.execution.claim import ClaimRequest
 from outboxq.execution.errors import Abandoned
-from outboxq.execution.lease_mode import Unsettled
+from outboxq.execution.settle_many import Settling
 from outboxq.fault_points import FaultPoint, fault_action
 from tests.conftest import StartRelay
 from tests.support.app import Effect
 from tests.support.ledger import dead, ledger, waiting
-from tests.support.limits import FOLLOW_ON, GROWING
+from tests.support.together import together
 from tests.support.waiting import wait_until
 
 Drain = Callable[..., list[Event]]
@@ -59,7 +58,7 @@ def test_an_error_behind_a_handler_that_is_done_doubles_nothing(
     with sessions.begin() as session:
         session.add_jobs(write.job(name=f"job {number}") for number in range(3))
     with fault_action(strike):
-        drain(jobs, slots_per_queue=1, batch_size=batch_size)
+        drain(jobs, **together(flavour, batch_size))
     assert ledger(engine) == {f"job {number}": 1 for number in range(3)}
     assert (waiting(engine), dead(engine)) == (0, 0)
 
@@ -67,12 +66,12 @@ def test_an_error_behind_a_handler_that_is_done_doubles_nothing(
 def test_rows_that_went_around_the_session_before_its_first_use_are_undone_with_their_attempt(
     engine: Engine, sessions: sessionmaker[OutboxSession], drain: Drain
 ) -> None:
-    """Under a lease the transaction begins late: the driver's own connection begins it as the session does."""
+    """Under a lease the transaction begins late: the driver's own connection begins it as a statement does."""
     jobs = Jobs()
 
     @jobs.handler(queue="q", retry=Backoff(max_attempts=1), claim="lease")
     def write(ctx: Context) -> None:
-        bind = ctx.session.bind
+        bind = ctx.session.get_bind()
         assert isinstance(bind, Connection)
         bind.connection.cursor().execute(INSERT)
         ctx.session.execute(text("SELECT 1"))
@@ -80,9 +79,10 @@ def test_rows_that_went_around_the_session_before_its_first_use_are_undone_with_
 
     with sessions.begin() as session:
         session.add_job(write)
-    drain(jobs)
+    events = drain(jobs)
     assert ledger(engine) == {}
     assert dead(engine) == 1
+    assert [event.error_type for event in events if isinstance(event, JobDied)] == ["ValueError"]
 
 
 def test_rows_that_went_around_the_session_are_not_lost_with_their_connection(
@@ -93,7 +93,7 @@ def test_rows_that_went_around_the_session_are_not_lost_with_their_connection(
 
     @jobs.handler(queue="q", retry=QUICK, claim="lease")
     def write(ctx: Context) -> None:
-        bind = ctx.session.bind
+        bind = ctx.session.get_bind()
         assert isinstance(bind, Connection)
         with bind.connection.cursor() as cursor:
             cursor.execute(INSERT)
@@ -128,17 +128,18 @@ def test_a_transaction_that_could_not_begin_leaves_no_handler_unguarded(
 
     @jobs.handler(queue="q", retry=Backoff(max_attempts=1), claim="lease")
     def write(ctx: Context) -> None:
-        bind = ctx.session.bind
-        assert isinstance(bind, Connection)
         with pytest.raises(error):
             ctx.session.execute(text("SELECT 1"))
+        bind = ctx.session.bind
+        assert isinstance(bind, Connection)
         bind.execute(text(INSERT))
         raise ValueError
 
     monkeypatch.setattr(Guard, "begin_savepoint", strike)
     with sessions.begin() as session:
         session.add_job(write)
-    drain(jobs)
+    events = drain(jobs)
+    assert [event.error_type for event in events if isinstance(event, JobDied)] == ["ValueError"]
     assert ledger(engine) == {}
     assert (waiting(engine), dead(engine)) == (0, 1)
 
@@ -193,34 +194,27 @@ def test_what_could_not_be_sent_at_a_commit_of_the_handlers_own_fails_its_attemp
     assert errors(events) == [f"{DeferError.__module__}.{DeferError.__qualname__}"]
 
 
-# The last claim is of three jobs, with the slow one among them.
-@pytest.mark.relay_limits(replace(FOLLOW_ON, lease_mode=GROWING))
-def test_an_error_between_taking_and_settling_what_is_held_stops_no_slot(
+def test_an_error_between_taking_and_settling_what_has_ended_stops_no_slot(
     engine: Engine, sessions: sessionmaker[OutboxSession], start_relay: StartRelay, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The relief meets it; what it had in hand comes back, and its slot does not wait for ever."""
-    add_to, struck, ran, jobs = Unsettled.add_to, [], [], Jobs()
+    """The dispatcher meets it with results in hand: they are settled later, and no handler runs again."""
+    add_to, struck, ran, jobs = Settling.add_to, [], [], Jobs()
 
-    def strike(rest: Unsettled, script: Script, schema: str, **options: bool) -> None:
+    def strike(settling: Settling, script: Script, **options: bool) -> None:
         if not struck:
-            struck.append(1)
+            struck.append(len(settling.results))
             raise MemoryError
-        add_to(rest, script, schema, **options)
+        add_to(settling, script, **options)
 
     @jobs.handler(queue="q", claim="lease")
     def work(_ctx: Context, name: str) -> None:
         ran.append(name)
-        if name == "slow":
-            wait_until(lambda: bool(struck), "a relief")
 
-    names = [*(f"quick {number}" for number in range(7)), "first", "slow", "third"]
+    names = [f"job {number}" for number in range(10)]
     with sessions.begin() as session:
         session.add_jobs(work.job(name=name) for name in names)
-    # Only where something was to be settled before: the slot settles the first claims by itself.
-    monkeypatch.setattr(
-        Unsettled, "add_to", lambda *given, **options: (strike if "slow" in ran else add_to)(*given, **options)
-    )
-    with start_relay(jobs, RelayConfig(slots_per_queue=1, batch_size=8), engine=engine):
+    monkeypatch.setattr(Settling, "add_to", strike)
+    with start_relay(jobs, RelayConfig(slots_per_queue=4), engine=engine):
         wait_until(lambda: waiting(engine) == 0, "every job")
     assert Counter(ran) == dict.fromkeys(names, 1)
     assert struck

@@ -27,6 +27,7 @@ from outboxq.statements.prune import delete_finished
 from tests.support.app import QUICK, Effect
 from tests.support.ledger import ledger, rows
 from tests.support.scripts import note_scripts
+from tests.support.together import together
 
 KEEP = timedelta(days=7)
 _ROWS = [(UUID(int=n), "work", "done", 1, 1e9, 0.5, None, None, None, None, 60.0) for n in (1, 2)]
@@ -77,7 +78,7 @@ def test_each_way_a_job_ends_leaves_its_row(
         unkept = session.add_job(plain)
     with engine.begin() as connection:
         connection.execute(text("UPDATE outboxq.job SET expires_at = now() - interval '1 s' WHERE expires_at > now()"))
-    drain(jobs, batch_size=batch_size)
+    drain(jobs, **together(claim, batch_size))
     assert kept(engine) == [
         ("work", "discarded", 1, None),
         ("work", "done", 1, '{"name": "idle"}'),
@@ -99,7 +100,7 @@ def test_each_way_a_job_ends_leaves_its_row(
         assert ids == sorted(ids, reverse=True)
         assert [each.id for each in list_finished(connection, before=ids[1], limit=2)] == ids[2:4]
         again = run_again(connection, handles[0].id)
-    drain(jobs, batch_size=batch_size)
+    drain(jobs, **together(claim, batch_size))
     with engine.connect() as connection:
         assert find_job(connection, again).state == "done"
     assert ledger(engine) == {"writes": 2}
@@ -164,7 +165,7 @@ def test_each_kind_of_a_batch_keeps_what_it_asks_for(
         for number in range(2):
             for kind in (args, result, neither, nothing):
                 session.add_job(kind, number=number)
-    drain(jobs, batch_size=10)
+    drain(jobs, **together(claim, 10))
     days = "round(extract(epoch FROM expires_at - finished_at) / 86400)::int"
     found = rows(engine, f"SELECT kind, args->>'number', headers::text, result::text, {days} FROM outboxq.done_job")
     assert sorted(found, key=str) == [
@@ -486,7 +487,7 @@ def test_jobs_whose_rows_are_refused_are_done_without(
     with sessions.begin() as session:
         for number in range(6):
             session.add_job(work, number=number)
-    events = drain(jobs, batch_size=batch_size, slots_per_queue=1)
+    events = drain(jobs, **together(claim, batch_size))
     assert sorted(ran) == list(range(6))
     assert sum(isinstance(each, JobDone) for each in events) == 9
     assert ledger(engine) == {name: 1 for number in (1, 3, 5) for name in (str(number), f"after {number}")}
@@ -528,7 +529,7 @@ def test_a_row_whose_id_was_chosen_twice_gives_way(
             if seen:
                 chosen = {"old": handles[1].id, "new": min(seen[0])}
                 session.execute(text("UPDATE outboxq.job SET id = :new WHERE id = :old"), chosen)
-        drain(jobs, batch_size=3, slots_per_queue=1)
+        drain(jobs, **together(claim, 3))
         with engine.connect() as connection:
             rows = connection.execute(text("SELECT id, kind, finished_at FROM outboxq.done_job"))
             seen.append({row.id: (row.kind, row.finished_at) for row in rows})

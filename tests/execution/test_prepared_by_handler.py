@@ -28,6 +28,7 @@ from outboxq.postgres import Database
 from tests.execution.test_raised import dead_letters
 from tests.support.app import Effect
 from tests.support.ledger import ledger, waiting
+from tests.support.together import together
 
 Drain = Callable[..., list[Event]]
 ONCE = Backoff(max_attempts=1)
@@ -109,7 +110,7 @@ def test_a_transaction_that_a_handler_prepares_is_rolled_back_and_its_attempts_c
 
     with sessions.begin() as session:
         session.add_jobs(write.job(name=name) for name in ("before", how, "behind"))
-    events = drain(jobs, slots_per_queue=1, batch_size=batch_size)
+    events = drain(jobs, **together(claim, batch_size))
     assert prepared(engine) == []
     assert waiting(engine) == 0
     committed = {"commit": 1} if how == "commit" else {}

@@ -101,10 +101,11 @@ def test_a_job_whose_row_is_held_time_after_time_is_never_buried(
     assert dead_letters(engine) == []
 
 
-def test_the_row_of_a_job_that_wrote_nothing_holds_its_slot_up_for_seconds_only(
+@pytest.mark.xfail(strict=True, reason="Settling.read takes a row that another transaction holds for a lost lease")
+def test_the_row_of_a_job_that_wrote_nothing_holds_no_slot_up(
     engine: Engine, sessions: sessionmaker[OutboxSession], start_relay: StartRelay
 ) -> None:
-    """It is removed with others of its claim: these are, and it runs again when the row is free."""
+    """It is removed together with others: these are at once, and it is when the row is free, without another run."""
     jobs, begun, go_on = Jobs(), threading.Event(), threading.Event()
     ran: list[str] = []
 
@@ -117,16 +118,17 @@ def test_the_row_of_a_job_that_wrote_nothing_holds_its_slot_up_for_seconds_only(
 
     with sessions.begin() as session:
         session.add_jobs([call.job(name=name) for name in ("before", "held", "after")])
-    with start_relay(jobs, replace(QUICKLY, batch_size=3)) as running:
+    with start_relay(jobs, QUICKLY) as running:
         assert begun.wait(PATIENCE)
         with row_held(engine, "held"):
             go_on.set()
             with sessions.begin() as session:
                 session.add_job(call, name="behind")
-            wait_until(lambda: "behind" in ran, "the slot to go on")
+            wait_until(lambda: "behind" in ran, "the only slot to go on")
             wait_until(lambda: waiting(engine) == 1, "the others to be removed")
         wait_until(lambda: waiting(engine) == 0, "its end")
-    assert sorted(ran) == ["after", "before", "behind", "held", "held"]
+    assert sorted(ran) == ["after", "before", "behind", "held"]
+    assert not running.of(JobCrashed)
     assert dead_letters(engine) == []
     assert len(running.of(JobDone)) == 4
 

@@ -25,6 +25,7 @@ from outboxq.postgres import Database, Server
 from outboxq.queue_limits import QueueLimits, make_limits
 from outboxq.relay.admission import Admission
 from outboxq.relay.flow_settings import FlowSettings, Rows, Seen
+from outboxq.relay.slot import Slot
 from outboxq.statements.claim import ClaimScript, ClaimStatements
 from outboxq.statements.group_claim import AnyScript, GroupScript
 from outboxq.statements.limit import lock_claims, take_slot
@@ -390,37 +391,28 @@ def test_a_suspect_whose_slot_is_taken_behind_its_claim_goes_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Between the claim's COMMIT and the transaction of the job another claim may come: then the suspect waits on."""
-    import outboxq.relay.leased_loop as leased_loop
-
     limit(engine, running=1)
     gate.add(sessions, 1)
     gate.let_go(1)
     with engine.begin() as connection:
         connection.execute(text("UPDATE outboxq.job SET state = 'suspect'"))
-    tried: list[tuple[object, ...]] = []
-    real = leased_loop.take_slot
+    seen: list[tuple[object, ...]] = []
+    has_room = Slot._has_room
 
-    def contested(connection: Connection, schema: str, request: object) -> bool:
-        if tried:
-            return real(connection, schema, request)  # type: ignore[arg-type]  # passed on
+    def contested(slot: Slot, connection: Connection, claimed: Claimed) -> bool:
+        if seen:
+            return has_room(slot, connection, claimed)
         with slot_held(engine, 1):
-            tried.append(())
-            return real(connection, schema, request)  # type: ignore[arg-type]  # passed on
+            found = has_room(slot, connection, claimed)
+        crashes = "SELECT crashes, attempt FROM outboxq.job WHERE state = 'suspect'"
+        seen.extend((found, *row) for row in run_script(connection, crashes))
+        return found
 
-    monkeypatch.setattr(leased_loop, "take_slot", contested)
-    crashes = "SELECT crashes, attempt FROM outboxq.job WHERE state = 'suspect'"
-    seen: list[tuple[int, int]] = []
-    real_return = leased_loop.return_suspect
-
-    def returned(connection: Connection, schema: str, job: object) -> None:
-        real_return(connection, schema, job)  # type: ignore[arg-type]  # passed on
-        seen.append(tuple(run_script(connection, crashes)[0]))  # type: ignore[arg-type]  # two numbers
-
-    monkeypatch.setattr(leased_loop, "return_suspect", returned)
+    monkeypatch.setattr(Slot, "_has_room", contested)
     # One slot: another one's claim, which finds nothing, would have the queue's place for a moment.
     with start_relay(gate.jobs, relay_of(1)):
         wait_until(lambda: gate.done, "the suspect is done in the end")
-    assert seen == [(0, 0)]
+    assert seen == [(False, 0, 0)]
 
 
 def test_a_lowered_limit_holds_when_the_jobs_of_before_have_ended(

@@ -165,8 +165,12 @@ def test_a_call_is_refused_where_jobs_share_a_transaction(
 def test_a_leased_job_may_call_whatever_the_batch_size(
     sessions: sessionmaker[OutboxSession], engine: Engine, drain: Drain
 ) -> None:
-    """Nobody shares its transaction."""
+    """The batches are those of other queues; no other job shares its transaction."""
     jobs = registry("lease")
+
+    @jobs.handler(queue="batches")
+    def other(ctx: Context) -> None: ...
+
     enqueue(sessions, jobs, "charge", name="a")
     drain(jobs, batch_size=50)
     assert ledger(engine) == {"a: done": 1}

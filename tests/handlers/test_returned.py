@@ -27,6 +27,7 @@ from outboxq import (
 from outboxq.events import Event, JobDied, JobDone
 from outboxq.job import Job
 from tests.support.app import Effect
+from tests.support.together import together
 
 Drain = Callable[..., list[Event]]
 Handlers = Callable[[Callable[[str], object]], tuple[Jobs, Any]]
@@ -92,7 +93,7 @@ WAYS: dict[str, tuple[Handlers, int]] = {
     "sync-batch-of-10": (_plain(), 10),
     "batchable": (_plain(batchable=True), 10),
     "lease": (_plain(claim="lease"), 1),
-    "lease-batch-of-10": (_plain(claim="lease"), 10),
+    "lease-ten-slots": (_plain(claim="lease"), 10),
     "async": (_asynchronous(), 1),
     "async-batchable": (_asynchronous(batchable=True), 10),
     "async-lease": (_asynchronous(claim="lease"), 1),
@@ -127,7 +128,7 @@ def test_a_value_is_dropped_and_the_job_is_done(
     with sessions.begin() as session:
         session.add_jobs(act.job(name=name) for name in values)
     with caplog.at_level(logging.WARNING):
-        events = drain(jobs, batch_size=batch_size, slots_per_queue=1)
+        events = drain(jobs, **together(jobs.resolve().find("act").claim, batch_size))
     assert names(engine) == list(values)
     assert [type(event) for event in events if hasattr(event, "job")] == [JobDone] * len(values)
     (warning,) = [record for record in caplog.records if "returned" in record.message]
@@ -166,7 +167,7 @@ def test_what_nobody_has_run_and_a_class_are_dead_letters_at_once(
         session.add_job(act, name=neighbours[0])
         for name, neighbour in zip(guilty, neighbours[1:], strict=True):
             session.add_jobs([act.job(name=name), act.job(name=neighbour)])
-    events = drain(jobs, batch_size=batch_size, slots_per_queue=1)
+    events = drain(jobs, **together(jobs.resolve().find("act").claim, batch_size))
     assert names(engine) == neighbours
     died = [event.job.args for event in events if isinstance(event, JobDied)]
     assert sorted(died) == sorted(f'{{"name": "{name}"}}' for name in guilty)

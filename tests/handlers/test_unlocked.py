@@ -13,6 +13,7 @@ from sqlalchemy.orm import Mapped, mapped_column, sessionmaker
 from outboxq import AsyncContext, BatchContext, BatchItem, Context, Jobs, Locked, OutboxSession
 from outboxq.events import Event, JobDone
 from tests.support.app import Account, Base
+from tests.support.together import together
 
 Drain = Callable[..., list[Event]]
 Change = Callable[[Any], None]
@@ -85,7 +86,7 @@ def run(
     with sessions.begin() as session:
         for number in range(count):
             session.add_job(kind, row=session.get_one(entity, number % 2 + 1 if entity is Account else 1))
-    events = drain(jobs, batch_size=20)
+    events = drain(jobs, **together(jobs.resolve().find("act").claim, 20))
     assert sum(isinstance(event, JobDone) for event in events) == count
 
 

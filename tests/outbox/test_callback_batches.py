@@ -99,7 +99,7 @@ def test_a_leased_job_beside_members_is_settled_without_their_step(
             batch.add_job(writing, name="member")
         session.add_jobs(writing.job(name=f"last {number}") for number in range(4))
     monkeypatch.setattr(Script, "send", sending)
-    events = drain(own, batch_size=20, slots_per_queue=1)
+    events = drain(own, slots_per_queue=20)
     assert len(of(events, JobDone)) == 36
     assert set(errors) == {None}
 

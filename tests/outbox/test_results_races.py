@@ -21,6 +21,7 @@ from outboxq.statements.results import tell_waiters
 from tests.conftest import StartRelay
 from tests.support.app import Child
 from tests.support.results import KEEP, end_listener, keeping_jobs, listening, once_at, only_woken, told, waiting
+from tests.support.together import together
 from tests.support.waiting import PATIENCE, wait_until
 
 Drain = Callable[..., list[Any]]
@@ -197,12 +198,12 @@ def test_a_transaction_that_ends_many_jobs_calls_all_who_wait(
     with sessions.begin() as session:
         session.add_jobs([work.job(name="idle") for _ in range(100)])
     with told(outboxq_database) as heard:
-        drain(jobs, batch_size=100, slots_per_queue=1)
+        drain(jobs, **together(claim, 100))
         assert heard() == []
         with sessions.begin() as session:
             handles = session.add_jobs([work.job(name="idle") for _ in range(100)])
         with waiting(lambda: handles[-1].result(engine, timeout=PATIENCE)) as result:
-            drain(jobs, batch_size=100, slots_per_queue=1)
+            drain(jobs, **together(claim, 100))
             assert result() == {"name": "idle", "pages": 3}
 
 

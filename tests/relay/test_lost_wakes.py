@@ -163,7 +163,7 @@ def test_a_slot_that_never_slept_calls_another_where_a_poll_saw_jobs(
             session.add_jobs(app.record.job(name=f"job {number}") for number in range(2))
         state.poller.record(state.poller.begin(), FOUND)
         with engine.connect() as connection:
-            assert slot.work_all(slot_connection_on(connection))
+            assert slot.work(slot_connection_on(connection))
         assert woken.wait(PATIENCE)
     finally:
         state.listener.stop()

@@ -36,7 +36,7 @@ def test_no_other_job_of_a_batch_begins_once_the_batch_was_taken_away(
     state.registry = jobs.resolve()
     slot = Slot(state, "sync", ("ledger",), (), lambda: None)
     with engine.connect() as connection, pytest.raises(Abandoned):
-        slot.work_all(slot_connection_on(connection))
+        slot.work(slot_connection_on(connection))
     state.effect_runners.dispose(lambda _: None)
     assert begun == [1]
     assert waiting(engine) == 3

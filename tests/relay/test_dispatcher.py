@@ -1,0 +1,669 @@
+"""The dispatcher of lease mode: a slot for each call, a connection for none that waits, and settling in common."""
+
+import asyncio
+import json
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from sqlalchemy import Connection, Engine, select, text
+from sqlalchemy.exc import InvalidRequestError
+
+import outboxq.relay.dispatcher as dispatcher_module
+from outboxq import Backoff, DeadLetter, Discard, OutboxSession, Retry, SlotGroup, Snooze
+from outboxq.config import RelayConfig
+from outboxq.database.driver import Answer, Script
+from outboxq.events import (
+    Event,
+    JobCrashed,
+    JobDied,
+    JobDiscarded,
+    JobDone,
+    JobInterrupted,
+    JobLeaseLost,
+    JobRetried,
+    JobSnoozed,
+)
+from outboxq.relay.dispatcher import Dispatcher
+from outboxq.relay.limits import RelayLimits
+from outboxq.relay.slot import SlotWaits
+from outboxq.statements.lease import RELAY_DIED
+from tests.conftest import RunningRelay, StartRelay
+from tests.support.app import Child, Effect
+from tests.support.calls import Calls, Gate, config, lent_by, note_claims, note_dispatchers, owners_of, rows
+from tests.support.ledger import effects
+from tests.support.waiting import PATIENCE, wait_until
+
+FLAVOURS = pytest.mark.parametrize("flavour", ["sync", "async"])
+# For what two tests expect in vain.
+SOON = 20.0
+LATER = Backoff(max_attempts=3, first_seconds=3600)
+# Of the relay's own, whoever they are for.
+CONNECTIONS = text(
+    "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND application_name = 'outboxq relay'"
+)
+
+
+@pytest.fixture
+def gate() -> Iterator[Gate]:
+    gate = Gate()
+    yield gate
+    gate.open()
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[Dispatcher]:
+    return note_dispatchers(monkeypatch)
+
+
+@contextmanager
+def running_calls(
+    start_relay: StartRelay, calls: Calls, settings: RelayConfig, *gates: Gate, **options: Any
+) -> Iterator[RunningRelay]:
+    """A relay whose calls all end when the block does."""
+    with start_relay(calls.jobs, settings, **options) as running:
+        try:
+            yield running
+        finally:
+            for each in gates:
+                each.open()
+
+
+def names_of(events: list[Event], kind: type[Any]) -> list[str]:
+    return sorted(event.job.args for event in events if isinstance(event, kind))
+
+
+def use_session(ctx: Any, flavour: str) -> Any:
+    """Execute a statement in the handler's session."""
+    return ctx.session.execute(select(1))
+
+
+# Connections.
+
+
+@pytest.mark.parametrize(("flavour", "number"), [("async", 40), ("sync", 20)])
+def test_calls_that_wait_hold_no_connection(
+    engine: Engine, start_relay: StartRelay, gate: Gate, flavour: str, number: int
+) -> None:
+    """All at once: the relay has the connections of its lease and its listener, and one that settles."""
+    calls = Calls(flavour)
+    names = [f"waits {n}" for n in range(number)]
+    calls.all_wait_for(gate, *names)
+    calls.enqueue(engine, *names)
+    with running_calls(start_relay, calls, config(number), gate) as running, engine.connect() as looking:
+        wait_until(lambda: len(calls.began) == number, "all calls to run")
+        assert looking.scalar(CONNECTIONS) <= 4
+        assert [row[1] for row in rows(engine)] == ["leased"] * number
+        gate.open()
+        wait_until(lambda: len(running.of(JobDone)) == number, "all to be done")
+    assert (rows(engine), Counter(calls.began)) == ([], dict.fromkeys(names, 1))
+
+
+@FLAVOURS
+def test_as_many_connections_as_are_set_are_lent_in_the_order_of_the_first_uses(
+    engine: Engine, start_relay: StartRelay, made: list[Dispatcher], flavour: str
+) -> None:
+    """The others wait, each for its turn; all are done, and none is held longer than its COMMIT."""
+    calls, got, pids = Calls(flavour), list[int](), set[int]()
+    comes, goes = [Gate() for _ in range(6)], [Gate() for _ in range(6)]
+    pid = text("SELECT pg_backend_pid()")
+
+    async def use_async(ctx: Any, number: int) -> None:
+        await comes[number].wait_async()
+        found = await ctx.session.scalar(pid)
+        got.append(number)
+        pids.add(found)
+        await goes[number].wait_async()
+        ctx.session.add(Effect(name=str(number)))
+
+    def use(ctx: Any, number: int) -> None:
+        comes[number].wait()
+        found = ctx.session.scalar(pid)
+        got.append(number)
+        pids.add(found)
+        goes[number].wait()
+        ctx.session.add(Effect(name=str(number)))
+
+    for number in range(6):
+        calls.tasks[str(number)] = lambda ctx, n=number: (use_async if flavour == "async" else use)(ctx, n)
+    calls.enqueue(engine, *map(str, range(6)))
+    order = [3, 1, 5, 0, 4, 2]
+    with running_calls(start_relay, calls, config(6, call_connections=2), *comes, *goes) as running:
+        wait_until(lambda: len(calls.began) == 6, "all calls to run")
+        lent = lent_by(made)
+        for place, number in enumerate(order):
+            comes[number].open()
+            wait_until(lambda p=place: (lent.used, lent.waiting) == (min(2, p + 1), max(0, p - 1)), "the next to come")
+        for place, number in enumerate(order):
+            wait_until(lambda p=place: len(got) >= min(6, p + 2), "the next to have its turn")
+            assert lent.used <= 2
+            goes[number].open()
+            wait_until(lambda p=place: len(effects(engine)) == p + 1, "its COMMIT")
+        wait_until(lambda: len(running.of(JobDone)) == 6, "all to be done")
+        wait_until(lambda: (lent.used, lent.waiting) == (0, 0), "all connections to be free")
+    # The first two have theirs at once, in any order.
+    assert (sorted(got[:2]), got[2:]) == (sorted(order[:2]), order[2:])
+    assert len(pids) <= 2
+
+
+def holds(calls: Calls, gate: Gate, held: threading.Event) -> Callable[[Any], Any]:
+    """A task that uses its session, and keeps it in use."""
+
+    async def hold_async(ctx: Any) -> None:
+        await ctx.session.execute(select(1))
+        held.set()
+        await gate.wait_async()
+
+    def hold(ctx: Any) -> None:
+        ctx.session.execute(select(1))
+        held.set()
+        gate.wait()
+
+    return hold_async if calls.flavour == "async" else hold
+
+
+FAILED_WANTS_A_CONNECTION = pytest.mark.xfail(
+    strict=True,
+    reason="a failed attempt waits for a connection of the calls to settle its result",
+)
+
+
+@pytest.mark.parametrize("flavour", ["sync", pytest.param("async", marks=FAILED_WANTS_A_CONNECTION)])
+def test_the_wait_for_a_connection_counts_within_the_deadline(
+    engine: Engine, start_relay: StartRelay, gate: Gate, made: list[Dispatcher], flavour: str
+) -> None:
+    """The handler ends as one that was too slow, its connection is lent to no one, and others go on."""
+    calls, held = Calls(flavour), threading.Event()
+    late = Calls(flavour, kind="late", timeout_seconds=0.2, retry=LATER)
+    calls.jobs.include(late.jobs)
+    calls.tasks["holds"] = holds(calls, gate, held)
+    late.tasks["late"] = calls.tasks["uses"] = lambda ctx: use_session(ctx, flavour)
+    calls.enqueue(engine, "holds")
+    limits = RelayLimits(cut_after_seconds=0.1)
+    with running_calls(start_relay, calls, config(2, call_connections=1), gate, limits=limits) as running:
+        assert held.wait(PATIENCE)
+        late.enqueue(engine, "late")
+        (retried,) = wait_until(lambda: running.of(JobRetried), "the deadline", SOON)
+        assert retried.error_type == "outboxq.errors.HandlerTimedOut"
+        assert rows(engine) == [("holds", "leased", 1, 0), ("late", "scheduled", 1, 0)]
+        gate.open()
+        calls.enqueue(engine, "uses")
+        wait_until(lambda: len(running.of(JobDone)) == 2, "the others")
+        lent = lent_by(made)
+        wait_until(lambda: (lent.used, lent.waiting) == (0, 0), "no connection to be taken")
+
+
+@FAILED_WANTS_A_CONNECTION
+@FLAVOURS
+def test_a_session_that_waits_for_its_connection_serves_one_user_at_a_time(
+    engine: Engine, start_relay: StartRelay, gate: Gate, made: list[Dispatcher], flavour: str
+) -> None:
+    """Another task or thread of the handler is refused, which fails the attempt; the one left behind is, too."""
+    calls, held, late = Calls(flavour, retry=LATER), threading.Event(), list[BaseException]()
+    calls.tasks["holds"] = holds(calls, gate, held)
+
+    async def twice_async(ctx: Any) -> None:
+        async def first() -> None:
+            try:
+                await ctx.session.execute(select(1))
+            except BaseException as error:
+                late.append(error)
+                raise
+
+        calls.task = asyncio.create_task(first())  # type: ignore[attr-defined]  # kept from the garbage collector
+        await asyncio.to_thread(wait_until, lambda: lent_by(made).waiting, "the task to wait")
+        await ctx.session.execute(select(1))
+
+    def twice(ctx: Any) -> None:
+        def first() -> None:
+            try:
+                ctx.session.execute(select(1))
+            except BaseException as error:  # noqa: BLE001  # the test looks at it
+                late.append(error)
+
+        threading.Thread(target=first, daemon=True).start()
+        wait_until(lambda: lent_by(made).waiting, "the thread to wait")
+        ctx.session.execute(select(1))
+
+    calls.tasks["twice"] = twice_async if flavour == "async" else twice
+    calls.tasks["uses"] = lambda ctx: use_session(ctx, flavour)
+    calls.enqueue(engine, "holds")
+    with running_calls(start_relay, calls, config(2, call_connections=1), gate) as running:
+        assert held.wait(PATIENCE)
+        calls.enqueue(engine, "twice")
+        (retried,) = wait_until(lambda: running.of(JobRetried), "the attempt to fail", SOON)
+        assert retried.error_type == "sqlalchemy.exc.InvalidRequestError"
+        assert "another task or thread" in retried.message
+        wait_until(lambda: ("twice", "scheduled", 1, 0) in rows(engine), "its retry")
+        assert not late
+        gate.open()
+        wait_until(lambda: late, "the one left behind to have its turn")
+        calls.enqueue(engine, "uses")
+        wait_until(lambda: len(running.of(JobDone)) == 2, "the others")
+        lent = lent_by(made)
+        wait_until(lambda: (lent.used, lent.waiting) == (0, 0), "no connection to be taken")
+    assert [type(error) for error in late] == [InvalidRequestError]
+
+
+@FLAVOURS
+@pytest.mark.parametrize("used", [True, False], ids=["used before", "never used"])
+def test_what_a_handler_left_behind_gets_no_connection(
+    engine: Engine, start_relay: StartRelay, gate: Gate, made: list[Dispatcher], flavour: str, used: bool
+) -> None:
+    """Its task or thread uses the session when the job is done: an error, and no connection is taken."""
+    calls, late = Calls(flavour), list[BaseException | None]()
+
+    async def leave_async(ctx: Any) -> None:
+        async def behind() -> None:
+            await gate.wait_async()
+            try:
+                await ctx.session.execute(select(1))
+                late.append(None)
+            except Exception as error:  # noqa: BLE001  # the test looks at it
+                late.append(error)
+
+        if used:
+            await ctx.session.execute(select(1))
+        calls.task = asyncio.create_task(behind())  # type: ignore[attr-defined]  # kept from the garbage collector
+
+    def leave(ctx: Any) -> None:
+        def behind() -> None:
+            gate.wait()
+            try:
+                ctx.session.execute(select(1))
+                late.append(None)
+            except Exception as error:  # noqa: BLE001  # the test looks at it
+                late.append(error)
+
+        if used:
+            ctx.session.execute(select(1))
+        threading.Thread(target=behind, daemon=True).start()
+
+    calls.tasks["leaves"] = leave_async if flavour == "async" else leave
+    calls.tasks["uses"] = lambda ctx: use_session(ctx, flavour)
+    calls.enqueue(engine, "leaves")
+    with running_calls(start_relay, calls, config(2, call_connections=1), gate) as running:
+        wait_until(lambda: running.of(JobDone), "the job")
+        gate.open()
+        wait_until(lambda: late, "what it left behind")
+        calls.enqueue(engine, "uses")
+        wait_until(lambda: len(running.of(JobDone)) == 2, "another job with the only connection")
+        assert lent_by(made).waiting == 0
+    assert [type(error) for error in late] == [InvalidRequestError]
+
+
+# Slots.
+
+
+@FLAVOURS
+def test_a_fast_job_behind_slow_ones_of_its_claim_starts_at_once(
+    engine: Engine, start_relay: StartRelay, gate: Gate, monkeypatch: pytest.MonkeyPatch, flavour: str
+) -> None:
+    """Each has a slot of its own, and the fast one is settled while the slow ones run."""
+    calls, claimed = Calls(flavour), list[int]()
+    note_claims(monkeypatch, lambda each: claimed.append(len(each.jobs)))
+    calls.all_wait_for(gate, "slow", "slow too")
+    calls.enqueue(engine, "slow", "slow too", "fast")
+    with running_calls(start_relay, calls, config(3), gate) as running:
+        wait_until(lambda: running.of(JobDone), "the fast one")
+        assert claimed[0] == 3
+        assert names_of(running.events, JobDone) == ['{"name": "fast"}']
+        wait_until(lambda: rows(engine) == [("slow", "leased", 1, 0), ("slow too", "leased", 1, 0)], "its removal")
+        calls.enqueue(engine, "fast too")
+        wait_until(lambda: len(running.of(JobDone)) == 2, "another one in the free slot")
+        gate.open()
+        wait_until(lambda: len(running.of(JobDone)) == 4, "all")
+
+
+@FLAVOURS
+def test_a_claim_takes_no_more_jobs_than_slots_are_free(
+    engine: Engine,
+    start_relay: StartRelay,
+    gate: Gate,
+    made: list[Dispatcher],
+    monkeypatch: pytest.MonkeyPatch,
+    flavour: str,
+) -> None:
+    """So many run at most, however the calls end, and a slot that is free is used at once."""
+    calls, taken, most = Calls(flavour), list[tuple[int, int]](), list[int]()
+    note_claims(monkeypatch, lambda each: taken.append((len(each.jobs), made[0].busy)))
+    names = [f"job {number}" for number in range(40)]
+
+    def count(_ctx: Any) -> Any:
+        most.append(len(calls.began) - len(calls.ended))
+        return gate.pass_in(flavour)
+
+    calls.tasks = dict.fromkeys(names, count)
+    calls.enqueue(engine, *names)
+    with running_calls(start_relay, calls, config(3), gate) as running:
+        wait_until(lambda: len(calls.began) == 3, "all slots to be busy")
+        calls.enqueue(engine, "one more")
+        gate.open()
+        wait_until(lambda: len(running.of(JobDone)) == 41, "all")
+    assert [(jobs, busy) for jobs, busy in taken if jobs + busy > 3] == []
+    assert max(most) == 3
+    assert Counter(calls.began) == dict.fromkeys([*names, "one more"], 1)
+
+
+# Settling.
+
+
+def test_calls_that_end_while_a_string_is_under_way_are_settled_together(
+    engine: Engine, start_relay: StartRelay, gate: Gate, made: list[Dispatcher], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One string for the first of eleven jobs, and one for the ten that end meanwhile."""
+    calls, sent, original = Calls(), list[Script](), Script.send
+    names = [f"job {number}" for number in range(10)]
+
+    def holding(script: Script, connection: Connection) -> Answer:
+        if "finished" in owners_of(script):
+            sent.append(script)
+            if len(sent) == 1:
+                gate.open()
+                wait_until(lambda: made[0].busy == 0, "the others to end")
+        return original(script, connection)
+
+    monkeypatch.setattr(Script, "send", holding)
+    calls.all_wait_for(gate, *names)
+    calls.tasks["first"] = lambda _: wait_until(lambda: len(calls.began) == 11, "all to run") and None
+    calls.enqueue(engine, "first", *names)
+    with running_calls(start_relay, calls, config(11), gate) as running:
+        wait_until(lambda: len(running.of(JobDone)) == 11, "all")
+        assert rows(engine) == []
+    assert len(sent) == 2
+
+
+def test_async_calls_that_end_together_cost_fewer_strings_than_jobs(
+    engine: Engine, start_relay: StartRelay, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In one event loop, with the claims of those behind them."""
+    calls, sent, original = Calls("async"), list[Script](), Script.send
+
+    def noting(script: Script, connection: Connection) -> Answer:
+        if "finished" in owners_of(script):
+            sent.append(script)
+        return original(script, connection)
+
+    monkeypatch.setattr(Script, "send", noting)
+    names = [f"job {number}" for number in range(60)]
+    calls.all_wait_for(gate, *names)
+    calls.enqueue(engine, *names)
+    with running_calls(start_relay, calls, config(20), gate) as running:
+        wait_until(lambda: len(calls.began) == 20, "all slots to be busy")
+        gate.open()
+        wait_until(lambda: len(running.of(JobDone)) == 60, "all")
+        assert rows(engine) == []
+    assert len(sent) <= 30
+
+
+OUTCOMES: dict[str, Any] = {
+    "done": None,
+    "discard": Discard("no"),
+    "raise": ValueError("no"),
+    "retry": Retry(timedelta(hours=1)),
+    "snooze": Snooze(timedelta(hours=1)),
+    "dead letter": DeadLetter("no"),
+    "orphan": None,
+}
+
+
+@FLAVOURS
+def test_each_outcome_is_settled_with_and_without_a_session(
+    engine: Engine, drain: Callable[..., list[Event]], flavour: str
+) -> None:
+    """Its event comes once, rows stand only with a job that is done, and nobody has anything left under the lease."""
+    calls = Calls(flavour, retry=LATER)
+    tokens = dict[str, int]()
+
+    def end(ctx: Any, name: str) -> Any:
+        tokens[name] = ctx.job.lease_token
+        outcome = OUTCOMES[name.removesuffix(" with rows")]
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+    async def write_async(ctx: Any, name: str) -> Any:
+        ctx.session.add(Child(parent_id=-1) if name == "orphan" else Effect(name=name))
+        if name != "orphan":
+            await ctx.session.flush()
+        return end(ctx, name)
+
+    def write(ctx: Any, name: str) -> Any:
+        ctx.session.add(Child(parent_id=-1) if name == "orphan" else Effect(name=name))
+        if name != "orphan":
+            ctx.session.flush()
+        return end(ctx, name)
+
+    for name in OUTCOMES:
+        if name == "orphan":
+            # A deferred constraint refuses it at COMMIT.
+            calls.tasks[name] = lambda ctx: (write_async if flavour == "async" else write)(ctx, "orphan")
+            continue
+        calls.tasks[name] = lambda ctx, n=name: end(ctx, n)
+        calls.tasks[f"{name} with rows"] = lambda ctx, n=f"{name} with rows": (
+            write_async if flavour == "async" else write
+        )(ctx, n)
+    names = list(calls.tasks)
+    calls.enqueue(engine, *names)
+    events = drain(calls.jobs, slots_per_queue=5)
+    assert sorted(rows(engine)) == sorted(
+        (name, "scheduled", 0 if name.startswith("snooze") else 1, 0)
+        for name in names
+        if name.split()[0] in ("raise", "retry", "snooze", "orphan")
+    )
+    with engine.connect() as connection:
+        dead = connection.execute(text("SELECT args->>'name', attempt, crashes FROM outboxq.dead_job")).all()
+    assert sorted(map(tuple, dead)) == [("dead letter", 1, 0), ("dead letter with rows", 1, 0)]
+    assert effects(engine) == ["done with rows"]
+    counted = Counter(type(event) for event in events if hasattr(event, "job"))
+    assert counted == {JobDone: 2, JobDiscarded: 2, JobRetried: 5, JobSnoozed: 2, JobDied: 2}
+    assert {row[0] for row in rows(engine, "lease_owner")} == {None}
+    assert all(token > tokens[name] for name, token in rows(engine, "args->>'name', lease_token"))
+    assert Counter(calls.began) == dict.fromkeys(names, 1)
+
+
+# The end of a relay.
+
+
+@FLAVOURS
+@pytest.mark.parametrize("how", ["in time", "cut off"])
+def test_a_relay_that_stops_with_many_calls_lets_them_end_or_gives_them_back(
+    engine: Engine, start_relay: StartRelay, gate: Gate, flavour: str, how: str
+) -> None:
+    """Those that end within the time to drain are done; the others wait again, uncounted, and no other one begins."""
+    calls, names = Calls(flavour), [f"job {number}" for number in range(20)]
+    calls.all_wait_for(gate, *names)
+    calls.enqueue(engine, *names, "waits behind")
+    settings = config(20, drain_seconds=PATIENCE if how == "in time" else 0.1)
+    with running_calls(start_relay, calls, settings, gate) as running:
+        wait_until(lambda: len(calls.began) == 20, "all calls to run")
+        running.relay.stop()
+        if how == "in time":
+            gate.open()
+            wait_until(lambda: len(running.of(JobDone)) == 20, "all to be done")
+        else:
+            wait_until(lambda: len(running.of(JobInterrupted)) == 20, "all to be interrupted")
+    left = ["waits behind"] if how == "in time" else [*names, "waits behind"]
+    found = sorted(rows(engine, "args->>'name', state, attempt, crashes, lease_owner"))
+    assert found == sorted((name, "ready", 0, 0, None) for name in left)
+    assert not running.of(JobCrashed)
+    assert Counter(calls.began) == dict.fromkeys(names, 1)
+
+
+def test_a_call_past_its_deadline_gives_its_slot_to_the_next_job(
+    engine: Engine, start_relay: StartRelay, gate: Gate, made: list[Dispatcher]
+) -> None:
+    """It has no connection to end: the attempt counts, and its thread's late end changes nothing."""
+    calls, threads, late = Calls(timeout_seconds=0.2, retry=LATER), list[threading.Thread](), list[BaseException]()
+
+    def hang(ctx: Any) -> None:
+        threads.append(threading.current_thread())
+        gate.wait()
+        try:
+            ctx.session.add(Effect(name="late"))
+            ctx.session.flush()
+        except BaseException as error:
+            late.append(error)
+            raise
+
+    calls.tasks["hangs"] = hang
+    calls.enqueue(engine, "hangs", "next", "last")
+    limits = RelayLimits(cut_after_seconds=0.1, free_after_seconds=PATIENCE)
+    with running_calls(start_relay, calls, config(1), gate, limits=limits) as running:
+        wait_until(lambda: len(running.of(JobDone)) == 2, "the jobs behind it")
+        (retried,) = running.of(JobRetried)
+        assert retried.error_type == "outboxq.errors.HandlerTimedOut"
+        assert any("wait" in frame for frame in retried.where)
+        before = rows(engine, "args->>'name', state, attempt, crashes, lease_token")
+        assert threads[0].is_alive()
+        gate.open()
+        threads[0].join(PATIENCE)
+        assert not threads[0].is_alive()
+        calls.enqueue(engine, "afterwards")
+        wait_until(lambda: len(running.of(JobDone)) == 3, "another job")
+        assert rows(engine, "args->>'name', state, attempt, crashes, lease_token") == before
+        assert lent_by(made).used == 0
+    assert late
+    assert [row[:4] for row in before] == [("hangs", "scheduled", 1, 0)]
+    assert effects(engine) == []
+    assert not running.of(JobLeaseLost)
+    assert "hangs" not in calls.ended
+
+
+# Suspects.
+
+
+@pytest.fixture
+def rests(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Waits until each dispatcher has looked once more, and found nothing to do; suspects have as long as they like."""
+    monkeypatch.setattr(dispatcher_module, "_ALONE_SECONDS", 3600.0)
+    counted = Counter[Dispatcher]()
+    rest = Dispatcher.rest
+
+    def counting(self: Dispatcher, loop: SlotWaits) -> None:
+        counted[self] += 1
+        rest(self, loop)
+
+    monkeypatch.setattr(Dispatcher, "rest", counting)
+
+    def wait() -> None:
+        # Once more: the first rest may have begun before the call.
+        for _ in range(2):
+            seen = Counter(counted)
+            for each in seen:
+                each._call()
+            wait_until(lambda seen=seen: all(counted[each] > seen[each] for each in seen), "the dispatchers to look")
+
+    return wait
+
+
+def add_suspects(engine: Engine, calls: Calls, deaths: int, *names: str) -> None:
+    """As jobs that so many relays left when they died."""
+    errors = json.dumps([{"type": RELAY_DIED, "message": "its relay died"}] * deaths)
+    change = text("UPDATE outboxq.job SET state = 'suspect', errors = CAST(:errors AS jsonb) WHERE id = :id")
+    with OutboxSession(engine) as session, session.begin():
+        for name in names:
+            handle = session.add_job(calls.work, name=name)
+            session.flush()
+            session.execute(change, {"errors": errors, "id": handle.id})
+
+
+@FLAVOURS
+def test_while_a_suspect_runs_no_other_call_of_the_process_starts(
+    engine: Engine, start_relay: StartRelay, gate: Gate, rests: Callable[[], None], flavour: str
+) -> None:
+    """Neither of its queue nor of another group; all begin when it has ended."""
+    calls, others = Calls(flavour, queue="held"), Calls("sync", queue="elsewhere", kind="other")
+    calls.jobs.include(others.jobs)
+    calls.all_wait_for(gate, "suspect")
+    add_suspects(engine, calls, 2, "suspect")
+    settings = replace(config(1), slots_per_queue=8, groups=(SlotGroup(("held",), 4), SlotGroup(("elsewhere",), 4)))
+    with running_calls(start_relay, calls, settings, gate) as running:
+        wait_until(lambda: calls.began == ["suspect"], "the suspect")
+        calls.enqueue(engine, "first", "second")
+        others.enqueue(engine, "third")
+        rests()
+        assert (calls.began, others.began) == (["suspect"], [])
+        gate.open()
+        wait_until(lambda: len(running.of(JobDone)) == 4, "all")
+    assert Counter(calls.began) == dict.fromkeys(["suspect", "first", "second"], 1)
+
+
+@FLAVOURS
+def test_a_suspect_that_takes_long_keeps_others_for_a_while_only(
+    engine: Engine, start_relay: StartRelay, gate: Gate, monkeypatch: pytest.MonkeyPatch, flavour: str
+) -> None:
+    """Calls may take hours: then the others begin while it runs."""
+    monkeypatch.setattr(dispatcher_module, "_ALONE_SECONDS", 0.3)
+    calls = Calls(flavour)
+    calls.all_wait_for(gate, "suspect")
+    add_suspects(engine, calls, 2, "suspect")
+    calls.enqueue(engine, "first", "second")
+    with running_calls(start_relay, calls, config(4), gate) as running:
+        wait_until(lambda: len(running.of(JobDone)) == 2, "the others")
+        assert calls.ended == ["first", "second"] or calls.ended == ["second", "first"]
+        assert "suspect" in calls.began
+        gate.open()
+        wait_until(lambda: len(running.of(JobDone)) == 3, "the suspect")
+
+
+@FLAVOURS
+def test_a_suspect_starts_when_no_other_call_runs(
+    engine: Engine,
+    start_relay: StartRelay,
+    gate: Gate,
+    made: list[Dispatcher],
+    rests: Callable[[], None],
+    flavour: str,
+) -> None:
+    """It waits for those that run, and no other one starts before it."""
+    calls, second = Calls(flavour), Gate()
+    calls.all_wait_for(gate, "runs")
+    calls.all_wait_for(second, "suspect")
+    calls.enqueue(engine, "runs")
+    with running_calls(start_relay, calls, config(4, poll_seconds=0.05), gate, second) as running:
+        wait_until(lambda: calls.began == ["runs"], "the first call")
+        add_suspects(engine, calls, 2, "suspect")
+        wait_until(lambda: made[0].state.quarantine.taken_seconds() is not None, "the turn to run suspects")
+        calls.enqueue(engine, "behind")
+        rests()
+        assert calls.began == ["runs"]
+        gate.open()
+        wait_until(lambda: calls.began == ["runs", "suspect"], "the suspect")
+        rests()
+        second.open()
+        wait_until(lambda: len(running.of(JobDone)) == 3, "all")
+    assert calls.began == ["runs", "suspect", "behind"]
+
+
+@FLAVOURS
+def test_suspects_whose_relay_died_once_run_in_company(
+    engine: Engine, start_relay: StartRelay, gate: Gate, rests: Callable[[], None], flavour: str
+) -> None:
+    """Sixteen at a time and no other call beside them, one that died in company alone; no crash is counted for it."""
+    calls, alone = Calls(flavour), Gate()
+    names = [f"suspect {number}" for number in range(20)]
+    calls.all_wait_for(gate, *names)
+    calls.all_wait_for(alone, "twice")
+    add_suspects(engine, calls, 2, "twice")
+    add_suspects(engine, calls, 1, *names)
+    calls.enqueue(engine, "ready")
+    with running_calls(start_relay, calls, config(30), gate, alone) as running:
+        wait_until(lambda: len(calls.began) == 16, "the first sixteen")
+        rests()
+        assert sorted(calls.began) == sorted(names[:16])
+        assert {row[3] for row in rows(engine, "args->>'name', state, attempt, crashes")} == {0}
+        gate.open()
+        wait_until(lambda: "twice" in calls.began, "the one that runs alone")
+        wait_until(lambda: len(running.of(JobDone)) == 20, "those in company")
+        rests()
+        assert "ready" not in calls.began
+        assert rows(engine)[0] == ("twice", "leased", 1, 1)
+        alone.open()
+        wait_until(lambda: len(running.of(JobDone)) == 22, "all")
+    assert Counter(calls.began) == dict.fromkeys([*names, "twice", "ready"], 1)

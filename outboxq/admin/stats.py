@@ -34,7 +34,7 @@ class QueueStats:
         parked: Put off, because no relay that saw them knows their kind.
         leased: Held by a lease, of a relay that is alive.
         orphaned: Held by a lease of a relay that is not alive; another relay takes them back.
-        suspect: Their claim died; they run alone, under a lease.
+        suspect: Their claim, or their relay, died; they run alone or in company, under a lease.
         dead: Among the dead letters.
         oldest_waiting_seconds: How long the oldest that is ready or due has waited; None if none does.
         paused_at: Since when relays do not claim from it.

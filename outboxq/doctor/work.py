@@ -111,7 +111,7 @@ def oldest_waiting(context: CheckContext) -> dict[str, float]:
 
 
 def find_suspects(context: CheckContext) -> Iterator[Finding]:
-    """Find jobs whose claim died, which wait to be run alone."""
+    """Find jobs whose claim died, which wait to be run alone, or in lease mode in company."""
     rows = context.rows(statements.suspects(context.schema))
     if rows:
         number = sum(row.jobs for row in rows)
@@ -121,7 +121,7 @@ def find_suspects(context: CheckContext) -> Iterator[Finding]:
             f"{jobs_of(number)} {'was' if number == 1 else 'were'} held by a relay that died, and "
             f"{'waits' if number == 1 else 'wait'} to be run alone",
             {"jobs": number, "queues": [row.queue for row in rows]},
-            "A running relay takes them one at a time. If they stay, or come back, one of them kills its process: "
+            "A running relay takes them, a few at a time. If they stay, or come back, one of them kills its process: "
             "outboxq jobs list --state suspect",
         )
 

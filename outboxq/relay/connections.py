@@ -1,4 +1,4 @@
-"""Slot connections: the slots of a relay borrow them while they work, and give them back when they sleep.
+"""Slot connections: slots and dispatchers borrow them while they work, and calls while they use their session.
 
 The connection that was used last is taken first. A few connections stay open, with their claims prepared for the next
 job; others are closed after some seconds. A connection on which anything went wrong is closed, not given back.
@@ -77,7 +77,7 @@ class SlotConnections:
 
     @contextmanager
     def borrow(self) -> Iterator[SlotConnection]:
-        """Lend a connection to one slot, within the block; after an error it is closed, with all spare connections."""
+        """Lend a connection, within the block; after an error it is closed, with all spare connections."""
         with self._lock:
             slot_connection = self._spares.pop() if self._spares else None
         if slot_connection is None:

@@ -1,4 +1,4 @@
-"""Outages: a lost or refused connection, as a slot reports it, and the pauses before the next tries."""
+"""Outages: a lost or refused connection, as slots, dispatchers and calls report it, and the pauses before new tries."""
 
 import asyncio
 import logging
@@ -32,7 +32,7 @@ _NOT_ALLOWED = ": its role lacks rights, run what `outboxq roles --sql` prints"
 
 
 class Outage:
-    """The outages of one slot, one after the other.
+    """The outages of one slot, dispatcher or call, one after the other.
 
     Attributes:
         since: The time (monotonic) since which the database is away; None while it is there.

@@ -1,4 +1,4 @@
-"""The loop of a slot, in a thread or in a task of the relay's event loop: it works while something waits, or sleeps.
+"""The loop of a slot or a dispatcher, in a thread or in a task of the event loop: works, or sleeps if nothing waits.
 
 Written once, for threads and for tasks. A task runs it in a greenlet, as SQLAlchemy does its own code, so that each
 wait in the loop is an `await` of the task.
@@ -50,7 +50,7 @@ _LAST_TRIES, _LAST_PAUSE_SECONDS, _LAST_SECONDS = 5, 0.1, 2.0
 
 
 class SlotLoop:
-    """The loop of one slot; `has_failed`: the loop ended by an error, which the relay raises again."""
+    """The loop of one worker; `has_failed`: the loop ended by an error, which the relay raises again."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""The state that the slots of a relay share."""
+"""The state that the slots and dispatchers of a relay share."""
 
 import threading
 import time
@@ -68,7 +68,7 @@ class RelayReport:
 
 
 class ClaimEvents:
-    """The results of one slot's claims since their last events; counted only if a hook wants them."""
+    """The results of one worker's claims since their last events; counted only if a hook wants them."""
 
     def __init__(self, state: "RelayState") -> None:
         self._emit = state.emit
@@ -102,7 +102,7 @@ class ClaimEvents:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class RelayState:
-    """The state that the slots of a relay share. The caller makes the parts that open their own connections."""
+    """The shared state of slots and dispatchers. The caller makes the parts that open their own connections."""
 
     config: RelayConfig
     registry: Registry

@@ -1,4 +1,7 @@
-"""Suspects: jobs that ran when their relay died. They run one at a time per process, under the lease."""
+"""Suspects: jobs that ran when their relay died. They run under the lease, in one slot of a process at a time.
+
+A dispatcher runs several whose relay died once together: most of a relay's calls are innocent of its death.
+"""
 
 import logging
 import threading
@@ -15,9 +18,9 @@ _Asked = TypeVar("_Asked")
 
 
 class QuarantineTurns:
-    """The queues that are known to have suspects, and the slot that may run one.
+    """The queues that are known to have suspects, and the slot or dispatcher that may run some.
 
-    One at a time per process: a suspect that kills the process harms no other suspect.
+    One at a time per process: what kills the process harms no other's suspects.
     """
 
     def __init__(self) -> None:
@@ -52,7 +55,7 @@ class QuarantineTurns:
         has_lease: Callable[[], bool],
         claims: Callable[[str, Sort], Generator[_Asked, None, bool]],
     ) -> Iterator[_Asked]:
-        """The claims of suspects in these queues, if `holder` may run one now.
+        """The claims of suspects in these queues, for a slot, if it may run one now.
 
         Args:
             claims: Yields the claims of a sort of jobs; returns True if nothing waits.
@@ -75,7 +78,7 @@ class QuarantineTurns:
         logger.warning("suspects of queue %r could not be claimed: %s", queue, describe_refusal(error))
 
     def take_turn(self, holder: object) -> bool:
-        """Return True if `holder` may run a suspect now; never waits."""
+        """Return True if `holder` may run suspects now; never waits."""
         with self._lock:
             if self._holder is None:
                 self._holder, self._taken_at = holder, time.monotonic()
@@ -87,7 +90,7 @@ class QuarantineTurns:
             return None if self._holder is None else time.monotonic() - self._taken_at
 
     def end_turn(self, holder: object) -> None:
-        """Give up the turn: another slot may run a suspect."""
+        """Give up the turn: another slot or dispatcher may run suspects."""
         with self._lock:
             if self._holder is holder:
                 self._holder = None

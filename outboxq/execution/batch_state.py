@@ -64,7 +64,7 @@ class Ended:
         claimed: The answer to the claim that went along with COMMIT; None without one, or if it failed.
         left: Steps whose statements after COMMIT are still to be sent, by `send_left`.
         run_alone: The number of next jobs that should run one by one, so that the faulty one shows.
-        was_too_large: The claim took so long that it was cancelled, or jobs of it had to go back before they began.
+        was_too_large: The claim took so long that it was cancelled.
     """
 
     report: BatchReport | None

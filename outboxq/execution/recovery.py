@@ -97,9 +97,7 @@ def recover(connection: Connection, batch: BatchState, error: BaseException, run
     end_transaction(connection)
     ended = _recover(connection, batch, error, runtime)
     # In any case: some jobs may have ended.
-    left = tuple(steps_of(batch, (), runtime))
-    # Others of a lost connection's claim went back before they began.
-    return replace(ended, left=left, was_too_large=batch.is_leased and isinstance(error, ConnectionLost))
+    return replace(ended, left=tuple(steps_of(batch, (), runtime)))
 
 
 def _recover(connection: Connection, batch: BatchState, error: BaseException, runtime: Runtime) -> Ended:

@@ -18,6 +18,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from uuid import UUID
 
 from sqlalchemy import Engine, create_engine, text
@@ -103,17 +104,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def run_killer(options: KillerOptions, engine: Engine) -> KillerReport:
     """Play it on a migrated database, from the jobs to the report."""
     begun = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="outboxq-killer-") as starts:
+    with tempfile.TemporaryDirectory(prefix="outboxq-killer-") as directory:
+        starts, deaths = Path(directory) / "starts", Path(directory) / "deaths"
+        starts.mkdir()
+        deaths.touch()
         with engine.begin() as connection:
             connection.execute(text(killer_app.SCHEMA))
-        killer_id = _enqueue(options, engine, starts)
+        killer_id = _enqueue(options, engine, starts, deaths)
         problems = list(_play(options, engine))
-        found = list(read_starts(starts))
+        found = list(read_starts(str(starts)))
+        died_at = [float(line) for line in deaths.read_text().splitlines()]
     with engine.connect() as connection:
         done = {job_id: (int(times), at) for job_id, times, at in connection.execute(_DONE)}
         dead = {job_id: int(crashes) for job_id, crashes in connection.execute(_DEAD)}
     problems += _broken(options, killer_id, done, dead)
-    figures = Figures(options, killer_id, found, {job_id: at for job_id, (_, at) in done.items()})
+    figures = Figures(options, killer_id, found, died_at, {job_id: at for job_id, (_, at) in done.items()})
     problems += figures.broken()
     return KillerReport(
         deaths=len(figures.deaths),
@@ -127,17 +132,15 @@ def run_killer(options: KillerOptions, engine: Engine) -> KillerReport:
     )
 
 
-def _enqueue(options: KillerOptions, engine: Engine, starts: str) -> UUID:
+def _enqueue(options: KillerOptions, engine: Engine, starts: Path, deaths: Path) -> UUID:
     """All in one transaction, the killer at a random place; its id."""
     place = random.Random(options.seed).randrange(options.calls)
-    killer_id: UUID | None = None
+    given = {"seconds": options.seconds, "starts": str(starts)}
     with OutboxSession(engine) as session, session.begin():
-        for number in range(options.calls):
-            kind = killer_app.killer if number == place else killer_app.innocent
-            handle = session.add_job(kind, seconds=options.seconds, starts=starts)
-            killer_id = handle.id if number == place else killer_id
-    assert killer_id is not None
-    return killer_id
+        session.add_jobs(killer_app.innocent.job(**given) for _ in range(place))
+        killer = session.add_job(killer_app.killer, **given, deaths=str(deaths))
+        session.add_jobs(killer_app.innocent.job(**given) for _ in range(options.calls - 1 - place))
+    return killer.id
 
 
 def _play(options: KillerOptions, engine: Engine) -> Iterator[str]:
@@ -179,18 +182,23 @@ def _broken(
 class Figures:
     """The figures of the starts, beside the ends of the innocents.
 
-    Attributes:
-        deaths: When the killer killed, once for each of its starts.
+    Args:
+        deaths: The times at which the killer killed, one for each of its starts.
     """
 
     def __init__(
-        self, options: KillerOptions, killer_id: UUID, starts: Sequence[Start], ends: Mapping[UUID, float]
+        self,
+        options: KillerOptions,
+        killer_id: UUID,
+        starts: Sequence[Start],
+        deaths: Sequence[float],
+        ends: Mapping[UUID, float],
     ) -> None:
         self._options = options
         self._ends = ends
         self._killers = sorted((each for each in starts if each.job_id == killer_id), key=lambda each: each.at)
         self._innocents = sorted((each for each in starts if each.job_id != killer_id), key=lambda each: each.at)
-        self.deaths = [each.at + options.seconds / 2 for each in self._killers]
+        self.deaths = sorted(deaths)
         self.most_lengths = 10 + options.calls / options.company
 
     def broken(self) -> Iterator[str]:
@@ -226,15 +234,14 @@ class Figures:
         return max(0.0, last - begun - paused) / self._options.seconds
 
     def beside_charged(self) -> int:
-        charged = self._killers[-self._options.max_crashes :]
-        return sum(self._beside(killer) for killer in charged)
+        runs = list(zip(self._killers, self.deaths, strict=False))
+        return sum(self._beside(killer, death) for killer, death in runs[-self._options.max_crashes :])
 
     def _at_work_first(self) -> set[UUID]:
         first = self.deaths[0] if self.deaths else 0.0
         return {each.job_id for each in self._innocents if each.at < first and not self._had_ended(each, first)}
 
-    def _beside(self, killer: Start) -> int:
-        death = killer.at + self._options.seconds / 2
+    def _beside(self, killer: Start, death: float) -> int:
         return sum(
             each.pid == killer.pid and each.at < death and not self._had_ended(each, killer.at)
             for each in self._innocents

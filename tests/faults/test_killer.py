@@ -32,7 +32,8 @@ ENDS = {UUID(int=job): at for job, at in ((2, 21.0), (3, 21.0), (4, 22.0), (5, 2
 
 def figures(starts: Sequence[Start], ends: dict[int, float] | None = None) -> Figures:
     given = {UUID(int=job): at for job, at in (ends or {}).items()}
-    return Figures(OPTIONS, KILLER, starts, ENDS | given)
+    deaths = [each.at + 0.5 for each in starts if each.job_id == KILLER]
+    return Figures(OPTIONS, KILLER, starts, deaths, ENDS | given)
 
 
 def test_a_history_that_keeps_the_bounds_breaks_none() -> None:
@@ -67,4 +68,3 @@ def test_a_killer_among_calls_is_dead_in_the_end_and_takes_few_with_it(engine: E
     report = run_killer(KillerOptions(calls=16, slots=16, seconds=0.1, lease_seconds=1.0, minutes=4), engine)
     assert [problem for problem in report.problems if "lengths" not in problem] == []
     assert report.deaths > 3, "one in company, and as many alone as make a dead letter"
-    assert report.killed_at_work > 0

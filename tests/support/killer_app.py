@@ -3,6 +3,8 @@
 import asyncio
 import os
 import signal
+import time
+from pathlib import Path
 
 from sqlalchemy import text
 
@@ -27,8 +29,14 @@ async def innocent(ctx: AsyncContext, seconds: float, starts: str) -> None:
 
 
 @jobs.handler(queue=QUEUE, claim="lease")
-async def killer(ctx: AsyncContext, seconds: float, starts: str) -> None:
-    """Kill the process, in the middle of the calls that began with it."""
+async def killer(ctx: AsyncContext, seconds: float, starts: str, deaths: str) -> None:
+    """Kill the process, in the middle of the calls that began with it, and record when."""
     record_start(ctx.job, starts)
     await asyncio.sleep(seconds / 2)
+    _die(Path(deaths))
+
+
+def _die(deaths: Path) -> None:
+    with deaths.open("ab", buffering=0) as file:
+        file.write(f"{time.time()!r}\n".encode())
     os.kill(os.getpid(), signal.SIGKILL)

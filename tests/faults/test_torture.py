@@ -319,9 +319,8 @@ def test_calls_under_a_lease_survive_kills() -> None:
     report = json.loads(outcome.stdout)
     assert report["faults"] == {"relay-killed": 3}
     assert report["jobs_enqueued"] == report["effects_applied"] + report["dead_letters"]
-    begun_again = report["calls_begun"] - report["jobs_enqueued"]
-    # As many as all slots hold, in each of three kills.
-    assert 0 < begun_again <= 3 * 10
+    assert report["calls_begun"] > report["jobs_enqueued"], "no call was killed"
+    assert report["jobs_of_killed_relays"] > 0
 
 
 def test_an_interrupted_run_leaves_nothing() -> None:

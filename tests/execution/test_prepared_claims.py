@@ -3,9 +3,11 @@
 import json
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from uuid import UUID
 
 import pytest
+from psycopg.errors import DivisionByZero
 from sqlalchemy import Connection, Engine, create_engine, event, text
 from sqlalchemy.orm import sessionmaker
 
@@ -326,6 +328,20 @@ def test_a_backend_keeps_as_many_claims_for_a_hundred_queues_as_for_one(
     with_limits(Relay(outboxq_database.url, jobs, RelayConfig(groups=(SlotGroup(("*",)),))), FOLLOW_ON).drain()
     assert len(seen) == 200
     assert max(seen) <= 4
+
+
+def test_a_claim_that_fails_leaves_all_claims_prepared(engine: Engine) -> None:
+    """It is rolled back by a statement: the driver's own rollback would drop them."""
+    server, claims = ServerSession(claims=PreparedStatements()), ClaimStatements("outboxq", "ledger")
+    with engine.connect() as connection:
+        with connection.begin():
+            # So often that the driver prepares it: otherwise it has nothing to drop.
+            for _ in range(7):
+                connection.execute(text("SELECT 1"))
+            claim(connection, ClaimRequest(claims.ready, 1, server=server))
+        with pytest.raises(DivisionByZero), connection.begin():
+            claim(connection, ClaimRequest(replace(claims.due, queue="(1 / 0)::text"), 1, server=server))
+        assert prepared_here(connection) == 2
 
 
 @pytest.mark.parametrize(("mode", "most"), [("transaction", 6), ("lease", 8)])

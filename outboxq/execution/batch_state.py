@@ -181,7 +181,7 @@ class Running:
         return call
 
     def end_call(self) -> None:
-        """Record that the handler has ended: it has no deadline any more, and later statements are not cancelled."""
+        """End the call, unless the handler has ended it, and its deadline, which holds for undoing its rows too."""
         self.deadline = None
         self.end_handler()
 

@@ -1,4 +1,4 @@
-"""The call of a running handler: its cancellation, its progress and its end."""
+"""The call of a running handler, as its context and the relay see it: its cancellation and its progress."""
 
 import threading
 from collections.abc import Iterator, Sequence

@@ -53,9 +53,10 @@ def _bars(lines: Sequence[Comparison]) -> dict[str, tuple[Series, str]]:
 
 
 def _bar(place: int, name: str, series: Series, color: str, top: float) -> str:
-    scale = (_WIDTH - 40) / (top or 1.0)
+    scale = (_WIDTH - 40) / (top if top > 0 else 1.0)
     y = place * (_BAR + _GAP) + _GAP
-    low, middle, high = (10 + value * scale for value in (series.lowest, series.median, series.highest))
+    # A difference may be below zero: then there is no bar.
+    low, middle, high = (10 + max(value, 0.0) * scale for value in (series.lowest, series.median, series.highest))
     label = escape(f"{name}: {shown(series.median)} {series.unit}")
     return (
         f'<text x="10" y="{y - 5}">{label}</text>\n'

@@ -147,12 +147,8 @@ def _all_at_once(bench: Bench, wanted: _Waits) -> Lines:
         ("memory of the process", "MB", [each.megabytes for each in held], wanted.megabytes),
         ("processor time of the process", "%", [each.cpu_percent for each in held], wanted.cpu_percent),
     ):
-        found.append(
-            Comparison(
-                wanted.number, wanted.scenario, f"{wanted.what}: {name}", Series(tuple(values), unit), None, "", most,
-                Better.lower, plot=f"{wanted.scenario}-{unit if unit.isalpha() else 'percent'}",
-            )
-        )  # fmt: skip
+        what, series = f"{wanted.what}: {name}", Series(tuple(values), unit)
+        found.append(Comparison(wanted.number, wanted.scenario, what, series, None, "", most, Better.lower))
     return [*found]
 
 
@@ -194,14 +190,12 @@ def start(bench: Bench) -> Lines:
     lines: Lines = []
     for what in leased:
         ours, limit = found[what], found[transaction]
-        more = tuple(a - b for a, b in zip(ours.values, limit.values, strict=True))
+        more = Series(tuple(a - b for a, b in zip(ours.values, limit.values, strict=True)), "ms")
+        beyond = f"{what}: more than in transaction mode"
         lines += [
             Comparison(26, "lease-latency", what, ours, limit, transaction, None, Better.lower, is_paired=True),
-            Comparison(
-                26, "lease-latency", f"{what}: more than in transaction mode", Series(more, "ms"), None, "", 0.5,
-                Better.lower, plot="lease-latency-more",
-            ),
-        ]  # fmt: skip
+            Comparison(26, "lease-latency", beyond, more, None, "", 0.5, Better.lower),
+        ]
     return lines
 
 

@@ -113,6 +113,15 @@ def test_plots_are_well_formed_and_one_for_each_scenario_with_figures(tmp_path) 
         assert ElementTree.parse(path).getroot().tag.endswith("svg")
 
 
+def test_a_figure_below_zero_has_no_bar(tmp_path) -> None:
+    """A difference may be one; nothing is drawn to the left of the picture."""
+    less = Comparison(26, "less", "less than", Series((-0.5, -0.4), "ms"))
+    (path,) = write_plots(run_of(less), tmp_path)
+    _, bar = ElementTree.parse(path).getroot().findall("{*}rect")
+    assert float(bar.get("width", "")) == 1
+    assert "M10.0 " in path.read_text()
+
+
 def test_the_best_peer_is_chosen_by_scenario_processes_and_language() -> None:
     """A figure of another scenario, or of more processes, is no peer of this one."""
     slow, fast, quick = PEERS["pgqueuer"], PEERS["graphile-worker"], PEERS["oban"]

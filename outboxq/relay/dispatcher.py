@@ -528,7 +528,7 @@ class Dispatcher:
         return park_unknown_kinds(connection, self.state.config.schema, queue, kinds)
 
     def _publish(self, report: BatchReport, queues: Collection[str], parked: int = 0) -> None:
-        self._outage.end()
+        self._outage.losses = 0
         self._claims.emit()
         self.state.publish(report, parked)
         for queue in queues:

@@ -36,17 +36,13 @@ class Outage:
 
     Attributes:
         since: The time (monotonic) since which the database is away; None while it is there.
+        losses: The number of times that it was lost since something was committed.
     """
 
     def __init__(self, state: RelayState) -> None:
         self.since: float | None = None
         self._state = state
-        # How often the database was lost since something was committed.
-        self._losses = 0
-
-    def end(self) -> None:
-        """Record that something was committed."""
-        self._losses = 0
+        self.losses = 0
 
     def connected(self) -> None:
         """Record that there is a connection."""
@@ -62,9 +58,9 @@ class Outage:
             LoginRefused: the database refuses the relay's login for too long.
         """
         self._state.login.failed(error)
-        longest = min(_RECONNECT_FIRST_SECONDS * 2.0**self._losses, _RECONNECT_CAP_SECONDS)
+        longest = min(_RECONNECT_FIRST_SECONDS * 2.0**self.losses, _RECONNECT_CAP_SECONDS)
         seconds = longest * random.uniform(0.5, 1.0)
-        self._losses = min(self._losses + 1, _MOST_DOUBLINGS)
+        self.losses = min(self.losses + 1, _MOST_DOUBLINGS)
         if not isinstance(error, CONNECTION_ERRORS):
             # A user's listener on the engine raised: the connection is closed, and its transaction rolled back.
             logger.warning(

@@ -336,13 +336,13 @@ class Slot:
 
     def committed(self, ended: Ended) -> None:
         """Publish what was committed on the slot's connection, which works."""
-        self._outage.end()
+        self._outage.losses = 0
         if ended.report is not None:
             self.publish(ended.report)
 
     def _publish_last(self, connection: Connection, report: BatchReport, runtime: Runtime) -> None:
         """Park the jobs of unknown kinds of the last batch, with others at the head of the queue; publish the batch."""
-        self._outage.end()
+        self._outage.losses = 0
         parked, queue = 0, report.parked_in
         try:
             if queue is not None:

@@ -51,6 +51,8 @@ class Planner:
         self._alone_for = 0
         # The most jobs in a claim: deadlocks grow with the locks that a batch holds.
         self._most = _NO_LIMIT
+        # The number of free slots, for claims under the lease.
+        self._free = 1
         # Nothing waited at the slot's last claim: it has slept since, and trusts the poll or call that woke it.
         self._is_rested = True
         # True if jobs were found since the last poll of the slot's queues; the time that this poll took.
@@ -77,7 +79,7 @@ class Planner:
         """
         self._server = server
         if most is not None:
-            self._most = most
+            self._free = min(most, _MOST_LEASED)
             yield from self._suspects() if suspects else self._follow()
         if suspects:
             return
@@ -177,7 +179,7 @@ class Planner:
         if self._alone_for or sort in claims.by_one:
             limit = 1
         else:
-            limit = min(self._most, _MOST_LEASED if script.leased else claims.batch_size)
+            limit = min(self._most, self._free if script.leased else claims.batch_size)
         if state.flow.restricts and not (limit := self._admission.take(name, limit)):
             return None
         return ClaimRequest(
@@ -281,6 +283,8 @@ class Planner:
         self._alone_for = max(0, (ended.run_alone or self._alone_for) - claimed)
         if ended.was_too_large:
             self._most = max(1, request.limit // 2)
+        elif request.script.leased:
+            self._most = min(self._most * 2, _NO_LIMIT)
 
     def _follow_seconds(self, walk_seconds: float) -> float:
         """The time for which the slot stays with one sort of jobs, if a poll of its queues took `walk_seconds`."""

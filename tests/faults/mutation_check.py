@@ -206,9 +206,9 @@ MUTANTS = (
     ),
     Mutant(
         "the jobs of a lease without rows that are refused",
-        "outboxq/execution/lease_mode.py",
-        "        return replace(self, refusal=error) if may_be_refusal and self.refusal is None else None\n",
-        "        return None\n",
+        "outboxq/relay/dispatcher.py",
+        "        if settling.keeps and keeper.kinds and keeper.may_be_refusal(error):\n",
+        "        if 0 == 1:\n",
         ("tests/execution/test_kept.py::test_jobs_whose_rows_are_refused_are_done_without",),
     ),
     Mutant(
@@ -531,15 +531,15 @@ MUTANTS = (
     ),
     Mutant(
         "the way that a claim gives to another one which holds it up",
-        "outboxq/relay/slot.py",
-        "        if request.script.lock and sqlstate_of(error) == LOCK_NOT_AVAILABLE:\n",
-        "        if 0 == 1:\n",
+        "outboxq/relay/rolled_back.py",
+        "    if request.script.lock and sqlstate_of(error) == LOCK_NOT_AVAILABLE:\n",
+        "    if 0 == 1:\n",
         ("tests/flow/test_limits.py::test_a_claim_under_a_lease_that_another_one_holds_up_gives_way",),
     ),
     Mutant(
         "the slot of a suspect that runs",
-        "outboxq/relay/leased_loop.py",
-        "        if script.most is None or script.lock or take_slot(connection, schema, request):\n",
+        "outboxq/relay/slot.py",
+        "        if run_script(connection, *timeouts, limit.take_slot(schema, request.queue, most))[0][0]:\n",
         "        if 0 == 0:\n",
         ("tests/flow/test_limits.py::test_a_suspect_waits_for_a_slot_and_nothing_is_counted",),
     ),
@@ -847,19 +847,17 @@ MUTANTS = (
     ),
     Mutant(
         "the excuse of a job whose row could not be had",
-        "outboxq/relay/slot.py",
-        "                self.state.lease.excuse(batch.job)\n",
-        "                pass\n",
+        "outboxq/relay/rolled_back.py",
+        "            state.lease.excuse(batch.job)\n",
+        "            pass\n",
         ("tests/execution/test_row_held.py::test_a_job_whose_row_is_held_time_after_time_is_never_buried",),
     ),
     Mutant(
-        "the patience with the rows of a claim's finished jobs",
-        "outboxq/execution/lease_mode.py",
-        "*LOCAL_SETTINGS, _PATIENCE, NO_SCANS",
-        "*LOCAL_SETTINGS, NO_SCANS",
-        (
-            "tests/execution/test_row_held.py::test_the_row_of_a_job_that_wrote_nothing_holds_its_slot_up_for_seconds_only",
-        ),
+        "the rows that others hold, when outcomes are settled",
+        "outboxq/relay/dispatcher.py",
+        "            many.add_to(script, keep=settling.keeps)\n",
+        "            many.add_to(script, keep=settling.keeps, free=False)\n",
+        ("tests/execution/test_row_held.py::test_the_row_of_a_job_that_wrote_nothing_holds_no_slot_up",),
     ),
     Mutant(
         "the thread that a relay's own connection belongs to",
@@ -998,7 +996,7 @@ MUTANTS = (
         "outboxq/statements/lease_mode.py",
         "\n    AND ((job.id, job.lease_token) IN (SELECT held.id, held.token FROM oq_held AS held)) IS TRUE",
         "",
-        ("tests/relay/test_lease_mode.py::test_a_lost_lease_of_one_job_costs_the_others_nothing",),
+        ("tests/statements/test_leased_together.py",),
     ),
     Mutant(
         "the row that is changed again, behind a set-based update",
@@ -1098,10 +1096,10 @@ MUTANTS = (
         ),
     ),
     Mutant(
-        "a leased job behind one that left something",
-        "outboxq/relay/leased_loop.py",
-        "allowed=not runtime.guard.left and self._may_begin(term)",
-        "allowed=self._may_begin(term)",
+        "the connection on which a call left something",
+        "outboxq/relay/connections.py",
+        " and slot_connection.guard.left is None\n",
+        "\n",
         (
             "tests/database/test_session_state_left.py::test_nothing_that_a_handler_leaves_on_its_connection_meets_a_later_batch",
         ),
@@ -1320,8 +1318,8 @@ MUTANTS = (
     Mutant(
         "the connection of a slot, given back when it sleeps",
         "outboxq/relay/slot_loop.py",
-        "                if is_over:\n                    self._sleep()",
-        "                with self._connections.borrow():\n                    self._sleep()",
+        "                    slot.rest(self)\n",
+        "                    self.on_connection(lambda _: slot.rest(self) is None)\n",
         (
             "tests/relay/test_connections.py::test_an_idle_relay_holds_four_connections_whatever_the_number_of_its_queues",
         ),
@@ -1420,11 +1418,11 @@ MUTANTS = (
         ),
     ),
     Mutant(
-        "the look whether a transaction is left, when jobs of a lease are settled",
-        "outboxq/execution/lease_mode.py",
-        "            if transaction_status(connection) != TransactionStatus.INERROR:\n",
-        "            if False:\n",
-        ("tests/faults/test_refused_commit.py",),
+        "a claim beyond the free slots",
+        "outboxq/relay/planner.py",
+        "self._free if script.leased else claims.batch_size",
+        "claims.batch_size + 9",
+        ("tests/relay/test_dispatcher.py::test_a_claim_takes_no_more_jobs_than_slots_are_free",),
     ),
     Mutant(
         "a COMMIT that gets no lock, for which no job is blamed",
@@ -1580,23 +1578,23 @@ MUTANTS = (
     ),
     Mutant(
         "suspects that cannot be claimed, and the ready jobs behind them",
-        "outboxq/relay/slot.py",
-        "        if self.running or not request.sort.is_suspect:\n",
-        "        if request:\n",
+        "outboxq/relay/rolled_back.py",
+        "    if not request.sort.is_suspect:\n",
+        "    if request:\n",
         ("tests/execution/test_failing_claims.py::test_suspects_that_cannot_be_claimed_keep_no_other_job_waiting",),
     ),
     Mutant(
-        "the term of the lease that a claim is of",
-        "outboxq/relay/leased_loop.py",
-        " and state.lease.want() and state.lease.term == term\n",
-        " and state.lease.want()\n",
-        ("tests/relay/test_lease_mode.py::test_a_claim_of_an_earlier_term_of_the_lease_begins_nothing_more",),
+        "the connection of a call, before its session is used",
+        "outboxq/execution/leased_call.py",
+        "        result = self._attempt()\n",
+        "        self.borrow()\n        result = self._attempt()\n",
+        ("tests/relay/test_dispatcher.py::test_calls_that_wait_hold_no_connection",),
     ),
     Mutant(
         "the second way of a recovery that the database refuses",
-        "outboxq/relay/slot.py",
-        "            except (psycopg.Error, SQLAlchemyError) as refused:\n",
-        "            except ZeroDivisionError as refused:\n",
+        "outboxq/relay/rolled_back.py",
+        "        except (psycopg.Error, SQLAlchemyError) as refused:\n",
+        "        except ZeroDivisionError as refused:\n",
         ("tests/faults/test_rows_that_refuse.py::test_a_job_that_escaped_and_cannot_be_a_dead_letter_is_put_off",),
     ),
     Mutant(
@@ -1616,8 +1614,8 @@ MUTANTS = (
     Mutant(
         "the smaller claim of a lease behind one that was cancelled",
         "outboxq/relay/planner.py",
-        "            self._most_leased[request.queue] = 1\n",
-        "            pass\n",
+        "limit = min(self._most, self._free if script.leased",
+        "limit = min(self._free, self._free if script.leased",
         ("tests/execution/test_failing_claims.py::test_a_cancelled_claim_of_a_lease_asks_for_less",),
     ),
     Mutant(
@@ -1996,13 +1994,13 @@ MUTANTS = (
         ("tests/flow/test_coalesce.py::test_a_job_that_is_added_while_another_of_its_key_runs_is_followed_by_a_run",),
     ),
     Mutant(
-        "jobs of a key taken along under a lease after the handler too",
-        "outboxq/relay/leased_loop.py",
-        "                        run(connection, batch, runtime, handlers, shared=False)\n",
-        "                        run(connection, batch, runtime, handlers, shared=False)\n"
-        "                        one = LeasedBatch(leased.claimed, (job,))\n"
-        "                        coalesce_leased(connection, one, slot.state.config.schema)\n",
-        ("tests/flow/test_coalesce.py::test_a_job_that_is_added_while_another_of_its_key_runs_is_followed_by_a_run",),
+        "the place of a call among the connections, given back",
+        "outboxq/relay/call_connections.py",
+        "            self.held.pop().give_place()\n",
+        "            self.held.pop()\n",
+        (
+            "tests/relay/test_dispatcher.py::test_as_many_connections_as_are_set_are_lent_in_the_order_of_the_first_uses",
+        ),
     ),
     Mutant(
         "jobs of a key taken along as the claim's snapshot has them",
@@ -2127,9 +2125,9 @@ MUTANTS = (
     ),
     Mutant(
         "a job that wrote nothing under a lease is followed by the next of its chain",
-        "outboxq/execution/run.py",
-        "        if isinstance(result, Done) and not has_follower(job):\n",
-        "        if isinstance(result, Done):\n",
+        "outboxq/execution/settle.py",
+        "    if isinstance(result, CancelledResult) or (isinstance(result, Done) and THEN_HEADER in job.headers):\n        return None\n",
+        "    if isinstance(result, CancelledResult):\n        return None\n",
         ("tests/execution/test_chains.py::test_each_job_of_a_chain_runs_once_behind_the_one_before_it",),
     ),
     Mutant(

@@ -16,7 +16,7 @@ from sqlalchemy.orm import sessionmaker
 from outboxq import OutboxSession
 from outboxq.postgres import Database, Server
 from tests.deploy.files import PLACES, Deployed, documents
-from tests.support import app
+from tests.support import app, gated_calls
 from tests.support.ledger import effects, enqueue, rows, waiting
 from tests.support.urls import libpq_url
 from tests.support.waiting import PATIENCE, wait_until
@@ -137,6 +137,27 @@ def test_a_relay_holds_as_many_connections_as_the_page_says(
         relay.send_signal(signal.SIGTERM)
         assert relay.wait(PATIENCE) == 0
     assert effects(engine) == [str(number) for number in range(9)]
+
+
+@pytest.mark.large
+@pytest.mark.parametrize(("uses_session", "connections"), [(False, 3), (True, 1 + 20 + 2)])
+def test_calls_hold_as_many_connections_as_the_page_says(
+    uses_session: bool, connections: int, installed: Installed, engine: Engine, tmp_path: Path
+) -> None:
+    """docs/deploying.md: a group in lease mode counts as 1 + 20 slots, as 1 if its calls leave their session alone."""
+    folder = tmp_path / "calls"
+    folder.mkdir()
+    job = gated_calls.wait_at_gate.job(folder=str(folder), uses_session=uses_session)
+    with sessionmaker(engine, class_=OutboxSession).begin() as session:
+        session.add_jobs(job for _ in range(60))
+    options = ["--queue", "mail=60", "--prune-seconds", "0", "--stats-seconds", "0", "--no-reindex"]
+    with installed.running(["outboxq", "relay", "tests.support.gated_calls:jobs", *options]) as relay:
+        wait_until(lambda: len(list(folder.iterdir())) == 60, "all calls to begin")
+        wait_until(lambda: rows(engine, HELD) == [(connections,)], f"{connections} connections")
+        (folder / "gate").touch()
+        wait_until(lambda: waiting(engine) == 0, "the jobs")
+        relay.send_signal(signal.SIGTERM)
+        assert relay.wait(PATIENCE) == 0
 
 
 @pytest.mark.large

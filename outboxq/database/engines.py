@@ -76,7 +76,7 @@ _SERVER_SETTINGS: Mapping[str, int | str] = {
     # A backend that executes does not check its socket: one that waits for a lock would keep the job.
     "client_connection_check_interval": _IDLE_SECONDS * 1000,
 }
-# A handler that works outside the database leaves its slot's connection idle for as long as it takes; so do sleepers.
+# A handler that works outside the database leaves its connection idle for as long as it takes; so are spare ones.
 _RELAY_SETTINGS: Mapping[str, int | str] = {**_SERVER_SETTINGS, "idle_session_timeout": 0}
 # Custom plans: one that was made while the table was small would read all of it, for as long as the connection lives.
 _EFFECTS_SETTINGS: Mapping[str, int | str] = {**_SERVER_SETTINGS, "plan_cache_mode": "force_custom_plan"}

@@ -11,11 +11,11 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
-from sqlalchemy import Connection, Engine, select, text
+from sqlalchemy import Connection, Engine, create_engine, event, select, text
 from sqlalchemy.exc import InvalidRequestError
 
 import outboxq.relay.dispatcher as dispatcher_module
-from outboxq import Backoff, DeadLetter, Discard, OutboxSession, Retry, SlotGroup, Snooze
+from outboxq import Backoff, DeadLetter, Discard, OutboxSession, Relay, Retry, SlotGroup, Snooze
 from outboxq.config import RelayConfig
 from outboxq.database.driver import Answer, Script
 from outboxq.events import (
@@ -28,6 +28,7 @@ from outboxq.events import (
     JobLeaseLost,
     JobRetried,
     JobSnoozed,
+    JobsParked,
 )
 from outboxq.relay.dispatcher import Dispatcher
 from outboxq.relay.limits import RelayLimits
@@ -37,6 +38,7 @@ from tests.conftest import RunningRelay, StartRelay
 from tests.support.app import Child, Effect
 from tests.support.calls import Calls, Gate, config, lent_by, note_claims, note_dispatchers, owners_of, rows
 from tests.support.ledger import effects
+from tests.support.scripts import change_scripts
 from tests.support.waiting import PATIENCE, wait_until
 
 FLAVOURS = pytest.mark.parametrize("flavour", ["sync", "async"])
@@ -75,7 +77,7 @@ def running_calls(
 
 
 def names_of(events: list[Event], kind: type[Any]) -> list[str]:
-    return sorted(event.job.args for event in events if isinstance(event, kind))
+    return sorted(each.job.args for each in events if isinstance(each, kind))
 
 
 def use_session(ctx: Any, flavour: str) -> Any:
@@ -684,3 +686,179 @@ def test_suspects_whose_relay_died_once_run_in_company(
         alone.open()
         wait_until(lambda: len(running.of(JobDone)) == 22, "all")
     assert Counter(calls.began) == dict.fromkeys([*names, "twice", "ready"], 1)
+
+
+# One job among others.
+
+
+@FLAVOURS
+@pytest.mark.parametrize("meanwhile", ["cancelled", "reaped"])
+@pytest.mark.parametrize("which", ["plain", "writes"])
+def test_a_lost_lease_of_one_job_costs_the_others_nothing(
+    engine: Engine, start_relay: StartRelay, gate: Gate, flavour: str, which: str, meanwhile: str
+) -> None:
+    """Each is fenced by its own token, and only the one whose row is another's is reported as lost."""
+    calls, names = Calls(flavour), ["first", "plain", "writes", "last"]
+
+    async def write_async(ctx: Any) -> None:
+        await gate.wait_async()
+        ctx.session.add(Effect(name="written"))
+
+    def write(ctx: Any) -> None:
+        gate.wait()
+        ctx.session.add(Effect(name="written"))
+
+    calls.all_wait_for(gate, *names)
+    calls.tasks["writes"] = write_async if flavour == "async" else write
+    calls.enqueue(engine, *names)
+    with running_calls(start_relay, calls, config(4), gate) as running:
+        wait_until(lambda: len(calls.began) == 4, "all calls to run")
+        change = "DELETE FROM outboxq.job" if meanwhile == "cancelled" else "UPDATE outboxq.job SET lease_token = 9"
+        with engine.begin() as connection:
+            connection.execute(text(f"{change} WHERE args->>'name' = :name"), {"name": which})
+        gate.open()
+        wait_until(lambda: len(running.of(JobDone)) == 3 and running.of(JobLeaseLost), "all to end")
+        assert rows(engine, "args->>'name', lease_token") == ([] if meanwhile == "cancelled" else [(which, 9)])
+        with engine.begin() as connection:
+            connection.execute(text("DELETE FROM outboxq.job"))
+    assert names_of(running.events, JobLeaseLost) == [f'{{"name": "{which}"}}']
+    assert names_of(running.events, JobDone) == sorted(f'{{"name": "{name}"}}' for name in names if name != which)
+    assert effects(engine) == ([] if which == "writes" else ["written"])
+
+
+@FLAVOURS
+def test_a_kind_that_no_handler_has_is_parked_uncounted_and_others_run(
+    engine: Engine, drain: Callable[..., list[Event]], flavour: str
+) -> None:
+    """Those of its claim are done, and the rest of its kind is parked with it."""
+    calls = Calls(flavour)
+    insert = (
+        "INSERT INTO outboxq.job (id, queue, kind, args) SELECT gen_random_uuid(), 'held', 'unheard of', "
+        '\'{"name": "unknown"}\' FROM generate_series(1, 12)'
+    )
+    with engine.begin() as connection:
+        connection.execute(text(insert))
+    calls.enqueue(engine, "known")
+    events = drain(calls.jobs, slots_per_queue=4)
+    assert names_of(events, JobDone) == ['{"name": "known"}']
+    assert set(rows(engine)) == {("unknown", "scheduled", 0, 0)}
+    assert sum(event.count for event in events if isinstance(event, JobsParked)) == 12
+
+
+def test_a_call_whose_connection_is_lost_is_the_only_suspect(engine: Engine, start_relay: StartRelay) -> None:
+    """Its session's backend ends while it runs: it runs again, uncounted, and the others are done at once."""
+    calls = Calls()
+
+    def end_own_backend(ctx: Any) -> None:
+        if calls.began.count("ends") == 1:
+            ctx.session.execute(text("SELECT pg_terminate_backend(pg_backend_pid())"))
+
+    calls.tasks["ends"] = end_own_backend
+    calls.tasks["writes"] = lambda ctx: ctx.session.add(Effect(name="written"))
+    calls.enqueue(engine, "first", "ends", "writes", "last")
+    with start_relay(calls.jobs, config(4, poll_seconds=0.1)) as running:
+        wait_until(lambda: len(running.of(JobDone)) == 4, "every job")
+    assert Counter(calls.began) == {"first": 1, "ends": 2, "writes": 1, "last": 1}
+    assert [event.crashes for event in running.of(JobCrashed)] == [0]
+    assert {event.job.attempt for event in running.of(JobDone)} == {1}
+    assert effects(engine) == ["written"]
+
+
+@pytest.mark.parametrize("statement", ["SELECT 1 / 0", "SELECT pg_terminate_backend(pg_backend_pid())"])
+def test_a_claim_that_fails_behind_a_settlement_undoes_nothing(
+    engine: Engine, start_relay: StartRelay, monkeypatch: pytest.MonkeyPatch, statement: str
+) -> None:
+    """They are one string and two transactions: each job is reported once, and none runs again."""
+    calls, names, statements = Calls(), [f"job {number}" for number in range(8)], [statement]
+
+    def breaking(script: Script) -> None:
+        owners = [owner for owner, _ in script.parts]
+        if statements and {"finished", "claim"} <= set(owners):
+            script.parts.insert(owners.index("claim"), ("settings", statements.pop()))
+
+    change_scripts(monkeypatch, breaking)
+    calls.enqueue(engine, *names)
+    with start_relay(calls.jobs, config(2, poll_seconds=0.1)) as running:
+        wait_until(lambda: len(running.of(JobDone)) >= 8 and not rows(engine), "every job")
+    assert not statements
+    assert Counter(calls.began) == dict.fromkeys(names, 1)
+    assert len(running.of(JobDone)) == 8
+    assert not running.of(JobLeaseLost)
+
+
+def test_a_claim_that_cannot_be_read_hides_no_job_that_was_settled_with_it(
+    engine: Engine, start_relay: StartRelay, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was committed before it is reported, and the slots go on."""
+    calls, names, unread = Calls(), [f"job {number}" for number in range(8)], list[Script]()
+
+    def make_unreadable(script: Script) -> None:
+        owners = [owner for owner, _ in script.parts]
+        if not unread and {"finished", "claim"} <= set(owners):
+            unread.append(script)
+            script.parts[owners.index("claim")] = "claim", "SELECT 'infinity'::timestamptz"
+
+    change_scripts(monkeypatch, make_unreadable)
+    calls.enqueue(engine, *names)
+    with start_relay(calls.jobs, config(2, poll_seconds=0.1)) as running:
+        wait_until(lambda: len(running.of(JobDone)) >= 8 and not rows(engine), "every job")
+    assert unread
+    assert Counter(calls.began) == dict.fromkeys(names, 1)
+    assert len(running.of(JobDone)) == 8
+
+
+@FLAVOURS
+def test_calls_that_run_through_many_beats_are_no_orphans(
+    engine: Engine, start_relay: StartRelay, gate: Gate, flavour: str
+) -> None:
+    """The relay's own look for jobs that none of its slots has leaves them alone, and those that have just ended."""
+    calls, names = Calls(flavour), [f"waits {number}" for number in range(4)]
+    calls.all_wait_for(gate, *names)
+    calls.enqueue(engine, *names)
+    settings = config(6, lease_seconds=1, heartbeat_seconds=0.05)
+    alive = text("SELECT alive_until FROM outboxq.relay")
+    with running_calls(start_relay, calls, settings, gate) as running:
+        wait_until(lambda: len(calls.began) == 4, "all calls to run")
+        seen = set[object]()
+
+        def beats() -> bool:
+            calls.enqueue(engine, f"quick {len(seen)}")
+            with engine.connect() as connection:
+                seen.add(connection.execute(alive).scalar_one())
+            return len(seen) > 6
+
+        wait_until(beats, "some beats")
+        gate.open()
+        wait_until(lambda: not rows(engine), "every job")
+    assert not running.of(JobCrashed)
+    assert len(calls.began) == len(running.of(JobDone))
+    assert {event.job.crashes for event in running.of(JobDone)} == {0}
+
+
+@pytest.mark.parametrize("writes", [True, False])
+def test_users_listeners_see_each_transaction_of_leased_jobs_begin(engine: Engine, writes: bool) -> None:
+    """A listener that sets a role or a tenant must not miss a transaction that a string of ours began."""
+    calls, begun, tenants = Calls(), list[Connection](), list[str]()
+    listened = create_engine(engine.url)
+
+    @event.listens_for(listened, "begin")
+    def begins(connection: Connection) -> None:
+        begun.append(connection)
+        connection.exec_driver_sql(f"SET LOCAL outboxq.tenant = 'number {len(begun)}'")
+
+    def look(ctx: Any) -> None:
+        if writes:
+            tenants.append(ctx.session.execute(text("SELECT current_setting('outboxq.tenant', true)")).scalar_one())
+            ctx.session.add(Effect(name="looked"))
+
+    names = [f"look {number}" for number in range(5)]
+    calls.tasks = dict.fromkeys(names, look)
+    calls.enqueue(engine, *names)
+    events: list[Event] = []
+    Relay(listened, calls.jobs, config(1), hooks=[events.append]).drain()
+    listened.dispose()
+    assert len([each for each in events if isinstance(each, JobDone)]) == 5
+    assert all(tenant.startswith("number ") for tenant in tenants)
+    assert (len(set(tenants)), effects(engine), rows(engine)) == ((5, ["looked"] * 5, []) if writes else (0, [], []))
+    # The claim of each job, at least, and its settlement.
+    assert len(begun) >= 10

@@ -229,11 +229,20 @@ class LeaseExtensionFailed:
 
 @dataclass(frozen=True, slots=True)
 class RelayStarted:
-    """The relay is about to claim. `connections`: how many it holds while all of its slots work, `ctx.once` apart."""
+    """The relay is about to claim.
+
+    Args:
+        slots: How many jobs it runs at once.
+        connections: How many it holds at most while all of its slots work, `ctx.once` apart.
+        call_slots: Those of the slots that are in lease mode, and hold no connection while their handlers wait.
+        call_connections: Those of the connections that the calls in these slots share.
+    """
 
     queues: tuple[str, ...]
     slots: int
     connections: int
+    call_slots: int = 0
+    call_connections: int = 0
 
 
 @dataclass(frozen=True, slots=True)

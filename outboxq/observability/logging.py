@@ -112,7 +112,7 @@ def log_event(event: Event, *, tracebacks: bool = True) -> None:
     said: dict[str, object] = {}
     for name, value in event_fields(event).items():
         extra[f"outboxq_{name}"] = value
-        says_nothing = value in ("", ()) or (value == 0 and name.startswith("hook_"))
+        says_nothing = value in ("", ()) or (value == 0 and name.startswith(("hook_", "call_")))
         if not says_nothing:
             said[name] = value
     extra[_EVENT] = type(event).__name__

@@ -368,7 +368,9 @@ class RelayRun:
         # Those of the slots, one for the lease, one for the listener.
         connections = sum(connections_of(group, claim, self.config) for group, _, claim in self.groups)
         connections += 1 + (self._state.listener is not None)
-        self.emit(RelayStarted(self._queues, self._slots, connections))
+        of_calls = [group.slots for group, _, claim in self.groups if claim == "lease"]
+        shared = sum(map(self.config.call_connections_of, of_calls))
+        self.emit(RelayStarted(self._queues, self._slots, connections, sum(of_calls), shared))
         counters = self._state.aggregate.counters
         is_over = False
         # Once in any case: a relay that is already stopping emits the same events as later.

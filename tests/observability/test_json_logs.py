@@ -80,7 +80,9 @@ def test_events_without_a_job_too(lines: io.StringIO) -> None:
     log_event(JobsParked("q", (), 1))
     said = [json.loads(line) for line in lines.getvalue().splitlines()]
     assert [each["event"] for each in said] == ["RelayStarted", "IndexRebuilt", "JobsParked"]
-    assert said[0]["fields"] == {"queues": ["a", "b"], "slots": 4, "connections": 6}
+    assert said[0]["fields"] == {
+        "queues": ["a", "b"], "slots": 4, "connections": 6, "call_slots": 0, "call_connections": 0,
+    }  # fmt: skip
     assert said[1]["fields"] == {"index": "job_ready", "bytes_before": 10, "bytes_after": 5}
     assert said[2]["fields"] == {"queue": "q", "kinds": [], "count": 1}
 

@@ -3,7 +3,7 @@
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
 import typer
 
@@ -19,7 +19,8 @@ LogFormat: TypeAlias = Literal["text", "json"]
 
 # Options that have the name of the setting.
 _NUMBERS = (
-    "batch_size", "poll_seconds", "drain_seconds", "lease_seconds", "max_crashes", "prune_seconds", "stats_seconds",
+    "call_connections", "batch_size", "poll_seconds", "drain_seconds", "lease_seconds", "max_crashes", "prune_seconds",
+    "stats_seconds",
 )  # fmt: skip
 
 
@@ -38,7 +39,8 @@ class RelayOptions:
             metavar="NAMES=SLOTS",
             help="Which queues to serve, and with how many slots: so many of their jobs run at once. accounts=4; "
             "urgent,normal=2 (two slots for both, urgent first); *=2 (two slots for all other queues, in turns); "
-            "accounts (one slot). May be repeated. Without it: two slots for each queue.",
+            "accounts (one slot). May be repeated. Without it: two slots for each queue. At most 200 slots, and "
+            '2,000 for async handlers in lease mode (claim="lease"), which wait without a connection.',
             show_default=False,
         ),
     ] = None
@@ -55,10 +57,28 @@ class RelayOptions:
     drain: Annotated[
         bool, typer.Option("--drain", help="Stop when no job is ready or due any more, and say what is left.")
     ] = False
+    call_connections: Annotated[
+        int | None,
+        typer.Option(
+            "--call-connections",
+            metavar="NUMBER",
+            min=1,
+            max=200,
+            help='How many connections the jobs of one --queue share in lease mode (claim="lease"): a handler has one '
+            "only from the first use of its ctx.session to its COMMIT, and waits if all are taken. Without it: 20, or "
+            "the number of slots if that is less.",
+            show_default=False,
+        ),
+    ] = None
     batch_size: Annotated[
         int,
         typer.Option(
-            "--batch-size", metavar="JOBS", min=1, max=1_000, help="The most jobs that one transaction claims."
+            "--batch-size",
+            metavar="JOBS",
+            min=1,
+            max=1_000,
+            help="The most jobs that one transaction claims. Not for lease mode, in which each job has a slot of its "
+            "own: give its queues more slots.",
         ),
     ] = 1
     poll_seconds: Annotated[
@@ -234,7 +254,7 @@ class RelayOptions:
 
         return config.RelayConfig(
             groups=tuple(config.SlotGroup.parse(text) for text in self.queue or ()),
-            **{name: getattr(self, name) for name in _NUMBERS},
+            **self._numbers(),
             reindex=not self.no_reindex,
             declare_schedules=not (self.no_schedules or config.no_schedules()),
             allow_asynchronous_commit=self.allow_asynchronous_commit,
@@ -243,6 +263,11 @@ class RelayOptions:
             listen_url=listen_url,
             schema=self.schema,
         )
+
+    def _numbers(self) -> dict[str, Any]:
+        """The numbers that have a value, by the names of their settings."""
+        given = {name: getattr(self, name) for name in _NUMBERS}
+        return {name: value for name, value in given.items() if value is not None}
 
     def check_reload(self, databases: int) -> None:
         """Refuse --reload together with options that it does not support.
@@ -264,7 +289,9 @@ class RelayOptions:
         command += ["--schema", self.schema, "--log-level", self.log_level]
         command += ["--log-format", self.log_format] if self.log_format else []
         command += [part for text in self.queue or () for part in ("--queue", text)]
-        command += [part for name in _NUMBERS for part in (f"--{name.replace('_', '-')}", str(getattr(self, name)))]
+        command += [
+            part for name, given in self._numbers().items() for part in (f"--{name.replace('_', '-')}", str(given))
+        ]
         flags = {
             "--no-reindex": self.no_reindex,
             "--no-schedules": self.no_schedules,
@@ -296,6 +323,7 @@ def relay(options: RelayOptions) -> None:
     Examples:
       outboxq relay myapp.jobs:jobs
       outboxq relay myapp.jobs:jobs --queue accounts=4 --queue urgent,normal=2
+      outboxq relay myapp.jobs:jobs --queue webhooks=1000 --call-connections 10
       outboxq relay myapp.jobs:jobs --processes 2 --log-format json
       outboxq relay myapp.jobs:jobs --processes 4 --health-file /tmp/relay.json
       outboxq relay myapp.jobs:jobs --metrics 0.0.0.0:9464

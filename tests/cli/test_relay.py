@@ -15,6 +15,7 @@ from sqlalchemy import URL, Engine, create_engine, make_url, text
 from sqlalchemy.orm import sessionmaker
 
 from outboxq import OutboxSession, external
+from outboxq.cli.relay import RelayOptions
 from outboxq.postgres import Database
 from tests.support import app
 from tests.support.cli import REPOSITORY, call, command, environment, run
@@ -106,6 +107,48 @@ def test_only_the_queues_that_are_named_are_served(
         session.add_job(app.record_async, name="b")
     run("relay", TARGET, "--drain", "--queue", "ledger=2", url=outboxq_database.url, cwd=REPOSITORY).ok()
     assert effects(engine) == ["a"]
+
+
+LEASED_TARGET = "tests.support.failover_app:jobs"
+
+
+def test_calls_share_as_many_connections_as_the_command_line_says(
+    outboxq_database: Database, engine: Engine, sessions: sessionmaker[OutboxSession]
+) -> None:
+    """`--call-connections 3`: the first log line has slots and connections apart, and those of calls."""
+    with sessions.begin() as session:
+        session.add_jobs([external("record_under_lease", queue="leased").job(name=f"{n:02}") for n in range(20)])
+    said = run(
+        "relay", LEASED_TARGET, "--drain", "--queue", "leased=30", "--queue", "ledger=2", "--call-connections", 3,
+        url=outboxq_database.url, cwd=REPOSITORY,
+    ).ok()  # fmt: skip
+    assert effects(engine) == [f"{n:02}" for n in range(20)]
+    (started,) = [line for line in said.stderr.splitlines() if "relay started" in line]
+    # The dispatcher's, those of its calls, of two slots, and of the lease.
+    assert started.partition("relay started: ")[2] == (
+        "queues=leased,ledger slots=32 connections=7 call_slots=30 call_connections=3"
+    )
+
+
+@pytest.mark.parametrize("given", [None, 7])
+def test_each_process_shares_as_many_connections_as_its_supervisor_was_told(given: int | None) -> None:
+    """The children's command lines hold `--call-connections` if it was given, and else leave the default alone."""
+    options = RelayOptions(target=TARGET, call_connections=given)
+    line = options.of_one_process()
+    assert line.count("--call-connections") == (given is not None)
+    assert given is None or line[line.index("--call-connections") + 1] == "7"
+    assert options.config(None).call_connections == given
+
+
+def test_a_batch_size_is_refused_if_all_queues_are_in_lease_mode(outboxq_database: Database) -> None:
+    """A relay that could not use it does not start, and says what to give instead."""
+    done = run(
+        "relay", LEASED_TARGET, "--drain", "--queue", "leased=2", "--batch-size", 10, url=outboxq_database.url,
+        cwd=REPOSITORY,
+    )  # fmt: skip
+    assert done.exit_code == 2, done
+    assert "batch_size=10 is for queues in transaction mode" in done.stderr
+    assert "leased=10" in done.stderr
 
 
 @pytest.mark.large

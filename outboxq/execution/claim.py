@@ -111,7 +111,7 @@ class ClaimRequest:
         Args:
             begins: Begin the transaction: the claim follows a COMMIT.
         """
-        claim, parts = self.script, script.parts
+        claim, parts = self.script.for_limit(self.limit), script.parts
         parts += _BEGIN if begins else _BEGUN
         parts += claim.parts(self.limit, self.cursor, self.server)
         if claim.leased:
@@ -126,7 +126,7 @@ class ClaimRequest:
 
     def failed(self, error: BaseException) -> bool:
         """Return True if the claim failed for how it was sent, so that another try may succeed in a new transaction."""
-        return self.script.failed(error, self.server)
+        return self.script.for_limit(self.limit).failed(error, self.server)
 
     def read(self, answer: Answer) -> Claimed:
         """Read the claimed jobs from the answer to a script with the claim's statements.
@@ -136,7 +136,8 @@ class ClaimRequest:
         """
         if answer.error is not None:
             raise answer.error
-        look, rows = self.script.look(answer.rows, self.server), answer.rows["claim"]
+        script = self.script.for_limit(self.limit)
+        look, rows = script.look(answer.rows, self.server), answer.rows["claim"]
         moved = cast("int", rows[0][0]) if rows else 0
         if moved < 0 or (look is not None and not look.has_room):
             return Claimed(self, is_full=True)
@@ -164,9 +165,9 @@ class ClaimRequest:
             transaction = ClaimTransaction(
                 self.savepoint, f"{self.savepoint}_inner", cast("str", xid), cast("int", pid)
             )
-        # The last column, if the claim counted: the number of jobs that there was room for.
-        room = rows[0][_END_OF_JOB:] if rows and self.script.leased else ()
-        is_cut = bool(room) and room[0] == len(jobs) < self.limit
+        # Under a lease, the number of jobs at which the claim ended early, if it may have done so.
+        ends = rows[0][_END_OF_JOB:] if rows and self.script.leased else ()
+        is_cut = bool(ends) and ends[0] is not None and ends[0] <= len(jobs) < self.limit
         return Claimed(self, tuple(jobs), moved, transaction, is_cut=is_cut, look=look, extras=extras)
 
 

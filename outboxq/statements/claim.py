@@ -5,7 +5,7 @@ it, so a slot prepares it on its connection and executes it by name; else it is 
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum, auto
 from functools import lru_cache
 from typing import ClassVar, LiteralString, NamedTuple, TypeAlias
@@ -73,14 +73,27 @@ _WALK: LiteralString = """\
   ORDER BY {order}
   LIMIT {limit}
   FOR UPDATE SKIP LOCKED"""
-_PICKED: LiteralString = "WITH {room}picked AS MATERIALIZED (\n" + _WALK + "\n)"
-# For a limit that counts leased jobs. The planner knows the limit of the walk; the one around it ends the walk, and its
-# locks, at the last job that there is room for.
-_PICKED_FOR_ROOM: LiteralString = (
-    "WITH {room}picked AS MATERIALIZED (SELECT * FROM (\n"
-    + _WALK
-    + "\n) AS walked LIMIT coalesce((SELECT free FROM room), 0))"
+_PICKED: LiteralString = "WITH {room}picked AS MATERIALIZED (\n"
+# Around the walk, whose own limit the planner knows. Each ends the walk, and its locks, at the last job that is taken.
+# For a limit that counts leased jobs, at the last one that there is room for.
+_FOR_ROOM: tuple[LiteralString, LiteralString] = (
+    "SELECT * FROM (\n",
+    "\n) AS walked LIMIT coalesce((SELECT free FROM room), 0)",
 )
+# At the job with which the arguments reach the budget: a row for each kilobyte of a job, and a limit of the rows. The
+# arguments of the jobs after it are not even read. A sum over the jobs, in a window, would cost three times as much.
+_WITHIN_BUDGET: tuple[LiteralString, LiteralString] = (
+    "SELECT id, pg_catalog.generate_series(1, kilobytes) FROM (\n",
+    "\n) AS sized LIMIT {budget}",
+)
+# Begun kilobytes of the text that a claim returns. Small values are not measured, as in the checks of the table.
+KILOBYTES: LiteralString = (
+    "CASE WHEN pg_catalog.pg_column_size(args) <= 1024 AND pg_catalog.pg_column_compression(args) IS NULL "
+    "THEN 1 ELSE pg_catalog.octet_length(args::text) / 1024 + 1 END AS kilobytes"
+)
+# The budget of one claim under a lease, 4 MB, so that a relay with many slots can hold what it claims for them. It
+# holds for claims of more than `FEW` jobs: of fewer it would cost more than 3 % of the claim.
+BUDGET_KILOBYTES, FEW = 4_096, 50
 
 BY_PRIORITY: LiteralString = "(-priority), seq"
 
@@ -101,14 +114,16 @@ _LEASING: LiteralString = """, claimed AS (
   WHERE id = ANY (ARRAY(SELECT id FROM picked))
   RETURNING {columns}, claimed.lease_token
 )
-SELECT {moved}, claimed.*{free} FROM (SELECT 0 AS moved) AS count LEFT JOIN claimed ON true"""
+SELECT {moved}, claimed.*{most} FROM (SELECT 0 AS moved) AS count LEFT JOIN claimed ON true"""
 _CLEARING = "\nSELECT id FROM picked"
 
 _MOVED: LiteralString = "count.moved"
 # For a queue with a limit: the claim takes jobs if there is room, and counts -1 moved jobs if there is none.
 _IF_ROOM: LiteralString = " AND EXISTS (SELECT FROM room)"
 _MOVED_IF_ROOM: LiteralString = "CASE WHEN EXISTS (SELECT FROM room) THEN count.moved ELSE -1 END"
-_FREE: LiteralString = ", (SELECT free FROM room)"
+# The number of jobs at which the claim ended, if it did so before its limit.
+_FREE: LiteralString = "(SELECT free FROM room)"
+SPENT: LiteralString = "CASE WHEN (SELECT pg_catalog.count(*) FROM picked) >= {budget} THEN 0 END"
 
 # The parameters of a claim, in their order. In its text each is a control character, which no name has.
 _TYPES = "text, int, int, bigint, int"
@@ -170,9 +185,11 @@ class ClaimScript:
             before and are not vacuumed yet.
         leased: True if the claim gives jobs a lease instead of deleting their rows.
         most: The queue's limit, if any: then the claim takes jobs if there is room for them. If the limit is kept by
-            counting leased jobs, it takes as many as there is room for; the last column of each row is that number.
+            counting leased jobs, it takes as many as there is room for.
         lock: Statements before the claim, with their owner, for a limit that is kept by counting leased jobs.
         name: The name under which a connection prepares the claim.
+        for_many: The claim of more than `FEW` jobs, which keeps a budget of their arguments. It and a claim that counts
+            leased jobs return another column, the last one: the number of jobs at which they ended or less, or NULL.
     """
 
     # Its jobs run in the order of their priorities. A claim that took fewer than its limit left nothing.
@@ -186,6 +203,11 @@ class ClaimScript:
     most: int | None = None
     lock: tuple[tuple[str, str], ...] = ()
     name: str = ""
+    for_many: "ClaimScript | None" = None
+
+    def for_limit(self, limit: int) -> "ClaimScript":
+        """The script that claims up to so many jobs."""
+        return self if self.for_many is None or limit <= FEW else self.for_many
 
     def text(self, limit: int, cursor: Cursor | None = None) -> str:
         """The claim of up to `limit` jobs, only of those after `cursor`."""
@@ -287,7 +309,11 @@ class ClaimStatements:
 
         def script(owner: UUID | None, sort: _Eligible) -> ClaimScript:
             texts = _texts(schema, owner, sort, counts)
-            return ClaimScript(texts, quote_literal(queue), sort == _READY, owner is not None, most, lock, texts.name)
+            made = ClaimScript(texts, quote_literal(queue), sort == _READY, owner is not None, most, lock, texts.name)
+            if owner is None:
+                return made
+            texts = _texts(schema, owner, sort, counts, is_budgeted=True)
+            return replace(made, for_many=replace(made, texts=texts, name=texts.name))
 
         self.ready = script(None, _READY)
         self.due = script(None, _DUE)
@@ -325,19 +351,24 @@ _ALONE: _Eligible = (f"state = 'suspect' AND {MORE_DEATHS}", "seq")
 
 
 @lru_cache(256)
-def _texts(schema: str, owner: UUID | None, sort: _Eligible, counts_leases: bool | None) -> ClaimTexts:
+def _texts(
+    schema: str, owner: UUID | None, sort: _Eligible, counts_leases: bool | None, *, is_budgeted: bool = False
+) -> ClaimTexts:
     """The texts of the claim of one sort, for queues with a limit unless `counts_leases` is None."""
     eligible, order = sort
     # A relay whose lease expired, because it was stopped or cut off, claims nothing: others would reap it at once.
     alive: LiteralString = _ALIVE if owner else ""
 
-    def picked(only: LiteralString = "", limited: sql.Composed | None = None, text: LiteralString = _PICKED) -> str:
+    sized: LiteralString = f", {KILOBYTES}" if is_budgeted else ""
+
+    def picked(only: LiteralString = "", limited: sql.Composed | None = None, walk: LiteralString = _WALK) -> str:
         wanted = compose(schema, eligible + alive + only, owner=owner, priority=_PRIORITY, seq=_SEQ, id=_ID)
         return render(
             schema,
-            text,
+            _PICKED + walk + "\n)",
             room=sql.SQL("") if limited is None else limited + sql.SQL(", "),
-            also=sql.SQL("" if owner else f", {DIED} AS died"),
+            also=sql.SQL(sized if owner else f", {DIED} AS died"),
+            budget=BUDGET_KILOBYTES,
             queue=_QUEUE,
             eligible=wanted,
             order=sql.SQL(order),
@@ -346,18 +377,29 @@ def _texts(schema: str, owner: UUID | None, sort: _Eligible, counts_leases: bool
 
     is_crash = sort in (_SUSPECT, _ALONE)
     action = _action(schema, owner, _MOVED, crashed=is_crash)
-    claim = picked() + action
+    walk, limited, ends = _WALK, None, []
     if counts_leases is not None:
         limited = room(schema, _QUEUE, _MOST, counts_leases=counts_leases)
-        picking = picked("", limited, _PICKED_FOR_ROOM) if counts_leases else picked(_IF_ROOM, limited)
-        free = _FREE if counts_leases else ""
-        claim = picking + _action(schema, owner, _MOVED_IF_ROOM, crashed=is_crash, free=free)
+    if counts_leases:
+        walk = _FOR_ROOM[0] + walk + _FOR_ROOM[1]
+        ends.append(_FREE)
+    if is_budgeted:
+        walk = _WITHIN_BUDGET[0] + walk + _WITHIN_BUDGET[1]
+        ends.append(SPENT)
+    claim = picked(_IF_ROOM if counts_leases is False else "", limited, walk) + _action(
+        schema, owner, _MOVED if limited is None else _MOVED_IF_ROOM, crashed=is_crash, ends=ends
+    )
     name, definition = named(_filled(claim, [f"${number}" for number in range(1, 6)]), _TYPES)
     return ClaimTexts(claim, picked() + _CLEARING, picked(" AND id = {id}") + action, name, definition)
 
 
 def _action(
-    schema: str, owner: UUID | None, moved: LiteralString, *, crashed: bool = False, free: LiteralString = ""
+    schema: str,
+    owner: UUID | None,
+    moved: LiteralString,
+    *,
+    crashed: bool = False,
+    ends: Sequence[LiteralString] = (),
 ) -> str:
     if owner is None:
         return render(schema, _DELETING, columns=sql.SQL(COLUMNS), anchor=sql.SQL(ANCHOR), moved=sql.SQL(moved))
@@ -370,7 +412,7 @@ def _action(
         crashes=sql.SQL(one_more("crashes") if crashed else "crashes"),
         columns=sql.SQL(counted_columns(crashed=crashed)),
         moved=sql.SQL(moved),
-        free=sql.SQL(free),
+        most=compose(schema, f", least({', '.join(ends)})" if ends else "", budget=BUDGET_KILOBYTES),
     )
 
 

@@ -226,6 +226,10 @@ class GroupScript:
     in_company: bool | None = None
     per_group: int = 1
 
+    def for_limit(self, _: int) -> "GroupScript":
+        """The script that claims up to so many jobs: this one."""
+        return self
+
     @property
     def leased(self) -> bool:
         """Return True if the claim gives jobs a lease instead of deleting their rows."""

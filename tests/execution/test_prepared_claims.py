@@ -50,6 +50,7 @@ CASES = [
     *((UNLIMITED, "ready", limit, cursor) for limit in (1, 50, 500) for cursor in (None, CURSOR)),
     *((UNLIMITED, "due", limit, None) for limit in (1, 50, 500)),
     *((UNLIMITED, sort, 50, None) for sort in ("lease_ready", "lease_due", "lease_suspect", *PASSED)),
+    *((claims, sort, 200, None) for claims in (UNLIMITED, COUNTED) for sort in ("lease_ready", "lease_due")),
     *((SLOTS, sort, 50, None) for sort in ("ready", "due", "lease_suspect")),
     *(
         (COUNTED, sort, limit, None)
@@ -109,8 +110,7 @@ def test_a_claim_that_was_prepared_for_an_empty_table_walks_its_index_in_a_large
             connection.execute(text("SET jit_above_cost = 1000"))
             connection.execute(text("INSERT INTO outboxq.relay VALUES (:id, now() + interval '1 day')"), {"id": OWNER})
         with connection.begin():
-            for claims, sort in dict.fromkeys((claims, sort) for claims, sort, _, _ in CASES):
-                script: ClaimScript = getattr(claims, sort)
+            for script in {script_of(claims, sort, limit) for claims, sort, limit, _ in CASES}:
                 run_script(connection, script.texts.definition, *execution(script, 1))
         with connection.begin():
             connection.execute(text(FILL))
@@ -118,7 +118,7 @@ def test_a_claim_that_was_prepared_for_an_empty_table_walks_its_index_in_a_large
             with connection.begin():
                 connection.execute(text(analyze))
             for claims, sort, limit, cursor in CASES:
-                nodes = explained(connection, *execution(getattr(claims, sort), limit, cursor))
+                nodes = explained(connection, *execution(script_of(claims, sort, limit), limit, cursor))
                 case = analyze, sort, limit, cursor, nodes
                 scanned = {node["Node Type"] for node in nodes if node.get("Relation Name", "job") == "job"}
                 assert scanned.isdisjoint({"Sort", "Incremental Sort", "Seq Scan"}), case
@@ -135,6 +135,11 @@ def test_a_claim_that_was_prepared_for_an_empty_table_walks_its_index_in_a_large
                 # Once.
                 counts = [node for node in nodes if node.get("Index Name") == "job_leased"]
                 assert len(counts) == (claims is COUNTED), case
+
+
+def script_of(claims: ClaimStatements, sort: str, limit: int) -> ClaimScript:
+    script: ClaimScript = getattr(claims, sort)
+    return script.for_limit(limit)
 
 
 def execution(script: ClaimScript, limit: int, cursor: Cursor | None = None) -> list[str]:
@@ -344,16 +349,19 @@ def test_a_claim_that_fails_leaves_all_claims_prepared(engine: Engine) -> None:
         assert prepared_here(connection) == 2
 
 
-@pytest.mark.parametrize(("mode", "most"), [("transaction", 6), ("lease", 8)])
-def test_a_connection_prepares_eight_claims_at_most(engine: Engine, mode: str, most: int) -> None:
-    """One for each sort with a limit of the queue and one without, shared by all queues, batch sizes and starts."""
+@pytest.mark.parametrize(("mode", "most"), [("transaction", 6), ("lease", 12)])
+def test_a_connection_prepares_twelve_claims_at_most(engine: Engine, mode: str, most: int) -> None:
+    """One for each sort with a limit of the queue and one without, shared by all queues, batch sizes and starts.
+
+    Under a lease of ready and due jobs another one, for many at a time.
+    """
     server, is_leasing = ServerSession(claims=PreparedStatements()), mode == "lease"
     sorts = ("lease_ready", "lease_due", *PASSED) if is_leasing else ("ready", "due", "lease_suspect")
     with engine.connect() as connection:
         for number, running in enumerate((None, 1, 2, None)):
             claims = ClaimStatements("outboxq", f"queue {number}", OWNER, most=running, counts_leases=is_leasing)
             for sort in sorts:
-                for limit, cursor in ((1, None), (7, None), (7, CURSOR)):
+                for limit, cursor in ((1, None), (7, None), (7, CURSOR), (16 if "suspect" in sort else 200, None)):
                     with connection.begin():
                         claim(connection, ClaimRequest(getattr(claims, sort), limit, cursor, server=server))
         assert prepared_here(connection) == most

@@ -39,6 +39,7 @@ _THROTTLE = "tests/flow/test_throttle.py"
 _TAKEN_OVER = "tests/admin/test_bulk_taken_over.py"
 _BULK, _KEPT = "tests/admin/test_bulk.py", "tests/relay/test_dead_letters_kept.py"
 
+_BUDGET = "tests/execution/test_claim_budget.py"
 _SUSPECTS = "tests/relay/test_suspect_claims.py"
 
 _PROGRESS = "tests/relay/test_progress.py::"
@@ -497,9 +498,23 @@ MUTANTS = (
     Mutant(
         "the number of jobs that a claim which counts leased jobs has room for",
         "outboxq/statements/claim.py",
-        "LIMIT coalesce((SELECT free FROM room), 0))",
-        "LIMIT (SELECT 1000 FROM room))",
+        "LIMIT coalesce((SELECT free FROM room), 0)",
+        "LIMIT (SELECT 1000 FROM room)",
         ("tests/flow/test_limits.py::test_a_claim_under_a_lease_takes_as_many_jobs_as_there_is_room_for",),
+    ),
+    Mutant(
+        "the budget of the arguments of a claim of many jobs",
+        "outboxq/statements/claim.py",
+        " AS sized LIMIT {budget}",
+        " AS sized",
+        (_BUDGET,),
+    ),
+    Mutant(
+        "the place after a claim that ended at its budget",
+        "outboxq/statements/claim.py",
+        ">= {budget} THEN 0 END",
+        "< 0 THEN 0 END",
+        (_BUDGET,),
     ),
     Mutant(
         "the crash that is not counted for a suspect in company",

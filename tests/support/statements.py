@@ -307,6 +307,8 @@ def _claims() -> Iterator[str]:
         of_suspects = (claims.lease_suspect, claims.lease_suspects_in_company, claims.lease_suspect_alone)
         for script in (claims.ready, claims.due, claims.lease_ready, claims.lease_due, *of_suspects):
             yield from _of_script(script)
+            if script.for_many is not None:
+                yield from _of_script(script.for_many)
     for limit in ((None, False), (3, False), (3, True)):
         for groups in (GroupScript("outboxq", "mail", None, *limit), GroupScript("outboxq", "mail", _ID, *limit)):
             yield from (groups.text(5, "a"), _text(groups.clearing(5)), groups.one(_ID))

@@ -209,6 +209,33 @@ def test_a_reaper_that_has_locked_a_row_first_wins(engine: Engine, change: str) 
     assert _untouched(engine).isdisjoint(each.id for each in others)
 
 
+@pytest.mark.parametrize("change", REPORTING)
+def test_a_row_that_changed_and_is_still_ours_is_settled_as_it_is_now(engine: Engine, change: str) -> None:
+    """A statement that waits for a transaction with another purpose goes on with what that has committed."""
+    with engine.begin() as connection:
+        add_leased(connection, 3)
+        jobs = leased_jobs(connection)
+    found: list[Rows] = []
+
+    def settle() -> None:
+        with engine.begin() as connection:
+            found.append(run_script(connection, *CHANGES[change](jobs, False)))
+
+    waits = threading.Thread(target=settle)
+    with engine.begin() as other:
+        other.exec_driver_sql("UPDATE outboxq.job SET priority = 7")
+        waits.start()
+        wait_until(lambda: _locks(engine) == 1, "the statement to wait")
+    waits.join(30)
+    assert found == [[]]
+    with engine.connect() as connection:
+        rows = connection.exec_driver_sql(
+            "SELECT priority, errors->0->>'type', attempt FROM outboxq.job "
+            "UNION ALL SELECT priority, errors->0->>'type', attempt FROM outboxq.dead_job"
+        )
+        assert list(map(tuple, rows)) == ([] if change in ("finish", "keep") else [(7, "ValueError", 1)] * 3)
+
+
 def _locks(engine: Engine) -> int:
     with engine.connect() as connection:
         waiting = (

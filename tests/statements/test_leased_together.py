@@ -236,6 +236,37 @@ def test_a_row_that_changed_and_is_still_ours_is_settled_as_it_is_now(engine: En
         assert list(map(tuple, rows)) == ([] if change in ("finish", "keep") else [(7, "ValueError", 1)] * 3)
 
 
+@pytest.mark.parametrize("free", [True, False])
+@pytest.mark.parametrize("change", REPORTING)
+def test_a_row_that_changed_since_the_statement_began_is_locked_as_it_is_now(
+    engine: Engine, change: str, free: bool
+) -> None:
+    """A job that is still ours is settled; one with another token is not, and counts as held if that is possible."""
+    with engine.begin() as connection:
+        add_leased(connection, 2)
+        jobs = leased_jobs(connection)
+    # In its first part, after its snapshot was taken.
+    waiting = "FROM pg_catalog.pg_advisory_xact_lock(7), unnest("
+    statements = [text.replace("FROM unnest(", waiting, 1) for text in CHANGES[change](jobs, free)]
+    found: list[Rows] = []
+
+    def settle() -> None:
+        with engine.begin() as connection:
+            found.append(run_script(connection, *statements))
+
+    waits = threading.Thread(target=settle)
+    with engine.begin() as gate, engine.begin() as other:
+        gate.exec_driver_sql("SELECT pg_advisory_xact_lock(7)")
+        waits.start()
+        wait_until(lambda: _locks(engine) == 1, "the statement to have begun")
+        other.exec_driver_sql("UPDATE outboxq.job SET priority = 7")
+        other.execute(text("UPDATE outboxq.job SET lease_token = 9 WHERE id = :id"), {"id": jobs[1].id})
+        other.commit()
+    waits.join(30)
+    assert found == [[(jobs[1].id, free)]]
+    assert _untouched(engine) == {jobs[1].id}
+
+
 def _locks(engine: Engine) -> int:
     with engine.connect() as connection:
         waiting = (

@@ -2220,8 +2220,8 @@ MUTANTS = (
     Mutant(
         "a job that wrote nothing under a lease is followed by the next of its chain",
         "outboxq/execution/settle.py",
-        "    if isinstance(result, CancelledResult) or (isinstance(result, Done) and THEN_HEADER in job.headers):\n        return None\n",
-        "    if isinstance(result, CancelledResult):\n        return None\n",
+        "    if isinstance(result, CancelledResult) or (isinstance(result, Done) and THEN_HEADER in job.headers):\n",
+        "    if isinstance(result, CancelledResult):\n",
         ("tests/execution/test_chains.py::test_each_job_of_a_chain_runs_once_behind_the_one_before_it",),
     ),
     Mutant(

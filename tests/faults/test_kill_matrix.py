@@ -33,11 +33,12 @@ class Mode:
     kind: object
     queue: str
     batch_size: int = 1
+    slots: int = 1
     suspects: bool = False
 
     @property
     def config(self) -> RelayConfig:
-        groups = (SlotGroup((self.queue,)),)
+        groups = (SlotGroup((self.queue,), self.slots),)
         return RelayConfig(groups=groups, batch_size=self.batch_size, lease_seconds=1, poll_seconds=0.05)
 
 
@@ -47,7 +48,7 @@ MODES = {
     "batch-async": Mode(faulty.work_async, "tx-async", batch_size=4),
     "transaction-async": Mode(faulty.work_async, "tx-async"),
     "suspects": Mode(faulty.work, "tx", batch_size=4, suspects=True),
-    "lease-batch": Mode(faulty.work_leased, "lease", batch_size=4),
+    "lease-calls": Mode(faulty.work_leased, "lease", slots=4),
     "batch": Mode(faulty.work, "tx", batch_size=4),
     "transaction": Mode(faulty.work, "tx"),
     "lease": Mode(faulty.work_leased, "lease"),

@@ -1,8 +1,12 @@
 """Errors that end a batch, and never leave the relay."""
 
+from typing import TYPE_CHECKING
+
 from outboxq.errors import OutboxqError
-from outboxq.execution.failure import Failed
 from outboxq.job import Job
+
+if TYPE_CHECKING:
+    from outboxq.execution.failure import Failed
 
 ROLLED_BACK = (
     "the handler rolled its session back, then returned as if done: raise instead, "
@@ -26,7 +30,7 @@ class WritesRefused(ConnectionLost):
 class ConnectionSpoiled(ConnectionLost):
     """A handler left the connection so that nothing can be sent on it: it is closed, and the attempt counted."""
 
-    def __init__(self, failed: Failed) -> None:
+    def __init__(self, failed: "Failed") -> None:
         super().__init__("a handler left a statement of its own unfinished")
         self.failed = failed
 
@@ -45,7 +49,7 @@ class SharingEnded(BaseException):
 class TransactionEscaped(OutboxqError):
     """A handler ended the claim's transaction, or left it without the claim's savepoint."""
 
-    def __init__(self, job: Job, failed: Failed) -> None:
+    def __init__(self, job: Job, failed: "Failed") -> None:
         super().__init__(f"the handler of {job.kind!r} ended the relay's transaction")
         self.job = job
         self.failed = failed

@@ -15,7 +15,7 @@ import importlib.metadata
 import re
 import sys
 import sysconfig
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import date, datetime
@@ -36,6 +36,8 @@ from outboxq.codec.text import MAX_MESSAGE_CHARACTERS, name_of, storable, storab
 from outboxq.database.errors import is_of_prepared, sqlstate_of
 from outboxq.error_record import ErrorRecord, StoredException, StoredFrame
 from outboxq.errors import CallRefused, EffectFailed, OutboxqError, PermanentError
+from outboxq.execution.errors import Abandoned, ConnectionLost
+from outboxq.handlers.resolved import Registry
 from outboxq.job import Job
 from outboxq.outcomes import DeadLetter, Discard, Retry
 from outboxq.statements.lease import INTERRUPTED, RELAY_DIED
@@ -323,6 +325,46 @@ def count_unfinished(stored: str) -> int:
         return sum(record.type in types for record in msgspec.json.decode(stored.encode(), type=list[_Typed]))
     except (msgspec.MsgspecError, RecursionError):
         return 0
+
+
+class JudgesFailures:
+    """The base of a runtime: tells failures from other errors, and describes them as their handlers want them kept."""
+
+    __slots__ = ()
+    registry: Registry
+    is_interruption: Callable[[BaseException], bool]
+
+    def is_failure(self, error: BaseException) -> bool:
+        """Return True if an error of a handler is a failed attempt of its job.
+
+        Every error of a handler is, KeyboardInterrupt and other BaseExceptions included: a job must not be able to end
+        its relay. Only a lost connection, and the relay's own interruption, are raised again.
+        """
+        # By its type, which users' classes cannot redefine.
+        return not (issubclass(type(error), Abandoned | ConnectionLost) or self.is_interruption(error))
+
+    def describe(self, error: BaseException, job: Job, *, stack: Sequence[Frame] | None = None) -> Failed:
+        """Describe an exception that ended an attempt, as the job's handler wants it kept.
+
+        Args:
+            stack: The handler's call stack, if it did not raise the error itself.
+        """
+        handler = self.registry.handlers.get(job.kind)
+        homes = () if handler is None else homes_of(handler.__module__)
+        return describe_failure(error, job, is_whole=self._keeps_whole(job), homes=homes, stack=stack)
+
+    def reason(self, reason: object, job: Job) -> str:
+        """Redact the reason that a handler gave for its outcome."""
+        return describe_reason(reason, None if self._keeps_whole(job) else job.args)
+
+    def _keeps_whole(self, job: Job) -> bool:
+        handler = self.registry.handlers.get(job.kind)
+        return handler is not None and handler.messages == "whole"
+
+    def redacted(self, job: Job, result: R) -> R:
+        """Remove the texts of an attempt's result, if its handler withholds them."""
+        handler = self.registry.handlers.get(job.kind)
+        return withheld(result) if handler is not None and handler.messages == "withheld" else result
 
 
 class _Typed(msgspec.Struct):

@@ -1,7 +1,7 @@
 """The runtime of handlers: all that they need except jobs, fixed for a slot's connection."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -17,8 +17,7 @@ from outboxq.database.guard import Guard
 from outboxq.effects.api import EffectAccess
 from outboxq.effects.runners import AsyncEffectRunner, EffectRunner
 from outboxq.errors import EffectRefused
-from outboxq.execution.errors import Abandoned, ConnectionLost
-from outboxq.execution.failure import Failed, Frame, R, describe_failure, describe_reason, homes_of, withheld
+from outboxq.execution.failure import Failed, JudgesFailures
 from outboxq.execution.invoke import Invoker
 from outboxq.execution.keep import Keeper
 from outboxq.execution.preload import wait_while_young
@@ -83,7 +82,7 @@ class Orders:
 
 
 @dataclass(frozen=True, slots=True)
-class Runtime:
+class Runtime(JudgesFailures):
     """All that executing needs except the job, fixed for the life of a slot's connection.
 
     Args:
@@ -110,15 +109,6 @@ class Runtime:
     prepared_rows: PreparedStatements = NOT_PREPARED
     has_citus: bool = False
     coalesces: bool = True
-
-    def is_failure(self, error: BaseException) -> bool:
-        """Return True if an error of a handler is a failed attempt of its job.
-
-        Every error of a handler is, KeyboardInterrupt and other BaseExceptions included: a job must not be able to end
-        its relay. Only a lost connection, and the relay's own interruption, are raised again.
-        """
-        # By its type, which users' classes cannot redefine.
-        return not (issubclass(type(error), Abandoned | ConnectionLost) or self.is_interruption(error))
 
     def absent(self, connection: Connection, job: Job) -> None:
         """Check if the missing row of an entity argument may come later.
@@ -159,29 +149,6 @@ class Runtime:
                 f"longer with jobs.scope({scope!r}, retention=...), or give the job fewer attempts"
             )
         return retention
-
-    def describe(self, error: BaseException, job: Job, *, stack: Sequence[Frame] | None = None) -> Failed:
-        """Describe an exception that ended an attempt, as the job's handler wants it kept.
-
-        Args:
-            stack: The handler's call stack, if it did not raise the error itself.
-        """
-        handler = self.registry.handlers.get(job.kind)
-        homes = () if handler is None else homes_of(handler.__module__)
-        return describe_failure(error, job, is_whole=self._keeps_whole(job), homes=homes, stack=stack)
-
-    def reason(self, reason: object, job: Job) -> str:
-        """Redact the reason that a handler gave for its outcome."""
-        return describe_reason(reason, None if self._keeps_whole(job) else job.args)
-
-    def _keeps_whole(self, job: Job) -> bool:
-        handler = self.registry.handlers.get(job.kind)
-        return handler is not None and handler.messages == "whole"
-
-    def redacted(self, job: Job, result: R) -> R:
-        """Remove the texts of an attempt's result, if its handler withholds them."""
-        handler = self.registry.handlers.get(job.kind)
-        return withheld(result) if handler is not None and handler.messages == "withheld" else result
 
     def handler_of(self, job: Job) -> AnyHandler | None:
         """The job's handler, if this slot can run it, and its kind is not paused."""

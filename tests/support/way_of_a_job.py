@@ -2,10 +2,11 @@
 
 import logging
 import sys
+from collections import Counter
 from pathlib import Path
 from statistics import median_low
 from types import CodeType, FrameType
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from sqlalchemy import create_engine, text
 
@@ -26,6 +27,10 @@ WAYS: dict[str, dict[str, object]] = {
 }
 # The first jobs fill caches.
 _WARM_UP, _MEASURED = 5, 21
+
+
+# The functions that a way calls in each file, and how often.
+Files: TypeAlias = dict[str, Counter[str]]
 
 
 class Way(NamedTuple):
@@ -59,10 +64,13 @@ class _Profile:
     def end(self) -> None:
         sys.setprofile(None)
 
-    def median(self) -> Way:
-        """The median of each figure: work that is done now and then, between two jobs, does not count."""
+    def median(self) -> tuple[Way, Files]:
+        """The median of each figure, and the files of one way: work that is done now and then does not count."""
         measured = self._ways[_WARM_UP : _WARM_UP + _MEASURED]
-        return Way(
+        files: Files = {}
+        for code in sorted(measured, key=len)[len(measured) // 2]:
+            files.setdefault(Path(code.co_filename).relative_to(PACKAGE).as_posix(), Counter())[code.co_qualname] += 1
+        way = Way(
             median_low(len(called) for called in measured),
             median_low(
                 len({(code.co_filename, code.co_firstlineno, code.co_qualname) for code in called})
@@ -70,10 +78,11 @@ class _Profile:
             ),
             median_low(len({code.co_filename for code in called}) for called in measured),
         )
+        return way, files
 
 
-def measure_way(url: str, name: str) -> Way:
-    """Measure one of WAYS in a database with the tables of `tests/support/app.py` and no jobs.
+def measure_way(url: str, name: str) -> tuple[Way, Files]:
+    """Measure one of WAYS, and list its files, in a database with the tables of `tests/support/app.py` and no jobs.
 
     A producer's way leads from `add_job` to the end of COMMIT, the others from one handler's body to the next one's in
     the thread of the only slot, while more jobs wait. Each handler executes one statement. Events become log records,

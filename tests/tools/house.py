@@ -22,7 +22,8 @@ the core and of the ways are bounded in tests/relay/test_way_of_a_job.py. The wa
 OUTBOXQ_TEST_DATABASE_URL names, or on one that is started for this.
 
 examples:
-  python -m tests.tools.house"""
+  python -m tests.tools.house
+  python -m tests.tools.house --files"""
 
 # The files that every job passes, with a family or without.
 _CORE = (
@@ -59,12 +60,14 @@ _READ = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the measures."""
-    argparse.ArgumentParser(
+    parser = argparse.ArgumentParser(
         prog="python -m tests.tools.house",
         description=__doc__,
         epilog=_HELP,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-    ).parse_args(arguments)
+    )
+    parser.add_argument("--files", action="store_true", help="print the functions that each way calls, by file")
+    options = parser.parse_args(arguments)
     for line in (*sizes(), *layers()):
         print(line)
     for name, figure in core_figures().items():
@@ -73,7 +76,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for name in WAYS:
             with server.create_database() as database:
                 app.prepare(database.url)
-                print(f"{name}: {measure_way(database.url, name)}", flush=True)
+                way, files = measure_way(database.url, name)
+                print(f"{name}: {way}", flush=True)
+                for file, called in sorted(files.items(), key=lambda each: each[1].total()) if options.files else ():
+                    functions = (f"{name} {count}" if count > 1 else name for name, count in called.items())
+                    print(f"  {called.total():3} {file}: {', '.join(functions)}")
     return 0
 
 

@@ -166,7 +166,7 @@ def leased(bench: Bench) -> Lines:
     """Row 7."""
     limit = Limit("pgbench, lease and delete 100 at a time, 1 client", limits.lease_and_delete(100), 100)
     return compare(
-        bench, 7, "lease", [Ours("lease mode, no-op, batches of 100", RelayOptions("leased", 100), limit, 0.3)]
+        bench, 7, "lease", [Ours("lease mode, no-op, 4 slots", RelayOptions("leased", slots=4), limit, None)]
     )
 
 

@@ -159,7 +159,9 @@ class Planner:
         cursor = self._cursors[name][sort]
         while True:
             if self._state.flow.restricts:
-                yield from self._admission.reserve(name, 1 if self._alone_for else self._claims.of(name).batch_size)
+                claims = self._claims.of(name)
+                most = self._free if claims.scripts[sort].leased else claims.batch_size
+                yield from self._admission.reserve(name, 1 if self._alone_for else most)
             request = self._ask(name, sort)
             if request is None:
                 return True

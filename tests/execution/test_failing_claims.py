@@ -230,7 +230,6 @@ def test_claims_that_fail_are_told_to_hooks_that_ask_for_them(
     assert [(event.queue, event.count) for event in failed] == [("ledger", 1)]
 
 
-@pytest.mark.xfail(strict=True, reason="Planner.first sets _most to the free slots, whatever was cancelled")
 def test_a_cancelled_claim_of_a_lease_asks_for_less(
     engine: Engine, sessions: sessionmaker[OutboxSession], start_relay: StartRelay, limits: list[int]
 ) -> None:

@@ -19,7 +19,7 @@ from outboxq.events import Event, JobDied, JobDone, JobRetried
 from outboxq.execution import recovery
 from outboxq.execution.claim import ClaimRequest
 from outboxq.execution.errors import Abandoned
-from outboxq.execution.settle_many import Settling
+from outboxq.execution.settle_many import SettleMany
 from outboxq.fault_points import FaultPoint, fault_action
 from tests.conftest import StartRelay
 from tests.support.app import Effect
@@ -198,11 +198,11 @@ def test_an_error_between_taking_and_settling_what_has_ended_stops_no_slot(
     engine: Engine, sessions: sessionmaker[OutboxSession], start_relay: StartRelay, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The dispatcher meets it with results in hand: they are settled later, and no handler runs again."""
-    add_to, struck, ran, jobs = Settling.add_to, [], [], Jobs()
+    add_to, struck, ran, jobs = SettleMany.add_to, [], [], Jobs()
 
-    def strike(settling: Settling, script: Script, **options: bool) -> None:
+    def strike(settling: SettleMany, script: Script, **options: bool) -> None:
         if not struck:
-            struck.append(len(settling.results))
+            struck.append(len(settling.settlements))
             raise MemoryError
         add_to(settling, script, **options)
 
@@ -213,7 +213,7 @@ def test_an_error_between_taking_and_settling_what_has_ended_stops_no_slot(
     names = [f"job {number}" for number in range(10)]
     with sessions.begin() as session:
         session.add_jobs(work.job(name=name) for name in names)
-    monkeypatch.setattr(Settling, "add_to", strike)
+    monkeypatch.setattr(SettleMany, "add_to", strike)
     with start_relay(jobs, RelayConfig(slots_per_queue=4), engine=engine):
         wait_until(lambda: waiting(engine) == 0, "every job")
     assert Counter(ran) == dict.fromkeys(names, 1)

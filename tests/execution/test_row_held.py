@@ -101,7 +101,6 @@ def test_a_job_whose_row_is_held_time_after_time_is_never_buried(
     assert dead_letters(engine) == []
 
 
-@pytest.mark.xfail(strict=True, reason="Settling.read takes a row that another transaction holds for a lost lease")
 def test_the_row_of_a_job_that_wrote_nothing_holds_no_slot_up(
     engine: Engine, sessions: sessionmaker[OutboxSession], start_relay: StartRelay
 ) -> None:

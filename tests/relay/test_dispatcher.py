@@ -111,23 +111,20 @@ def test_as_many_connections_as_are_set_are_lent_in_the_order_of_the_first_uses(
     engine: Engine, start_relay: StartRelay, made: list[Dispatcher], flavour: str
 ) -> None:
     """The others wait, each for its turn; all are done, and none is held longer than its COMMIT."""
-    calls, got, pids = Calls(flavour), list[int](), set[int]()
+    calls, got = Calls(flavour), list[int]()
     comes, goes = [Gate() for _ in range(6)], [Gate() for _ in range(6)]
-    pid = text("SELECT pg_backend_pid()")
 
     async def use_async(ctx: Any, number: int) -> None:
         await comes[number].wait_async()
-        found = await ctx.session.scalar(pid)
+        await ctx.session.execute(select(1))
         got.append(number)
-        pids.add(found)
         await goes[number].wait_async()
         ctx.session.add(Effect(name=str(number)))
 
     def use(ctx: Any, number: int) -> None:
         comes[number].wait()
-        found = ctx.session.scalar(pid)
+        ctx.session.execute(select(1))
         got.append(number)
-        pids.add(found)
         goes[number].wait()
         ctx.session.add(Effect(name=str(number)))
 
@@ -150,7 +147,6 @@ def test_as_many_connections_as_are_set_are_lent_in_the_order_of_the_first_uses(
         wait_until(lambda: (lent.used, lent.waiting) == (0, 0), "all connections to be free")
     # The first two have theirs at once, in any order.
     assert (sorted(got[:2]), got[2:]) == (sorted(order[:2]), order[2:])
-    assert len(pids) <= 2
 
 
 def holds(calls: Calls, gate: Gate, held: threading.Event) -> Callable[[Any], Any]:
@@ -169,13 +165,7 @@ def holds(calls: Calls, gate: Gate, held: threading.Event) -> Callable[[Any], An
     return hold_async if calls.flavour == "async" else hold
 
 
-FAILED_WANTS_A_CONNECTION = pytest.mark.xfail(
-    strict=True,
-    reason="a failed attempt waits for a connection of the calls to settle its result",
-)
-
-
-@pytest.mark.parametrize("flavour", ["sync", pytest.param("async", marks=FAILED_WANTS_A_CONNECTION)])
+@FLAVOURS
 def test_the_wait_for_a_connection_counts_within_the_deadline(
     engine: Engine, start_relay: StartRelay, gate: Gate, made: list[Dispatcher], flavour: str
 ) -> None:
@@ -200,7 +190,6 @@ def test_the_wait_for_a_connection_counts_within_the_deadline(
         wait_until(lambda: (lent.used, lent.waiting) == (0, 0), "no connection to be taken")
 
 
-@FAILED_WANTS_A_CONNECTION
 @FLAVOURS
 def test_a_session_that_waits_for_its_connection_serves_one_user_at_a_time(
     engine: Engine, start_relay: StartRelay, gate: Gate, made: list[Dispatcher], flavour: str
@@ -253,9 +242,9 @@ def test_a_session_that_waits_for_its_connection_serves_one_user_at_a_time(
 
 
 @FLAVOURS
-@pytest.mark.parametrize("used", [True, False], ids=["used before", "never used"])
+@pytest.mark.parametrize("before", ["used", "named", "nothing"])
 def test_what_a_handler_left_behind_gets_no_connection(
-    engine: Engine, start_relay: StartRelay, gate: Gate, made: list[Dispatcher], flavour: str, used: bool
+    engine: Engine, start_relay: StartRelay, gate: Gate, made: list[Dispatcher], flavour: str, before: str
 ) -> None:
     """Its task or thread uses the session when the job is done: an error, and no connection is taken."""
     calls, late = Calls(flavour), list[BaseException | None]()
@@ -264,26 +253,28 @@ def test_what_a_handler_left_behind_gets_no_connection(
         async def behind() -> None:
             await gate.wait_async()
             try:
-                await ctx.session.execute(select(1))
+                await (session or ctx.session).execute(select(1))
                 late.append(None)
             except Exception as error:  # noqa: BLE001  # the test looks at it
                 late.append(error)
 
-        if used:
-            await ctx.session.execute(select(1))
+        session = None if before == "nothing" else ctx.session
+        if before == "used":
+            await session.execute(select(1))
         calls.task = asyncio.create_task(behind())  # type: ignore[attr-defined]  # kept from the garbage collector
 
     def leave(ctx: Any) -> None:
         def behind() -> None:
             gate.wait()
             try:
-                ctx.session.execute(select(1))
+                (session or ctx.session).execute(select(1))
                 late.append(None)
             except Exception as error:  # noqa: BLE001  # the test looks at it
                 late.append(error)
 
-        if used:
-            ctx.session.execute(select(1))
+        session = None if before == "nothing" else ctx.session
+        if before == "used":
+            session.execute(select(1))
         threading.Thread(target=behind, daemon=True).start()
 
     calls.tasks["leaves"] = leave_async if flavour == "async" else leave
@@ -334,22 +325,19 @@ def test_a_claim_takes_no_more_jobs_than_slots_are_free(
     """So many run at most, however the calls end, and a slot that is free is used at once."""
     calls, taken, most = Calls(flavour), list[tuple[int, int]](), list[int]()
     note_claims(monkeypatch, lambda each: taken.append((len(each.jobs), made[0].busy)))
-    names = [f"job {number}" for number in range(40)]
-
-    def count(_ctx: Any) -> Any:
-        most.append(len(calls.began) - len(calls.ended))
-        return gate.pass_in(flavour)
-
-    calls.tasks = dict.fromkeys(names, count)
-    calls.enqueue(engine, *names)
+    names = [f"job {number}" for number in range(20)]
+    calls.tasks = dict.fromkeys(names, lambda _: most.append(len(calls.began) - len(calls.ended)))
+    calls.all_wait_for(gate, "stays", "stays too")
+    calls.enqueue(engine, "stays", "stays too", *names)
     with running_calls(start_relay, calls, config(3), gate) as running:
-        wait_until(lambda: len(calls.began) == 3, "all slots to be busy")
-        calls.enqueue(engine, "one more")
+        wait_until(lambda: len(running.of(JobDone)) == 20, "all that one slot runs")
+        assert len(calls.began) == 22
         gate.open()
-        wait_until(lambda: len(running.of(JobDone)) == 41, "all")
-    assert [(jobs, busy) for jobs, busy in taken if jobs + busy > 3] == []
-    assert max(most) == 3
-    assert Counter(calls.began) == dict.fromkeys([*names, "one more"], 1)
+        wait_until(lambda: len(running.of(JobDone)) == 22, "all")
+    assert taken[0] == (3, 0)
+    assert [each for each in taken if sum(each) > 3] == []
+    assert max(most) <= 3
+    assert Counter(calls.began) == dict.fromkeys([*names, "stays", "stays too"], 1)
 
 
 # Settling.

@@ -16,12 +16,26 @@ from outboxq.tables import mapped_schema
 
 
 @dataclass(frozen=True, slots=True)
+class ConnectionWait:
+    """The wait of a job in lease mode for a connection.
+
+    Args:
+        calls: How many jobs of its relay wait for one, this one among them.
+        connections: How many connections the jobs in the slots of its queue share.
+    """
+
+    calls: int
+    connections: int
+
+
+@dataclass(frozen=True, slots=True)
 class RunningJob:
     """A job that has run for longer than a second.
 
     Args:
         pid: The backend of its transaction, if it has one by now.
         progress: How far its handler is, from 0 to 1, by the last note of its `ctx.progress`; `note` is the text of it.
+        waits: Its wait for a connection, if it is in lease mode and all connections of its queue were used.
     """
 
     id: UUID
@@ -32,6 +46,7 @@ class RunningJob:
     pid: int | None
     progress: float | None = None
     note: str | None = None
+    waits: ConnectionWait | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +76,16 @@ class RelaySummary:
     running: tuple[RunningJob, ...]
 
     @property
+    def free(self) -> int:
+        """How many of its slots were free."""
+        return max(0, self.slots - self.busy)
+
+    @property
+    def waiting(self) -> int:
+        """How many of its jobs in lease mode waited for a connection, if one had run for longer than a second."""
+        return waiting_calls(self.running)
+
+    @property
     def longest(self) -> str | None:
         """The kind of the job that runs longest, and since when."""
         job = max(self.running, key=lambda each: each.seconds, default=None)
@@ -76,6 +101,11 @@ def decode_running(running: str) -> _Running:
         return msgspec.json.decode(running, type=_Running)
     except (msgspec.MsgspecError, RecursionError):
         return ()
+
+
+def waiting_calls(running: Sequence[RunningJob]) -> int:
+    """The number of calls of a relay that wait for a connection, by its running jobs."""
+    return max((job.waits.calls for job in running if job.waits is not None), default=0)
 
 
 def _with_progress(job: RunningJob, noted: Progress | None) -> RunningJob:

@@ -41,12 +41,14 @@ class Place:
 
     Attributes:
         connected: The connection, while the call has one.
+        is_waiting: The call waits for a connection.
     """
 
     is_async: bool
     is_wanted: Callable[[], bool]
     connected: SlotConnection | None = None
     held: "list[CallConnections]" = field(default_factory=list)
+    is_waiting: bool = False
 
     def pause(self, seconds: float) -> None:
         """Wait, in the call's task or thread."""
@@ -123,14 +125,16 @@ class CallConnections:
         Raises:
             Abandoned: the job was taken away.
         """
-        self._take_place(place)
-        place.held.append(self)
+        place.is_waiting = True
         try:
+            self._take_place(place)
+            place.held.append(self)
             with ExitStack() as stack:
                 place.connected = self._connect(stack, place)
+                place.is_waiting = False
                 yield place.connected
         finally:
-            place.connected = None
+            place.connected, place.is_waiting = None, False
             place.free()
 
     def give_place(self) -> None:

@@ -203,6 +203,11 @@ class Call:
     def end_turn(self) -> None:
         """Do nothing: the dispatcher ends the turns of its suspects."""
 
+    @property
+    def is_waiting(self) -> bool:
+        """Return True while the handler waits for a connection."""
+        return self._place.is_waiting
+
     def is_alive(self) -> bool:
         """Return True while it runs."""
         return not self._is_done

@@ -44,6 +44,12 @@ def read_relay(look: RelayLook | None, counter: EventCounter) -> Reading:
     add_kinds(reading, look.totals)
     for state, slots in look.slots.items():
         reading.add("outboxq_slots", (state,), slots)
+    for (queue, state), calls in look.calls.items():
+        reading.add("outboxq_calls", (queue, state), calls)
+    for queue, slots in look.free.items():
+        reading.add("outboxq_free_call_slots", (queue,), slots)
+    for state, connections in look.connections.items():
+        reading.add("outboxq_call_connections", (state,), connections)
     for queue, jobs in look.claimed.items():
         reading.add("outboxq_running_jobs", (queue,), jobs)
         for name in ("outboxq_parked_jobs_total", "outboxq_suspected_jobs_total", "outboxq_rolled_back_batches_total"):

@@ -9,7 +9,7 @@ import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import Future
 from contextlib import AbstractAsyncContextManager, ExitStack
 from dataclasses import dataclass
@@ -76,8 +76,11 @@ _LEASE_WAIT_SECONDS = 2.0
 _SETTLE_SECONDS = 5.0
 # The most jobs that are named in the relay's activity, of those that have run for at least so long.
 _RUNNING_MOST, _LONG_SECONDS = 50, 1.0
+# So many of them are calls that wait for a connection, before others.
+_WAITING_MOST = 25
 
 SLOT_STATES: tuple[str, ...] = ("busy", "idle", "asleep")
+CALL_STATES: tuple[str, ...] = ("running", "waiting")
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +91,11 @@ class RelayLook:
         totals: The outcomes of its jobs since it began.
         slots: The number of its slots in each of `SLOT_STATES`.
         claimed: For each of its queues, the number of jobs that its slots have claimed.
+        calls: For each of its queues in lease mode, the number of calls in each of `CALL_STATES`: those that wait for a
+            connection, and the others.
+        free: For each of these queues, the number of free slots that serve it, others perhaps too.
+        connections: The connections that calls share, those that they hold as `used`, the others as `free`; empty
+            without a queue in lease mode.
         kinds: Each queue and kind that it runs.
     """
 
@@ -95,6 +103,9 @@ class RelayLook:
     totals: Counts
     slots: Counter[str]
     claimed: Counter[str]
+    calls: Counter[tuple[str, str]]
+    free: Counter[str]
+    connections: Counter[str]
     kinds: tuple[tuple[str, str], ...]
     hook_failures: int
     flush_failures: int
@@ -229,13 +240,29 @@ class RelayRun:
         state = "stopping" if self.stopping.is_set() else "draining" if self.until_empty else "serving"
         busy = sum(worker.busy for worker in workers)
         free = dict.fromkeys(queue for worker in workers if worker.busy < worker.slots for queue in worker.queues)
-        running = list(islice((job for batch in self._batches() for job in _running_in(batch)), _RUNNING_MOST))
-        return RelayActivity(state, busy, tuple(free), msgspec.json.encode(running).decode())
+        running = msgspec.json.encode(list(islice(self._long_jobs(), _RUNNING_MOST))).decode()
+        return RelayActivity(state, busy, tuple(free), running)
+
+    def _long_jobs(self) -> Iterator[dict[str, object]]:
+        """The jobs that have run for long: those of slots, calls that wait for a connection, then the others."""
+        for runner in list(self._runners):
+            if runner.batch is not None:
+                yield from _running_in(runner.batch)
+        calls = [(call, each.connections.most) for each in self._dispatchers() for call in each.calls.copy().values()]
+        waiting = [each for each in calls if each[0].is_waiting]
+        waits = {id(call): {"calls": len(waiting), "connections": most} for call, most in waiting}
+        first = waiting[:_WAITING_MOST]
+        named = {id(call) for call, _ in first}
+        for call, _ in [*first, *(each for each in calls if id(each[0]) not in named)]:
+            for job in _running_in(call.batch):
+                yield job | {"waits": waits[id(call)]} if id(call) in waits else job
+
+    def _dispatchers(self) -> list[Dispatcher]:
+        return [runner.slot for runner in list(self._runners) if isinstance(runner.slot, Dispatcher)]
 
     def _calls(self) -> list[Call]:
         """The calls of all dispatchers."""
-        workers = [runner.slot for runner in list(self._runners)]
-        return [call for each in workers if isinstance(each, Dispatcher) for call in each.calls.copy().values()]
+        return [call for each in self._dispatchers() for call in each.calls.copy().values()]
 
     def _batches(self) -> list[BatchState]:
         """The batches that run."""
@@ -252,10 +279,20 @@ class RelayRun:
             states["asleep" if worker.sleep.is_asleep else "idle"] += worker.slots - busy
         for batch in self._batches():
             claimed[batch.queue] += len(batch.jobs)
+        dispatchers, leased = self._dispatchers(), [name for name in queues if self.registry.claims[name] == "lease"]
+        calls = Counter({(name, state): 0 for name in leased for state in CALL_STATES})
+        free, connections = Counter(dict.fromkeys(leased, 0)), Counter[str]()
+        for each in dispatchers:
+            for call in each.calls.copy().values():
+                calls[call.queue, "waiting" if call.is_waiting else "running"] += 1
+            for name in each.queues:
+                free[name] += each.slots - each.busy
+            used = each.connections.used
+            connections.update(used=used, free=each.connections.most - used)
         handlers = self.registry.handlers.values()
         kinds = tuple(dict.fromkeys((each.queue, each.kind) for each in handlers if each.queue in queues))
         totals, hooks, history = state.aggregate.totals(), self.hooks.failures, self._historian.failures
-        return RelayLook(self._identity, totals, states, claimed, kinds, hooks, history)
+        return RelayLook(self._identity, totals, states, claimed, calls, free, connections, kinds, hooks, history)
 
     def work(self) -> RelayReport:
         """Open everything, serve, and close everything in the opposite order."""

@@ -9,15 +9,17 @@ import pytest
 from sqlalchemy import Connection, Engine, text
 from sqlalchemy.orm import sessionmaker
 
-from outboxq import Context, Jobs, OutboxSession, Relay, RelayConfig, external
+from outboxq import Context, Jobs, OutboxSession, Relay, RelayConfig, SlotGroup, external
 from outboxq.admin.history import read_history
-from outboxq.admin.relays import list_relays
+from outboxq.admin.relays import ConnectionWait, list_relays
 from outboxq.events import Event, JobDone
 from outboxq.migrations.runner import migrate
 from outboxq.observability.gauges import write_gauges
 from outboxq.observability.history import prune, roll_up_one_hour
+from outboxq.observability.metrics.counter import EventCounter
 from outboxq.postgres import Database
 from outboxq.relay.limits import HistoryLimits, RelayLimits
+from outboxq.relay.metrics import read_relay
 from outboxq.statements.history import BUCKETS
 from outboxq.testing import RelayProcess
 from tests.conftest import StartRelay
@@ -84,6 +86,46 @@ def test_a_relay_says_what_runs(engine: Engine, sessions: sessionmaker[OutboxSes
     with engine.connect() as connection:
         assert list_relays(connection) == []
     assert sums(engine) == {"slow": (1, 0, 0, 0, 0)}
+
+
+def test_a_relay_says_which_calls_wait_for_a_connection(
+    sessions: sessionmaker[OutboxSession], engine: Engine, start_relay: StartRelay
+) -> None:
+    """Two calls share a connection, and a third uses none: in the relay's row, and in its metrics, by queue."""
+    jobs, gate = Jobs(), threading.Event()
+
+    @jobs.handler(queue="outside", claim="lease")
+    def write(ctx: Context) -> None:
+        ctx.session.execute(text("SELECT 1"))
+        gate.wait(120)
+
+    @jobs.handler(queue="outside", claim="lease")
+    def call(ctx: Context) -> None:
+        gate.wait(120)
+
+    with sessions.begin() as session:
+        session.add_jobs([write.job(), write.job(), call.job()])
+    config = RelayConfig(groups=(SlotGroup(("outside",), 5),), call_connections=1)
+    try:
+        with start_relay(jobs, config, limits=QUICK) as running, engine.connect() as connection:
+            connection = connection.execution_options(isolation_level="AUTOCOMMIT")
+            (relay,) = wait_until(lambda: [each for each in list_relays(connection) if each.waiting], "a wait")
+            assert (relay.slots, relay.busy, relay.free, relay.waiting) == (5, 3, 2, 1)
+            assert [each.waits for each in relay.running if each.waits is not None] == [ConnectionWait(1, 1)]
+            values = read_relay(running.relay.look(), EventCounter()).values
+            assert values["outboxq_calls"] == {("outside", "running"): 2, ("outside", "waiting"): 1}
+            assert values["outboxq_free_call_slots"] == {("outside",): 2}
+            assert values["outboxq_call_connections"] == {("used",): 1, ("free",): 0}
+            gate.set()
+            wait_until(lambda: len(running.of(JobDone)) == 3, "all jobs")
+            wait_until(lambda: not any(each.running for each in list_relays(connection)), "the relay to be seen again")
+            # The connections are given back a moment after the COMMIT.
+            idle = {("outside", "running"): 0, ("outside", "waiting"): 0}
+            look = lambda: read_relay(running.relay.look(), EventCounter()).values  # noqa: E731
+            wait_until(lambda: look()["outboxq_calls"] == idle, "the calls to end")
+            wait_until(lambda: look()["outboxq_call_connections"] == {("used",): 0, ("free",): 1}, "the connection")
+    finally:
+        gate.set()
 
 
 def test_a_relay_that_is_told_to_stop_loses_nothing(engine: Engine, outboxq_database: Database) -> None:

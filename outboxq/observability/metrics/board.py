@@ -138,6 +138,7 @@ ROWS: Mapping[str, Sequence[Panel]] = {
     ),
     "Relays": (
         Panel("Slots", {"{{state}}": f"sum by (state) (outboxq_slots{{{_ALL}}})"}),
+        Panel("Calls in lease mode", {"{{state}}": f"sum by (state) (outboxq_calls{{{_ALL}}})"}),
         Panel("Claims", {"{{result}}": f"sum by (result) (rate(outboxq_claims_total{{{_OF}}}{_RATE}))"}, "ops"),
         Panel("A claim", _percentiles("outboxq_claim_seconds"), "s"),
         Panel(

@@ -78,9 +78,13 @@ ORDER BY CAST(:queue AS text) = ANY (queues) DESC, seen_at DESC LIMIT :most"""
 
 
 def relay_seen(schema: str, relay: UUID) -> TextClause:
-    """The seconds since a relay was seen; no row if it has none. Index: the primary key; no locks."""
+    """The seconds since a relay was seen, and its long-running jobs; no row if it has none.
+
+    Index: the primary key; no locks.
+    """
     return text(
-        f"SELECT {_SEEN} AS seen_seconds FROM {qualified(schema, 'relay_status')} WHERE id = CAST(:relay AS uuid)"
+        f"SELECT {_SEEN} AS seen_seconds, running::text AS running FROM {qualified(schema, 'relay_status')} "
+        "WHERE id = CAST(:relay AS uuid)"
     ).bindparams(relay=str(relay))
 
 

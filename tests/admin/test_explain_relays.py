@@ -155,6 +155,41 @@ def test_slots_that_are_all_busy_are_named_with_what_runs_longest(
         wait_until(lambda: len(relay.of(JobDone)) == 4, "all jobs to be done")
 
 
+outside = Jobs()
+
+
+@outside.handler(queue="outside", claim="lease")
+def write(ctx: Context) -> None:
+    ctx.session.execute(text("SELECT 1"))
+    gates["here"].pass_through()
+
+
+def test_a_job_whose_handler_waits_for_a_connection_is_said_to(
+    engine: Engine, sessions: sessionmaker[OutboxSession], start_relay: StartRelay, gate: Gate
+) -> None:
+    """Two slots share a connection: one handler has it, one waits for it, and a third job waits for a slot."""
+    running = add(sessions, write, 2)
+    with start_relay(outside, RelayConfig(slots_per_queue=2, call_connections=1)) as relay:
+        assert gate.begun.acquire(timeout=PATIENCE)
+        waits = lambda job_id: "waiting_calls" in of_job(engine, job_id).verdict.details  # noqa: E731
+        (one_waits,) = wait_until(
+            lambda: [each for each in running if waits(each)], "the relay to say that a job waits"
+        )
+        assert [codes(of_job(engine, job_id)) for job_id in running] == [["leased"], ["leased"]]
+        waiting = of_job(engine, one_waits).verdict
+        assert (waiting.details["waiting_calls"], waiting.details["call_connections"]) == (1, 1)
+        assert "its handler waited for a connection" in waiting.text
+        assert "--call-connections" in waiting.advice
+        (third,) = add(sessions, write)
+        found_third = wait_until(
+            lambda: codes(one := of_job(engine, third)) == ["slots-busy"] and one, "the relay to be seen again"
+        )
+        assert found_third.verdict.details["waiting_calls"] == 1
+        assert "1 job there had begun and waited for a connection" in found_third.verdict.text
+        gate.go_on.set()
+        wait_until(lambda: len(relay.of(JobDone)) == 3, "all jobs to be done")
+
+
 def test_a_free_slot_keeps_a_job_from_being_called_stuck(
     engine: Engine, sessions: sessionmaker[OutboxSession], start_relay: StartRelay, gate: Gate
 ) -> None:

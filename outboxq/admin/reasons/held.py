@@ -7,8 +7,9 @@ from sqlalchemy import Row
 
 from outboxq.admin.reasons.looks import Looks
 from outboxq.admin.reasons.reason import Reason, Value
-from outboxq.admin.reasons.serving import owner_seen_seconds
-from outboxq.codec.text import duration
+from outboxq.admin.reasons.serving import MORE_CONNECTIONS, look_at_owner
+from outboxq.admin.relays import ConnectionWait, decode_running
+from outboxq.codec.text import duration, several
 from outboxq.database.engines import RELAY_NAME
 from outboxq.statements.doctor.sessions import prepared_transactions
 from outboxq.statements.relays import DEAD_SECONDS
@@ -28,7 +29,7 @@ def find_held(looks: Looks, job: Row[Any]) -> Iterator[Reason]:
     elif job.is_held:
         yield _held_by_session(job)
     if is_leased and not (job.is_held and job.holder is not None):
-        yield _leased(job, owner_seen_seconds(looks, job.lease_owner))
+        yield _leased(job, look_at_owner(looks, job.lease_owner))
 
 
 def _cancelling(job: Row[Any]) -> Reason:
@@ -100,7 +101,12 @@ def _prepared(looks: Looks, job: Row[Any]) -> Reason:
     )
 
 
-def _leased(job: Row[Any], seen_seconds: float | None) -> Reason:
+def _wait_for_connection(job: Row[Any], owner: Row[Any]) -> ConnectionWait | None:
+    return next((each.waits for each in decode_running(owner.running) if each.id == job.id), None)
+
+
+def _leased(job: Row[Any], owner: Row[Any] | None) -> Reason:
+    seen_seconds = None if owner is None else float(owner.seen_seconds)
     where = f" ({job.host}, process {job.relay_pid})" if job.host else ""
     details: dict[str, Value] = {
         "relay": str(job.lease_owner),
@@ -118,6 +124,17 @@ def _leased(job: Row[Any], seen_seconds: float | None) -> Reason:
             f"died, or cannot reach the database; its lease ends in {duration(lease_seconds)}",
             details,
             "A running relay takes the job back when the lease is over: see that one runs.",
+        )
+    waits = None if owner is None else _wait_for_connection(job, owner)
+    if lease_seconds > 0 and waits is not None:
+        return Reason(
+            "leased",
+            f"relay {job.lease_owner}{where} runs it under a lease of {duration(lease_seconds)} more, which it "
+            f"extends, and {duration(seen_seconds or 0.0)} ago its handler waited for a connection: the jobs in the "
+            f"slots of its queue share {waits.connections}, and {several(waits.calls, 'job', 'jobs')} of that relay "
+            "waited",
+            {**details, "waiting_calls": waits.calls, "call_connections": waits.connections},
+            f"{MORE_CONNECTIONS} `outboxq jobs cancel {job.id} --running` ends this one.",
         )
     if lease_seconds > 0:
         return Reason(

@@ -10,7 +10,7 @@ from sqlalchemy import Row
 
 from outboxq.admin.reasons.looks import Looks
 from outboxq.admin.reasons.reason import Reason, Value
-from outboxq.admin.relays import RunningJob, decode_running
+from outboxq.admin.relays import RunningJob, decode_running, waiting_calls
 from outboxq.codec.text import duration, several
 from outboxq.statements import relays as statements
 from outboxq.statements.doctor import work
@@ -19,6 +19,7 @@ _THE_RELAYS = "the relays"
 # The number of relays that are named in a sentence.
 _MOST_NAMED = 3
 _STOPPING = "stopping"
+MORE_CONNECTIONS = "Have handlers use ctx.session later, or for less time, or raise --call-connections of that relay."
 _UNLISTED = "Relays of a version from before step 11 of the migrations are not listed."
 
 
@@ -74,10 +75,9 @@ def may_read(looks: Looks) -> bool:
     return row is not None and row[0] is True
 
 
-def owner_seen_seconds(looks: Looks, owner: UUID) -> float | None:
-    """The seconds since the owner of a lease was last seen; None if that is not known."""
-    row = looks.row("the owner of the lease", statements.relay_seen(looks.schema, owner)) if may_read(looks) else None
-    return None if row is None else float(row.seen_seconds)
+def look_at_owner(looks: Looks, owner: UUID) -> Row[Any] | None:
+    """The seconds since the owner of a lease was last seen, and what ran there; None if that is not known."""
+    return looks.row("the owner of the lease", statements.relay_seen(looks.schema, owner)) if may_read(looks) else None
 
 
 def _connections(looks: Looks) -> int | None:
@@ -177,13 +177,19 @@ def find_busy_slots(relays: Relays, job: Row[Any]) -> Iterator[Reason]:
     waited_seconds = -job.due_in_seconds
     if serving and not any(relay.has_room or relay.seen_seconds >= waited_seconds for relay in serving):
         seconds = max(relay.seen_seconds for relay in serving)
+        details = {"queue": job.queue, "relays": len(serving), "seen_seconds": seconds, **_longest_details(relays)}
+        waiting = sum(waiting_calls(decode_running(relay.running)) for relay in serving)
+        waits, todo = "", "More slots or processes work faster; timeout_seconds bounds every run."
+        if waiting:
+            details["waiting_calls"] = waiting
+            waits = f"; {several(waiting, 'job', 'jobs')} there had begun and waited for a connection"
+            todo = f"{MORE_CONNECTIONS} {todo}"
         yield Reason(
             "slots-busy",
             f"all slots that serve queue {job.queue!r} were busy {duration(seconds)} ago, when their "
-            f"{'relay was' if len(serving) == 1 else 'relays were'} last seen{longest_of(relays)}",
-            {"queue": job.queue, "relays": len(serving), "seen_seconds": seconds, **_longest_details(relays)},
-            "See what takes long: outboxq relays list. More slots or processes work faster; timeout_seconds bounds "
-            "every run.",
+            f"{'relay was' if len(serving) == 1 else 'relays were'} last seen{waits}{longest_of(relays)}",
+            details,
+            f"See what takes long: outboxq relays list. {todo}",
         )
 
 

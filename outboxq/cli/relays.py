@@ -23,6 +23,8 @@ app = Commands(help="List relays.")
         Column("queues", "name"),
         Column("busy", if_empty=True),
         Column("slots"),
+        Column("free", rank=3),
+        Column("waiting", rank=1),
         Column("longest", rank=3),
         Column("seen_at", rank=2),
         Column("started_at", rank=4),
@@ -35,6 +37,8 @@ app = Commands(help="List relays.")
 )
 def list_relays(connection: "Connection", *, limit: int) -> Sequence[object]:
     """List the relays that live: where, which queues they serve, how many slots work, and what runs longest.
+
+    `waiting` jobs in lease mode have begun, and wait for one of the connections that they share.
 
     A relay that has said nothing for a minute is dead, and is listed for a day; one that ended in order is not. --json
     has the jobs that have run for longer than a second, and the kinds that each relay knows.

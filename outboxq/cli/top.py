@@ -120,6 +120,9 @@ def summary(snapshot: "Snapshot") -> str:
     said = [several(len(alive), "relay lives", "relays live")]
     if slots:
         said.append(f"{busy} of {several(slots, 'slot', 'slots')} busy")
+    waiting = sum(relay.waiting for relay in alive)
+    if waiting:
+        said.append(f"{several(waiting, 'job waits', 'jobs wait')} for a connection")
     lost = len(snapshot.relays) - len(alive)
     if lost:
         said.append(several(lost, "relay is dead", "relays are dead"))

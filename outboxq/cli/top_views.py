@@ -55,6 +55,7 @@ def _running(snapshot: "Snapshot") -> list[SimpleNamespace]:
         SimpleNamespace(
             id=job.id, queue=job.queue, kind=job.kind, attempt=job.attempt, running_seconds=job.seconds, pid=job.pid,
             host=relay.host, relay_pid=relay.pid, progress=job.progress, note=job.note,
+            waits_for=None if job.waits is None else "a connection",
         )
         for relay in snapshot.relays
         if relay.state != "dead"
@@ -117,6 +118,8 @@ VIEWS = (
             Column("queues", "name"),
             Column("busy", if_empty=True),
             Column("slots"),
+            Column("free", rank=3),
+            Column("waiting", rank=1),
             Column("longest", rank=3),
             Column("seen_at", rank=6),
             Column("started_at", rank=4),
@@ -136,6 +139,7 @@ VIEWS = (
             Column("running_seconds", rank=1),
             Column("progress", rank=2),
             Column("note", rank=3),
+            Column("waits_for", "name", rank=2),
             Column("pid", "id", rank=2),
             Column("host", "name", rank=4),
             Column("relay_pid", "id", rank=5),

@@ -19,6 +19,7 @@ from outboxq.testing import RelayProcess
 from tests.admin.test_roles import Cast
 from tests.admin.test_roles import roles as roles
 from tests.support.cli import call, command, environment
+from tests.support.dashboard import stage_dashboard
 from tests.support.ledger import rows
 from tests.support.staged import stage
 from tests.support.terminal import run_at_terminal
@@ -214,6 +215,28 @@ def test_tables_are_printed_once_without_a_terminal(engine: Engine, outboxq_data
     assert {queue["queue"] for queue in found["queues"]} >= {"accounts", "mail"}
     assert found["dead_groups"][0]["error"] == "ValueError"
     assert "Queues:" in run_at_terminal("top", "--once", url=url).stdout
+
+
+def test_jobs_that_wait_for_a_connection_are_counted(engine: Engine, outboxq_database: Database) -> None:
+    """By relay, beside the slots that work and that are free; the long-running one says that it waits."""
+    stage_dashboard(engine)
+    with engine.begin() as connection:
+        connection.execute(
+            text(
+                "UPDATE outboxq.relay_status SET slots = 1000, busy = 812, seen_at = clock_timestamp(), running = "
+                """jsonb_set(running, '{0}', running -> 0 || '{"waits": {"calls": 37, "connections": 20}}') """
+                "WHERE host = 'worker-1'"
+            )
+        )
+    plain = call("top", url=outboxq_database.url).ok().stdout
+    assert "813 of 1,004 slots busy, 37 jobs wait for a connection" in " ".join(plain.split())
+    line = next(line for line in plain.splitlines() if "worker-1" in line and "export_report for" in line)
+    assert [word for word in line.split("\t") if word.isdecimal()][1:] == ["812", "1000", "188", "37"]
+    running = next(line for line in plain.splitlines() if "export_report\t" in line and "worker-1" in line)
+    assert "a connection" in running.split("\t")
+    found = call("relays", "list", url=outboxq_database.url).ok().stdout
+    listed = next(line for line in found.splitlines() if "worker-1" in line)
+    assert listed.split("\t")[4:8] == ["812", "1000", "188", "37"]
 
 
 @pytest.fixture

@@ -212,3 +212,25 @@ def test_only_a_call_whose_outcome_or_result_is_not_known_is_offered_to_be_resol
             page = client.get("/orders/effects/stripe-charge/order-1001")
             assert page.status_code == 200
             assert ("Resolve…" in page.text) is is_offered, case
+
+
+_WAITS = text(
+    "UPDATE outboxq.relay_status SET slots = 1000, busy = 812, running = jsonb_set(running, '{0}', running -> 0 || "
+    """'{"pid": null, "waits": {"calls": 37, "connections": 20}}') WHERE host = 'worker-1'"""
+)
+
+
+def test_the_relays_page_shows_calls_and_not_connections(staged: Engine) -> None:
+    """Slots that work and are free, how many jobs wait for a connection, and which of the long-running ones do."""
+    with staged.begin() as connection:
+        connection.execute(_WAITS)
+    app = create_app({"orders": staged}, auth=as_user(Role.READER))
+    with client_of(app) as client:
+        page = client.get("/orders/relays", headers={"accept": "text/html"}).text
+        overview = client.get("/orders/", headers={"accept": "text/html"}).text
+    row = page.partition("worker-1")[2].partition("</tr>")[0]
+    assert re.findall(r'<td class="n">(.*?)</td>', row) == [
+        "1000", '812<br><span class="warn-text small">37 wait for a connection</span>', "188",
+    ]  # fmt: skip
+    assert page.count("waits for a connection") == 1
+    assert "37 wait for a connection" in overview

@@ -74,4 +74,5 @@ def _sums(snapshot: Snapshot) -> dict[str, object]:
         "lost": len(snapshot.relays) - len(alive),
         "slots": sum(relay.slots for relay in alive),
         "busy": sum(relay.busy for relay in alive),
+        "waiting_calls": sum(relay.waiting for relay in alive),
     }

@@ -14,7 +14,7 @@ from outboxq.postgres import Database
 from outboxq.relay.limits import RelayLimits
 from tests.support import app
 from tests.support.ledger import of
-from tests.support.limits import with_limits
+from tests.support.limits import many_at_once, with_limits
 
 
 @pytest.fixture
@@ -67,7 +67,8 @@ def start_relay(outboxq_database: Database, relay_limits: RelayLimits) -> StartR
     def start(jobs: Jobs = app.jobs, config: RelayConfig | None = None, **arguments: object) -> Iterator[RunningRelay]:
         events: list[Event] = []
         limits = arguments.pop("limits", relay_limits)
-        relay = Relay(arguments.pop("engine", outboxq_database.url), jobs, config, hooks=[events.append], **arguments)
+        engine, config = arguments.pop("engine", outboxq_database.url), many_at_once(jobs, config)
+        relay = Relay(engine, jobs, config, hooks=[events.append], **arguments)
         with_limits(relay, limits)
         errors: list[BaseException] = []
 
@@ -102,7 +103,8 @@ def drain(outboxq_database: Database, relay_limits: RelayLimits) -> Callable[...
     def run(jobs: Jobs = app.jobs, limits: RelayLimits = relay_limits, **settings: object) -> list[Event]:
         events: list[Event] = []
         config = RelayConfig(**{"slots_per_queue": 1, "prune_seconds": 0, "stats_seconds": 0, **settings})
-        with_limits(Relay(outboxq_database.url, jobs, config, hooks=[events.append]), limits).drain()
+        relay = Relay(outboxq_database.url, jobs, many_at_once(jobs, config), hooks=[events.append])
+        with_limits(relay, limits).drain()
         return events
 
     return run

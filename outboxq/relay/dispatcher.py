@@ -304,7 +304,7 @@ class Dispatcher:
         most, suspects = self._room() if self._may_claim() and self._wants_claim() else (0, False)
         if most:
             self.sleep.begin_claims()
-            with closing(self._planner.first(connected.server, most, suspects=suspects)) as asked:
+            with closing(self._planner.first(connected.server, most, aside=suspects)) as asked:
                 for each in asked:
                     if isinstance(each, Query):
                         send_query(connection, each)

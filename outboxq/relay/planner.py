@@ -67,7 +67,7 @@ class Planner:
         self._counts_due_at = 0.0
 
     def first(
-        self, server: ServerSession, most: int | None = None, *, suspects: bool = False
+        self, server: ServerSession, most: int | None = None, *, aside: bool = False
     ) -> Generator[Asked, None, None]:
         """Make a round of the slot's queues: yields what to send, one after the other, until a claim takes jobs.
 
@@ -75,18 +75,20 @@ class Planner:
 
         Args:
             most: The number of free slots, for a dispatcher's claims under the lease; None for a single slot.
-            suspects: Claim suspects only.
+            aside: Claim only jobs that run aside from others (`quarantine`); the caller has the turn to.
         """
         self._server = server
+        state, queues = self._state, self._order.queues
         if most is not None:
             self._free = min(most, _MOST_LEASED)
-            yield from self._suspects() if suspects else self._follow()
-        if suspects:
+        if aside:
+            yield from state.quarantine.claims(queues, state.poller.is_held, self._claims_of)
             return
+        if most is not None:
+            yield from self._follow()
         self._admission.return_unused()
         self._walks_since = time.monotonic()
         self._counts_due_at = self._walks_since + self._state.limits.counts_seconds
-        state, queues = self._state, self._order.queues
         if most is None:
             yield from state.quarantine.round(self, queues, state.poller.is_held, state.lease.want, self._claims_of)
         yield from self._only_queue(queues[0]) if len(queues) == 1 else self._queues_in_turns()
@@ -259,22 +261,6 @@ class Planner:
             return
         if not claimed.request.sort.is_suspect and claimed.may_leave_more(len(claimed.jobs)):
             yield from self._claims_of(claimed.request.queue, claimed.request.sort)
-
-    def _suspects(self) -> Iterator[Asked]:
-        """The claims of suspects, by a caller who has the turn to run some."""
-        known, is_held = self._state.quarantine, self._state.poller.is_held
-        for name in known.known_in(self._order.queues):
-            for queues, sorts in (
-                (known.queues, (Sort.COMPANY, Sort.SUSPECT)),
-                (known.groups, (Sort.GROUP_COMPANY, Sort.GROUP_SUSPECT)),
-            ):
-                # A suspect that found no room may still be there, also if the hold of its queue has ended.
-                has_none = name in queues
-                for sort in sorts:
-                    if has_none and not is_held(name):
-                        has_none = yield from self._claims_of(name, sort)
-                if has_none and not is_held(name):
-                    queues.discard(name)
 
     def record(self, request: ClaimRequest, ended: Ended) -> None:
         """Record the end of a batch, or of its claim."""

@@ -73,6 +73,30 @@ class QuarantineTurns:
             finally:
                 self.end_turn(holder)
 
+    def claims(
+        self,
+        queues: Iterable[str],
+        is_held: Callable[[str], bool],
+        claims: Callable[[str, Sort], Generator[_Asked, None, bool]],
+    ) -> Iterator[_Asked]:
+        """The claims of suspects in these queues in lease mode, for a dispatcher that has the turn to run some.
+
+        Args:
+            claims: As in `round`.
+        """
+        for name in self.known_in(queues):
+            for known, sorts in (
+                (self.queues, (Sort.COMPANY, Sort.SUSPECT)),
+                (self.groups, (Sort.GROUP_COMPANY, Sort.GROUP_SUSPECT)),
+            ):
+                # A suspect that found no room may still be there, also if the hold of its queue has ended.
+                has_none = name in known
+                for sort in sorts:
+                    if has_none and not is_held(name):
+                        has_none = yield from claims(name, sort)
+                if has_none and not is_held(name):
+                    known.discard(name)
+
     def record_refusal(self, queue: str, error: BaseException) -> None:
         """Log that a queue's suspects could not be claimed; the lease's next beat finds them again."""
         logger.warning("suspects of queue %r could not be claimed: %s", queue, describe_refusal(error))

@@ -25,6 +25,7 @@ from outboxq import (
 from outboxq.events import JobDied, JobDone
 from outboxq.postgres import Database
 from outboxq.testing import drain, sync_context
+from tests.support.limits import many_at_once
 from tests.support.shared_app import statements
 
 TENANTS = {1: "one", 2: "two", 3: "one", 4: "two"}
@@ -172,7 +173,8 @@ def test_a_row_of_another_tenant_is_not_found(
         purse = Purse(id=2)
         make_transient_to_detached(purse)
         session.add_job(handler.options(headers={"tenant": "one"}), purse=purse)
-    Relay(role_url, jobs, RelayConfig(slots_per_queue=1, batch_size=50), hooks=(events.append,)).drain()
+    config = many_at_once(jobs, RelayConfig(slots_per_queue=1, batch_size=50))
+    Relay(role_url, jobs, config, hooks=(events.append,)).drain()
     (died,) = [event for event in events if isinstance(event, JobDied)]
     assert died.error_type.endswith("EntityGone")
     assert cents(engine) == {1: 1, 2: 0, 3: 1, 4: 0}

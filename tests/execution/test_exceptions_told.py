@@ -26,6 +26,7 @@ from outboxq.events import Event, JobDied, JobRetried
 from outboxq.execution.find_outcome import COMMITTED_BY_HANDLER
 from outboxq.observability.logging import log_event
 from outboxq.postgres import Database
+from tests.support.limits import many_at_once
 
 TWICE = Backoff(max_attempts=2, first_seconds=0.0, jitter=0.0)
 
@@ -222,7 +223,8 @@ def test_what_handlers_held_that_failed_together_goes_when_each_job_runs_alone(
     with sessions.begin() as session:
         for card in ("good", "bad", "good"):
             session.add_job({"together": together, "shared": shared}[kind], card=card)
-    Relay(outboxq_database.url, jobs, RelayConfig(slots_per_queue=1, batch_size=10)).drain()
+    config = many_at_once(jobs, RelayConfig(slots_per_queue=1, batch_size=10))
+    Relay(outboxq_database.url, jobs, config).drain()
     assert left == [False, False, False]
 
 

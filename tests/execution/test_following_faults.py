@@ -15,6 +15,7 @@ from outboxq.testing.faults import on_passing, terminate_backends
 from tests.support import app
 from tests.support.app import Effect
 from tests.support.ledger import dead, ledger, waiting
+from tests.support.limits import many_at_once
 from tests.support.scripts import behind_commit, change_scripts
 
 QUICK = Backoff(max_attempts=3, first_seconds=0.0, jitter=0.0)
@@ -38,7 +39,8 @@ def record(ctx: Context, name: str) -> None:
 
 def drain(target: str | Engine, jobs: Jobs, batch_size: int = 1) -> list[Event]:
     events: list[Event] = []
-    Relay(target, jobs, RelayConfig(slots_per_queue=1, batch_size=batch_size), hooks=[events.append]).drain()
+    config = many_at_once(jobs, RelayConfig(slots_per_queue=1, batch_size=batch_size))
+    Relay(target, jobs, config, hooks=[events.append]).drain()
     return events
 
 

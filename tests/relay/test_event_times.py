@@ -37,6 +37,7 @@ from outboxq.events import (
 from outboxq.postgres import Database
 from tests.support.app import Child
 from tests.support.ledger import of
+from tests.support.limits import many_at_once
 
 HOUR = 3600.0
 LATER = Backoff(max_attempts=9, first_seconds=HOUR)
@@ -128,7 +129,8 @@ def test_each_job_of_a_batch_handler_has_its_share_of_the_time(
 
     with sessions.begin() as session:
         session.add_jobs(together.job(name=str(number)) for number in range(10))
-    Relay(outboxq_database.url, jobs, RelayConfig(slots_per_queue=1, batch_size=50), hooks=[told.append]).drain()
+    config = many_at_once(jobs, RelayConfig(slots_per_queue=1, batch_size=50))
+    Relay(outboxq_database.url, jobs, config, hooks=[told.append]).drain()
     shares = [event.seconds for event in of(told, JobDone)]
     assert len(shares) == 10
     assert len(set(shares)) == 1
@@ -163,7 +165,8 @@ def test_claims_are_told_to_hooks_that_ask_for_them(
     jobs, told, others = registry("transaction"), list[Event](), list[Event]()
     jobs.on(JobsClaimed, ClaimsEmpty, ClaimsFailed)(told.append)
     enqueue(sessions, jobs)
-    Relay(outboxq_database.url, jobs, RelayConfig(slots_per_queue=1, batch_size=4), hooks=[others.append]).drain()
+    config = many_at_once(jobs, RelayConfig(slots_per_queue=1, batch_size=4))
+    Relay(outboxq_database.url, jobs, config, hooks=[others.append]).drain()
     claimed = of(told, JobsClaimed)
     assert [event.count for event in claimed] == [4, 2]
     assert all(event.queue == "q" and event.seconds > 0 for event in claimed)

@@ -15,6 +15,7 @@ from sqlalchemy.exc import InvalidRequestError
 from outboxq.execution.attempt import Attempt, AttemptResult
 from outboxq.execution.batch_state import BatchState, Ended
 from outboxq.execution.commit import commit
+from outboxq.execution.errors import Abandoned
 from outboxq.execution.invoke import IS_OVER, HandlerSession
 from outboxq.execution.run import attempt, run, settle_alone
 from outboxq.execution.runtime import Runtime
@@ -49,7 +50,10 @@ class LeasedCall:
         self._runtime = runtime
         self._lend = lend
         self._stack, self._transaction = ExitStack(), ExitStack()
+        self._thread = 0
         self._is_lending = threading.Lock()
+        # Held for a moment, by what sets or takes the connection.
+        self._lock = threading.Lock()
         self._is_over = False
 
     def run(self) -> Settlement | Ended:
@@ -59,6 +63,9 @@ class LeasedCall:
             Abandoned: the relay has taken the job away.
             BaseException: what `run` and `commit` raise; `lent` is the connection, if there is one.
         """
+        self._thread = threading.get_ident()
+        if self.batch.owner.is_seized:
+            raise Abandoned("the relay has given the job back before its handler began")
         # Leaving the block ends the transaction that the last script began, for SQLAlchemy.
         with self._transaction:
             return self._run()
@@ -94,23 +101,28 @@ class LeasedCall:
         if not self._is_lending.acquire(blocking=False):
             raise InvalidRequestError(_TWO)
         try:
-            lent = self._lend(self._stack)
-            if self._is_over:
-                # A task or thread that the handler left behind.
-                self._stack.close()
-                raise InvalidRequestError(IS_OVER)
-            guard = lent[1].guard
-            guard.is_altered, guard.added, guard.collects = False, {}, True
-            # BEGIN goes with the first statement.
-            self._transaction.enter_context(lent[0].begin())
-            self.lent = lent
+            stack = ExitStack()
+            lent = self._lend(stack)
+            with self._lock:
+                if not self._is_over:
+                    guard = lent[1].guard
+                    # The call's own: the session may first be used in another thread of the handler.
+                    guard.thread = self._thread
+                    guard.is_altered, guard.added, guard.collects = False, {}, True
+                    # BEGIN goes with the first statement.
+                    self._transaction.enter_context(lent[0].begin())
+                    self.lent, self._stack = lent, stack
+                    return lent
+            # A task or thread that the handler left behind.
+            stack.close()
+            raise InvalidRequestError(IS_OVER)
         finally:
             self._is_lending.release()
-        return lent
 
     def give_back(self, error: BaseException | None = None) -> None:
         """Give the connection back, if there is one; after an error it is closed."""
-        lent, self.lent, self._is_over = self.lent, None, True
+        with self._lock:
+            lent, self.lent, self._is_over = self.lent, None, True
         if lent is not None:
             guard = lent[1].guard
             guard.collects = False
@@ -141,7 +153,10 @@ class _LeasedAttempt(Attempt):
         if self._is_over:
             raise InvalidRequestError(IS_OVER)
         if self.guard is self._no_guard:
-            self.join(*self._of.borrow())
+            lent = self._of.borrow()
+            if self._is_over:
+                raise InvalidRequestError(IS_OVER)
+            self.join(*lent)
             if self.made is not None:
                 self._runtime.invoker.bind_session(self.made, self.guard.lend())
         super().open()

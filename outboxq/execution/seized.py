@@ -1,21 +1,25 @@
 """Batches that the relay has taken away from their slots: their jobs are settled in separate transactions."""
 
 import logging
+from collections.abc import Sequence
 
 import psycopg
 from sqlalchemy import Connection
 
-from outboxq.database.driver import is_lost, run_script
+from outboxq.database.driver import Script, is_lost, run_script
 from outboxq.error_record import ErrorRecord
-from outboxq.events import Event, JobInterrupted
+from outboxq.events import Event, JobInterrupted, JobLeaseLost
 from outboxq.execution.aside import describe, is_of_a_row, say_of_job
 from outboxq.execution.batch_state import BatchReport, BatchState
 from outboxq.execution.claim import clear_marks
 from outboxq.execution.failure import Failed, count_unfinished
 from outboxq.execution.recovery import find_outcome_soon, record_result, release, return_to_suspects
 from outboxq.execution.runtime import CancelledResult, Runtime
+from outboxq.execution.settle import Settlement
+from outboxq.execution.settle_many import SettleMany
 from outboxq.job import Job
 from outboxq.statements.lease import INTERRUPTED, note_interrupted
+from outboxq.statements.settle import PutBack
 from outboxq.statements.transaction import end_backend
 
 # A job that stops its relay, and does not end in the time to drain, could do so for ever; a slow one is interrupted by
@@ -74,6 +78,37 @@ def _clear_and_note(connection: Connection, batch: BatchState, runtime: Runtime)
             run_script(connection, "ROLLBACK TO SAVEPOINT oq_noted")
             message = "that a job was interrupted could not be noted"
             say_of_job(logging.WARNING, message, batch.job.kind, batch.job.id, describe(error))
+
+
+def give_back(connection: Connection, batches: Sequence[BatchState], runtime: Runtime) -> tuple[Event, ...]:
+    """Give back the leased jobs of calls that the relay has taken away, and that had no transaction, in one string.
+
+    Jobs whose rows others hold are left to the end of the lease.
+    """
+    events: tuple[Event, ...] = ()
+    settlements = []
+    for batch in batches:
+        job = batch.job
+        if count_unfinished(job.errors) >= FREE_INTERRUPTIONS:
+            events += return_to_suspects(connection, job, runtime, _INTERRUPTED).events
+        else:
+            record = ErrorRecord(job.attempt, INTERRUPTED, _INTERRUPTED).as_json()
+            back = PutBack(job=job, attempt=job.attempt - 1, record=record)
+            settlements.append(Settlement(back, None))
+    many, script = SettleMany(settlements, runtime.schema), Script()
+    if settlements:
+        many.add_to(script)
+        script.add("settled", "COMMIT")
+        with connection.begin():
+            answer = script.send(connection)
+            if answer.error is not None:
+                raise answer.error
+        settled = many.read(answer)
+        gone = {settlement.job.id for settlement in settled.held}
+        gone |= {event.job.id for event in settled.events if isinstance(event, JobLeaseLost)}
+        back_again = (each.job for each in settlements if each.job.id not in gone)
+        events += (*settled.events, *map(JobInterrupted, back_again))
+    return events
 
 
 def settle_cancelled(

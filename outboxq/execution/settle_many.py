@@ -23,8 +23,8 @@ from outboxq.statements.transaction import LOCAL_SETTINGS
 
 # Tools that watch or cut a relay's sessions find the end of a job by these words.
 _MARK = "/* as RELEASE SAVEPOINT oq_... */ "
-# An operator's forgotten session may hold a row for ever. A reaper is done in a moment.
-_PATIENCE = "SET LOCAL lock_timeout = '5s'"
+# Nothing waits for the row of a job, but perhaps for a table's lock, while all other jobs wait for this.
+_PATIENCE = "SET LOCAL lock_timeout = '1s'"
 _SETTLING = ("finished", "put back", "buried")
 _NO_OTHERS: Mapping[UUID, tuple[UUID, ...]] = {}
 

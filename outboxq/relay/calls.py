@@ -16,6 +16,7 @@ from sqlalchemy.util import greenlet_spawn
 from outboxq.clock import clock
 from outboxq.database.defects import is_defect
 from outboxq.database.guard import NoGuard
+from outboxq.events import JobCancelled, JobDied, JobDiscarded, JobDone
 from outboxq.execution.batch_state import BatchReport, BatchState, Ended
 from outboxq.execution.commit import send_left
 from outboxq.execution.errors import Abandoned, ConnectionLost, ConnectionSpoiled
@@ -39,6 +40,8 @@ from outboxq.relay.threads import BoundedStart
 # When the relay stops, the outcome of a lost connection's job is asked for so often, and for so long.
 _LAST_TRIES, _LAST_SECONDS = 5, 2.0
 _JOIN_SECONDS = 0.01
+# The events of jobs that do not come back.
+_ENDS = frozenset({JobDone, JobDiscarded, JobDied, JobCancelled})
 
 
 class CallOwner(Protocol):
@@ -55,6 +58,10 @@ class CallOwner(Protocol):
 
     def has_ended(self, call: "Call") -> None:
         """Receive the end of a call: its slot is free."""
+        ...
+
+    def may_wait(self) -> None:
+        """Receive that a job may be claimed again, or another one of its group."""
         ...
 
     def cut_off(self, call: "Call") -> None:
@@ -101,6 +108,9 @@ class Call:
             if isinstance(outcome, Ended):
                 if outcome.report is not None:
                     self.publish(outcome.report)
+                    # Nothing notifies of a job that comes back, or that is the next of its group.
+                    if self.batch.job.group_key is not None or not _ENDS.issuperset(map(type, outcome.report.events)):
+                        self._owner.may_wait()
             else:
                 self._owner.has_result(self, outcome)
         except Abandoned:

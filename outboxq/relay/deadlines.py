@@ -28,7 +28,7 @@ from outboxq.execution.batch_state import BatchReport, BatchState
 from outboxq.execution.failure import Frame
 from outboxq.execution.invoke import SyncInvoker
 from outboxq.execution.runtime import Orders
-from outboxq.execution.seized import end_other_transaction, settle_aborted, settle_cancelled
+from outboxq.execution.seized import end_other_transaction, give_back, settle_aborted, settle_cancelled
 from outboxq.handlers.call import HandlerCall
 from outboxq.job import Job
 from outboxq.relay.calls import Call
@@ -44,8 +44,6 @@ _LOOP_SECONDS = 2.0
 _STEP_SECONDS = 0.05
 # The connections that deadlines may use at a time, besides those of the slots.
 _CONNECTIONS = 4
-# An event loop has two seconds for these.
-_GIVEN_BACK_AT_ONCE = 50
 # The most jobs that are named of a handler that cannot be freed.
 _NAMED = 3
 
@@ -234,21 +232,20 @@ class DeadlineEnforcer:
     def _give_back(self, idle: list[tuple[Runner, BatchState]]) -> None:
         """Give back the jobs of calls without a transaction, which may be many, on one connection."""
 
-        def give_back(some: list[tuple[Runner, BatchState]], connection: Connection) -> None:
+        def settle(connection: Connection) -> BatchReport:
             connected = make_slot_connection(connection, SyncInvoker())
             try:
-                for runner, batch in some:
-                    report = settle_aborted(connection, batch, runner.runtime_on(connected), None, is_crash=False)
-                    runner.publish(report)
+                runtime = idle[0][0].runtime_on(connected)
+                return BatchReport(0, give_back(connection, [batch for _, batch in idle], runtime))
             finally:
                 connected.guard.remove()
 
-        for first in range(0, len(idle), _GIVEN_BACK_AT_ONCE):
-            some = idle[first : first + _GIVEN_BACK_AT_ONCE]
-            self._on_connection(partial(give_back, some))
-            for runner, _ in some:
-                runner.end_turn()
-                runner.abandon()
+        report = self._on_connection(settle)
+        for runner, _ in idle:
+            runner.end_turn()
+            runner.abandon()
+        if report is not None:
+            idle[0][0].publish(report)
 
     def _end(
         self,

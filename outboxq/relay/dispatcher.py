@@ -23,8 +23,9 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from outboxq.config import SlotGroup
 from outboxq.database.driver import ANY_SERVER, Answer, Script, end_transaction, is_listened_to, is_lost, run_script
+from outboxq.database.errors import READ_ONLY, sqlstate_of
 from outboxq.events import Event, JobsParked
-from outboxq.execution.aside import describe, is_of_a_row, say_of_job
+from outboxq.execution.aside import describe, say_of_job
 from outboxq.execution.batch_state import BatchReport, BatchState, Ended
 from outboxq.execution.claim import Claimed, ClaimRequest, claim
 from outboxq.execution.commit import send_left
@@ -51,6 +52,7 @@ from outboxq.relay.rolled_back import recover_claim_here
 from outboxq.relay.slot import SlotWaits, send_query
 from outboxq.relay.state import ClaimEvents, RelayState
 from outboxq.statements.claim import adopt
+from outboxq.statements.settle import PutBack
 
 logger = logging.getLogger("outboxq.relay")
 
@@ -60,7 +62,11 @@ _ALONE_SECONDS = 10.0
 _MOST_IN_COMPANY = 16
 # The pause before results whose rows others hold are tried again.
 _HELD_SECONDS = 0.5
-_REST_SECONDS, _LEAST_SECONDS = 60.0, 0.005
+# The same before outcomes that were refused, or waited for a lock.
+_REFUSED_SECONDS = 5.0
+# Locks, cancellations and conflicts.
+_PASSING = ("55P03", "57014", "40")
+_REST_SECONDS, _CHECK_SECONDS, _LEAST_SECONDS = 60.0, 0.1, 0.005
 # The most results in one string.
 _MOST_SETTLED = 1_000
 _ALL = 1_000_000
@@ -131,7 +137,7 @@ class Dispatcher:
         self.calls: dict[tuple[str, int], Call] = {}
         self.connected: SlotConnection | None = None
         self.is_abandoned = False
-        self.sleep = SlotSleep(state, order, self._call)
+        self.sleep = SlotSleep(state, order, self.may_wait)
         self._wake = wake
         self._loop = loop
         self._threads = CallThreads()
@@ -145,8 +151,9 @@ class Dispatcher:
         # Results whose rows other transactions hold, until they are tried again.
         self._held: list[_Outcome] = []
         self._held_until = 0.0
-        # The jobs whose results were sent, and not answered: they may be settled.
+        # The jobs whose results were sent, and not answered: they may be settled. Those that were held.
         self._unsure: set[UUID] = set()
+        self._retried: set[UUID] = set()
         # A claim that was sent, and whose jobs have not all been started.
         self._doubt: ClaimRequest | None = None
         # The jobs of calls that were cut off.
@@ -169,8 +176,8 @@ class Dispatcher:
         return len(self.calls)
 
     def goes_on(self) -> bool:
-        """Return True while calls run, or are to be started."""
-        return not self.is_abandoned and (not self.state.stopping.is_set() or bool(self.calls))
+        """Return True while calls run, or are to be started, or others hold the rows of those that ended."""
+        return not self.is_abandoned and (not self.state.stopping.is_set() or bool(self.calls or self._held))
 
     @property
     def is_in_doubt(self) -> bool:
@@ -235,8 +242,9 @@ class Dispatcher:
             sleep.want_poll()
         if self.state.until_empty or not self._may_claim() or not self._room()[0]:
             # Only the end of a call, of a turn or of the relay changes anything: one that came before `clear` counts.
+            has_freed, self._has_freed = self._has_freed, False
             is_over = self.state.until_empty and not (self.calls or self._held)
-            if self.goes_on() and not (is_over or self._has_freed or self._has_results()):
+            if self.goes_on() and not (is_over or has_freed or self._has_results()):
                 loop.wait(self._pause_seconds())
             return
         while not (self.state.stopping.is_set() or self.is_abandoned):
@@ -276,10 +284,15 @@ class Dispatcher:
             times.append(self._held_until - now)
         if self._turn_until is not None and self._turn_until > now:
             times.append(self._turn_until - now)
+        elif self._turn_until is None and self.state.quarantine.taken_seconds() is not None:
+            # The end of another group's turn wakes only that group.
+            times.append(_CHECK_SECONDS)
+        if self.state.until_empty and (held_seconds := self.state.poller.held_seconds(self.queues)) is not None:
+            times.append(held_seconds)
         return max(_LEAST_SECONDS, min(times))
 
-    def _call(self) -> None:
-        """Receive a notification that jobs wait, from any thread."""
+    def may_wait(self) -> None:
+        """Receive that jobs may wait, from any thread: a notification, or a call that put its job back."""
         self._is_called = True
         self._wake()
 
@@ -291,7 +304,12 @@ class Dispatcher:
 
     def has_ended(self, call: Call) -> None:
         """Receive the end of a call: its slot is free."""
-        self.calls.pop(_key(call.batch), None)
+        key = _key(call.batch)
+        self._cut.discard(key)
+        self._free_slot(key)
+
+    def _free_slot(self, key: tuple[str, int]) -> None:
+        self.calls.pop(key, None)
         self._has_freed = True
         self._wake()
 
@@ -349,7 +367,10 @@ class Dispatcher:
             return (self.slots - len(self.calls) if is_over else 0), False
         if self.calls and not is_over:
             return 0, False
-        self._turn_until = now + _ALONE_SECONDS
+        if not is_over:
+            # They are alone. Otherwise nothing is waited for again in this turn, and others start beside them.
+            self._turn_until = now + _ALONE_SECONDS
+            quarantine.renew(self)
         return min(self.slots - len(self.calls), _MOST_IN_COMPANY), True
 
     def _knows_suspects(self) -> bool:
@@ -388,10 +409,14 @@ class Dispatcher:
         """
         self._sent = taken
         try:
+            # By themselves: what happened to them, or holds them up, is no reason for others to wait.
             unsure = [outcome for outcome in taken if outcome[0].job.id in self._unsure]
-            if unsure:
-                self._exchange(connection, _Settling.of(unsure, runtime, unsure=True), None)
-            settling = _Settling.of([outcome for outcome in taken if outcome not in unsure], runtime)
+            retried = [outcome for outcome in taken if outcome[0].job.id in self._retried - self._unsure]
+            apart = self._unsure | self._retried
+            for some, is_unsure in ((unsure, True), (retried, False)):
+                if some:
+                    self._exchange(connection, _Settling.of(some, runtime, unsure=is_unsure), None)
+            settling = _Settling.of([outcome for outcome in taken if outcome[0].job.id not in apart], runtime)
             claimed = self._exchange(connection, settling, request)
             if isinstance(claimed, Claimed) and claimed.jobs:
                 self._start(connection, claimed, runtime)
@@ -475,30 +500,34 @@ class Dispatcher:
         return self._exchange(connection, settling.without(), request)
 
     def _put_off(self, connection: Connection, settling: "_Settling", error: psycopg.Error) -> None:
-        """Put off a job whose outcome its row, or a table, refuses; if that is refused too, it is tried again."""
-        if not is_of_a_row(error):
+        """Put off a job whose outcome is refused; if it waits for a lock, or that is refused too, it is tried again."""
+        if is_lost(connection) or sqlstate_of(error) == READ_ONLY:
             raise error
         (outcome,) = settling.outcomes
-        job = outcome[0].job
-        try:
-            report = postpone(connection, job, settling.runtime)
-        except (psycopg.Error, SQLAlchemyError):
-            if is_lost(connection):
-                raise
-            end_transaction(connection)
-            message = "the outcome of a job cannot be stored, and is tried again: repair or delete its row"
-            say_of_job(logging.ERROR, message, job.kind, job.id, describe(error))
-            self._hold([outcome])
-        else:
-            self._publish(report, {job.queue})
-        self._forget(settling.outcomes)
+        job, waits = outcome[0].job, (sqlstate_of(error) or "").startswith(_PASSING)
+        if not waits:
+            try:
+                report = postpone(connection, job, settling.runtime)
+            except (psycopg.Error, SQLAlchemyError):
+                if is_lost(connection):
+                    raise
+                end_transaction(connection)
+            else:
+                self._publish(report, {job.queue})
+                self._forget(settling.outcomes)
+                return
+        message = "the outcome of a job cannot be stored, and is tried again"
+        say_of_job(logging.WARNING, message, job.kind, job.id, describe(error))
+        self._hold([outcome], _REFUSED_SECONDS)
 
     def _settled(self, connection: Connection, settling: "_Settling", answer: Answer) -> None:
         """Publish the outcomes that are settled; keep those whose rows other transactions hold."""
         settled = settling.many.read(answer)
         held = {settlement.job.id for settlement in settled.held}
-        self._hold([outcome for outcome in settling.outcomes if outcome[0].job.id in held])
-        self._forget(settling.outcomes)
+        self._hold([outcome for outcome in settling.outcomes if outcome[0].job.id in held], _HELD_SECONDS)
+        self._forget([outcome for outcome in settling.outcomes if outcome[0].job.id not in held])
+        # Nothing notifies of jobs that come back, or that are next in their groups.
+        self._is_called |= any(_may_follow(*outcome) for outcome in settling.outcomes)
         parked: dict[str, list[str]] = {}
         for batch, change in settling.outcomes:
             if isinstance(change, Settlement) and change.event is None and batch.job.id not in held:
@@ -511,16 +540,21 @@ class Dispatcher:
             report = BatchReport(0, (JobsParked(queue, tuple(sorted(set(kinds))), len(kinds)),))
             self._publish(report, (), others)
 
-    def _hold(self, outcomes: list[_Outcome]) -> None:
+    def _hold(self, outcomes: list[_Outcome], seconds: float) -> None:
+        """Keep outcomes, to be tried again after `seconds`: before they leave `_sent`, as in `_take_results`."""
         if outcomes:
             self._held += outcomes
-            self._held_until = time.monotonic() + _HELD_SECONDS
+            self._held_until = time.monotonic() + seconds
+            held = {batch.job.id for batch, _ in outcomes}
+            self._retried |= held
+            self._sent = [outcome for outcome in self._sent if outcome[0].job.id not in held]
 
     def _forget(self, outcomes: Sequence[_Outcome]) -> None:
-        """Record that these outcomes are settled, or held: after `_hold`, as the lease's thread looks at any time."""
+        """Record that these outcomes are settled."""
         gone = {batch.job.id for batch, _ in outcomes}
         self._sent = [outcome for outcome in self._sent if outcome[0].job.id not in gone]
         self._unsure -= gone
+        self._retried -= gone
 
     def _park(self, connection: Connection, queue: str, runtime: Runtime) -> int:
         """Park other jobs of unknown kinds at the head of a queue; return their number."""
@@ -642,8 +676,9 @@ class Dispatcher:
 
     def cut_off(self, call: Call) -> None:
         """Free the slot of a call that the relay has taken away."""
-        self._cut.add(_key(call.batch))
-        self.has_ended(call)
+        key = _key(call.batch)
+        self._cut.add(key)
+        self._free_slot(key)
 
     def _known(self) -> set[tuple[str, int]]:
         # In the order in which they move: the lease's thread, too, calls this.
@@ -655,6 +690,12 @@ class Dispatcher:
     def leased(self) -> set[tuple[str, int]] | None:
         """The ids and tokens of the jobs that this dispatcher has; None if the answer to a claim was lost."""
         return None if self._doubt is not None else self._known()
+
+
+def _may_follow(batch: BatchState, change: Settlement | Result) -> bool:
+    """Return True if a job may be claimed soon because this one was settled: itself, or the next of its group."""
+    comes_back = isinstance(change, Settlement) and isinstance(change.change, PutBack)
+    return comes_back or batch.job.group_key is not None
 
 
 def _rows_of(step: Step, answer: Answer) -> Sequence[Event]:

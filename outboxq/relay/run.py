@@ -135,6 +135,7 @@ class RelayRun:
         self._cut_off: list[Runner] = []
         self._failures: list[BaseException] = []
         self._abandoned = 0
+        self._is_aborting = False
         self._trim_at = 0.0
         self._trimming: Future[None] | None = None
         self._trimming_since = 0.0
@@ -395,7 +396,11 @@ class RelayRun:
         batches = [*(worker.batch for worker in workers), *(each.batch for each in self._cut_off if each.is_alive())]
         jobs = [batch.job for batch in batches if batch is not None]
         leased = {(str(job.id), job.lease_token) for job in jobs if job.lease_token is not None}
-        return None if None in of_calls else leased.union(*(each for each in of_calls if each is not None))
+        return (
+            None
+            if None in of_calls or self._is_aborting
+            else leased.union(*(each for each in of_calls if each is not None))
+        )
 
     def _record_reaped(self, event: JobCrashed) -> None:
         self._state.aggregate.add((event,))
@@ -530,6 +535,8 @@ class RelayRun:
         late: list[Runner] = [runner for runner in slots if self._may_end(runner) or runner.batch is not None]
         # Slots that met an error have ended as if their relay had died: their jobs' marks and crash counts remain.
         late = [runner for runner in [*late, *self._calls()] if not runner.has_failed]
+        # Jobs that are being given back are no orphans.
+        self._is_aborting = True
         self._abandoned = self._deadlines.abort(late)
         for runner in late:
             runner.abandon()

@@ -208,7 +208,13 @@ class SlotThread(SlotLoop):
             return None
 
     def _wait_after(self, error: BaseException) -> None:
-        self._state.stopping.wait(self.slot.lost(error))
+        pause = self.slot.lost(error)
+        if self._state.stopping.is_set() and self.slot.goes_on():
+            # Calls still run, and are to be settled.
+            self._wake_event.clear()
+            self._wake_event.wait(pause)
+        else:
+            self._state.stopping.wait(pause)
 
     def is_alive(self) -> bool:
         return self._thread.is_alive()
@@ -312,7 +318,7 @@ class SlotTask(SlotLoop):
         # The listener lost its connection too, and set the event: if it stayed set, the slot would spin.
         self._wake_event.clear()
         pause = self.slot.lost(error)
-        if not self._state.stopping.is_set():
+        if not self._state.stopping.is_set() or self.slot.goes_on():
             self._wake_event.wait(pause)
 
     def is_alive(self) -> bool:

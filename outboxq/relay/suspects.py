@@ -108,6 +108,12 @@ class QuarantineTurns:
                 self._holder, self._taken_at = holder, time.monotonic()
             return self._holder is holder
 
+    def renew(self, holder: object) -> None:
+        """Begin the time of the turn again."""
+        with self._lock:
+            if self._holder is holder:
+                self._taken_at = time.monotonic()
+
     def taken_seconds(self) -> float | None:
         """The time since which a slot or a dispatcher may run suspects; None if none does."""
         with self._lock:

@@ -176,8 +176,8 @@ class Dispatcher:
         return len(self.calls)
 
     def goes_on(self) -> bool:
-        """Return True while calls run, or are to be started, or others hold the rows of those that ended."""
-        return not self.is_abandoned and (not self.state.stopping.is_set() or bool(self.calls or self._held))
+        """Return True while calls run, or are to be started or settled."""
+        return not self.is_abandoned and (not self.state.stopping.is_set() or bool(self.calls) or self.is_in_doubt)
 
     @property
     def is_in_doubt(self) -> bool:

@@ -78,12 +78,16 @@ _Outcome: TypeAlias = tuple[BatchState, Settlement | Result]
 
 @dataclass(frozen=True, slots=True)
 class _Settling:
-    """Outcomes that are settled together, in one transaction; `keeps`: with the rows of finished jobs."""
+    """Outcomes that are settled together, in one transaction.
+
+    `keeps`: with the rows of finished jobs. `is_again`: COMMIT was refused before.
+    """
 
     outcomes: Sequence[_Outcome]
     many: SettleMany
     runtime: Runtime
     keeps: bool = True
+    is_again: bool = False
 
     @classmethod
     def of(
@@ -470,7 +474,13 @@ class Dispatcher:
         if many.settlements:
             if not answer.is_committed or (many.is_asked and "standing" not in answer.rows):
                 assert answer.error is not None
-                return self._settle_with_less(connection, settling, request, answer.error)
+                if answer.failed_at != "settled":
+                    return self._settle_with_less(connection, settling, request, answer.error)
+                # COMMIT itself, usually for a lock that others have, and for no row.
+                if settling.is_again:
+                    raise answer.error
+                self._exchange(connection, replace(settling, is_again=True), None)
+                return self._exchange(connection, settling.without(), request)
             fault_point("after-commit")
             self._settled(connection, settling, answer)
             if is_listened:
@@ -576,7 +586,10 @@ class Dispatcher:
             claimed = request.read(answer)
         except BaseException as error:  # noqa: BLE001  # raised again if the next claim would fail, too
             self._claims.record_failure(request.queue)
-            return recover_claim_here(self.state, self._planner, connection, request, error) is not None
+            ended = recover_claim_here(self.state, self._planner, connection, request, error)
+            if ended is not None and ended.report is not None:
+                self.publish(ended.report)
+            return ended is not None
         self._claims.record(claimed)
         self._planner.record_claim(claimed, is_called=False)
         if claimed.jobs:

@@ -21,6 +21,7 @@ from outboxq.testing import RelayProcess
 from tests.support import faulty
 from tests.support.app import Effect
 from tests.support.ledger import ledger, waiting
+from tests.support.limits import many_at_once
 from tests.support.waiting import wait_until
 
 TWICE = Backoff(max_attempts=2, first_seconds=0.0, jitter=0.0)
@@ -146,7 +147,7 @@ def cancel_this_task() -> None:
 def drained(url: str, jobs: Jobs, **settings: object) -> None:
     """Drain in a thread: a KeyboardInterrupt that comes through fails the test, and does not end all of them."""
     with ThreadPoolExecutor(1) as pool:
-        error = pool.submit(Relay(url, jobs, RelayConfig(**settings)).drain).exception()
+        error = pool.submit(Relay(url, jobs, many_at_once(jobs, RelayConfig(**settings))).drain).exception()
     assert error is None, repr(error)
 
 

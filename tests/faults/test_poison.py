@@ -25,7 +25,8 @@ MAX_CRASHES = 2
 @contextmanager
 def supervised_relays(url: str, queue: str) -> Iterator[None]:
     """Two processes of eight slots under a supervisor, ended in order."""
-    options = ("--queue", f"{queue}=8", "--batch-size", 5, "--lease-seconds", 3, "--max-crashes", MAX_CRASHES)
+    options = ("--queue", f"{queue}=8", "--lease-seconds", 3, "--max-crashes", MAX_CRASHES)
+    options += ("--batch-size", 5) if queue == "tx" else ()
     # A process that has met a MemoryError may not come to its end by itself: the supervisor kills it, 20 s after this.
     options += ("--drain-seconds", 5)
     process = subprocess.Popen(

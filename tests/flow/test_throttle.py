@@ -18,7 +18,7 @@ from outboxq.statements.windows import WantedWindow, take_windows
 from outboxq.testing.transaction import unit_test_job
 from tests.conftest import StartRelay
 from tests.support.ledger import leave_marks, of, rows, waiting
-from tests.support.limits import FOLLOW_ON, with_limits
+from tests.support.limits import FOLLOW_ON, many_at_once, with_limits
 from tests.support.scripts import note_scripts
 from tests.support.waiting import wait_until
 
@@ -317,7 +317,9 @@ def test_a_suspect_that_was_refused_is_charged_by_its_next_lone_run(
     drain(rebuild.jobs)
     rebuild.add(2)
     with engine.begin() as connection:
-        connection.execute(text("UPDATE outboxq.job SET state = 'suspect', crashes = 2"))
+        # Two deaths: in lease mode it runs alone.
+        died = "jsonb_build_array(jsonb_build_object('type', 'outboxq.RelayDied'))"
+        connection.execute(text(f"UPDATE outboxq.job SET state = 'suspect', crashes = 2, errors = {died} || {died}"))
     drain(rebuild.jobs)
     assert rows(engine, "SELECT state, crashes FROM outboxq.job") == [("scheduled", 2)]
     rebuild.end_window()
@@ -368,9 +370,10 @@ def test_a_relay_that_may_not_write_windows_says_so_and_runs_the_jobs(
             connection.exec_driver_sql(roles_sql({"relay": role}))
             connection.exec_driver_sql(f"REVOKE INSERT, UPDATE ON outboxq.unique_key FROM {role}")
             limited = create_engine(engine.url.set(username=role, password="p"))
-            assert Relay(limited, rebuild.jobs, RelayConfig(batch_size=10)).drain().done == 2
+            config = many_at_once(rebuild.jobs, RelayConfig(batch_size=10))
+            assert Relay(limited, rebuild.jobs, config).drain().done == 2
             rebuild.add(3, key="a")
-            assert Relay(limited, rebuild.jobs, RelayConfig(batch_size=10)).drain().done == 1
+            assert Relay(limited, rebuild.jobs, config).drain().done == 1
             limited.dispose()
         finally:
             connection.exec_driver_sql(f"DROP OWNED BY {role}; DROP ROLE {role}")

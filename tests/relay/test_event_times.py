@@ -105,7 +105,7 @@ def test_each_event_of_a_job_says_how_long_it_waited_and_ran(
     enqueue(sessions, jobs)
     with engine.begin() as connection:
         connection.execute(text("UPDATE outboxq.job SET run_at = run_at - interval '1 hour'"))
-    config = RelayConfig(slots_per_queue=1, batch_size=batch_size)
+    config = many_at_once(jobs, RelayConfig(slots_per_queue=1, batch_size=batch_size))
     Relay(outboxq_database.url, jobs, config, hooks=[told.append]).drain()
     events = [event for event in told if isinstance(event, EventOfJob)]
     kinds = {JobDone: 1, JobRetried: 2, JobSnoozed: 1, JobDiscarded: 1, JobDied: 1}

@@ -64,6 +64,7 @@ _FLOATS = {700, 701}
 # Sent as text in a relay's transactions, which set DateStyle for themselves.
 _OF_RELAYS = {
     "claim.ClaimStatements",
+    "claim.adopt",
     "claim.claim_by_id",
     "coalesce.take_along",
     "coalesce.take_along_leased",

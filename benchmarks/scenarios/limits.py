@@ -10,6 +10,7 @@ import psycopg
 
 from benchmarks.bench import Bench
 from benchmarks.figures import Better, Comparison, Unsupported
+from outboxq.database.driver import PreparedStatements, ServerSession
 from outboxq.statements.claim import ClaimScript, ClaimStatements
 
 _QUEUE = "bench"
@@ -46,7 +47,10 @@ def limits(bench: Bench) -> list[Comparison | Unsupported]:
 
 
 def _microseconds(connection: psycopg.Connection, script: ClaimScript) -> float:
-    execution = "; ".join(statement for _, statement in script.parts(1, None, {script.name})).encode()
+    prepared = PreparedStatements()
+    prepared.succeeded(script.name)
+    parts = script.parts(1, None, ServerSession(claims=prepared))
+    execution = "; ".join(statement for _, statement in parts).encode()
     run = connection.pgconn.exec_
     run(f"DEALLOCATE ALL; {script.texts.definition}".encode())
     took: list[float] = []

@@ -9,12 +9,14 @@ from queue import SimpleQueue
 from typing import Protocol
 
 from sqlalchemy import Engine
+from sqlalchemy.engine.interfaces import DBAPIConnection
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncEngine
 from sqlalchemy.util import greenlet_spawn
 
 from outboxq.clock import clock
 from outboxq.database.defects import is_defect
+from outboxq.database.driver import dbapi_connection
 from outboxq.database.guard import NoGuard
 from outboxq.events import JobCancelled, JobDied, JobDiscarded, JobDone
 from outboxq.execution.batch_state import BatchReport, BatchState, Ended
@@ -94,6 +96,7 @@ class Call:
         self._owner = owner
         self._state = state
         self._is_done = False
+        self._detached: DBAPIConnection | None = None
         engine = owner.engine
         self._invoker: Invoker = AsyncInvoker(engine) if isinstance(engine, AsyncEngine) else SyncInvoker()
         plain = engine.sync_engine if isinstance(engine, AsyncEngine) else engine
@@ -120,6 +123,8 @@ class Call:
                 self.has_failed = True
                 self._owner.fail(error)
         finally:
+            if self._detached is not None:
+                self._detached.close()
             self._is_done = True
             self._owner.has_ended(self)
 
@@ -159,7 +164,9 @@ class Call:
         while True:
             if isinstance(error, Abandoned) or self._is_interruption(error):
                 raise error
-            if not isinstance(error, CONNECTION_ERRORS) and is_defect(error):
+            # A defect of ours, or what users' code raises to end a process.
+            is_final = not isinstance(error, Exception) or is_defect(error)
+            if is_final and not isinstance(error, CONNECTION_ERRORS):
                 raise error
             if isinstance(error, asyncio.CancelledError):
                 _uncancel()
@@ -240,6 +247,7 @@ class Call:
         if connected is not None and not (connected.connection.closed or connected.connection.invalidated):
             # Its place in the engine's pool is another's. Its thread may be closing it at this moment.
             with suppress(SQLAlchemyError):
+                self._detached = dbapi_connection(connected.connection)
                 connected.connection.detach()
 
     # As of a call in a thread.

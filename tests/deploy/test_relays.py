@@ -140,11 +140,13 @@ def test_a_relay_holds_as_many_connections_as_the_page_says(
 
 
 @pytest.mark.large
-@pytest.mark.parametrize(("uses_session", "connections"), [(False, 3), (True, 1 + 20 + 2)])
+@pytest.mark.parametrize(("uses_session", "most"), [(False, 3), (True, 1 + 20 + 2)])
 def test_calls_hold_as_many_connections_as_the_page_says(
-    uses_session: bool, connections: int, installed: Installed, engine: Engine, tmp_path: Path
+    uses_session: bool, most: int, installed: Installed, engine: Engine, tmp_path: Path
 ) -> None:
     """docs/deploying.md: a group in lease mode counts as 1 + 20 slots, as 1 if its calls leave their session alone."""
+    # A call may have the connection that the dispatcher gave back: it claims nothing while all slots are busy.
+    held = [[(most,)], [(most - 1,)]] if uses_session else [[(most,)]]
     folder = tmp_path / "calls"
     folder.mkdir()
     job = gated_calls.wait_at_gate.job(folder=str(folder), uses_session=uses_session)
@@ -153,7 +155,7 @@ def test_calls_hold_as_many_connections_as_the_page_says(
     options = ["--queue", "mail=60", "--prune-seconds", "0", "--stats-seconds", "0", "--no-reindex"]
     with installed.running(["outboxq", "relay", "tests.support.gated_calls:jobs", *options]) as relay:
         wait_until(lambda: len(list(folder.iterdir())) == 60, "all calls to begin")
-        wait_until(lambda: rows(engine, HELD) == [(connections,)], f"{connections} connections")
+        wait_until(lambda: rows(engine, HELD) in held, f"{most} connections")
         (folder / "gate").touch()
         wait_until(lambda: waiting(engine) == 0, "the jobs")
         relay.send_signal(signal.SIGTERM)

@@ -9,7 +9,7 @@ import psycopg
 import pytest
 from sqlalchemy import Connection, Engine, text
 
-from outboxq.database.driver import NOT_PREPARED, PreparedStatements, run_script
+from outboxq.database.driver import ANY_SERVER, NOT_PREPARED, PreparedStatements, ServerSession, run_script
 from outboxq.execution.claim import Claimed, ClaimRequest, claim
 from outboxq.postgres import Database
 from outboxq.statements.claim import BUDGET_KILOBYTES, FEW, ClaimScript, ClaimStatements
@@ -47,7 +47,7 @@ def claimed(
     connection: Connection, script: ClaimScript, limit: int, prepared: PreparedStatements = NOT_PREPARED
 ) -> Claimed:
     with connection.begin():
-        return claim(connection, ClaimRequest(script, limit, prepared=prepared))
+        return claim(connection, ClaimRequest(script, limit, server=ServerSession(claims=prepared)))
 
 
 def kilobytes(args: str) -> int:
@@ -110,7 +110,7 @@ def test_jobs_over_the_budget_are_neither_locked_nor_read(
     """Each is some hundred blocks beside the table."""
     fill(engine, [1_000_000] * 40, compressed=False)
     script = script_of("ready").for_limit(MANY)
-    parts = script.parts(MANY, None, () if is_prepared else None)
+    parts = script.parts(MANY, None, ServerSession(claims=PreparedStatements()) if is_prepared else ANY_SERVER)
     at = next(place for place, (owner, _) in enumerate(parts) if owner == "claim")
     before, explained = (
         [statement for _, statement in parts[:at]],

@@ -57,7 +57,7 @@ def run_under_kills(database: Database, *, seconds: float, mode: str, seed: int)
     chance = random.Random(seed)
     engine = create_engine(database.url)
     config = RelayConfig(
-        groups=(SlotGroup(("members", "leased-members"), 3), SlotGroup(("reports",), 1)),
+        groups=(SlotGroup(("members",), 3), SlotGroup(("leased-members",), 3), SlotGroup(("reports",), 1)),
         batch_size=4,
         poll_seconds=0.1,
         lease_seconds=1,

@@ -117,7 +117,7 @@ def settings(mode: str) -> RelayConfig:
         heartbeat_seconds=0.1,
         lease_seconds=1.0,
         max_crashes=1_000,
-        batch_size=3,
+        batch_size=1 if mode == "lease" else 3,
         reindex=False,
     )
 

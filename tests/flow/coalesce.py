@@ -214,7 +214,9 @@ def run(url: str, seconds: float, mode: Mode, seed: int) -> Verdict:
 
 
 def _relay(url: str, mode: Mode) -> RelayProcess:
-    settings = RelayConfig(batch_size=3, lease_seconds=2.0, poll_seconds=0.2, max_crashes=1_000)
+    settings = RelayConfig(
+        batch_size=1 if mode == "lease" else 3, lease_seconds=2.0, poll_seconds=0.2, max_crashes=1_000
+    )
     return RelayProcess(f"tests.flow.coalesce:{mode}_jobs", url, settings)
 
 

@@ -546,7 +546,7 @@ def rests(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
         for _ in range(2):
             seen = Counter(counted)
             for each in seen:
-                each._call()
+                each.may_wait()
             wait_until(lambda seen=seen: all(counted[each] > seen[each] for each in seen), "the dispatchers to look")
 
     return wait
@@ -587,7 +587,6 @@ def test_while_a_suspect_runs_no_other_call_of_its_queue_starts(
     assert Counter(calls.began) == dict.fromkeys(["suspect", "first", "second"], 1)
 
 
-@pytest.mark.xfail(strict=True, reason="the end of the suspects' turn wakes no other dispatcher for a minute")
 @FLAVOURS
 def test_while_a_suspect_runs_no_call_of_another_group_starts(
     engine: Engine, start_relay: StartRelay, gate: Gate, rests: Callable[[], None], flavour: str

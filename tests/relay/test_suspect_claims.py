@@ -6,7 +6,7 @@ from uuid import UUID, uuid4
 import pytest
 from sqlalchemy import Connection, Engine, text
 
-from outboxq.database.driver import NOT_PREPARED, PreparedStatements, ServerSession, run_script
+from outboxq.database.driver import ANY_SERVER, NOT_PREPARED, PreparedStatements, ServerSession, run_script
 from outboxq.error_record import ErrorRecord
 from outboxq.execution.claim import Claimed, ClaimRequest, claim
 from outboxq.execution.failure import KEPT_ERRORS, kept_errors
@@ -175,7 +175,7 @@ def test_a_suspect_that_comes_first_in_a_locked_group_is_taken_by_the_claim_of_i
     add(engine, "goes", few if in_company else many, key="account")
     add(engine, "comes", many if in_company else few, key="account")
     script = script_of(begin_lease(engine), is_grouped=True, in_company=in_company)
-    parts = script.parts(1, "", ())  # type: ignore[arg-type]
+    parts = script.parts(1, "", ANY_SERVER)  # type: ignore[arg-type]
     at = next(place for place, (owner, _) in enumerate(parts) if owner == "claim")
     with engine.connect() as connection, connection.begin():
         assert "account" in str(run_script(connection, *(statement for _, statement in parts[:at])))

@@ -117,7 +117,7 @@ class TokenHands:
             return Taken(taken, hand.until)
 
     def give_back(self, queue: str, taken: Taken) -> None:
-        """Give back tokens that a claim did not use; they are lost if their time has ended."""
+        """Give back tokens that no claim used; they are lost if their time has ended."""
         with self._lock:
             hand = self._hands[queue]
             hand.used -= taken.tokens
@@ -165,6 +165,8 @@ class Admission:
     limits: RelayLimits
     wake_another: Callable[[str], None]
     _pauses: dict[str, float] = field(default_factory=dict)
+    # By queue, the end of its hold for want of tokens.
+    _tokens_due_at: dict[str, float] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def __post_init__(self) -> None:
@@ -185,6 +187,18 @@ class Admission:
             with self._lock:
                 self._pauses.pop(queue, None)
         self.poller.release(queue)
+
+    def give_back(self, queue: str, taken: Taken) -> None:
+        """Give back tokens that no claim used, for the next claims: also if a slot found none meanwhile."""
+        self.hands.give_back(queue, taken)
+        self.release_tokens(queue)
+
+    def release_tokens(self, queue: str) -> None:
+        """Release a queue that is held for want of tokens, if there are some."""
+        until = self._tokens_due_at.get(queue)
+        is_held = until is not None and until == self.poller.held_until.get(queue)
+        if is_held and self.hands.has(queue) and self.poller.release(queue):
+            self.wake_another(queue)
 
     def ended(self, queue: str) -> None:
         """Record that jobs of this queue have ended: its limit has room again, and another slot may claim.
@@ -229,7 +243,9 @@ class Admission:
         elif not has_room:
             self.found_full(queue)
         elif waiting:
-            self.poller.hold(queue, max(due_seconds or 0.0, _LEAST_HOLD_SECONDS))
+            self._tokens_due_at[queue] = self.poller.hold(queue, max(due_seconds or 0.0, _LEAST_HOLD_SECONDS))
+            # Another slot may have given one back since: before the hold, or after it, as `give_back` does.
+            self.release_tokens(queue)
         else:
             self.found_room(queue)
 
@@ -290,7 +306,7 @@ class SlotAdmission:
             queue, taken = self._held
             self._held, self._are_left = None, False
             if used < taken.tokens:
-                self._shared.hands.give_back(queue, replace(taken, tokens=taken.tokens - used))
+                self._shared.give_back(queue, replace(taken, tokens=taken.tokens - used))
 
     def _are_left_to(self, queue: str) -> bool:
         return self._are_left and self._held is not None and self._held[0] == queue

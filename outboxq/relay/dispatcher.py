@@ -272,13 +272,14 @@ class Dispatcher:
         By an absolute time: calls that end all the time must not put the poll off.
         """
         while (seconds := until - time.monotonic()) > 0:
-            loop.wait(min(seconds, self._pause_seconds()))
-            loop.clear()
+            if self._has_results():
+                # What is settled may be followed by others, as a call that wakes this loop says.
+                loop.on_connection(self.settle)
             if self._is_called or self.state.stopping.is_set() or self.is_abandoned:
                 self._is_called = False
                 return True
-            if self._has_results():
-                loop.on_connection(self.settle)
+            loop.wait(min(seconds, self._pause_seconds()))
+            loop.clear()
         return False
 
     def _pause_seconds(self) -> float:

@@ -83,6 +83,7 @@ class Planner:
             self._free = min(most, _MOST_LEASED)
         if aside:
             yield from state.quarantine.claims(queues, state.poller.is_held, self._claims_of)
+            self._admission.return_unused()
             return
         if most is not None:
             yield from self._follow()
@@ -92,6 +93,8 @@ class Planner:
         if most is None:
             yield from state.quarantine.round(self, queues, state.poller.is_held, state.lease.want, self._claims_of)
         yield from self._only_queue(queues[0]) if len(queues) == 1 else self._queues_in_turns()
+        # Before the slot sleeps: another one may have held the queue for want of what this one does not use.
+        self._admission.return_unused()
         self._is_rested = True
 
     def _only_queue(self, name: str) -> Iterator[Asked]:

@@ -236,11 +236,12 @@ class SharedPoller:
             found = self._ready.union(*timed)
             return {name for name in found if not self.is_held(name)} if self.held_until else found
 
-    def hold(self, queue: str, seconds: float) -> None:
-        """Keep all slots from claiming from this queue for a time; then one of them tries."""
+    def hold(self, queue: str, seconds: float) -> float:
+        """Keep all slots from claiming from this queue for a time; then one of them tries. Returns its end."""
         with self._lock:
-            self.held_until[queue] = time.monotonic() + seconds
+            until = self.held_until[queue] = time.monotonic() + seconds
             self._ready.add(queue)
+            return until
 
     def release(self, queue: str) -> bool:
         """Release a held queue, so that slots claim from it again; True if it was held."""

@@ -15,8 +15,11 @@ from outboxq.database.driver import run_script
 from outboxq.postgres import Database, Server
 from outboxq.queue_limits import Rate, make_limits
 from outboxq.relay import admission
-from outboxq.relay.admission import Taken, TokenHands, chunk_of
+from outboxq.relay.admission import Admission, Query, SlotAdmission, Taken, TokenHands, chunk_of
+from outboxq.relay.flow_settings import FlowSettings
+from outboxq.relay.limits import RelayLimits
 from outboxq.relay.planner import Asked, Planner
+from outboxq.relay.poller import SharedPoller
 from outboxq.statements.claim import Sort
 from outboxq.statements.limit import take_slot
 from outboxq.statements.rate import TokenRequest, begin_rate, reserve_tokens
@@ -247,6 +250,36 @@ def test_the_claim_behind_a_reservation_has_its_tokens_however_late_it_comes() -
     assert not hands.has("mail")
     assert hands.take("mail", 1).tokens == 0
     assert hands.request("mail", Rate(500, 1.0, 100), 1).most == 1
+
+
+@pytest.mark.parametrize("is_first", [True, False], ids=["before the hold", "after it"])
+def test_a_token_that_comes_back_ends_the_hold_of_a_slot_that_found_none(is_first: bool) -> None:
+    """The job would wait for the time of another token; tokens that are used leave the hold as it is."""
+    poller, woken = SharedPoller("outboxq", ("mail",)), list[str]()
+    flow = FlowSettings({"mail": make_limits(rate="2/h")})
+    shared = Admission("outboxq", {}, flow, poller, RelayLimits(), woken.append)
+    one, other = SlotAdmission(shared), SlotAdmission(shared)
+
+    def answer(reserving: Iterator[Query], query: Query, tokens: int, due_seconds: float) -> None:
+        query.rows = [(1, True, tokens, due_seconds)]
+        assert list(reserving) == []
+
+    ours, theirs = one.reserve("mail", 1), other.reserve("mail", 1)
+    (our_query, their_query) = next(ours), next(theirs)
+    answer(ours, our_query, 1, 0.0)
+    # For due jobs, of which there are none.
+    assert one.take("mail", 1) == 1
+    if is_first:
+        one.return_unused()
+    answer(theirs, their_query, 0, 1_800.0)
+    assert poller.is_held("mail") is not is_first
+    one.return_unused()
+    assert not poller.is_held("mail")
+    assert woken == ["mail"]
+    assert other.take("mail", 1) == 1
+    poller.hold("mail", 1_800.0)
+    other.return_unused(1)
+    assert poller.is_held("mail")
 
 
 def test_a_claim_that_finds_nothing_leaves_its_token_to_the_next(

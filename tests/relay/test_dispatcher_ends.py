@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
@@ -130,16 +131,18 @@ def test_a_relay_that_stops_waits_for_the_row_of_a_job_that_is_done(
         assert connection.execute(text("SELECT count(*) FROM outboxq.job")).scalar_one() == 0
 
 
+@pytest.mark.parametrize("seconds", [0.0, 0.2])
 @pytest.mark.parametrize("uses_session", [False, True])
 def test_the_next_job_of_a_group_and_a_job_that_comes_back_need_no_poll(
-    sessions: sessionmaker[OutboxSession], start_relay: StartRelay, uses_session: bool
+    sessions: sessionmaker[OutboxSession], start_relay: StartRelay, uses_session: bool, seconds: float
 ) -> None:
-    """Nothing notifies of them, so what settles the one before says that they may wait."""
+    """Nothing notifies of them, so what settles the one before says that they may wait, also while the relay sleeps."""
     jobs = Jobs()
 
     @jobs.handler(queue="groups", claim="lease", group=lambda name: name, retry=Backoff(first_seconds=0.1))
     def call(ctx: Context, name: str) -> None:
         del name
+        time.sleep(seconds)
         if uses_session:
             ctx.session.execute(text("SELECT 1"))
 

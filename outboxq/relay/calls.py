@@ -111,9 +111,6 @@ class Call:
             if isinstance(outcome, Ended):
                 if outcome.report is not None:
                     self.publish(outcome.report)
-                    # Nothing notifies of a job that comes back, or that is the next of its group.
-                    if self.batch.job.group_key is not None or not _ENDS.issuperset(map(type, outcome.report.events)):
-                        self._owner.may_wait()
             else:
                 self._owner.has_result(self, outcome)
         except Abandoned:
@@ -212,6 +209,9 @@ class Call:
         """Count what was committed, and emit it."""
         self._state.publish(report)
         self._state.admission.ended(self.queue)
+        # Nothing notifies of a job that comes back, or that is the next of its group.
+        if self.batch.job.group_key is not None or not _ENDS.issuperset(map(type, report.events)):
+            self._owner.may_wait()
 
     def is_seized(self) -> bool:
         """Return True if the relay has taken the job away."""

@@ -12,8 +12,9 @@ from sqlalchemy import Engine, text
 from sqlalchemy.orm import sessionmaker
 
 from outboxq import AsyncContext, Backoff, Context, DeadLetter, Jobs, OutboxSession, RelayConfig, Snooze
-from outboxq.events import JobCrashed, JobDone, JobInterrupted, JobSnoozed
+from outboxq.events import JobCrashed, JobDone, JobInterrupted, JobRetried, JobSnoozed
 from outboxq.relay.dispatcher import Dispatcher
+from outboxq.relay.limits import RelayLimits
 from tests.conftest import StartRelay
 from tests.support.app import Effect
 from tests.support.ledger import effects
@@ -157,3 +158,26 @@ def test_the_next_job_of_a_group_and_a_job_that_comes_back_need_no_poll(
             session.add_jobs(call.job(name="a") for _ in range(4))
             session.add_job(back)
         wait_until(lambda: len(relay.of(JobDone)) == 5, "all jobs, long before a poll is due")
+
+
+def test_a_job_whose_call_was_cut_off_comes_back_without_a_poll(
+    sessions: sessionmaker[OutboxSession], start_relay: StartRelay
+) -> None:
+    """What cuts it off settles it in a thread of its own, which says that it may wait."""
+    jobs, leave = Jobs(), threading.Event()
+
+    @jobs.handler(queue="calls", claim="lease", timeout_seconds=0.2, retry=Backoff(first_seconds=0.1))
+    def call(ctx: Context) -> None:
+        if ctx.job.attempt == 1:
+            leave.wait(PATIENCE)
+
+    limits = RelayLimits(cut_after_seconds=0.1, free_after_seconds=PATIENCE)
+    config = RelayConfig(slots_per_queue=2, poll_seconds=3600)
+    with start_relay(jobs, config, limits=limits) as relay:
+        with sessions.begin() as session:
+            session.add_job(call)
+        try:
+            wait_until(lambda: relay.of(JobDone), "its second attempt, long before a poll is due")
+        finally:
+            leave.set()
+    assert len(relay.of(JobRetried)) == 1

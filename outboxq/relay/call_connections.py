@@ -19,7 +19,7 @@ from sqlalchemy.util import await_only
 from outboxq.database.errors import describe_error
 from outboxq.execution.errors import Abandoned
 from outboxq.relay.connections import SlotConnection, SlotConnections
-from outboxq.relay.task_watch import call_soon
+from outboxq.relay.watch import call_soon
 
 logger = logging.getLogger("outboxq.relay")
 

@@ -22,22 +22,20 @@ from outboxq.events import JobCancelled, JobDied, JobDiscarded, JobDone
 from outboxq.execution.batch_state import BatchReport, BatchState, Ended
 from outboxq.execution.commit import send_left
 from outboxq.execution.errors import Abandoned, ConnectionLost, ConnectionSpoiled
-from outboxq.execution.failure import Frame
 from outboxq.execution.invoke import AsyncInvoker, Invoker, SyncInvoker
 from outboxq.execution.leased_call import LeasedCall, Lent
 from outboxq.execution.recovery import recover
 from outboxq.execution.runtime import Runtime, is_cancellation
 from outboxq.execution.settle import Settlement
 from outboxq.forks import call_here
-from outboxq.handlers.call import HandlerCall
 from outboxq.handlers.handler import AnyHandler, Flavour
 from outboxq.relay.call_connections import CallConnections, Place
 from outboxq.relay.connections import SlotConnection
 from outboxq.relay.outage import CONNECTION_ERRORS, Outage
 from outboxq.relay.rolled_back import recover_here
 from outboxq.relay.state import RelayState
-from outboxq.relay.task_watch import TaskWatch, stack_of_thread
 from outboxq.relay.threads import BoundedStart
+from outboxq.relay.watch import TaskWatch, ThreadWatch
 
 # When the relay stops, the outcome of a lost connection's job is asked for so often, and for so long.
 _LAST_TRIES, _LAST_SECONDS = 5, 2.0
@@ -82,6 +80,7 @@ class Call:
     Attributes:
         batch: The job, as a batch of one.
         is_abandoned: The relay does not wait for it any more.
+        watch: The watch on its handler.
     """
 
     has_failed = False
@@ -95,6 +94,7 @@ class Call:
         self.is_abandoned = False
         self._owner = owner
         self._state = state
+        self.watch = ThreadWatch()
         self._is_done = False
         self._detached: DBAPIConnection | None = None
         engine = owner.engine
@@ -250,28 +250,6 @@ class Call:
                 self._detached = dbapi_connection(connected.connection)
                 connected.connection.detach()
 
-    # As of a call in a thread.
-
-    def ask(self) -> None:
-        """Request a sign of life from the event loop."""
-
-    def cancel(self, call: HandlerCall) -> None:
-        """Cancel the handler in its event loop."""
-
-    def is_held_up(self) -> bool:
-        """Return True if no sign of life came, and another handler has the loop."""
-        return False
-
-    def is_running(self) -> bool:
-        """Return True if the handler has the event loop at this moment."""
-        return False
-
-    def stack(self) -> list[Frame]:
-        """The call stack of the handler."""
-        return stack_of_thread(self.thread)
-
-    thread: int | None = None
-
 
 class TaskCall(Call):
     """A call in a task of the relay's event loop."""
@@ -280,7 +258,7 @@ class TaskCall(Call):
         self, owner: CallOwner, batch: BatchState, handler: AnyHandler, loop: asyncio.AbstractEventLoop
     ) -> None:
         super().__init__(owner, batch, handler)
-        self._watch = TaskWatch(loop, lambda: self._invoker)
+        self._watch = self.watch = TaskWatch(loop, lambda: self._invoker)
 
     async def _in_task(self) -> None:
         self._watch.begin()
@@ -293,21 +271,6 @@ class TaskCall(Call):
     def abandon(self) -> None:
         self.is_abandoned = True
         self._watch.abandon()
-
-    def ask(self) -> None:
-        self._watch.ask()
-
-    def cancel(self, call: HandlerCall) -> None:
-        self._watch.cancel(call)
-
-    def is_held_up(self) -> bool:
-        return self._watch.is_held_up()
-
-    def is_running(self) -> bool:
-        return self._watch.is_running()
-
-    def stack(self) -> list[Frame]:
-        return self._watch.stack()
 
 
 class CallThreads:
@@ -347,9 +310,9 @@ class CallThreads:
 def _running(threads: CallThreads, calls: "SimpleQueue[Call | None]") -> Callable[[], None]:
     def run() -> None:
         while (call := calls.get()) is not None:
-            call.thread = threading.get_ident()
+            call.watch.thread = threading.get_ident()
             call.run()
-            call.thread = None
+            call.watch.thread = None
             if call.is_abandoned:
                 # Another thread has its place.
                 return

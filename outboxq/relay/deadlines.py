@@ -97,7 +97,7 @@ class DeadlineEnforcer:
             if call is not None and cancelled and not call.is_over and any(job.id in cancelled for job in call.jobs):
                 # First: from here on the handler's end does not count as a success.
                 call.is_cancelled = True
-                runner.cancel(call)
+                runner.watch.cancel(call)
                 self._start(runner, partial(self._end_cancelled, runner, batch, call))
         while self._ended:
             runner, jobs = self._ended.pop()
@@ -156,19 +156,19 @@ class DeadlineEnforcer:
 
     def _enforce(self, runner: Runner, batch: BatchState, deadline: float) -> None:
         """Cancel, then cut off, unless the job ends by itself."""
-        runner.ask()
+        runner.watch.ask()
         cancel = partial(self._cancel, batch, deadline)
         if not self._cut_off(runner, batch, cancel, lambda: batch.running.deadline != deadline):
             return
         # Only now is it certain which job ran: one that has just ended, or is held up, is not to blame.
         # `together` is read before the deadline, which a returning call clears first.
         is_several = batch.running.together > 1
-        is_over = batch.running.deadline == deadline and not runner.is_held_up()
+        is_over = batch.running.deadline == deadline and not runner.watch.is_held_up()
         blamed = batch.running_jobs if is_over else ()
         try:
-            stack = runner.stack() if is_over and not is_several else None
+            stack = runner.watch.stack() if is_over and not is_several else None
             # The loop is blocked, but by no handler: perhaps by a task that this one started.
-            is_blocked = runner.is_held_up() and not any(other.is_running() for other in self._runners)
+            is_blocked = runner.watch.is_held_up() and not any(other.watch.is_running() for other in self._runners)
             # If one of several jobs of a call hangs, which one is unknown. As suspects they run alone, which shows it.
             self._end(runner, batch, stack, is_crash=is_blocked or (is_over and is_several))
         finally:

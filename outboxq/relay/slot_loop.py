@@ -24,11 +24,9 @@ from outboxq.database.guard import keep_cancelled
 from outboxq.errors import ConfigError, RelayStuck, SchemaError
 from outboxq.execution.batch_state import BatchReport, BatchState
 from outboxq.execution.errors import Abandoned
-from outboxq.execution.failure import Frame
 from outboxq.execution.invoke import Invoker
 from outboxq.execution.runtime import Runtime
 from outboxq.forks import call_here
-from outboxq.handlers.call import HandlerCall
 from outboxq.handlers.handler import Flavour
 from outboxq.relay.connections import SlotConnection, SlotConnections
 from outboxq.relay.dispatcher import Dispatcher
@@ -36,8 +34,8 @@ from outboxq.relay.idle import UNFLAGGED_PAUSE_SECONDS
 from outboxq.relay.outage import CONNECTION_ERRORS
 from outboxq.relay.slot import Slot
 from outboxq.relay.state import RelayState
-from outboxq.relay.task_watch import TaskWatch, call_soon, stack_of_thread
 from outboxq.relay.threads import BoundedStart
+from outboxq.relay.watch import TaskWatch, ThreadWatch, call_soon
 
 # A slot, or the dispatcher of a group's calls.
 Worker: TypeAlias = "Slot | Dispatcher"
@@ -61,6 +59,7 @@ class SlotLoop:
         fail: Callable[[BaseException], None],
     ) -> None:
         self.slot = make(wake_event.set)
+        self.watch = ThreadWatch()
         self.has_failed = False
         self._state = state
         self._connections = connections
@@ -157,22 +156,6 @@ class SlotLoop:
         """Give up the turn to run suspects."""
         self.slot.end_turn()
 
-    # Nothing in a thread: its handler shares no loop, checks `ctx.cancelled`, or has its statement cancelled.
-
-    def ask(self) -> None:
-        """Request a sign of life from the event loop, which the handler shares with others."""
-
-    def cancel(self, call: HandlerCall) -> None:
-        """Cancel a handler in its own event loop, together with the query that it awaits."""
-
-    def is_held_up(self) -> bool:
-        """Return True if no sign of life came, and another handler has the loop."""
-        return False
-
-    def is_running(self) -> bool:
-        """Return True if the slot's handler has the event loop at this moment."""
-        return False
-
 
 def _is_final(error: Exception) -> bool:
     """Return True if an error ends the relay: a defect of ours, but nothing that users' listeners may raise."""
@@ -192,12 +175,15 @@ class SlotThread(SlotLoop):
         self._thread.start()
 
     def _run(self) -> None:
+        self.watch.thread = threading.get_ident()
         try:
             self._serve()
         except BaseException as error:  # noqa: BLE001  # raised again by the relay
             self.has_failed = True
             self._fail(error)
         finally:
+            # Another thread may have its identifier from now on.
+            self.watch.thread = None
             if self._detached is not None:
                 self._detached.close()
 
@@ -235,9 +221,6 @@ class SlotThread(SlotLoop):
             self._detached = dbapi_connection(connection)
             connection.detach()
 
-    def stack(self) -> list[Frame]:
-        return stack_of_thread(self._thread.ident)
-
 
 class _TaskWakeEvent:
     """A `threading.Event` for a task: any thread sets it, and the task's greenlet waits for it."""
@@ -272,7 +255,7 @@ class SlotTask(SlotLoop):
     ) -> None:
         super().__init__(state, make, connections, _TaskWakeEvent(loop), fail)
         self._loop = loop
-        self._watch = TaskWatch(loop, self._invoker)
+        self._watch = self.watch = TaskWatch(loop, self._invoker)
         self._future = asyncio.run_coroutine_threadsafe(self._run(connections.engine), loop)
 
     async def _run(self, engine: Engine) -> None:
@@ -332,18 +315,3 @@ class SlotTask(SlotLoop):
         # The task and not the future: a cancelled future is done at once, even if its task is not.
         self.slot.is_abandoned = True
         self._watch.abandon()
-
-    def ask(self) -> None:
-        self._watch.ask()
-
-    def cancel(self, call: HandlerCall) -> None:
-        self._watch.cancel(call)
-
-    def is_held_up(self) -> bool:
-        return self._watch.is_held_up()
-
-    def is_running(self) -> bool:
-        return self._watch.is_running()
-
-    def stack(self) -> list[Frame]:
-        return self._watch.stack()

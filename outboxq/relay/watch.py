@@ -1,4 +1,4 @@
-"""The watch on a handler in a task of the event loop, from other threads: its stack, signs of life, its end."""
+"""The watch on a handler, in a thread or in a task of the event loop, from other threads: its stack, signs of life."""
 
 import asyncio
 import contextlib
@@ -16,7 +16,35 @@ from outboxq.execution.invoke import AsyncInvoker, Invoker
 from outboxq.handlers.call import HandlerCall
 
 
-class TaskWatch:
+class ThreadWatch:
+    """Watches a handler in a thread: it shares no loop, checks `ctx.cancelled`, or has its statement cancelled.
+
+    Attributes:
+        thread: The thread's identifier; None while it runs no handler.
+    """
+
+    thread: int | None = None
+
+    def ask(self) -> None:
+        """Request a sign of life from the event loop, which the handler shares with others."""
+
+    def cancel(self, call: HandlerCall) -> None:
+        """Cancel a handler in its own event loop, together with the query that it awaits."""
+
+    def is_held_up(self) -> bool:
+        """Return True if no sign of life came, and another handler has the loop."""
+        return False
+
+    def is_running(self) -> bool:
+        """Return True if the handler has the event loop at this moment."""
+        return False
+
+    def stack(self) -> list[Frame]:
+        """The call stack of the handler; empty if it has ended."""
+        return _stack_of(self.thread)
+
+
+class TaskWatch(ThreadWatch):
     """Watches one task, and the task of the attempt that it waits for.
 
     Args:
@@ -26,13 +54,12 @@ class TaskWatch:
     def __init__(self, loop: asyncio.AbstractEventLoop, invoker: Callable[[], Invoker | None]) -> None:
         self.task: asyncio.Task[None] | None = None
         self._loop = loop
-        self._loop_thread: int | None = None
         self._invoker = invoker
         self._answered = threading.Event()
 
     def begin(self) -> None:
         """Record the running task; called in it."""
-        self._loop_thread = threading.get_ident()
+        self.thread = threading.get_ident()
         self.task = asyncio.current_task()
 
     def abandon(self) -> None:
@@ -41,18 +68,15 @@ class TaskWatch:
             call_soon(self._loop, self.task.cancel)
 
     def ask(self) -> None:
-        """Request a sign of life from the event loop."""
         self._answered.clear()
         call_soon(self._loop, self._answered.set)
 
     def cancel(self, call: HandlerCall) -> None:
-        """Cancel the handler of this call, together with the query that it awaits."""
         invoker = self._invoker()
         if isinstance(invoker, AsyncInvoker):
             call_soon(self._loop, partial(invoker.cancel, call))
 
     def is_held_up(self) -> bool:
-        """Return True if no sign of life came, and another handler has the loop."""
         return not self._answered.is_set() and not self.is_running()
 
     def _coroutines(self) -> "list[CoroutineType[Any, Any, object]]":
@@ -63,13 +87,11 @@ class TaskWatch:
         return [coroutine for coroutine in found if inspect.iscoroutine(coroutine)]
 
     def is_running(self) -> bool:
-        """Return True if the task has the event loop at this moment."""
         return any(coroutine.cr_running for coroutine in self._coroutines())
 
     def stack(self) -> list[Frame]:
-        """The call stack of the handler."""
         if self.task is None or self.is_running():
-            return stack_of_thread(self._loop_thread)
+            return _stack_of(self.thread)
         stack: list[Frame] = []
         for coroutine in self._coroutines():
             awaited: object = coroutine
@@ -80,8 +102,7 @@ class TaskWatch:
         return stack
 
 
-def stack_of_thread(thread: int | None) -> list[Frame]:
-    """The call stack of a thread; empty if it has ended."""
+def _stack_of(thread: int | None) -> list[Frame]:
     frame = None if thread is None else sys._current_frames().get(thread)  # noqa: SLF001  # documented in the library reference
     return [] if frame is None else frames_of_stack(frame)
 

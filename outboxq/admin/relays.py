@@ -77,12 +77,12 @@ class RelaySummary:
 
     @property
     def free(self) -> int:
-        """How many of its slots were free."""
+        """The number of its slots that were free."""
         return max(0, self.slots - self.busy)
 
     @property
     def waiting(self) -> int:
-        """How many of its jobs in lease mode waited for a connection, if one had run for longer than a second."""
+        """The number of its leased jobs that waited for a connection, if one had run for longer than a second."""
         return waiting_calls(self.running)
 
     @property

@@ -603,7 +603,7 @@ def original_of(error: BaseException) -> BaseException:
     # By its type: users' classes can have another `__class__`, or none.
     original = None
     with suppress(BaseException):
-        original = error.orig if issubclass(type(error), StatementError) else None  # type: ignore[attr-defined]
+        original = error.orig if issubclass(type(error), StatementError) else None  # type: ignore[attr-defined]  # it has one
     return original if original is not None and issubclass(type(original), BaseException) else error
 
 

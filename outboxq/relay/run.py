@@ -407,7 +407,7 @@ class RelayRun:
         self.emit(event)
 
     def _serve_to_the_end(self) -> None:
-        # Those of the slots, one for the lease, one for the listener.
+        # The connections of the slots, one for the lease, and one for the listener.
         connections = sum(connections_of(group, claim, self.config) for group, _, claim in self.groups)
         connections += 1 + (self._state.listener is not None)
         of_calls = [group.slots for group, _, claim in self.groups if claim == "lease"]

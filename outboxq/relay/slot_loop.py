@@ -48,7 +48,12 @@ _LAST_TRIES, _LAST_PAUSE_SECONDS, _LAST_SECONDS = 5, 0.1, 2.0
 
 
 class SlotLoop:
-    """The loop of one worker; `has_failed`: the loop ended by an error, which the relay raises again."""
+    """The loop of one worker.
+
+    Attributes:
+        watch: The watch on its handler.
+        has_failed: The loop ended by an error, which the relay raises again.
+    """
 
     def __init__(
         self,

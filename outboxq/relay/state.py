@@ -74,7 +74,7 @@ class ClaimEvents:
         self._emit = state.emit
         self._is_wanted = any(state.emit.use_of(kind)() for kind in (JobsClaimed, ClaimsEmpty, ClaimsFailed))
         self._claims: list[JobsClaimed] = []
-        self._vain: Counter[tuple[type[ClaimsEmpty | ClaimsFailed], str]] = Counter()
+        self._without_jobs: Counter[tuple[type[ClaimsEmpty | ClaimsFailed], str]] = Counter()
 
     def record(self, claimed: Claimed) -> None:
         """Record the answer to a claim."""
@@ -83,20 +83,20 @@ class ClaimEvents:
             if count:
                 self._claims.append(JobsClaimed(request.queue, count, time.monotonic() - request.asked_at))
             else:
-                self._vain[ClaimsEmpty, request.queue] += 1
+                self._without_jobs[ClaimsEmpty, request.queue] += 1
 
     def record_failure(self, queue: str) -> None:
         """Record that a claim failed."""
         if self._is_wanted:
-            self._vain[ClaimsFailed, queue] += 1
+            self._without_jobs[ClaimsFailed, queue] += 1
 
     def emit(self) -> None:
         """Emit them, before the events of the jobs that ended meanwhile."""
-        if self._claims or self._vain:
-            claims, vain, self._claims, self._vain = self._claims, self._vain, [], Counter()
+        if self._claims or self._without_jobs:
+            claims, others, self._claims, self._without_jobs = self._claims, self._without_jobs, [], Counter()
             for event in claims:
                 self._emit(event)
-            for (kind, queue), count in vain.items():
+            for (kind, queue), count in others.items():
                 self._emit(kind(queue, count))
 
 

@@ -75,7 +75,7 @@ def test_a_process_that_computes_has_more_processor_time_than_before() -> None:
 
 
 def test_the_most_connections_of_a_relay_are_seen_and_no_others(bench) -> None:
-    """Those that go again count, those of other programs do not; none at all is no figure."""
+    """Connections that were closed since count, and those of other programs do not; without any there is no figure."""
     import psycopg
 
     from benchmarks.bench import conninfo

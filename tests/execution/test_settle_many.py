@@ -139,7 +139,7 @@ def stage(connection: Connection) -> list[tuple[str, Result, Job]]:
 
 
 def rows_of(connection: Connection, staged: Sequence[tuple[str, Result, Job]]) -> dict[str, Any]:
-    """What is in the tables of each job: without ids and tokens, and times as seconds from now."""
+    """The rows of each job in our tables, without ids and tokens, with times as seconds from now."""
     by_id = {job.id: (name, job) for name, _, job in staged}
     found: dict[str, Any] = {name: [] for name in (name for name, _, _ in staged)}
     now: datetime = connection.execute(text("SELECT clock_timestamp()")).scalar_one()
@@ -295,7 +295,7 @@ def test_waiters_for_results_are_told_of_each_end(outboxq_database: Database, co
             settle_together(connection, [decided(result, job, runtime) for job, result in given], runtime)
         told = {note.payload for note in waiter.notifies(timeout=10, stop_after=4)}
         assert told == {str(job.id) for job, _ in given[:4]}
-        # Those of one COMMIT come together.
+        # The notifications of one COMMIT come together.
         assert list(waiter.notifies(timeout=0)) == []
 
 
@@ -310,7 +310,7 @@ def test_callback_batches_of_ended_jobs_are_checked_after_commit(connection: Con
 
 
 def test_settlements_whose_commit_had_no_answer_are_sent_again(connection: Connection) -> None:
-    """What the first string has done is no lost lease; a job that another relay has is one."""
+    """A job that the first string settled has not lost its lease; one that another relay has did."""
     given = _several(connection, *(OUTCOMES[name] for name in ("done", "dead", "failed", "snoozed", "done", "dead")))
     runtime = runtime_on(connection)
     settlements = [decided(result, job, runtime) for job, result in given]

@@ -87,7 +87,7 @@ def test_a_lost_answer_costs_no_job_and_runs_none_twice(
 def test_a_claim_whose_answer_was_lost_begins_no_call_again(
     engine: Engine, start_relay: StartRelay, gate: Gate, monkeypatch: pytest.MonkeyPatch, flavour: str
 ) -> None:
-    """Those that run at that moment, and were claimed before, are not adopted with its jobs."""
+    """Its jobs are adopted; calls that were claimed before, and still run, are not."""
     calls = Calls(flavour)
     calls.all_wait_for(gate, "runs", "runs too")
     calls.enqueue(engine, "runs", "runs too")
@@ -203,7 +203,7 @@ def test_calls_go_on_while_every_backend_ends(
 
 @FLAVOURS
 def test_calls_go_on_while_the_server_is_away(start_relay: StartRelay, gate: Gate, flavour: str) -> None:
-    """Those that end meanwhile are settled when it is back, and others when they end."""
+    """Calls that end meanwhile are settled when it is back, and the others when they end."""
     calls, second, names = Calls(flavour), Gate(), [f"job {number}" for number in range(4)]
     calls.all_wait_for(gate, *names)
     calls.all_wait_for(second, "ends later")

@@ -42,7 +42,7 @@ from tests.support.scripts import change_scripts
 from tests.support.waiting import PATIENCE, wait_until
 
 FLAVOURS = pytest.mark.parametrize("flavour", ["sync", "async"])
-# For what some tests expect in vain.
+# The longest wait for something that must come without a poll.
 SOON = 20.0
 LATER = Backoff(max_attempts=3, first_seconds=3600)
 # Of the relay's own, whoever they are for.

@@ -48,8 +48,8 @@ def die(engine: Engine, owner: UUID) -> list[object]:
 
 def script_of(owner: UUID, *, is_grouped: bool, in_company: bool | None, **limits: object) -> AnyScript:
     if is_grouped:
-        return GroupScript("outboxq", "mail", owner, suspects=True, in_company=in_company, **limits)  # type: ignore[arg-type]
-    claims = ClaimStatements("outboxq", "mail", owner, **limits)  # type: ignore[arg-type]
+        return GroupScript("outboxq", "mail", owner, suspects=True, in_company=in_company, **limits)  # type: ignore[arg-type]  # what fits each
+    claims = ClaimStatements("outboxq", "mail", owner, **limits)  # type: ignore[arg-type]  # what fits each
     return {None: claims.lease_suspect, True: claims.lease_suspects_in_company, False: claims.lease_suspect_alone}[
         in_company
     ]

@@ -17,8 +17,9 @@ _UNDEFINED_TABLE_OR_COLUMN = ("42P01", "42703", "3F000")
 LOCK_NOT_AVAILABLE = "55P03"
 # A standby, or a transaction that is READ ONLY.
 READ_ONLY = "25006"
+DEADLOCK = "40P01"
 # A standby that is being promoted, a lock_timeout, and transactions that the server ended for the sake of others.
-_TRANSIENT = (READ_ONLY, LOCK_NOT_AVAILABLE, "40001", "40P01")
+_TRANSIENT = (READ_ONLY, LOCK_NOT_AVAILABLE, "40001", DEADLOCK)
 # The words of a server, a pooler or libpq when it lets no connection in, or when one is lost. Only these are
 # repeated: the rest of the text may hold a host, a user or a value.
 _OUTAGE_REASONS = (

@@ -33,7 +33,7 @@ import psycopg
 from sqlalchemy.exc import StatementError
 
 from outboxq.codec.text import MAX_MESSAGE_CHARACTERS, name_of, storable, storable_or_withheld
-from outboxq.database.errors import is_of_prepared, sqlstate_of
+from outboxq.database.errors import DEADLOCK, is_of_prepared, sqlstate_of
 from outboxq.error_record import ErrorRecord, StoredException, StoredFrame
 from outboxq.errors import CallRefused, EffectFailed, OutboxqError, PermanentError
 from outboxq.execution.errors import Abandoned, ConnectionLost
@@ -49,7 +49,7 @@ KEPT_ERRORS = 25
 # Replaces the texts of a handler with messages="withheld".
 WITHHELD = "message withheld"
 
-TRANSIENT = ("40001", "40P01")
+TRANSIENT = ("40001", DEADLOCK)
 
 _CHAIN_BYTES = 8 * 1024
 # Exceptions kept of a chain: the last that were raised, and the first.

@@ -7,6 +7,7 @@ on finished rows. Waiters for the result of a job are notified in the same strin
 
 import logging
 import math
+import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias, cast
@@ -114,6 +115,7 @@ class Keeper:
     kinds: Mapping[str, Keeping] = field(default_factory=dict)
     relay: UUID | None = None
     _paused_until: float = 0.0
+    _lock: threading.Lock = field(default_factory=threading.Lock)
     _has_args: bool = field(init=False)
     _has_results: bool = field(init=False)
 
@@ -140,7 +142,7 @@ class Keeper:
             others: The jobs that runs have taken along, by the id of the job that ran.
         """
         kinds = self.kinds
-        if not kinds or (self._paused_until and clock() < self._paused_until):
+        if not kinds or self._is_paused():
             return None
         over = [
             event for event in cast("Iterable[Over]", events) if type(event) in _OUTCOMES and event.job.kind in kinds
@@ -186,8 +188,12 @@ class Keeper:
         return sqlstate is not None and not sqlstate.startswith(_NO_REFUSALS)
 
     def refused(self, error: BaseException) -> None:
-        """Write no finished rows for a while, since the table has refused some, and log that."""
-        self._paused_until = max(self._paused_until, clock() + _PAUSE_SECONDS)
+        """Write no finished rows for a while, since the table has refused some, and log that once."""
+        with self._lock:
+            # Several COMMITs may have been under way.
+            is_known, self._paused_until = self._is_paused(), max(self._paused_until, clock() + _PAUSE_SECONDS)
+        if is_known:
+            return
         logger.warning(
             "finished jobs are not kept for %d s: the table done_job refused their rows (%s); `outboxq doctor` names "
             "rights that are missing",
@@ -195,6 +201,9 @@ class Keeper:
             describe_error(error),
             extra={"outboxq_kinds": sorted(self.kinds)},
         )
+
+    def _is_paused(self) -> bool:
+        return bool(self._paused_until) and clock() < self._paused_until
 
     def _columns(self, over: Sequence[Over], others: Mapping[UUID, tuple[UUID, ...]]) -> FinishedColumns:
         # Column by column, and only those that a kind keeps: every COMMIT waits for this.

@@ -13,6 +13,7 @@ from sqlalchemy import Connection
 
 from outboxq.codec.entities import EntityKey
 from outboxq.database.driver import is_listened_to, is_lost, run_script
+from outboxq.database.errors import DEADLOCK
 from outboxq.emitter import drop_tracebacks
 from outboxq.errors import TransactionEndedByHandler
 from outboxq.events import JobRetried, JobSnoozed
@@ -82,16 +83,17 @@ def _run_several(
             continue
         for position in segment.places:
             job = batch.jobs[position]
-            decided = batch.decided.get(job.id)
-            # `position` stays at a job that was settled here: its row shows, later, if the batch was committed.
-            if isinstance(decided, SettledByClaim):
+            if isinstance(batch.decided.get(job.id), SettledByClaim):
                 continue
-            if isinstance(decided, GivenBack):
-                settle.release(connection, job)
-                continue
-            batch.running.position = position
+            before, batch.running.position = batch.running.position, position
             result = _run_alone(connection, batch, job, runtime, handlers, begin, shared=True)
+            if isinstance(result, Failed) and result.transient and result.sqlstate == DEADLOCK:
+                # The other transaction may wait for rows of earlier jobs, which are locked until COMMIT.
+                result = batch.give_back(job)
             settle_alone(connection, batch, job, runtime, result)
+            if isinstance(result, GivenBack):
+                # `position` stays at a job that was settled here: its row shows, later, if the batch was committed.
+                batch.running.position = before
 
 
 def _run_together(
@@ -192,11 +194,12 @@ def _run_alone(
         batch,
         runtime,
         lambda: Attempt(handler, job, runtime, xid, begin, batch.running).join(connection, runtime),
+        shared=shared,
     )
 
 
-def attempt(batch: BatchState, runtime: Runtime, make: Callable[[], Attempt]) -> AttemptResult:
-    """Run a job's attempt, again after a deadlock or a serialization failure; return the last result."""
+def attempt(batch: BatchState, runtime: Runtime, make: Callable[[], Attempt], *, shared: bool = False) -> AttemptResult:
+    """Run a job's attempt, again after a serialization failure, and alone after a deadlock; return the last result."""
     seconds = batch.running.timeout_seconds
     batch.running.deadline = None if seconds is None else time.monotonic() + seconds
     free_retries, prepares = FREE_RETRIES, True
@@ -206,6 +209,8 @@ def attempt(batch: BatchState, runtime: Runtime, make: Callable[[], Attempt]) ->
             with nullcontext() if prepares else each.guard.unprepared():
                 result: AttemptResult = runtime.invoker.apart()(each.run)
             if not (isinstance(result, Failed) and result.transient and free_retries):
+                return result
+            if shared and result.sqlstate == DEADLOCK:
                 return result
             free_retries -= 1
             if result.prepared:
@@ -246,8 +251,9 @@ def settle_alone(connection: Connection, batch: BatchState, job: Job, runtime: R
     batch.begin(connection)
     batch.late_result = None
     _restore(connection, batch, runtime)
-    if isinstance(result, UnknownKindResult):
-        settle.park(connection, job)
+    if isinstance(result, UnknownKindResult | GivenBack):
+        put_back = settle.park if isinstance(result, UnknownKindResult) else settle.release
+        put_back(connection, job)
         hold_back(batch, job, runtime)
         return
     event = settle_result(connection, job, result, runtime, seconds)

@@ -13,7 +13,7 @@ from sqlalchemy import ColumnElement, Connection, Delete, Insert, Update
 from sqlalchemy.exc import DBAPIError
 
 from outboxq.database.driver import run_script
-from outboxq.database.errors import sqlstate_of
+from outboxq.database.errors import DEADLOCK, LOCK_NOT_AVAILABLE, QUERY_CANCELED, sqlstate_of
 from outboxq.error_record import ErrorRecord
 from outboxq.errors import LeaseLost, TransactionEndedByHandler
 from outboxq.events import (
@@ -53,7 +53,7 @@ from outboxq.statements.settle import (
 )
 
 # lock_timeout; statement_timeout or a cancellation; a deadlock.
-_GAVE_UP_WAITING = frozenset({"55P03", "57014", "40P01"})
+_GAVE_UP_WAITING = frozenset({LOCK_NOT_AVAILABLE, QUERY_CANCELED, DEADLOCK})
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,7 @@ from outboxq.database.driver import NOT_PREPARED, PreparedStatements, run_script
 from outboxq.errors import ArgsNotKept, JobNotFound, RegistryError
 from outboxq.events import JobDied, JobDone, JobLeaseLost
 from outboxq.execution.keep import FinishedRows, Keeper
+from outboxq.handlers.keeping import Keeping
 from outboxq.statements.done import FinishedColumns
 from outboxq.statements.prune import delete_finished
 from tests.support.app import QUICK, Effect
@@ -493,6 +494,13 @@ def test_jobs_whose_rows_are_refused_are_done_without(
     assert ledger(engine) == {name: 1 for number in (1, 3, 5) for name in (str(number), f"after {number}")}
     said = [record.message for record in caplog.records if "finished jobs are not kept" in record.message]
     assert len(said) == 1
+
+
+def test_rows_that_several_commits_were_refused_are_reported_once(caplog: pytest.LogCaptureFixture) -> None:
+    keeper = Keeper({"work": Keeping(60.0)})
+    keeper.refused(RuntimeError("the first"))
+    keeper.refused(RuntimeError("of a COMMIT that was under way"))
+    assert sum("finished jobs are not kept" in record.message for record in caplog.records) == 1
 
 
 @pytest.mark.each_value

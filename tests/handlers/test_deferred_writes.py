@@ -1,5 +1,6 @@
 """`ctx.defer`: Core statements of a batch's jobs, sent together after the flush and before COMMIT."""
 
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -113,6 +114,45 @@ def test_a_deadlock_of_what_was_deferred_costs_no_attempt(
             wait_until(lambda: len(ended(running.events)) >= 50, "all jobs to end")
             assert {(type(event), event.job.attempt) for event in ended(running.events)} == {(JobDone, 1)}
     assert total(engine) == 153
+
+
+@pytest.mark.parametrize("batchable", [True, False])
+def test_a_deadlock_over_rows_of_earlier_jobs_costs_no_attempt(
+    batchable: bool, engine: Engine, sessions: sessionmaker[OutboxSession], start_relay: StartRelay
+) -> None:
+    """The batch keeps their rows locked until its COMMIT, so repeating the job in it would meet the deadlock again."""
+    jobs, may_wait, runs = Jobs(), threading.Event(), list[int]()
+    add = text("UPDATE account SET balance = balance + 1 WHERE id = :id")
+
+    @jobs.handler(queue="defer", batchable=batchable, retry=ONCE)
+    def credit(ctx: Context, id_: int) -> None:
+        runs.append(id_)
+        if id_ == 2:
+            may_wait.wait(PATIENCE)
+        ctx.session.execute(add, {"id": id_})
+
+    with sessions.begin() as session:
+        session.add_jobs(credit.job(id_=id_) for id_ in (1, 2, 3))
+    with (
+        engine.connect() as other,
+        engine.connect().execution_options(isolation_level="AUTOCOMMIT") as looking,
+        ThreadPoolExecutor(1) as thread,
+    ):
+        other_pid = other.scalar(text("SELECT pg_backend_pid()"))
+        # The relay begins to wait last, so that it finds the deadlock: the other would look an hour later.
+        other.exec_driver_sql("SET deadlock_timeout = '1h'")
+        other.execute(add, {"id": 2})
+        with start_relay(jobs, RelayConfig(slots_per_queue=1, batch_size=50)) as running:
+            wait_until(lambda: 2 in runs, "the second job to run")
+            updated = thread.submit(other.execute, add, {"id": 1})
+            blocked = text("SELECT cardinality(pg_blocking_pids(:pid)) > 0")
+            wait_until(lambda: bool(looking.scalar(blocked, {"pid": other_pid})), "the other to wait")
+            may_wait.set()
+            updated.result(PATIENCE)
+            other.commit()
+            wait_until(lambda: len(ended(running.events)) == 3, "all jobs to end")
+            assert {(type(event), event.job.attempt) for event in ended(running.events)} == {(JobDone, 1)}
+    assert total(engine) == 5
 
 
 @pytest.mark.parametrize(("batchable", "batch_size"), [(False, 1), (True, 10)])

@@ -24,7 +24,7 @@ from sqlalchemy.engine import Row
 from sqlalchemy.exc import DBAPIError
 
 from outboxq.admin.schedules import StoredSchedule, seconds_to_next
-from outboxq.database.errors import LOCK_NOT_AVAILABLE, sqlstate_of
+from outboxq.database.errors import DEADLOCK, LOCK_NOT_AVAILABLE, sqlstate_of
 from outboxq.emitter import Emitter
 from outboxq.errors import OutboxqError
 from outboxq.events import ScheduleFired
@@ -194,7 +194,7 @@ def _is_its_own(error: Exception) -> bool:
     """Return True if the schedule is to blame for an error, and not the connection or the tables."""
     # A held unique key of one schedule's job must not delay other schedules.
     return (
-        sqlstate_of(error) in (LOCK_NOT_AVAILABLE, "40P01")
+        sqlstate_of(error) in (LOCK_NOT_AVAILABLE, DEADLOCK)
         or is_of_a_row(error)
         or not isinstance(error, DBAPIError | OSError)
     )

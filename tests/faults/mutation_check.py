@@ -624,6 +624,13 @@ MUTANTS = (
         ("tests/flow/test_rates.py::test_a_claim_that_finds_nothing_leaves_its_token_to_the_next",),
     ),
     Mutant(
+        "the token that came back while a slot found none",
+        "outboxq/relay/admission.py",
+        "as `give_back` does.\n            self.release_tokens(queue)\n",
+        "as `give_back` does.\n",
+        ("tests/flow/test_rates.py::test_a_token_that_comes_back_ends_the_hold_of_a_slot_that_found_none",),
+    ),
+    Mutant(
         "the order of the look at jobs that wait for tokens, by the indexes",
         "outboxq/statements/rate.py",
         "(*BY_INDEX, ",
@@ -873,6 +880,27 @@ MUTANTS = (
         "            many.add_to(script, keep=settling.keeps)\n",
         "            many.add_to(script, keep=settling.keeps, free=False)\n",
         ("tests/execution/test_row_held.py::test_the_row_of_a_job_that_wrote_nothing_holds_no_slot_up",),
+    ),
+    Mutant(
+        "the look for jobs behind those that a dispatcher settles",
+        "outboxq/relay/dispatcher.py",
+        "        self._is_called |= any(",
+        "        self._is_called |= False and any(",
+        ("tests/relay/test_dispatcher_ends.py::test_the_next_job_of_a_group_and_a_job_that_comes_back_need_no_poll",),
+    ),
+    Mutant(
+        "the look for jobs behind one whose call was cut off",
+        "outboxq/relay/calls.py",
+        "            self._owner.may_wait()\n",
+        "            pass\n",
+        ("tests/relay/test_dispatcher_ends.py::test_a_job_whose_call_was_cut_off_comes_back_without_a_poll",),
+    ),
+    Mutant(
+        "the end of a batch before a job of it that met a deadlock",
+        "outboxq/execution/run.py",
+        "            if isinstance(result, Failed) and result.transient and result.sqlstate == DEADLOCK:\n",
+        "            if 0 == 1:\n",
+        ("tests/handlers/test_deferred_writes.py::test_a_deadlock_over_rows_of_earlier_jobs_costs_no_attempt",),
     ),
     Mutant(
         "the thread that a relay's own connection belongs to",

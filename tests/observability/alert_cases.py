@@ -55,6 +55,7 @@ CASES: dict[str, Case] = {
     "OutboxqCrashes": _both("0x50 1x30", "1x80", _jobs("crashed")),
     "OutboxqLeasesLost": _both("0x50 1x30", "1x80", _jobs("lease_lost")),
     "OutboxqKindsParked": _both("4x80", "0x40 4x12 0x30", f"outboxq_parked_jobs{{{_K}}}"),
+    "OutboxqCallsWait": _both("3x80", "3x52 0x1 3x30", f'outboxq_calls{{{_Q},state="waiting"}}'),
     "OutboxqEffectsUnknown": _both("1x80", "0x80", f'outboxq_effects{{{_DB},status="unknown"}}'),
     "OutboxqSnapshotPinned": _both("0+60x80", "900x80", f'outboxq_oldest_snapshot_seconds{{{_DB},holder="session"}}'),
     "OutboxqDatabaseLost": _both(

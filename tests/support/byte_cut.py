@@ -18,35 +18,54 @@ class ByteCut:
     Attributes:
         url: The database's URL, through the proxy.
         passed: The bytes of the direction that have passed since `arm`.
+        is_reached: The connection was cut.
     """
 
     def __init__(self, url: str) -> None:
         self.url = url
         self.passed = 0
+        self.is_reached = False
         self._direction: Direction | None = None
         self._left: int | None = None
+        self._containing: tuple[bytes, ...] = ()
+        self._client: socket.socket | None = None
         self._lock = threading.Lock()
 
-    def arm(self, direction: Direction, count: int | None) -> None:
-        """Cut the connection once `count` more bytes have passed in this direction; None only counts them."""
+    def arm(self, direction: Direction, count: int | None, *containing: bytes) -> None:
+        """Cut a connection once `count` more bytes have passed in this direction; None only counts them.
+
+        Args:
+            containing: Only the first request with all of these, or its answer, is counted.
+        """
         with self._lock:
-            self._direction, self._left, self.passed = direction, count, 0
+            self._direction, self._left, self.passed, self.is_reached = direction, count, 0, False
+            self._containing, self._client = containing, None
 
     def disarm(self) -> None:
         """Let everything through again."""
         with self._lock:
             self._direction = self._left = None
 
-    def share(self, direction: Direction, data: bytes) -> tuple[bytes, bool]:
+    def share(self, direction: Direction, data: bytes, client: socket.socket) -> tuple[bytes, bool]:
         """The part of `data` that passes, and whether the connection goes on."""
         with self._lock:
-            if direction != self._direction:
+            if self._containing and direction == "request":
+                if client is self._client:
+                    # The next one.
+                    self._direction = None
+                elif self._client is None and all(each in data for each in self._containing):
+                    self._client = client
+            if direction != self._direction or (self._containing and client is not self._client):
                 return data, True
             part = data if self._left is None else data[: self._left]
             self.passed += len(part)
             if self._left is not None:
                 self._left -= len(part)
-            return part, self._left is None or self._left > 0
+            self.is_reached = self._left == 0
+            if self.is_reached:
+                # Others pass.
+                self._direction = None
+            return part, not self.is_reached
 
 
 @contextmanager
@@ -72,8 +91,8 @@ def byte_cut(url: str) -> Iterator[ByteCut]:
                     client, _ = listener.accept()
                     server = socket.create_connection((str(target.host), target.port or 5432))
                     ends.extend((client, server))
-                    start(threading.Thread(target=_pump, args=(cut, "request", client, server)))
-                    start(threading.Thread(target=_pump, args=(cut, "answer", server, client)))
+                    start(threading.Thread(target=_pump, args=(cut, "request", client, server, client)))
+                    start(threading.Thread(target=_pump, args=(cut, "answer", server, client, client)))
 
         start(threading.Thread(target=accept))
         try:
@@ -86,10 +105,12 @@ def byte_cut(url: str) -> Iterator[ByteCut]:
                 thread.join(10)
 
 
-def _pump(cut: ByteCut, direction: Direction, source: socket.socket, target: socket.socket) -> None:
+def _pump(
+    cut: ByteCut, direction: Direction, source: socket.socket, target: socket.socket, client: socket.socket
+) -> None:
     with contextlib.suppress(OSError):
         while data := source.recv(65_536):
-            part, goes_on = cut.share(direction, data)
+            part, goes_on = cut.share(direction, data, client)
             target.sendall(part)
             if not goes_on:
                 break

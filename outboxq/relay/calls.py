@@ -208,7 +208,8 @@ class Call:
     def publish(self, report: BatchReport) -> None:
         """Count what was committed, and emit it."""
         self._state.publish(report)
-        self._state.admission.ended(self.queue)
+        if self._state.flow.restricts:
+            self._state.admission.ended(self.queue)
         # Nothing notifies of a job that comes back, or that is the next of its group.
         if self.batch.job.group_key is not None or not _ENDS.issuperset(map(type, report.events)):
             self._owner.may_wait()

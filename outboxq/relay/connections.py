@@ -24,6 +24,7 @@ from outboxq.database.guard import Guard
 from outboxq.emitter import HOOKS_OPTION
 from outboxq.execution.invoke import AsyncInvoker, Invoker, SyncInvoker
 from outboxq.forks import cut_off_in_children
+from outboxq.handlers.row_writes import Catalog
 from outboxq.statements.server import server_run
 from outboxq.tables import SCHEMA
 
@@ -41,6 +42,7 @@ class SlotConnection:
     invoker: Invoker
     guard: Guard
     server: ServerSession
+    catalog: Catalog = field(default_factory=Catalog)
     used_at: float = field(default_factory=time.monotonic)
 
 

@@ -28,6 +28,7 @@ from outboxq.execution.keep import Keeper
 from outboxq.execution.runtime import Runtime
 from outboxq.handlers.handler import Flavour
 from outboxq.handlers.resolved import Registry
+from outboxq.handlers.row_writes import Catalog
 from outboxq.observability.aggregate import Aggregate
 from outboxq.relay.admission import Admission
 from outboxq.relay.connections import SlotConnection
@@ -174,6 +175,7 @@ class RelayState:
     ) -> Runtime:
         """Make the runtime of handlers on a connection, or of a call that has none yet."""
         runners = self.effect_runners
+        catalog = Catalog() if connected is None else connected.catalog
         return Runtime(
             self.registry,
             self.lifespan_state,
@@ -184,6 +186,7 @@ class RelayState:
             runners.sync if flavour == "sync" else runners.asynchronous,
             sharing_queues,
             is_interruption,
+            catalog,
             orders=self.flow.orders,
             keeper=self.keeper,
             notes=self.progress,

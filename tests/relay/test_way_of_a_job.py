@@ -17,7 +17,7 @@ from tests.tools.house import core_figures
 WAY_BOUNDS = {
     "producer": Way(55, 46, 10),
     "plain job, transaction mode": Way(107, 93, 20),
-    "plain job, lease mode": Way(135, 104, 25),
+    "plain job, lease mode": Way(132, 101, 22),
     "retry": Way(217, 175, 28),
     "dead letter": Way(214, 172, 27),
     "grouped job": Way(116, 96, 22),
@@ -43,7 +43,7 @@ CORE_BOUNDS = {
     "lines of the core that mention callback batches": 0,
     "lines of the core that mention unique jobs": 1,
     "lines of execution/": 6_324,
-    "lines of relay/ without maintenance/": 7_671,
+    "lines of relay/ without maintenance/": 7_677,
     "lines of statements/ of claims and outcomes": 2_063,
 }
 

@@ -33,8 +33,8 @@ def commit(
 
     Jobs that ran together then run each by itself. A lone job runs again, `FREE_RETRIES` times for free, after a
     deadlock, a serialization failure, or a lock_timeout, usually at a unique job's key that another transaction takes.
-    Any other refusal is a failed attempt of the lone job, and committed as such. If COMMIT itself gets no lock, which
-    is never for one of its rows, nothing is counted.
+    Any other refusal is a failed attempt of the lone job, and committed as such; but if COMMIT itself gets no lock,
+    which is never that of a row, the error is raised, and nothing counted.
 
     Raises:
         ConnectionLost: the answer to COMMIT was lost: all is committed, or nothing.

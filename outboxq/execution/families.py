@@ -100,6 +100,8 @@ def steps_of(
 ) -> list[Step]:
     """Make the steps of a transaction in which jobs of a batch end by these events; none for plain jobs.
 
+    Leased jobs that used no session are settled together, and have theirs in `SettleMany`.
+
     Args:
         stands_for: Jobs that others run for; by default the batch's.
     """

@@ -52,11 +52,11 @@ class CallOwner(Protocol):
     connections: CallConnections
     engine: Engine | AsyncEngine
 
-    def has_result(self, call: "Call", settlement: Settlement) -> None:
+    def receive_result(self, call: "Call", settlement: Settlement) -> None:
         """Receive the outcome of a call that held no connection, to settle it with others."""
         ...
 
-    def has_ended(self, call: "Call") -> None:
+    def receive_end(self, call: "Call") -> None:
         """Receive the end of a call: its slot is free."""
         ...
 
@@ -112,7 +112,7 @@ class Call:
                 if outcome.report is not None:
                     self.publish(outcome.report)
             else:
-                self._owner.has_result(self, outcome)
+                self._owner.receive_result(self, outcome)
         except Abandoned:
             pass
         except BaseException as error:  # noqa: BLE001  # raised again by the relay
@@ -123,13 +123,13 @@ class Call:
             if self._detached is not None:
                 self._detached.close()
             self._is_done = True
-            self._owner.has_ended(self)
+            self._owner.receive_end(self)
 
     def _outcome(self) -> Settlement | Ended:
         try:
             return self._outcome_here()
         except BaseException as error:  # noqa: BLE001  # what does not come from the connection is raised again
-            return self._find_out(error)
+            return self._recover_elsewhere(error)
 
     def _outcome_here(self) -> Settlement | Ended:
         """Run the job, and settle it on its connection, if it has one and that works."""
@@ -154,7 +154,7 @@ class Call:
         finally:
             leased.give_back(failure)
 
-    def _find_out(self, error: BaseException) -> Ended:
+    def _recover_elsewhere(self, error: BaseException) -> Ended:
         """Find out the outcome of a job whose connection was lost, on others."""
         outage, lost = Outage(self._state), ConnectionLost("the connection was lost while the job ran")
         tries, ends_at = _LAST_TRIES, float("inf")

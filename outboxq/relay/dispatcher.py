@@ -206,11 +206,11 @@ class Dispatcher:
     def work(self, connected: SlotConnection) -> bool:
         """Settle and claim until there is nothing to send; return True."""
         with self._on(connected) as runtime:
-            work_once = partial(self._work_once, connected, runtime)
+            work_once, began_at = partial(self._work_once, connected, runtime), time.monotonic()
             while work_once():
                 pass
             if self.state.until_empty and not self.calls and not self.is_in_doubt:
-                self._is_drained = not self._last_jobs.work_off(connected.connection, work_once)
+                self._is_drained = not self._last_jobs.work_off(connected.connection, work_once, began_at)
         return True
 
     def work_seen(self, connected: SlotConnection) -> bool:
@@ -303,11 +303,11 @@ class Dispatcher:
 
     # Calls.
 
-    def has_result(self, call: Call, settlement: Settlement) -> None:
+    def receive_result(self, call: Call, settlement: Settlement) -> None:
         """Receive the outcome of a call that held no connection, to settle it with others."""
         self._ended.append((call.batch, settlement))
 
-    def has_ended(self, call: Call) -> None:
+    def receive_end(self, call: Call) -> None:
         """Receive the end of a call: its slot is free."""
         key = _key(call.batch)
         self._cut.discard(key)
@@ -414,15 +414,15 @@ class Dispatcher:
         """
         self._sent = taken
         try:
-            # By themselves: what happened to them, or holds them up, is no reason for others to wait.
+            # Those that may be settled, or were held, in transactions of their own: they must not hold the others up.
             unsure = [outcome for outcome in taken if outcome[0].job.id in self._unsure]
             retried = [outcome for outcome in taken if outcome[0].job.id in self._retried - self._unsure]
             apart = self._unsure | self._retried
             for some, is_unsure in ((unsure, True), (retried, False)):
                 if some:
-                    self._exchange(connection, _Settling.of(some, runtime, unsure=is_unsure), None)
+                    self._settle_and_claim(connection, _Settling.of(some, runtime, unsure=is_unsure), None)
             settling = _Settling.of([outcome for outcome in taken if outcome[0].job.id not in apart], runtime)
-            claimed = self._exchange(connection, settling, request)
+            claimed = self._settle_and_claim(connection, settling, request)
             if isinstance(claimed, Claimed) and claimed.jobs:
                 self._start(connection, claimed, runtime)
             for batch, change in taken:
@@ -438,7 +438,9 @@ class Dispatcher:
             self._sent = []
         return bool(claimed.jobs) if isinstance(claimed, Claimed) else claimed
 
-    def _exchange(self, connection: Connection, settling: "_Settling", request: ClaimRequest | None) -> Claimed | bool:
+    def _settle_and_claim(
+        self, connection: Connection, settling: "_Settling", request: ClaimRequest | None
+    ) -> Claimed | bool:
         """Send outcomes that are settled together, and a claim; return what was claimed.
 
         Returns:
@@ -447,8 +449,8 @@ class Dispatcher:
         is_listened, many = is_listened_to(connection), settling.many
         if request is not None and many.settlements and is_listened:
             # Users' code sets up each transaction.
-            self._exchange(connection, settling, None)
-            return self._exchange(connection, settling.without(), request)
+            self._settle_and_claim(connection, settling, None)
+            return self._settle_and_claim(connection, settling.without(), request)
         script = Script()
         if many.settlements:
             fault_point("before-commit")
@@ -480,8 +482,8 @@ class Dispatcher:
                 # COMMIT itself, usually for a lock that others have, and for no row.
                 if settling.is_again:
                     raise answer.error
-                self._exchange(connection, replace(settling, is_again=True), None)
-                return self._exchange(connection, settling.without(), request)
+                self._settle_and_claim(connection, replace(settling, is_again=True), None)
+                return self._settle_and_claim(connection, settling.without(), request)
             fault_point("after-commit")
             self._settled(connection, settling, answer)
             if is_listened:
@@ -491,7 +493,7 @@ class Dispatcher:
             return False
         if answer.error is not None and any(step.name == answer.failed_at for step in many.steps):
             # What the step does is left to the sweep.
-            return self._exchange(connection, settling.without(), request)
+            return self._settle_and_claim(connection, settling.without(), request)
         return self._received(connection, request, answer)
 
     def _settle_with_less(
@@ -501,14 +503,14 @@ class Dispatcher:
         keeper, many = settling.many.keeper, settling.many
         if settling.keeps and keeper.kinds and keeper.may_be_refusal(error):
             keeper.refused(error)
-            return self._exchange(connection, replace(settling, keeps=False), request)
+            return self._settle_and_claim(connection, replace(settling, keeps=False), request)
         if len(settling.outcomes) > 1:
             for outcome in settling.outcomes:
                 one = _Settling.of([outcome], settling.runtime, unsure=many.unsure, keeps=settling.keeps)
-                self._exchange(connection, one, None)
+                self._settle_and_claim(connection, one, None)
         else:
             self._put_off(connection, settling, error)
-        return self._exchange(connection, settling.without(), request)
+        return self._settle_and_claim(connection, settling.without(), request)
 
     def _put_off(self, connection: Connection, settling: "_Settling", error: psycopg.Error) -> None:
         """Put off a job whose outcome is refused; if it waits for a lock, or that is refused too, it is tried again."""

@@ -21,8 +21,13 @@ class LastJobs:
     queues: tuple[str, ...]
     _waits: int = 0
 
-    def work_off(self, connection: Connection, work_once: Callable[[], bool]) -> bool:
-        """Make another round if suspects are left, or wait a moment for what is left; False if nothing is."""
+    def work_off(self, connection: Connection, work_once: Callable[[], bool], began_at: float) -> bool:
+        """Make another round if suspects are left, or wait a moment for what is left; False if nothing is.
+
+        Args:
+            began_at: The time (monotonic) at which the round that found none began. It has passed over a queue that
+                was held meanwhile.
+        """
         with connection.begin():
             # In all queues of the relay: the result replaces what all of its slots know.
             rows = run_script(connection, look_around(self.state.config.schema, self.state.lease.queues))
@@ -41,4 +46,4 @@ class LastJobs:
         held_seconds = self.state.poller.held_seconds(self.queues)
         if held_seconds is not None:
             pause(connection, held_seconds)
-        return held_seconds is not None
+        return held_seconds is not None or self.state.poller.released_at >= began_at

@@ -5,6 +5,7 @@ around it.
 """
 
 import logging
+import time
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future
 from contextlib import closing, contextmanager
@@ -96,8 +97,8 @@ class Slot:
         self._sharing_queues = frozenset(name for name, size in sizes.items() if size > 1)
         self._claims = ClaimEvents(state)
         self._noted: set[str] = set()
-        # The slot left its connection for another one, with work left.
-        self._goes_on = False
+        # A handler may have left something on the connection: the slot goes on with another one.
+        self._needs_connection = False
         self._outage = Outage(state)
         self._spoiled: ConnectionSpoiled | None = None
 
@@ -133,7 +134,7 @@ class Slot:
 
     def wants_work(self) -> bool:
         """Return True if there is work: to claim, or to find out the outcome of a lost connection's jobs."""
-        has_reason = self.is_in_doubt or self._outage.since is not None or self._goes_on
+        has_reason = self.is_in_doubt or self._outage.since is not None or self._needs_connection
         return self.state.until_empty or has_reason or self.sleep.has_work()
 
     def close(self) -> None:
@@ -152,7 +153,7 @@ class Slot:
         with self._on(connected) as runtime:
             while self._may_go_on(connected) and self.work_once(connected, runtime):
                 pass
-        return not self._goes_on
+        return not self._needs_connection
 
     def rest(self, loop: "SlotWaits") -> None:
         """Sleep until woken, or until a poll finds something; has a connection only to poll."""
@@ -187,7 +188,8 @@ class Slot:
         with self._on(connected) as runtime:
             work_once = partial(self.work_once, connected, runtime)
             while self._may_go_on(connected):
-                if not (work_once() or self._last_jobs.work_off(connected.connection, work_once)):
+                began_at = time.monotonic()
+                if not (work_once() or self._last_jobs.work_off(connected.connection, work_once, began_at)):
                     return True
             return self.state.stopping.is_set()
 
@@ -228,7 +230,7 @@ class Slot:
         return ended is not None
 
     def _run(self, connection: Connection, request: ClaimRequest, runtime: Runtime) -> Ended | None:
-        """Run batches in transaction mode: publish all but the last, and return its end; None if nothing waited."""
+        """Run batches in transaction mode; publish all but the last, and return its end; None if nothing waited."""
         fault_point("before-claim")
         with connection.begin():
             # The batches' own scripts commit; leaving the block ends the transaction that the last script began.
@@ -238,10 +240,11 @@ class Slot:
                 handlers = decide(connection, batch, runtime)
                 fault_point("after-claim")
                 ended = None
-                # None if COMMIT was refused, and all is undone.
+                # None: COMMIT was refused, and the jobs are to run again. Other refusals `commit` settles, or raises.
                 while ended is None:
                     run(connection, batch, runtime, handlers, shared=len(batch.jobs) > 1)
-                    ended = commit(connection, batch, runtime, self._after(connection, batch, runtime))
+                    next_claim = self._after(connection, batch, runtime)
+                    ended = commit(connection, batch, runtime, next_claim)
                 self.left += ended.left
                 self._planner.record(claimed.request, ended)
                 if ended.claimed is None:
@@ -385,7 +388,7 @@ class Slot:
 
     def _take(self, connected: SlotConnection) -> Runtime:
         self.connected = connected
-        self._goes_on = False
+        self._needs_connection = False
         runtime = self.runtime_on(connected)
         self._outage.connected()
         if self.batch is not None:
@@ -421,7 +424,7 @@ class Slot:
         left = connected.guard.left
         if left is None:
             return True
-        self._goes_on = True
+        self._needs_connection = True
         if left not in self._noted:
             self._noted.add(left)
             logger.info("a handler's %s may outlive its transaction: its slot takes a new connection", left)

@@ -6,6 +6,7 @@ import pytest
 from playwright.sync_api import Browser
 from sqlalchemy import Engine, QueuePool
 
+from outboxq.dashboard import databases
 from tests.support.browser import NEEDED, chromium, open_browser
 from tests.support.many_dead import until
 
@@ -18,6 +19,12 @@ def engine(engine: Engine) -> Iterator[Engine]:
     pool = engine.pool
     assert isinstance(pool, QueuePool)
     until(lambda: pool.checkedout() == 0)
+
+
+@pytest.fixture(autouse=True)
+def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A busy machine may take longer for a query of a page than a user would be let wait."""
+    monkeypatch.setattr(databases, "_READING", databases._READING.replace("'2s'", "'20s'"))
 
 
 @pytest.fixture(scope="module")

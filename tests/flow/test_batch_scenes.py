@@ -1,6 +1,5 @@
 """Staged scenes of batches, through real slots: what is lost by a look too early, or by one that does not wait."""
 
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -142,14 +141,11 @@ def test_adding_to_a_batch_waits_for_no_member_that_runs(
         batch.add_job(gated, name="held", gate=str(gate))
     with start_relay(jobs, CONFIG) as relay:
         wait_until(lambda: running(engine), "the member that runs")
-        took: list[float] = []
         for number in range(100):
-            began = time.perf_counter()
             with sessions.begin() as session:
+                # The member that runs ends after them.
+                session.execute(text("SET LOCAL lock_timeout = '10s'"))
                 JobBatch(session, batch.id.hex).add_job(note, name=f"added {number}")
-            took.append(time.perf_counter() - began)
-        # By the median: each add is a commit of its own, on a machine that others use.
-        assert sorted(took)[50] < 0.05
         assert relay.of(BatchFinished) == []
         gate.touch()
         wait_until(lambda: "report 1 left 0 failed 0" in names(engine), "the callback")

@@ -213,6 +213,30 @@ def test_a_drain_waits_for_tokens(
     assert began[-1] - began[0] > 0.5
 
 
+@pytest.mark.parametrize("claim", ["transaction", "lease"])
+def test_a_drain_goes_on_after_a_hold_that_came_and_went_in_its_last_round(
+    engine: Engine,
+    sessions: sessionmaker[OutboxSession],
+    outboxq_database: Database,
+    monkeypatch: pytest.MonkeyPatch,
+    claim: str,
+) -> None:
+    """The round has passed over the queue: another slot found no token for it, and has given one back since."""
+    jobs, make_round, rounds = make_jobs(claim), Planner._only_queue, list[str]()
+
+    def passing_over(planner: Planner, name: str) -> Iterator[Asked]:
+        rounds.append(name)
+        if len(rounds) > 1:
+            yield from make_round(planner, name)
+            return
+        planner._state.poller.hold(name, 60.0)
+        planner._state.poller.release(name)
+
+    monkeypatch.setattr(Planner, "_only_queue", passing_over)
+    add(sessions, jobs, 1)
+    assert Relay(outboxq_database.url, jobs, RelayConfig(slots_per_queue=1)).drain().done == 1
+
+
 def test_chunks_fit_into_the_burst() -> None:
     """However small the burst: half of it at most, and one at least."""
     assert [chunk_of(Rate(500, 1.0, burst)) for burst in (1, 2, 3, 20, 1_000)] == [1, 1, 1, 10, 10]

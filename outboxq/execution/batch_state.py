@@ -322,12 +322,6 @@ class BatchState:
         self.running.position, self.running.together = places.start, len(places)
         del self.events[places.start :]
 
-    def give_back(self, job: Job) -> GivenBack:
-        """Decide that a job that met a deadlock runs again behind the COMMIT of the others, in a smaller batch."""
-        self.tries.has_deadlocked = True
-        result = self.decided[job.id] = GivenBack()
-        return result
-
     def forget_outcomes(self) -> None:
         """Forget how jobs ended: their transaction is back at the end of the claim."""
         self.events.clear()

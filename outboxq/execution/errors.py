@@ -46,6 +46,13 @@ class SharingEnded(BaseException):
     """
 
 
+class BatchDeadlocked(OutboxqError):
+    """A job met a deadlock twice in its batch, whose other jobs hold locks up to COMMIT: no job of it is to blame."""
+
+    def __init__(self) -> None:
+        super().__init__("a deadlock with rows that several jobs of the batch have locked")
+
+
 class TransactionEscaped(OutboxqError):
     """A handler ended the claim's transaction, or left it without the claim's savepoint."""
 

@@ -21,7 +21,7 @@ from outboxq.execution import settle
 from outboxq.execution.attempt import Attempt, AttemptResult
 from outboxq.execution.batch_call import call_batch_handler
 from outboxq.execution.batch_state import BatchState
-from outboxq.execution.errors import ESCAPED, ConnectionLost, TransactionEscaped
+from outboxq.execution.errors import ESCAPED, BatchDeadlocked, ConnectionLost, TransactionEscaped
 from outboxq.execution.failure import Failed
 from outboxq.execution.families import ended_meanwhile, hold_back
 from outboxq.execution.plan import Handlers, Segment, plan_segments
@@ -48,6 +48,7 @@ def run(connection: Connection, batch: BatchState, runtime: Runtime, handlers: H
     Raises:
         ConnectionLost: the transaction is gone with its connection.
         TransactionEscaped: a handler ended the transaction.
+        BatchDeadlocked: the jobs are to run alone, from their claims on.
         LeaseLost: another relay may have the job.
     """
     # The transaction is new, or back at the end of the claim.
@@ -83,17 +84,18 @@ def _run_several(
             continue
         for position in segment.places:
             job = batch.jobs[position]
-            if isinstance(batch.decided.get(job.id), SettledByClaim):
+            decided = batch.decided.get(job.id)
+            # `position` stays at a job that was settled here: its row shows, later, if the batch was committed.
+            if isinstance(decided, SettledByClaim):
                 continue
-            before, batch.running.position = batch.running.position, position
+            if isinstance(decided, GivenBack):
+                settle.release(connection, job)
+                continue
+            batch.running.position = position
             result = _run_alone(connection, batch, job, runtime, handlers, begin, shared=True)
             if isinstance(result, Failed) and result.transient and result.sqlstate == DEADLOCK:
-                # The other transaction may wait for rows of earlier jobs, which are locked until COMMIT.
-                result = batch.give_back(job)
+                raise BatchDeadlocked
             settle_alone(connection, batch, job, runtime, result)
-            if isinstance(result, GivenBack):
-                # `position` stays at a job that was settled here: its row shows, later, if the batch was committed.
-                batch.running.position = before
 
 
 def _run_together(
@@ -199,7 +201,11 @@ def _run_alone(
 
 
 def attempt(batch: BatchState, runtime: Runtime, make: Callable[[], Attempt], *, shared: bool = False) -> AttemptResult:
-    """Run a job's attempt, again after a serialization failure, and alone after a deadlock; return the last result."""
+    """Run a job's attempt, again after a deadlock or a serialization failure; return the last result.
+
+    Args:
+        shared: Jobs before it may hold what a deadlock is about, so it is repeated once.
+    """
     seconds = batch.running.timeout_seconds
     batch.running.deadline = None if seconds is None else time.monotonic() + seconds
     free_retries, prepares = FREE_RETRIES, True
@@ -210,8 +216,6 @@ def attempt(batch: BatchState, runtime: Runtime, make: Callable[[], Attempt], *,
                 result: AttemptResult = runtime.invoker.apart()(each.run)
             if not (isinstance(result, Failed) and result.transient and free_retries):
                 return result
-            if shared and result.sqlstate == DEADLOCK:
-                return result
             free_retries -= 1
             if result.prepared:
                 # Else the driver would execute it again, by its name, on this connection: also for the next jobs.
@@ -219,6 +223,8 @@ def attempt(batch: BatchState, runtime: Runtime, make: Callable[[], Attempt], *,
             if result.error is not None:
                 # No hook receives it.
                 drop_tracebacks(result.error)
+            if shared and result.sqlstate == DEADLOCK:
+                free_retries = 0
     finally:
         batch.running.end_call()
 
@@ -251,9 +257,8 @@ def settle_alone(connection: Connection, batch: BatchState, job: Job, runtime: R
     batch.begin(connection)
     batch.late_result = None
     _restore(connection, batch, runtime)
-    if isinstance(result, UnknownKindResult | GivenBack):
-        put_back = settle.park if isinstance(result, UnknownKindResult) else settle.release
-        put_back(connection, job)
+    if isinstance(result, UnknownKindResult):
+        settle.park(connection, job)
         hold_back(batch, job, runtime)
         return
     event = settle_result(connection, job, result, runtime, seconds)

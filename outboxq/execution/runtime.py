@@ -52,7 +52,7 @@ class ExpiredResult:
 
 @dataclass(frozen=True, slots=True)
 class GivenBack:
-    """The job waits again as it was: an earlier one of its group was put off, or it met a deadlock in its batch."""
+    """An earlier job of the batch was put off, and holds this one up: it waits again as it was."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -156,6 +156,9 @@ class Admission:
 
     Args:
         wake_another: Wakes a slot that sleeps on a queue.
+
+    Attributes:
+        given_back_at: The last time (monotonic) at which a token that came back has released a queue.
     """
 
     schema: str
@@ -164,6 +167,7 @@ class Admission:
     poller: SharedPoller
     limits: RelayLimits
     wake_another: Callable[[str], None]
+    given_back_at: dict[str, float] = field(default_factory=dict)
     _pauses: dict[str, float] = field(default_factory=dict)
     # By queue, the end of its hold for want of tokens.
     _tokens_due_at: dict[str, float] = field(default_factory=dict)
@@ -198,6 +202,7 @@ class Admission:
         until = self._tokens_due_at.get(queue)
         is_held = until is not None and until == self.poller.held_until.get(queue)
         if is_held and self.hands.has(queue) and self.poller.release(queue):
+            self.given_back_at[queue] = time.monotonic()
             self.wake_another(queue)
 
     def ended(self, queue: str) -> None:

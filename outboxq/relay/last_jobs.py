@@ -25,8 +25,7 @@ class LastJobs:
         """Make another round if suspects are left, or wait a moment for what is left; False if nothing is.
 
         Args:
-            began_at: The time (monotonic) at which the round that found none began. It has passed over a queue that
-                was held meanwhile.
+            began_at: The time (monotonic) at which that round began: it passed over queues that were held meanwhile.
         """
         with connection.begin():
             # In all queues of the relay: the result replaces what all of its slots know.
@@ -46,4 +45,6 @@ class LastJobs:
         held_seconds = self.state.poller.held_seconds(self.queues)
         if held_seconds is not None:
             pause(connection, held_seconds)
-        return held_seconds is not None or self.state.poller.released_at >= began_at
+            return True
+        given_back_at = self.state.admission.given_back_at
+        return any(given_back_at.get(name, 0.0) >= began_at for name in self.queues)

@@ -84,8 +84,6 @@ class SharedPoller:
         self._taken: dict[Sort, set[str]] = {Sort.DUE: set(), Sort.GROUPED: set()}
         # The time until which no slot claims from a queue that is at its limit, or has no tokens of its rate.
         self.held_until: dict[str, float] = {}
-        # The last time (monotonic) at which a held queue was released.
-        self.released_at = 0.0
         # The time when jobs of groups were last seen.
         self._groups_seen_at: dict[str, float] = {}
         self._lock = threading.RLock()
@@ -251,7 +249,6 @@ class SharedPoller:
         if queue not in self.held_until:
             return False
         with self._lock:
-            self.released_at = time.monotonic()
             return self.held_until.pop(queue, None) is not None
 
     def is_held(self, queue: str) -> bool:

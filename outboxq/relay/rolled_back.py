@@ -13,7 +13,7 @@ from outboxq.errors import LeaseLost
 from outboxq.events import BatchRolledBack
 from outboxq.execution.batch_state import BatchReport, BatchState, Ended
 from outboxq.execution.claim import Claimed, ClaimRequest
-from outboxq.execution.errors import ConnectionSpoiled, TransactionEscaped, WritesRefused
+from outboxq.execution.errors import BatchDeadlocked, ConnectionSpoiled, TransactionEscaped, WritesRefused
 from outboxq.execution.recovery import recover, recover_claim
 from outboxq.execution.runtime import Runtime
 from outboxq.execution.settle import JobRowHeld
@@ -29,7 +29,7 @@ def recover_here(
     Args:
         running: The number of jobs that were claimed with the batch, for the event.
     """
-    if isinstance(error, TransactionEscaped | LeaseLost):
+    if isinstance(error, TransactionEscaped | LeaseLost | BatchDeadlocked):
         batch.owner.begin_recovery()
         if isinstance(error, JobRowHeld):
             state.lease.excuse(batch.job)

@@ -896,7 +896,7 @@ MUTANTS = (
         ("tests/relay/test_dispatcher_ends.py::test_a_job_whose_call_was_cut_off_comes_back_without_a_poll",),
     ),
     Mutant(
-        "the end of a batch before a job of it that met a deadlock",
+        "the end of a batch whose job meets a deadlock again",
         "outboxq/execution/run.py",
         "            if isinstance(result, Failed) and result.transient and result.sqlstate == DEADLOCK:\n",
         "            if 0 == 1:\n",

@@ -1,6 +1,7 @@
 """Rates of queues: tokens are reserved before jobs begin, never more than the rate allows, and none for nothing."""
 
 import re
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import datetime
@@ -229,8 +230,10 @@ def test_a_drain_goes_on_after_a_hold_that_came_and_went_in_its_last_round(
         if len(rounds) > 1:
             yield from make_round(planner, name)
             return
-        planner._state.poller.hold(name, 60.0)
-        planner._state.poller.release(name)
+        shared = planner._state.admission
+        shared._tokens_due_at[name] = shared.poller.hold(name, 60.0)
+        shared.hands.add(name, 1, time.monotonic() + 60.0)
+        shared.release_tokens(name)
 
     monkeypatch.setattr(Planner, "_only_queue", passing_over)
     add(sessions, jobs, 1)

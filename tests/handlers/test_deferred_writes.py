@@ -12,7 +12,7 @@ from sqlalchemy.orm import Session, sessionmaker
 
 from outboxq import AsyncContext, Backoff, Context, Jobs, OutboxSession, RelayConfig
 from outboxq.errors import DeferError
-from outboxq.events import Event, JobDied, JobDone
+from outboxq.events import BatchRolledBack, Event, JobDied, JobDone
 from outboxq.handlers.deferred import checked_write, defer
 from tests.conftest import StartRelay
 from tests.support.app import Account, Child, Effect
@@ -116,15 +116,14 @@ def test_a_deadlock_of_what_was_deferred_costs_no_attempt(
     assert total(engine) == 153
 
 
-@pytest.mark.parametrize("batchable", [True, False])
 def test_a_deadlock_over_rows_of_earlier_jobs_costs_no_attempt(
-    batchable: bool, engine: Engine, sessions: sessionmaker[OutboxSession], start_relay: StartRelay
+    engine: Engine, sessions: sessionmaker[OutboxSession], start_relay: StartRelay
 ) -> None:
-    """The batch keeps their rows locked until its COMMIT, so repeating the job in it would meet the deadlock again."""
+    """The batch keeps their rows locked until its COMMIT, so repeating the job in it meets the deadlock again."""
     jobs, may_wait, runs = Jobs(), threading.Event(), list[int]()
     add = text("UPDATE account SET balance = balance + 1 WHERE id = :id")
 
-    @jobs.handler(queue="defer", batchable=batchable, retry=ONCE)
+    @jobs.handler(queue="defer", retry=ONCE)
     def credit(ctx: Context, id_: int) -> None:
         runs.append(id_)
         if id_ == 2:
@@ -152,6 +151,7 @@ def test_a_deadlock_over_rows_of_earlier_jobs_costs_no_attempt(
             other.commit()
             wait_until(lambda: len(ended(running.events)) == 3, "all jobs to end")
             assert {(type(event), event.job.attempt) for event in ended(running.events)} == {(JobDone, 1)}
+            assert [event.jobs for event in running.of(BatchRolledBack)] == [3]
     assert total(engine) == 5
 
 

@@ -27,7 +27,7 @@ _ROOM = Way(5, 3, 1)
 CORE_BOUNDS = {
     "fields of BatchState": 15,
     "fields of its parts": 15,
-    "assignments to them in other modules": 38,
+    "assignments to them in other modules": 37,
     "other modules that assign them": 10,
     "assignments to them outside execution/": 0,
     "public methods of the planner": 4,
@@ -42,8 +42,8 @@ CORE_BOUNDS = {
     "lines of the core that mention rates": 0,
     "lines of the core that mention callback batches": 0,
     "lines of the core that mention unique jobs": 1,
-    "lines of execution/": 6_326,
-    "lines of relay/ without maintenance/": 7_690,
+    "lines of execution/": 6_332,
+    "lines of relay/ without maintenance/": 7_693,
     "lines of statements/ of claims and outcomes": 2_063,
 }
 

@@ -223,8 +223,7 @@ def behind_slow(bench: Bench) -> Lines:
 
 
 def _behind(bench: Bench, workbench: Workbench, slots: int, slow: int) -> float:
-    # What may be claimed together is: a fast call may come behind the slow ones of its transaction.
-    relay = RelayOptions("waiting", batch_size=10, slots=slots, queue=waiting.LEASE_QUEUE)
+    relay = RelayOptions("waiting", slots=slots, queue=waiting.LEASE_QUEUE)
     jobs = max(10, int(bench.size.seconds * 3 * _FAST_A_SECOND))
     return percentile(_milliseconds(workbench, relay, _Producing(waiting.note_leased, jobs, _FAST_A_SECOND, slow)), 99)
 

@@ -1,5 +1,6 @@
 """The process of `outboxq relay`: runs a relay, or keeps several processes that run one each."""
 
+import gc
 import logging
 import os
 import sys
@@ -154,6 +155,8 @@ class _SaysThatItWaits:
 def _work(relay: Relay, *, drain: bool) -> RelayReport:
     """Work until the relay is stopped, or until the queues are drained."""
     try:
+        # What was imported stays: the garbage collector need not look through it again and again.
+        gc.freeze()
         return relay.drain() if drain else relay.run()
     except RelayStuck as error:
         _end_stuck(error)

@@ -119,6 +119,10 @@ class LeasedCall:
         finally:
             self._is_lending.release()
 
+    def begin(self) -> str:
+        """Begin the job's transaction on the connection, unless it has begun; return its inner savepoint."""
+        return self.batch.begin(self.borrow()[0]).inner_savepoint
+
     def give_back(self, error: BaseException | None = None) -> None:
         """Give the connection back, if there is one; after an error it is closed."""
         with self._lock:
@@ -139,14 +143,11 @@ class _LeasedAttempt(Attempt):
     """An attempt that joins its connection when its session is first used."""
 
     def __init__(self, of: LeasedCall, handler: AnyHandler, runtime: Runtime) -> None:
-        super().__init__(handler, of.batch.job, runtime, None, self._begin_batch, of.batch.running)
+        super().__init__(handler, of.batch.job, runtime, None, of.begin, of.batch.running)
         self._of = of
         self._no_guard = runtime.guard
         if of.lent is not None:
             self.join(*of.lent)
-
-    def _begin_batch(self) -> str:
-        return self._of.batch.begin(self._connection).inner_savepoint
 
     def open(self) -> None:
         """Join the call's connection, begin the transaction and set the savepoint, unless that was done."""

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from sqlalchemy.util import await_only
 
 from outboxq.database.errors import describe_error
+from outboxq.execution.batch_state import Ownership
 from outboxq.execution.errors import Abandoned
 from outboxq.relay.connections import SlotConnection, SlotConnections
 from outboxq.relay.watch import call_soon
@@ -37,18 +38,24 @@ class Place:
 
     Args:
         is_async: The call runs in greenlets of the event loop.
-        is_wanted: Returns False once the relay has taken the call's job away.
+        owner: The right to decide on the call's job.
 
     Attributes:
+        is_abandoned: The relay does not wait for the call any more.
         connected: The connection, while the call has one.
         is_waiting: The call waits for a connection.
     """
 
     is_async: bool
-    is_wanted: Callable[[], bool]
+    owner: Ownership
+    is_abandoned: bool = False
     connected: SlotConnection | None = None
     held: "list[CallConnections]" = field(default_factory=list)
     is_waiting: bool = False
+
+    def is_wanted(self) -> bool:
+        """Return False once the relay has taken the call's job away."""
+        return not (self.is_abandoned or self.owner.is_seized)
 
     def pause(self, seconds: float) -> None:
         """Wait, in the call's task or thread."""

@@ -35,7 +35,7 @@ from outboxq.relay.outage import CONNECTION_ERRORS, Outage
 from outboxq.relay.rolled_back import recover_here
 from outboxq.relay.state import RelayState
 from outboxq.relay.threads import BoundedStart
-from outboxq.relay.watch import TaskWatch, ThreadWatch
+from outboxq.relay.watch import TaskWatch, ThreadWatch, call_soon
 
 # When the relay stops, the outcome of a lost connection's job is asked for so often, and for so long.
 _LAST_TRIES, _LAST_SECONDS = 5, 2.0
@@ -79,7 +79,6 @@ class Call:
 
     Attributes:
         batch: The job, as a batch of one.
-        is_abandoned: The relay does not wait for it any more.
         watch: The watch on its handler.
     """
 
@@ -91,7 +90,6 @@ class Call:
         self.flavour: Flavour = owner.flavour
         self.queue = batch.queue
         self.is_suspect = batch.claimed.request.sort.is_suspect
-        self.is_abandoned = False
         self._owner = owner
         self._state = state
         self.watch = ThreadWatch()
@@ -100,7 +98,7 @@ class Call:
         engine = owner.engine
         self._invoker: Invoker = AsyncInvoker(engine) if isinstance(engine, AsyncEngine) else SyncInvoker()
         plain = engine.sync_engine if isinstance(engine, AsyncEngine) else engine
-        self._place = Place(owner.flavour == "async", lambda: not (self.is_abandoned or batch.owner.is_seized))
+        self._place = Place(owner.flavour == "async", batch.owner)
         runtime = state.runtime(self.flavour, self._invoker, NoGuard(), frozenset(), self._is_interruption)
         self._leased = LeasedCall(batch, handler, runtime, plain, self._lend)
 
@@ -122,6 +120,8 @@ class Call:
         finally:
             if self._detached is not None:
                 self._detached.close()
+            # It refers to this call: without it both are freed at once, and not by the garbage collector.
+            del self._leased
             self._is_done = True
             self._owner.receive_end(self)
 
@@ -222,6 +222,11 @@ class Call:
         """Do nothing: the dispatcher ends the turns of its suspects."""
 
     @property
+    def is_abandoned(self) -> bool:
+        """Return True if the relay does not wait for it any more."""
+        return self._place.is_abandoned
+
+    @property
     def is_waiting(self) -> bool:
         """Return True while the handler waits for a connection."""
         return self._place.is_waiting
@@ -242,7 +247,7 @@ class Call:
 
     def abandon(self) -> None:
         """Wait for it no more."""
-        self.is_abandoned = True
+        self._place.is_abandoned = True
         connected = self._place.connected
         self._place.free()
         if connected is not None and not (connected.connection.closed or connected.connection.invalidated):
@@ -259,7 +264,8 @@ class TaskCall(Call):
         self, owner: CallOwner, batch: BatchState, handler: AnyHandler, loop: asyncio.AbstractEventLoop
     ) -> None:
         super().__init__(owner, batch, handler)
-        self._watch = self.watch = TaskWatch(loop, lambda: self._invoker)
+        invoker, self._loop = self._invoker, loop
+        self._watch = self.watch = TaskWatch(loop, lambda: invoker)
 
     async def _in_task(self) -> None:
         self._watch.begin()
@@ -270,7 +276,9 @@ class TaskCall(Call):
         return asyncio.Task(self._in_task(), loop=asyncio.get_running_loop())
 
     def abandon(self) -> None:
-        self.is_abandoned = True
+        self._place.is_abandoned = True
+        # A handler that swallows its cancellation keeps neither its place nor that of its connection in the pool.
+        call_soon(self._loop, super().abandon)
         self._watch.abandon()
 
 

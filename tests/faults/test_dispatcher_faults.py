@@ -44,6 +44,11 @@ def is_claim(_script: Script, answer: Answer) -> bool:
     return any(row[1] is not None for row in answer.rows.get("claim", ()))
 
 
+def claims_named(name: str) -> Callable[[Script, Answer], bool]:
+    """A job of this name was claimed."""
+    return lambda script, answer: is_claim(script, answer) and f'"name": "{name}"' in str(answer.rows["claim"])
+
+
 def is_settlement(script: Script, _answer: Answer) -> bool:
     return "finished" in owners_of(script)
 
@@ -92,11 +97,12 @@ def test_a_claim_whose_answer_was_lost_begins_no_call_again(
     calls.all_wait_for(gate, "runs", "runs too")
     calls.enqueue(engine, "runs", "runs too")
     settings = config(4, lease_seconds=2, heartbeat_seconds=0.2, poll_seconds=0.2)
-    with start_relay(calls.jobs, settings) as running:
+    # From the start: a claim that is under way when jobs are added may take them.
+    chosen = claims_named("claimed")
+    with answer_lost(monkeypatch, engine, chosen) as lost, start_relay(calls.jobs, settings) as running:
         wait_until(lambda: len(calls.began) == 2, "the first two")
-        with answer_lost(monkeypatch, engine, is_claim) as lost:
-            calls.enqueue(engine, "claimed", "claimed too")
-            wait_until(lambda: len(running.of(JobDone)) == 2, "the jobs of the lost answer")
+        calls.enqueue(engine, "claimed", "claimed too")
+        wait_until(lambda: len(running.of(JobDone)) == 2, "the jobs of the lost answer")
         assert lost
         gate.open()
         wait_until(lambda: len(running.of(JobDone)) == 4 and not waiting(engine), "all")
@@ -125,11 +131,11 @@ def test_a_claim_whose_answer_was_lost_begins_no_job_that_its_session_settles(
     monkeypatch.setattr(Dispatcher, "_adopt", noting)
     calls.enqueue(engine, "writes")
     settings = config(4, lease_seconds=2, heartbeat_seconds=0.2, poll_seconds=0.2)
-    with start_relay(calls.jobs, settings) as running:
+    chosen = claims_named("claimed")
+    with answer_lost(monkeypatch, engine, chosen) as lost, start_relay(calls.jobs, settings) as running:
         assert commits.wait(PATIENCE)
-        with answer_lost(monkeypatch, engine, is_claim) as lost:
-            calls.enqueue(engine, "claimed")
-            wait_until(lambda: len(running.of(JobDone)) == 2 and not waiting(engine), "both")
+        calls.enqueue(engine, "claimed")
+        wait_until(lambda: len(running.of(JobDone)) == 2 and not waiting(engine), "both")
     assert lost
     assert_each_once(calls, running, ["writes", "claimed"])
     assert effects(engine) == ["written"]

@@ -17,7 +17,7 @@ from tests.tools.house import core_figures
 WAY_BOUNDS = {
     "producer": Way(55, 46, 10),
     "plain job, transaction mode": Way(107, 93, 20),
-    "plain job, lease mode": Way(132, 101, 22),
+    "plain job, lease mode": Way(134, 102, 22),
     "retry": Way(217, 175, 28),
     "dead letter": Way(214, 172, 27),
     "grouped job": Way(116, 96, 22),
@@ -42,8 +42,8 @@ CORE_BOUNDS = {
     "lines of the core that mention rates": 0,
     "lines of the core that mention callback batches": 0,
     "lines of the core that mention unique jobs": 1,
-    "lines of execution/": 6_332,
-    "lines of relay/ without maintenance/": 7_693,
+    "lines of execution/": 6_333,
+    "lines of relay/ without maintenance/": 7_708,
     "lines of statements/ of claims and outcomes": 2_063,
 }
 

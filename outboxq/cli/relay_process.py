@@ -155,7 +155,7 @@ class _SaysThatItWaits:
 def _work(relay: Relay, *, drain: bool) -> RelayReport:
     """Work until the relay is stopped, or until the queues are drained."""
     try:
-        # What was imported stays: the garbage collector need not look through it again and again.
+        # The garbage collector passes over what was imported, which stays.
         gc.freeze()
         return relay.drain() if drain else relay.run()
     except RelayStuck as error:

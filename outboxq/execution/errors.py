@@ -47,7 +47,7 @@ class SharingEnded(BaseException):
 
 
 class BatchDeadlocked(OutboxqError):
-    """A job met a deadlock twice in its batch, whose other jobs hold locks up to COMMIT: no job of it is to blame."""
+    """A second deadlock of a job in its batch: the other jobs hold locks up to COMMIT, and none is to blame."""
 
     def __init__(self) -> None:
         super().__init__("a deadlock with rows that several jobs of the batch have locked")

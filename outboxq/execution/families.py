@@ -100,7 +100,7 @@ def steps_of(
 ) -> list[Step]:
     """Make the steps of a transaction in which jobs of a batch end by these events; none for plain jobs.
 
-    Leased jobs that used no session are settled together, and have theirs in `SettleMany`.
+    `SettleMany` makes those of leased jobs that used no session.
 
     Args:
         stands_for: Jobs that others run for; by default the batch's.

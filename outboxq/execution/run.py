@@ -94,6 +94,7 @@ def _run_several(
             batch.running.position = position
             result = _run_alone(connection, batch, job, runtime, handlers, begin, shared=True)
             if isinstance(result, Failed) and result.transient and result.sqlstate == DEADLOCK:
+                # COMMIT is not sent: the claim goes back with all that the jobs wrote.
                 raise BatchDeadlocked
             settle_alone(connection, batch, job, runtime, result)
 
@@ -196,16 +197,11 @@ def _run_alone(
         batch,
         runtime,
         lambda: Attempt(handler, job, runtime, xid, begin, batch.running).join(connection, runtime),
-        shared=shared,
     )
 
 
-def attempt(batch: BatchState, runtime: Runtime, make: Callable[[], Attempt], *, shared: bool = False) -> AttemptResult:
-    """Run a job's attempt, again after a deadlock or a serialization failure; return the last result.
-
-    Args:
-        shared: Jobs before it may hold what a deadlock is about, so it is repeated once.
-    """
+def attempt(batch: BatchState, runtime: Runtime, make: Callable[[], Attempt]) -> AttemptResult:
+    """Run a job's attempt, again after a deadlock or a serialization failure; return the last result."""
     seconds = batch.running.timeout_seconds
     batch.running.deadline = None if seconds is None else time.monotonic() + seconds
     free_retries, prepares = FREE_RETRIES, True
@@ -223,7 +219,8 @@ def attempt(batch: BatchState, runtime: Runtime, make: Callable[[], Attempt], *,
             if result.error is not None:
                 # No hook receives it.
                 drop_tracebacks(result.error)
-            if shared and result.sqlstate == DEADLOCK:
+            if result.sqlstate == DEADLOCK and not batch.is_lone:
+                # Other jobs of the batch may hold what it waits for, up to COMMIT.
                 free_retries = 0
     finally:
         batch.running.end_call()

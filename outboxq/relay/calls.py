@@ -120,7 +120,7 @@ class Call:
         finally:
             if self._detached is not None:
                 self._detached.close()
-            # It refers to this call: without it both are freed at once, and not by the garbage collector.
+            # `_leased` refers to this call: without the circle both are freed at once, by no garbage collector.
             del self._leased
             self._is_done = True
             self._owner.receive_end(self)

@@ -414,7 +414,8 @@ class Dispatcher:
         """
         self._sent = taken
         try:
-            # Those that may be settled, or were held, in transactions of their own: they must not hold the others up.
+            # A transaction for outcomes that may be settled already, and one for those that were held: the rest does
+            # not wait for them.
             unsure = [outcome for outcome in taken if outcome[0].job.id in self._unsure]
             retried = [outcome for outcome in taken if outcome[0].job.id in self._retried - self._unsure]
             apart = self._unsure | self._retried

@@ -25,7 +25,7 @@ class LastJobs:
         """Make another round if suspects are left, or wait a moment for what is left; False if nothing is.
 
         Args:
-            began_at: The time (monotonic) at which that round began: it passed over queues that were held meanwhile.
+            began_at: The time (monotonic) at which that round began. A queue that was held meanwhile is not in it.
         """
         with connection.begin():
             # In all queues of the relay: the result replaces what all of its slots know.

@@ -240,7 +240,7 @@ class Slot:
                 handlers = decide(connection, batch, runtime)
                 fault_point("after-claim")
                 ended = None
-                # None: COMMIT was refused, and the jobs are to run again. Other refusals `commit` settles, or raises.
+                # None: COMMIT was refused, and the jobs are to run again. `commit` settles or raises other refusals.
                 while ended is None:
                     run(connection, batch, runtime, handlers, shared=len(batch.jobs) > 1)
                     next_claim = self._after(connection, batch, runtime)

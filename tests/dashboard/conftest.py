@@ -23,7 +23,7 @@ def engine(engine: Engine) -> Iterator[Engine]:
 
 @pytest.fixture(autouse=True)
 def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A busy machine may take longer for a query of a page than a user would be let wait."""
+    """Raise the time that a query of a page may take: a busy machine needs more than a user would wait."""
     monkeypatch.setattr(databases, "_READING", databases._READING.replace("'2s'", "'20s'"))
 
 

@@ -896,6 +896,27 @@ MUTANTS = (
         ("tests/relay/test_dispatcher_ends.py::test_a_job_whose_call_was_cut_off_comes_back_without_a_poll",),
     ),
     Mutant(
+        "the place of a call that swallows its cancellation",
+        "outboxq/relay/calls.py",
+        "        call_soon(self._loop, super().abandon)\n",
+        "",
+        ("tests/faults/test_deadlines.py::test_a_lease_is_no_way_around_the_deadline",),
+    ),
+    Mutant(
+        "the round of a drain after a token that came back",
+        "outboxq/relay/last_jobs.py",
+        "        return any(given_back_at.get(name, 0.0) >= began_at for name in self.queues)\n",
+        "        return False\n",
+        ("tests/flow/test_rates.py::test_a_drain_goes_on_after_a_hold_that_came_and_went_in_its_last_round",),
+    ),
+    Mutant(
+        "the one report of rows that several COMMITs were refused",
+        "outboxq/execution/keep.py",
+        "        if is_known:\n",
+        "        if 0 == 1:\n",
+        ("tests/execution/test_kept.py::test_rows_that_several_commits_were_refused_are_reported_once",),
+    ),
+    Mutant(
         "the end of a batch whose job meets a deadlock again",
         "outboxq/execution/run.py",
         "            if isinstance(result, Failed) and result.transient and result.sqlstate == DEADLOCK:\n",

@@ -14,9 +14,9 @@ from tests.support.ledger import waiting
 from tests.support.matrices import sampled
 from tests.support.waiting import wait_until
 
-# What settles a job, and what claims one: prepared before.
+# The statement that settles a job, and the prepared claim.
 BOTH = (b"WITH oq_held", b"EXECUTE outboxq_")
-# Each case cuts at every so many bytes, from another one on; together they cut at each.
+# The distance between two cuts of one case; all cases together cut at each byte.
 CASES = 48
 TRIES = 20
 
@@ -32,7 +32,7 @@ def test_a_dispatcher_that_is_cut_off_at_any_byte_loses_no_job_and_runs_none_twi
     direction: Direction,
     first: int,
 ) -> None:
-    """One slot, two jobs a time: the first is settled, and the second claimed, or neither; both are done once."""
+    """One slot and two jobs: the first is settled and the second claimed, or neither; both are done once."""
     monkeypatch.setattr(outage, "_RECONNECT_FIRST_SECONDS", 0.01)
     calls, names = Calls(), list[str]()
 

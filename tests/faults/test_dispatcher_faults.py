@@ -45,7 +45,7 @@ def is_claim(_script: Script, answer: Answer) -> bool:
 
 
 def claims_named(name: str) -> Callable[[Script, Answer], bool]:
-    """A job of this name was claimed."""
+    """Return the condition that a claim took a job of this name."""
     return lambda script, answer: is_claim(script, answer) and f'"name": "{name}"' in str(answer.rows["claim"])
 
 
@@ -97,7 +97,7 @@ def test_a_claim_whose_answer_was_lost_begins_no_call_again(
     calls.all_wait_for(gate, "runs", "runs too")
     calls.enqueue(engine, "runs", "runs too")
     settings = config(4, lease_seconds=2, heartbeat_seconds=0.2, poll_seconds=0.2)
-    # From the start: a claim that is under way when jobs are added may take them.
+    # The trap is set from the start: a claim that is under way when jobs are added may take them.
     chosen = claims_named("claimed")
     with answer_lost(monkeypatch, engine, chosen) as lost, start_relay(calls.jobs, settings) as running:
         wait_until(lambda: len(calls.began) == 2, "the first two")

@@ -51,7 +51,7 @@ class ByteCut:
         with self._lock:
             if self._containing and direction == "request":
                 if client is self._client:
-                    # The next one.
+                    # The request after the one that is counted.
                     self._direction = None
                 elif self._client is None and all(each in data for each in self._containing):
                     self._client = client
@@ -63,7 +63,7 @@ class ByteCut:
                 self._left -= len(part)
             self.is_reached = self._left == 0
             if self.is_reached:
-                # Others pass.
+                # Other connections go on.
                 self._direction = None
             return part, not self.is_reached
 

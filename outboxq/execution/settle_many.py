@@ -8,15 +8,22 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from uuid import UUID
 
-from outboxq.database.driver import Answer, Script
+from outboxq.database.driver import ANY_SERVER, Answer, Script, ServerSession
 from outboxq.events import Event, JobLeaseLost
 from outboxq.execution.callback_batches import FinishBatches, batch_ids
 from outboxq.execution.keep import Keeper
 from outboxq.execution.settle import Finish, Settlement
 from outboxq.execution.step import Step
-from outboxq.statements.by_index import NO_SCANS
+from outboxq.statements.by_index import NO_SCANS, PLANNED_ONCE
 from outboxq.statements.done import insert_finished
-from outboxq.statements.lease_mode import bury_leased, finish_leased, put_back_leased, standing
+from outboxq.statements.lease_mode import (
+    bury_leased,
+    finish_leased,
+    finish_prepared,
+    finishing,
+    put_back_leased,
+    standing,
+)
 from outboxq.statements.results import tell_waiters
 from outboxq.statements.settle import Bury, PutBack
 from outboxq.statements.transaction import LOCAL_SETTINGS
@@ -57,14 +64,20 @@ class SettleMany:
     stands_for: Mapping[UUID, tuple[UUID, ...]] = field(default_factory=lambda: _NO_OTHERS)
     unsure: bool = False
 
-    def add_to(self, script: Script, *, keep: bool = True, free: bool = True) -> None:
+    def add_to(
+        self, script: Script, server: ServerSession = ANY_SERVER, *, keep: bool = True, free: bool = True
+    ) -> str | None:
         """Append the statements that settle the jobs, for a transaction that has just begun.
 
         Their owners are "settings", "finished", "put back", "buried" and "ended".
 
         Args:
+            server: The session that executes them, which may have prepared one.
             keep: Write the finished rows of kinds with `keep=`.
             free: Leave jobs whose rows are locked. Else they are waited for, up to five seconds.
+
+        Returns:
+            The name of the prepared statement, if one is executed.
         """
         changes = [settlement.change for settlement in self.settlements]
         done = [change.job for change in changes if isinstance(change, Finish)]
@@ -76,7 +89,12 @@ class SettleMany:
         # A statement whose rows are refused fails by itself, and COMMIT does not.
         checking = ("SET CONSTRAINTS ALL IMMEDIATE",) if kept or back or dead else ()
         script.add("settings", *LOCAL_SETTINGS, _PATIENCE, NO_SCANS, *checking)
-        if done:
+        prepared = None
+        if done and free and not (kept or server.claims.is_plain):
+            prepared, definition = finishing(self.schema)
+            preparing = () if prepared in server.claims.names else (definition,)
+            script.add("finished", PLANNED_ONCE, *preparing, _MARK + finish_prepared(self.schema, done))
+        elif done:
             script.add("finished", _MARK + finish_leased(self.schema, done, free=free, keeping=kept))
         if back:
             script.add("put back", *(_MARK + text for text in put_back_leased(self.schema, back, free=free)))
@@ -84,6 +102,7 @@ class SettleMany:
             script.add("buried", _MARK + bury_leased(self.schema, dead, free=free))
         if ended := self.keeper.ended(events, self.stands_for):
             script.add("ended", tell_waiters(self.schema, ended))
+        return prepared
 
     @property
     def is_asked(self) -> bool:

@@ -10,7 +10,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeAlias
@@ -452,21 +452,25 @@ class Dispatcher:
             # Users' code sets up each transaction.
             self._settle_and_claim(connection, settling, None)
             return self._settle_and_claim(connection, settling.without(), request)
-        script = Script()
+        server = ANY_SERVER if self.connected is None else self.connected.server
+        script, prepared = Script(), None
+        # In one transaction, and with one flush to the disk, if the claim waits for no lock.
+        is_one = request is not None and not (request.script.lock or many.steps or many.is_asked)
         if many.settlements:
             fault_point("before-commit")
-            many.add_to(script, keep=settling.keeps)
-            script.add("settled", "COMMIT")
-            many.add_question(script)
-            for step in () if is_listened else many.steps:
-                script.add(step.name, *step.after_commit())
+            prepared = many.add_to(script, server, keep=settling.keeps)
+            if not is_one:
+                script.add("settled", "COMMIT")
+                many.add_question(script)
+                for step in () if is_listened else many.steps:
+                    script.add(step.name, *step.after_commit())
         if request is not None:
             fault_point("before-claim")
-            request.add_to(script, begins=bool(script.parts))
+            request.add_to(script, begins=bool(script.parts) and not is_one)
             self._doubt = request
         if not script.parts:
             return False
-        with connection.begin():
+        with connection.begin() if is_listened else nullcontext():
             answer = script.send(connection)
             if answer.error is not None:
                 if is_lost(connection):
@@ -476,8 +480,14 @@ class Dispatcher:
                 self._doubt = None
                 run_script(connection, "ROLLBACK")
         if many.settlements:
+            if is_one and not answer.is_committed:
+                # Which of both was refused shows when each is sent by itself.
+                self._settle_and_claim(connection, settling, None)
+                return self._settle_and_claim(connection, settling.without(), request)
             if not answer.is_committed or (many.is_asked and "standing" not in answer.rows):
                 assert answer.error is not None
+                if prepared is not None and server.claims.failed(answer.error, prepared):
+                    return self._settle_and_claim(connection, settling, request)
                 if answer.failed_at != "settled":
                     return self._settle_with_less(connection, settling, request, answer.error)
                 # COMMIT itself, usually for a lock that others have, and for no row.
@@ -486,6 +496,8 @@ class Dispatcher:
                 self._settle_and_claim(connection, replace(settling, is_again=True), None)
                 return self._settle_and_claim(connection, settling.without(), request)
             fault_point("after-commit")
+            if prepared is not None:
+                server.claims.succeeded(prepared)
             self._settled(connection, settling, answer)
             if is_listened:
                 for event in send_left(connection, many.steps):

@@ -232,19 +232,34 @@ class _TaskWakeEvent:
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        self._event = asyncio.Event()
+        self._is_set = False
+        self._waiter: asyncio.Future[None] | None = None
 
     def set(self) -> None:
-        call_soon(self._loop, self._event.set)
+        # Calls that end while another one's end is not yet seen add nothing.
+        if not self._is_set:
+            self._is_set = True
+            if self._waiter is not None:
+                call_soon(self._loop, self._wake)
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
     def clear(self) -> None:
-        self._event.clear()
+        self._is_set = False
 
     def wait(self, timeout: float) -> bool:
+        self._waiter = self._loop.create_future()
+        timer = self._loop.call_later(timeout, self._wake)
         try:
-            return await_only(asyncio.wait_for(self._event.wait(), timeout))
-        except TimeoutError:
-            return False
+            # Set by another thread before it saw the waiter.
+            if not self._is_set:
+                await_only(self._waiter)
+        finally:
+            timer.cancel()
+            self._waiter = None
+        return self._is_set
 
 
 class SlotTask(SlotLoop):

@@ -274,7 +274,7 @@ def _filled(text: str, arguments: Sequence[str]) -> str:
 BY_INDEX = [("settings", setting) for setting in (*by_index.BY_INDEX, "SET LOCAL jit = off")]
 AS_EVERYWHERE = [("settings", setting) for setting in (*by_index.AS_EVERYWHERE, "SET LOCAL jit TO DEFAULT")]
 # A prepared claim is planned once, perhaps while the table is empty.
-_PLANNED_ONCE = [("settings", "SET LOCAL plan_cache_mode = force_generic_plan"), *BY_INDEX]
+_PLANNED_ONCE = [("settings", by_index.PLANNED_ONCE), *BY_INDEX]
 _AS_BEFORE = [("settings", "SET LOCAL plan_cache_mode TO DEFAULT"), *AS_EVERYWHERE]
 
 

@@ -10,6 +10,7 @@ operator's command that has changed a row wins: it has another token then, or is
 
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
+from functools import cache
 from typing import LiteralString
 from uuid import UUID
 
@@ -19,7 +20,7 @@ from outboxq.job import Job
 from outboxq.statements.added import headers_with_order
 from outboxq.statements.numbers import MOST_COUNTED, next_token, one_attempt_less
 from outboxq.statements.park import PARKED_UNTIL
-from outboxq.statements.render import quote_identifier, quote_literal
+from outboxq.statements.render import named, quote_identifier, quote_literal
 from outboxq.statements.settle import Bury, PutBack
 
 _MICROSECOND = timedelta(microseconds=1)
@@ -136,10 +137,29 @@ def finish_leased(schema: str, jobs: Iterable[Job], *, free: bool = False, keepi
         free: Leave the jobs whose rows are locked. Else they are waited for, and none is returned with true.
         keeping: Writes the finished rows of the deleted jobs (`insert_finished`, of `gone`).
     """
-    deleted: LiteralString = ", gone AS (\n  DELETE FROM {job} AS job\n  WHERE "
     kept: LiteralString = ", kept AS (\n{keeping}\n)" if keeping else ""
-    statement = _held(free) + deleted + _mine(free) + "\n  RETURNING job.id\n)" + kept + _left(free, "gone")
-    return _with_jobs(schema, jobs, statement, keeping=keeping)
+    return _with_jobs(schema, jobs, _finished(free, kept), keeping=keeping)
+
+
+@cache
+def finishing(schema: str) -> tuple[str, str]:
+    """The name under which a connection prepares `finish_leased` of free jobs, and its PREPARE.
+
+    To be planned once (`PLANNED_ONCE`): planning takes longer than deleting a job.
+    """
+    statement = _finished(free=True).format(ids="$1", tokens="$2", job=quote_identifier(schema, "job"))
+    return named(statement, "uuid[], bigint[]")
+
+
+def finish_prepared(schema: str, jobs: Iterable[Job]) -> str:
+    """Execute `finishing`."""
+    name, _ = finishing(schema)
+    return _with_jobs(schema, jobs, "EXECUTE {name}({ids}, {tokens})", name=name)
+
+
+def _finished(free: bool, kept: LiteralString = "") -> LiteralString:
+    deleted: LiteralString = ", gone AS (\n  DELETE FROM {job} AS job\n  WHERE "
+    return _held(free) + deleted + _mine(free) + "\n  RETURNING job.id\n)" + kept + _left(free, "gone")
 
 
 def put_back_leased(schema: str, changes: Sequence[PutBack], *, free: bool = True) -> tuple[str, ...]:

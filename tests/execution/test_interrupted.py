@@ -12,7 +12,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.orm import sessionmaker
 
 from outboxq import Backoff, Context, Jobs, OutboxSession, RelayConfig
-from outboxq.database.driver import Script
+from outboxq.database.driver import Script, ServerSession
 from outboxq.database.guard import Guard, Savepoint
 from outboxq.errors import DeferError
 from outboxq.events import Event, JobDied, JobDone, JobRetried
@@ -200,11 +200,11 @@ def test_an_error_between_taking_and_settling_what_has_ended_stops_no_slot(
     """The dispatcher meets it with results in hand: they are settled later, and no handler runs again."""
     add_to, struck, ran, jobs = SettleMany.add_to, [], [], Jobs()
 
-    def strike(settling: SettleMany, script: Script, **options: bool) -> None:
+    def strike(settling: SettleMany, script: Script, server: ServerSession, *, keep: bool) -> str | None:
         if not struck:
             struck.append(len(settling.settlements))
             raise MemoryError
-        add_to(settling, script, **options)
+        return add_to(settling, script, server, keep=keep)
 
     @jobs.handler(queue="q", claim="lease")
     def work(_ctx: Context, name: str) -> None:

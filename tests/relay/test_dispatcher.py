@@ -761,7 +761,7 @@ def test_a_call_whose_connection_is_lost_is_the_only_suspect(engine: Engine, sta
 def test_a_claim_that_fails_behind_a_settlement_undoes_nothing(
     engine: Engine, start_relay: StartRelay, monkeypatch: pytest.MonkeyPatch, statement: str
 ) -> None:
-    """They are one string and two transactions: each job is reported once, and none runs again."""
+    """They are one transaction, and then two: each job is reported once, and none runs again."""
     calls, names, statements = Calls(), [f"job {number}" for number in range(8)], [statement]
 
     def breaking(script: Script) -> None:
@@ -777,6 +777,31 @@ def test_a_claim_that_fails_behind_a_settlement_undoes_nothing(
     assert Counter(calls.began) == dict.fromkeys(names, 1)
     assert len(running.of(JobDone)) == 8
     assert not running.of(JobLeaseLost)
+
+
+def test_results_and_the_next_claim_are_one_transaction(
+    engine: Engine, start_relay: StartRelay, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With one flush to the disk, by statements that the connection has prepared; a lost one costs another string."""
+    calls, names, commits, lost = Calls(), [f"job {number}" for number in range(12)], list[int](), list[Script]()
+
+    def count(script: Script) -> None:
+        owners = [owner for owner, _ in script.parts]
+        if {"finished", "claim"} <= set(owners):
+            commits.append(sum(statement == "COMMIT" for _, statement in script.parts))
+        if "finished" in owners and not any("PREPARE" in statement for _, statement in script.parts) and not lost:
+            lost.append(script)
+            script.parts.insert(0, ("settings", "DEALLOCATE ALL"))
+
+    change_scripts(monkeypatch, count)
+    calls.enqueue(engine, *names)
+    with start_relay(calls.jobs, config(1, poll_seconds=0.1)) as running:
+        wait_until(lambda: len(running.of(JobDone)) >= len(names) and not rows(engine), "every job")
+    assert lost
+    assert commits
+    assert set(commits) == {1}
+    assert Counter(calls.began) == dict.fromkeys(names, 1)
+    assert len(running.of(JobDone)) == len(names)
 
 
 def test_a_claim_that_cannot_be_read_hides_no_job_that_was_settled_with_it(

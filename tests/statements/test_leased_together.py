@@ -14,12 +14,14 @@ from outboxq.database.driver import Rows, run_script
 from outboxq.job import Job
 from outboxq.migrations.runner import migrate_committing
 from outboxq.postgres import Server
-from outboxq.statements.by_index import NO_SCANS
+from outboxq.statements.by_index import NO_SCANS, PLANNED_ONCE
 from outboxq.statements.done import FinishedColumns, insert_finished
 from outboxq.statements.lease import take_back
 from outboxq.statements.lease_mode import (
     bury_leased,
     finish_leased,
+    finish_prepared,
+    finishing,
     put_back_leased,
     release_leased,
 )
@@ -45,6 +47,14 @@ def _finish(jobs: Sequence[Job], free: bool) -> Sequence[str]:
     return (finish_leased("outboxq", jobs, free=free),)
 
 
+def _finish_prepared(jobs: Sequence[Job], free: bool) -> Sequence[str]:
+    if not free:
+        return _finish(jobs, free)
+    name, definition = finishing("outboxq")
+    # PREPARE and DEALLOCATE have no rows.
+    return definition, PLANNED_ONCE, finish_prepared("outboxq", jobs), f"DEALLOCATE {name}"
+
+
 def _finish_and_keep(jobs: Sequence[Job], free: bool) -> Sequence[str]:
     return (finish_leased("outboxq", jobs, free=free, keeping=_keeping(jobs)),)
 
@@ -67,7 +77,9 @@ CHANGES: dict[str, Change] = {
     "finish": _finish, "keep": _finish_and_keep, "put back": _put_back, "bury": _bury, "release": _release,
 }  # fmt: skip
 # Without `release`, which returns no rows.
-REPORTING = ["finish", "keep", "put back", "bury"]
+REPORTING = ["finish", "keep", "put back", "bury", "finish prepared"]
+# Not planned as the others: see below.
+PREPARED: dict[str, Change] = {"finish prepared": _finish_prepared}
 
 
 @pytest.fixture(scope="module")
@@ -120,17 +132,43 @@ def test_a_thousand_jobs_are_found_in_one_walk_whatever_statistics_say(
     with tables.connect() as connection, connection.begin():
         run_script(connection, NO_SCANS)
         for statement in CHANGES[change](jobs, free):
-            ((found,),) = run_script(connection, f"EXPLAIN (ANALYZE, FORMAT JSON) {statement}")
-            nodes = list(_nodes(found[0]["Plan"]))
-            looked_at = [node for node in nodes if "= ANY" in node.get("Index Cond", "")]
-            assert looked_at
-            assert all(node["Actual Loops"] == 1 for node in looked_at), found
-            assert not [node for node in nodes if node["Node Type"] == "Seq Scan" and node["Relation Name"] == "job"]
-            removed = ("Rows Removed by Filter", "Rows Removed by Join Filter", "Rows Removed by Index Recheck")
-            for node in nodes:
-                rows = node["Actual Rows"] + sum(node.get(name, 0) for name in removed)
-                assert rows * node["Actual Loops"] <= 4 * MANY, node
+            _assert_one_walk(connection, statement)
         connection.rollback()
+
+
+@diagonal(
+    pytest.mark.parametrize("statistics", ["none", "fresh", "of the empty table", "of an emptied table"]),
+    pytest.mark.parametrize("size", [20_000, MANY]),
+)
+def test_a_prepared_statement_finds_a_thousand_jobs_in_one_walk_whenever_it_was_planned(
+    tables: Engine, statistics: str, size: int
+) -> None:
+    """Planned for no job, in an empty table, and executed for a thousand."""
+    with tables.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
+        _fill(connection, 1, "none", grouped=False)
+        jobs = leased_jobs(connection)
+        connection.exec_driver_sql("TRUNCATE outboxq.job")
+        run_script(connection, "BEGIN", NO_SCANS, PLANNED_ONCE, finishing("outboxq")[1])
+        assert run_script(connection, finish_prepared("outboxq", jobs)) == [(jobs[0].id, False)]
+        run_script(connection, "COMMIT")
+        _fill(connection, size, statistics, grouped=False)
+        run_script(connection, "BEGIN", NO_SCANS, PLANNED_ONCE)
+        _assert_one_walk(connection, finish_prepared("outboxq", leased_jobs(connection, MANY)))
+        run_script(connection, "ROLLBACK")
+        run_script(connection, f"DEALLOCATE {finishing('outboxq')[0]}")
+
+
+def _assert_one_walk(connection: Connection, statement: str) -> None:
+    ((found,),) = run_script(connection, f"EXPLAIN (ANALYZE, FORMAT JSON) {statement}")
+    nodes = list(_nodes(found[0]["Plan"]))
+    looked_at = [node for node in nodes if "= ANY" in node.get("Index Cond", "")]
+    assert looked_at
+    assert all(node["Actual Loops"] == 1 for node in looked_at), found
+    assert not [node for node in nodes if node["Node Type"] == "Seq Scan" and node["Relation Name"] == "job"]
+    removed = ("Rows Removed by Filter", "Rows Removed by Join Filter", "Rows Removed by Index Recheck")
+    for node in nodes:
+        rows = node["Actual Rows"] + sum(node.get(name, 0) for name in removed)
+        assert rows * node["Actual Loops"] <= 4 * MANY, node
 
 
 HOSTILE = [
@@ -178,7 +216,7 @@ def test_a_row_that_another_transaction_has_locked_is_left_and_named(engine: Eng
     with engine.begin() as other, engine.begin() as connection:
         other.execute(text("SELECT FROM outboxq.job WHERE id = :id FOR UPDATE"), {"id": jobs[3].id})
         connection.exec_driver_sql("SET LOCAL lock_timeout = '1s'")
-        left = run_script(connection, *CHANGES[change](jobs, True))
+        left = run_script(connection, *(CHANGES | PREPARED)[change](jobs, True))
     assert sorted(left) == sorted([(jobs[1].id, False), (jobs[2].id, False), (jobs[3].id, True)])
     assert _untouched(engine) == {jobs[1].id, jobs[3].id}
 
@@ -194,7 +232,7 @@ def test_a_reaper_that_has_locked_a_row_first_wins(engine: Engine, change: str) 
 
     def settle() -> None:
         with engine.begin() as connection:
-            found.append(run_script(connection, *CHANGES[change](jobs, False)))
+            found.append(run_script(connection, *(CHANGES | PREPARED)[change](jobs, False)))
 
     waits = threading.Thread(target=settle)
     with engine.begin() as reaper:
@@ -219,7 +257,7 @@ def test_a_row_that_changed_and_is_still_ours_is_settled_as_it_is_now(engine: En
 
     def settle() -> None:
         with engine.begin() as connection:
-            found.append(run_script(connection, *CHANGES[change](jobs, False)))
+            found.append(run_script(connection, *(CHANGES | PREPARED)[change](jobs, False)))
 
     waits = threading.Thread(target=settle)
     with engine.begin() as other:
@@ -233,7 +271,8 @@ def test_a_row_that_changed_and_is_still_ours_is_settled_as_it_is_now(engine: En
             "SELECT priority, errors->0->>'type', attempt FROM outboxq.job "
             "UNION ALL SELECT priority, errors->0->>'type', attempt FROM outboxq.dead_job"
         )
-        assert list(map(tuple, rows)) == ([] if change in ("finish", "keep") else [(7, "ValueError", 1)] * 3)
+        is_gone = change in ("finish", "keep", "finish prepared")
+        assert list(map(tuple, rows)) == ([] if is_gone else [(7, "ValueError", 1)] * 3)
 
 
 @pytest.mark.parametrize("free", [True, False])
@@ -247,7 +286,7 @@ def test_a_row_that_changed_since_the_statement_began_is_locked_as_it_is_now(
         jobs = leased_jobs(connection)
     # In its first part, after its snapshot was taken.
     waiting = "FROM pg_catalog.pg_advisory_xact_lock(7), unnest("
-    statements = [text.replace("FROM unnest(", waiting, 1) for text in CHANGES[change](jobs, free)]
+    statements = [text.replace("FROM unnest(", waiting, 1) for text in (CHANGES | PREPARED)[change](jobs, free)]
     found: list[Rows] = []
 
     def settle() -> None:
@@ -289,7 +328,7 @@ def test_no_job_is_changed_by_the_token_of_another_one(engine: Engine) -> None:
         connection.exec_driver_sql("UPDATE outboxq.job SET lease_token = 3 - lease_token")
         for change in REPORTING:
             for free in (True, False):
-                left = run_script(connection, *CHANGES[change]([first, second], free))
+                left = run_script(connection, *(CHANGES | PREPARED)[change]([first, second], free))
                 assert sorted(left) == sorted([(first.id, False), (second.id, False)])
         run_script(connection, *_release([first, second], True), *_release([first, second], False))
     assert _untouched(engine) == {first.id, second.id}

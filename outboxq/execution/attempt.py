@@ -30,12 +30,13 @@ from outboxq.execution.batch_state import BatchState, Running
 from outboxq.execution.chain import follower_of
 from outboxq.execution.errors import ROLLED_BACK, SWALLOWED, ConnectionLost, ConnectionSpoiled, TransactionEscaped
 from outboxq.execution.failure import TRANSIENT, Failed, describe_failure
-from outboxq.execution.invoke import IS_OVER, Args, HandlerSession, Run, hand_over
+from outboxq.execution.invoke import IS_OVER, Args, HandlerEnd, HandlerSession, Run, hand_over
 from outboxq.execution.preload import RowsMayBeLate, load_entity, watch_unlocked
 from outboxq.execution.runtime import CancelledResult, Runtime
 from outboxq.execution.settle import check_shared, current_xid
 from outboxq.execution.surround import Surrounded
 from outboxq.fault_points import fault_point
+from outboxq.handlers.call import HandlerCall
 from outboxq.handlers.handler import AnyHandler, BatchHandler
 from outboxq.job import THEN_HEADER, Job
 from outboxq.outcomes import Done, Outcome, Snooze
@@ -195,8 +196,12 @@ class Attempt:
         running: Begins and ends the call of the handler, which an operator may cancel.
     """
 
+    # Its handler has started, in a task of its own.
+    has_started = False
     _connection: Connection
     _root: RootTransaction | None
+    _call: HandlerCall
+    _run: Run
 
     def __init__(
         self,
@@ -238,9 +243,18 @@ class Attempt:
             ConnectionLost: the transaction is gone with its connection.
             TransactionEscaped: the handler ended the transaction.
         """
-        runtime, job, running = self._runtime, self._job, self._running
-        call = running.begin_call((job,), runtime.notes)
-        result: AttemptResult
+        self._begin_call()
+        ended: HandlerEnd
+        try:
+            ended = self._runtime.invoker.call(self._handler, self.session, *self._inputs()), None
+        except BaseException as error:  # noqa: BLE001  # judged by `_end`
+            ended = None, error
+        return self._end(*ended)
+
+    def _begin_call(self) -> None:
+        """Begin the call of the handler."""
+        runtime = self._runtime
+        self._call = self._running.begin_call((self._job,), runtime.notes)
         try:
             if self._in_transaction and runtime.invoker.flavour == "async":
                 # Now: a coroutine cannot send anything when it first names its session.
@@ -248,44 +262,48 @@ class Attempt:
         except BaseException:
             self.guard.let_go()
             raise
+
+    def _inputs(self) -> tuple[Run, Args]:
+        """What the handler is called with."""
+        runtime, job = self._runtime, self._job
+        if THEN_HEADER in job.headers:
+            # Checked before the handler runs: if it cannot be read, the handler's rows would have no follower.
+            follower_of(job)
+        run = self._run = Run(job, runtime.state, partial(runtime.effect_access, self._handler, job), [], self._call)
+        arguments: Args
+        if self._arounds is not None:
+            jobs = (job,) if isinstance(self._handler, BatchHandler) else None
+            arguments = Surrounded.of(self._arounds, self, self._arguments, jobs)
+        elif self._loads_late():
+            arguments = Surrounded((), self._arguments)
+        else:
+            arguments = self._arguments()
+        fault_point("before-handler")
+        return run, arguments
+
+    def _loads_late(self) -> bool:
+        """Return True if the arguments are to be loaded in the handler's own task."""
+        return False
+
+    def _end(self, returned: object, error: BaseException | None) -> AttemptResult:
+        """Keep or undo the rows of a handler that has returned, or raised an error; return the result."""
+        runtime, job = self._runtime, self._job
+        result: AttemptResult
         try:
-            if THEN_HEADER in job.headers:
-                # Checked before the handler runs: if it cannot be read, the handler's rows would have no follower.
-                follower_of(job)
-            arguments: Args
-            if self._arounds is None:
-                arguments = self._arguments()
-            else:
-                jobs = (job,) if isinstance(self._handler, BatchHandler) else None
-                arguments = Surrounded.of(self._arounds, self, self._arguments, jobs)
-            run = Run(job, runtime.state, partial(runtime.effect_access, self._handler, job), [], call)
-            fault_point("before-handler")
             try:
-                returned = runtime.invoker.call(self._handler, self.session, run, arguments)
-            except BaseException as error:
-                check_rest(self._runtime, job, error)
-                raise
-            check_rest(self._runtime, job)
-            # A cancelled handler may be half done even if it returned: none of its rows is kept.
-            if call.is_cancelled:
-                result = _CANCELLED
-            elif returned is None and not self._handler.keeps_result:
-                result = _DONE
-            else:
-                result = self._handler.returned.outcome(returned)
-            if isinstance(result, Done):
-                if run.deferred:
-                    hand_over(run.deferred, self.session())
-                if self.made is not None or self._savepoint is not None:
-                    self._keep()
-                # Last: an error after the rows were kept would be a failure with rows.
-                fault_point("after-handler")
-        except BaseException as error:
-            if not runtime.is_failure(error):
-                raise
-            result = _CANCELLED if call.is_cancelled else self._result_of(error)
+                check_rest(runtime, job, error)
+                if error is None:
+                    result = self._kept(returned)
+            except BaseException as another:  # noqa: BLE001  # judged below
+                error = another
+            if error is not None:
+                if not runtime.is_failure(error):
+                    raise error
+                result = _CANCELLED if self._is_cancelled() else self._result_of(error)
         finally:
-            running.end_handler()
+            # Its traceback may refer to this frame.
+            error = None
+            self._running.end_handler()
             self.guard.let_go()
         closed, self._is_over = True, True
         try:
@@ -294,11 +312,11 @@ class Attempt:
         except (SQLAlchemyError, psycopg.Error):
             # The transaction is not as it was.
             closed = False
-        except BaseException as error:
-            if not runtime.is_failure(error):
+        except BaseException as raised:
+            if not runtime.is_failure(raised):
                 raise
             # A listener of the user's raised this. The handler's own error says more.
-            result = result if isinstance(result, Failed) else runtime.describe(error, job)
+            result = result if isinstance(result, Failed) else runtime.describe(raised, job)
         self.guard.take_back()
         if not (closed and isinstance(result, Done)):
             self._undo(result, closed=closed)
@@ -359,6 +377,26 @@ class Attempt:
 
     def _absent(self) -> None:
         self._runtime.absent(self._connection, self._job)
+
+    def _is_cancelled(self) -> bool:
+        return self._call.is_cancelled
+
+    def _kept(self, returned: object) -> AttemptResult:
+        """The result of a handler that returned, whose rows are kept if the job is done."""
+        # A cancelled handler may be half done even if it returned: none of its rows is kept.
+        if self._is_cancelled():
+            return _CANCELLED
+        result: AttemptResult = _DONE
+        if returned is not None or self._handler.keeps_result:
+            result = self._handler.returned.outcome(returned)
+        if isinstance(result, Done):
+            if self._run.deferred:
+                hand_over(self._run.deferred, self.session())
+            if self.made is not None or self._savepoint is not None:
+                self._keep()
+            # Last: an error after the rows were kept would be a failure with rows.
+            fault_point("after-handler")
+        return result
 
     def _keep(self) -> None:
         """Keep the rows of a handler that used the database, and returned as if done.

@@ -170,6 +170,10 @@ class Running:
         """Record that a job, or the jobs of one handler, begin to run."""
         self._began_at, self._ran_seconds = time.perf_counter(), None
 
+    def begin_deadline(self) -> None:
+        """Count the handler's deadline from now on."""
+        self.deadline = None if self.timeout_seconds is None else time.monotonic() + self.timeout_seconds
+
     def end(self) -> float:
         """Record that they have ended; return their time."""
         seconds = self._ran_seconds = time.perf_counter() - self._began_at

@@ -209,8 +209,8 @@ class _OpeningAsyncContext(_Opening, AsyncContext[Any]):  # pyright: ignore[repo
 
 # The arguments of a call; if there are arounds, an object that makes them within these.
 Args: TypeAlias = dict[str, object] | Surrounded
-# The value of a coroutine, and None; or None, and its error.
-_Ended: TypeAlias = tuple[object, BaseException | None]
+# The value that a handler returned, and None; or None, and its error.
+HandlerEnd: TypeAlias = tuple[object, BaseException | None]
 # Runs a function, with its arguments, in a context of its own.
 Apart: TypeAlias = Callable[..., Any]
 
@@ -309,8 +309,10 @@ class AsyncInvoker:
         if self._session is not None and self._session.sync_session is session:
             self._session.bind = AsyncConnection(self._engine, lent)
 
-    def call(self, handler: AnyHandler, session: Callable[[], Session], run: Run, args: Args) -> object:
-        """Await the handler to its end, in its own task: a later cancellation of that task hits nothing else."""
+    def begin(
+        self, handler: AnyHandler, session: Callable[[], Session], run: Run, args: Args, ended: list[HandlerEnd]
+    ) -> Coroutine[Any, Any, None]:
+        """Return the coroutine that runs the handler to its end, and appends that to `ended`; it raises nothing."""
 
         def opened() -> AsyncOutboxSession:
             if ended:
@@ -320,8 +322,12 @@ class AsyncInvoker:
             assert self._session.sync_session is plain
             return self._session
 
-        ended: list[_Ended] = []
-        running = self._run(handler, _OpeningAsyncContext(run, opened), args, ended)
+        return self._run(handler, _OpeningAsyncContext(run, opened), args, ended)
+
+    def call(self, handler: AnyHandler, session: Callable[[], Session], run: Run, args: Args) -> object:
+        """Await the handler to its end, in its own task: a later cancellation of that task hits nothing else."""
+        ended: list[HandlerEnd] = []
+        running = self.begin(handler, session, run, args, ended)
         await_only(self._in_task(running, self._greenlet().gr_context, ended))
         returned, error = ended[0]
         if error is not None:
@@ -335,7 +341,7 @@ class AsyncInvoker:
             self.task.cancel()
 
     async def _in_task(
-        self, running: Coroutine[Any, Any, None], context: ContextVars | None, ended: list[_Ended]
+        self, running: Coroutine[Any, Any, None], context: ContextVars | None, ended: list[HandlerEnd]
     ) -> None:
         own = asyncio.current_task()
         assert own is not None
@@ -349,7 +355,7 @@ class AsyncInvoker:
             if not ended or own.cancelling() > cancelled:
                 raise
 
-    async def _run(self, handler: AnyHandler, ctx: AsyncContext[Any], args: Args, ended: list[_Ended]) -> None:
+    async def _run(self, handler: AnyHandler, ctx: AsyncContext[Any], args: Args, ended: list[HandlerEnd]) -> None:
         """Await a handler, and append its value, or its error.
 
         The error is not raised here: a KeyboardInterrupt or SystemExit that leaves a task ends the event loop.

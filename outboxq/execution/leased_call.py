@@ -4,10 +4,11 @@ A job whose session was used is settled in the transaction of its handler's rows
 to be settled with others: such a handler costs no connection.
 """
 
+import asyncio
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from contextlib import ExitStack
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from sqlalchemy import Connection, Engine
 from sqlalchemy.exc import InvalidRequestError
@@ -16,11 +17,12 @@ from outboxq.execution.attempt import Attempt, AttemptResult
 from outboxq.execution.batch_state import BatchState, Ended
 from outboxq.execution.commit import commit
 from outboxq.execution.errors import Abandoned
-from outboxq.execution.invoke import IS_OVER, HandlerSession
+from outboxq.execution.invoke import IS_OVER, AsyncInvoker, HandlerEnd, HandlerSession
 from outboxq.execution.run import attempt, run, settle_alone
 from outboxq.execution.runtime import Runtime
 from outboxq.execution.settle import Settlement, settlement_of
 from outboxq.handlers.handler import AnyHandler
+from outboxq.job import THEN_HEADER
 
 _TWO = (
     "ctx.session waits for its connection, and another task or thread of the handler uses it: a session serves one at "
@@ -55,6 +57,22 @@ class LeasedCall:
         # Held for a moment, by what sets or takes the connection.
         self._lock = threading.Lock()
         self._is_over = False
+        self._started: _LeasedAttempt | None = None
+
+    def start(self) -> Coroutine[Any, Any, None] | None:
+        """Begin the run of an async handler; return its coroutine, for a task of its own. `run` goes on at its end.
+
+        None if there is nothing to await: `run` may be called at once.
+        """
+        if self.batch.owner.is_seized:
+            return None
+        self._begin()
+        started = self._started = _LeasedAttempt(self, self._handler, self._runtime)
+        return started.start()
+
+    def needs_connection(self) -> bool:
+        """Return True if `run` may need a connection after the handler's end, and is to be called in a greenlet."""
+        return self._started is not None and self._started.needs_connection()
 
     def run(self) -> Settlement | Ended:
         """Run the handler; return what is to be settled with others, or, if its session was used, what was committed.
@@ -63,17 +81,23 @@ class LeasedCall:
             Abandoned: the relay has taken the job away.
             BaseException: what `run` and `commit` raise; `lent` is the connection, if there is one.
         """
-        self._thread = threading.get_ident()
-        if self.batch.owner.is_seized:
-            raise Abandoned("the relay has given the job back before its handler began")
+        if self._started is None:
+            self._begin()
         # Leaving the block ends the transaction that the last script began, for SQLAlchemy.
         with self._transaction:
             return self._run()
 
+    def _begin(self) -> None:
+        self._thread, running = threading.get_ident(), self.batch.running
+        if self.batch.owner.is_seized:
+            raise Abandoned("the relay has given the job back before its handler began")
+        running.timeout_seconds = self._handler.timeout_seconds
+        running.begin()
+        running.begin_deadline()
+
     def _run(self) -> Settlement | Ended:
         batch = self.batch
-        batch.running.begin()
-        result = self._attempt()
+        result = attempt(batch, self._runtime, self._attempt)
         if self.lent is None:
             settlement = settlement_of(batch.job, result, self._runtime, batch.running.end())
             if settlement is not None:
@@ -133,10 +157,9 @@ class LeasedCall:
             guard.take_back()
         self._stack.__exit__(type(error) if error else None, error, error.__traceback__ if error else None)
 
-    def _attempt(self) -> AttemptResult:
-        batch, runtime = self.batch, self._runtime
-        batch.running.timeout_seconds = self._handler.timeout_seconds
-        return attempt(batch, runtime, lambda: _LeasedAttempt(self, self._handler, runtime))
+    def _attempt(self) -> "_LeasedAttempt":
+        started, self._started = self._started, None
+        return started or _LeasedAttempt(self, self._handler, self._runtime)
 
 
 class _LeasedAttempt(Attempt):
@@ -146,8 +169,47 @@ class _LeasedAttempt(Attempt):
         super().__init__(handler, of.batch.job, runtime, None, of.begin, of.batch.running)
         self._of = of
         self._no_guard = runtime.guard
+        # The end of a handler that was started by `start`.
+        self._ended: list[HandlerEnd] = []
+        self._needs_nothing = False
         if of.lent is not None:
             self.join(*of.lent)
+
+    def start(self) -> Coroutine[Any, Any, None] | None:
+        """Return the coroutine of the handler, after whose end `run` goes on; None if it cannot be called."""
+        invoker, self.has_started = self._runtime.invoker, True
+        assert isinstance(invoker, AsyncInvoker)
+        self._begin_call()
+        try:
+            return invoker.begin(self._handler, self.session, *self._inputs(), self._ended)
+        except BaseException as error:  # noqa: BLE001  # judged by `_end`
+            self._ended.append((None, error))
+            return None
+
+    def needs_connection(self) -> bool:
+        """Return True if the rest of the attempt may need a connection; decided once, after the handler's end."""
+        is_followed, has_written = THEN_HEADER in self._job.headers, self.made is not None
+        is_needed = has_written or is_followed or self._call.is_cancelled or bool(self._ended and self._run.deferred)
+        self._needs_nothing = not is_needed
+        return is_needed
+
+    def run(self) -> AttemptResult:
+        """Run the handler, or go on after its end if it was started."""
+        if not self.has_started:
+            return super().run()
+        # A task that is cancelled before its first step has appended nothing.
+        return self._end(*(self._ended.pop() if self._ended else (None, asyncio.CancelledError())))
+
+    def _is_cancelled(self) -> bool:
+        # A cancellation that comes later is too late: its request cannot be read without a connection.
+        return super()._is_cancelled() and not self._needs_nothing
+
+    def _loads_late(self) -> bool:
+        # A handler's task can wait for a connection, and what starts it cannot.
+        return (
+            self._runtime.registry.signatures[self._job.kind].takes_entities
+            and self._runtime.invoker.flavour == "async"
+        )
 
     def open(self) -> None:
         """Join the call's connection, begin the transaction and set the savepoint, unless that was done."""

@@ -3,7 +3,6 @@
 The outcome of each job is written in the batch's transaction; its event becomes true when that is committed.
 """
 
-import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -202,14 +201,14 @@ def _run_alone(
 
 def attempt(batch: BatchState, runtime: Runtime, make: Callable[[], Attempt]) -> AttemptResult:
     """Run a job's attempt, again after a deadlock or a serialization failure; return the last result."""
-    seconds = batch.running.timeout_seconds
-    batch.running.deadline = None if seconds is None else time.monotonic() + seconds
+    if batch.running.deadline is None:
+        batch.running.begin_deadline()
     free_retries, prepares = FREE_RETRIES, True
     try:
         while True:
             each = make()
             with nullcontext() if prepares else each.guard.unprepared():
-                result: AttemptResult = runtime.invoker.apart()(each.run)
+                result: AttemptResult = each.run() if each.has_started else runtime.invoker.apart()(each.run)
             if not (isinstance(result, Failed) and result.transient and free_retries):
                 return result
             free_retries -= 1

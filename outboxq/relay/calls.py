@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
+from contextvars import copy_context
 from queue import SimpleQueue
 from typing import Protocol
 
@@ -264,16 +265,33 @@ class TaskCall(Call):
         self, owner: CallOwner, batch: BatchState, handler: AnyHandler, loop: asyncio.AbstractEventLoop
     ) -> None:
         super().__init__(owner, batch, handler)
-        invoker, self._loop = self._invoker, loop
+        assert isinstance(self._invoker, AsyncInvoker)
+        invoker = self._async_invoker = self._invoker
+        self._loop = loop
         self._watch = self.watch = TaskWatch(loop, lambda: invoker)
 
-    async def _in_task(self) -> None:
-        self._watch.begin()
-        await greenlet_spawn(self.run)
+    def start(self) -> None:
+        """Start the handler in a task, in the event loop. Only a call that uses its session needs more than that."""
+        context = copy_context()
+        running = context.run(self._leased.start)
+        if running is None:
+            self._loop.call_soon(self._go_on, context=context)
+            return
+        task = asyncio.Task(running, loop=self._loop, context=context)
+        self._async_invoker.task = task
+        self._watch.begin(task)
+        task.add_done_callback(self._go_on, context=context)
 
-    def start(self) -> "asyncio.Task[None]":
-        """Start the task; in the event loop."""
-        return asyncio.Task(self._in_task(), loop=asyncio.get_running_loop())
+    def _go_on(self, _: "asyncio.Task[None] | None" = None) -> None:
+        """Go on after the handler's end, in its context: in a greenlet if a connection may be needed."""
+        if self._leased.needs_connection():
+            self._watch.begin(asyncio.Task(greenlet_spawn(self.run), loop=self._loop))
+        else:
+            self.run()
+
+    def _is_interruption(self, error: BaseException) -> bool:
+        # No task is cancelled any more when the handler's has ended.
+        return self.is_abandoned and isinstance(error, asyncio.CancelledError)
 
     def abandon(self) -> None:
         self._place.is_abandoned = True

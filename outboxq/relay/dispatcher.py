@@ -366,7 +366,8 @@ class Dispatcher:
         if self._turn_until is None:
             # Another group's suspects may run.
             is_free = (quarantine.taken_seconds() or _ALONE_SECONDS) >= _ALONE_SECONDS
-            return (self.slots - len(self.calls) if is_free else 0), False
+            # At most half of the slots: their calls run while the next string is under way.
+            return (min(self.slots - len(self.calls), (self.slots + 1) // 2) if is_free else 0), False
         is_over = now >= self._turn_until
         if any(call.is_suspect for call in list(self.calls.values())):
             return (self.slots - len(self.calls) if is_over else 0), False

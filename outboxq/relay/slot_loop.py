@@ -279,7 +279,7 @@ class SlotTask(SlotLoop):
         self._future = asyncio.run_coroutine_threadsafe(self._run(connections.engine), loop)
 
     async def _run(self, engine: Engine) -> None:
-        self._watch.begin()
+        self._watch.begin(asyncio.current_task())
         # SQLAlchemy keeps these listeners by dialect, so they are called for all uses of the engine.
         event.listen(engine, "handle_error", self._keep_connection)
         try:

@@ -57,10 +57,9 @@ class TaskWatch(ThreadWatch):
         self._invoker = invoker
         self._answered = threading.Event()
 
-    def begin(self) -> None:
-        """Record the running task; called in it."""
-        self.thread = threading.get_ident()
-        self.task = asyncio.current_task()
+    def begin(self, task: "asyncio.Task[None] | None") -> None:
+        """Record the task; called in its event loop."""
+        self.thread, self.task = threading.get_ident(), task
 
     def abandon(self) -> None:
         """Cancel the task."""
@@ -83,7 +82,8 @@ class TaskWatch(ThreadWatch):
         """The coroutines of the task, and of the task of the attempt that it waits for."""
         invoker = self._invoker()
         attempt = invoker.task if isinstance(invoker, AsyncInvoker) else None
-        found: list[object] = [task.get_coro() for task in (self.task, attempt) if task is not None]
+        # The handler's task may be the only one.
+        found: list[object] = [task.get_coro() for task in dict.fromkeys((self.task, attempt)) if task is not None]
         return [coroutine for coroutine in found if inspect.iscoroutine(coroutine)]
 
     def is_running(self) -> bool:

@@ -14,6 +14,8 @@ from outboxq.execution.keep import FinishedRows, Keeper
 from outboxq.handlers.keeping import Keeping
 from outboxq.job import Job
 from outboxq.postgres import Database
+from outboxq.statements.by_index import PLANNED_ONCE
+from outboxq.statements.transaction import UNTIMED
 from tests.support.results import KEEP, told
 from tests.support.scripts import change_scripts, note_scripts
 from tests.support.statements import _LEASED
@@ -38,8 +40,8 @@ def test_a_kind_without_results_sends_what_it_sent_before(
     assert _KEPT.steps("outboxq", events) == [FinishedRows(_KEPT, "outboxq", rows)]
     plain, kept = (_settled_under_a_lease(options, sessions, drain, monkeypatch) for options in ({}, {"keep": KEEP}))
     assert not any(word in statement for statement in plain + kept for word in ("notify", "advisory"))
-    assert [statement for statement in kept if "WITH" not in statement] == [
-        *(statement for statement in plain[:-2]), "SET CONSTRAINTS ALL IMMEDIATE", "COMMIT",
+    assert [statement for statement in kept if "WITH oq_held" not in statement] == [
+        *(statement for statement in plain[: plain.index(PLANNED_ONCE)]), "SET CONSTRAINTS ALL IMMEDIATE",
     ]  # fmt: skip
     assert (sum("INSERT" in statement for statement in plain), sum("INSERT" in each for each in kept)) == (0, 1)
 
@@ -47,7 +49,7 @@ def test_a_kind_without_results_sends_what_it_sent_before(
 def _settled_under_a_lease(
     options: dict[str, Any], sessions: Sessions, drain: Drain, monkeypatch: pytest.MonkeyPatch
 ) -> list[str]:
-    """The statements by which a job that wrote nothing is settled, up to COMMIT."""
+    """The statements by which a job that wrote nothing is settled, up to the next claim."""
     jobs, sent = Jobs(), list[list[str]]()
 
     @jobs.handler(claim="lease", **options)
@@ -58,8 +60,8 @@ def _settled_under_a_lease(
     with monkeypatch.context() as patched:
         change_scripts(patched, lambda script: sent.append([statement for _, statement in script.parts]))
         drain(jobs)
-    (settled,) = (each for each in sent if any("WITH oq_held" in statement for statement in each))
-    return settled[: settled.index("COMMIT") + 1]
+    (settled,) = (each for each in sent if any(statement.startswith("/* as RELEASE") for statement in each))
+    return settled[: settled.index(UNTIMED)]
 
 
 def test_each_way_to_end_is_told_and_a_retry_is_not() -> None:

@@ -267,16 +267,21 @@ class SyncInvoker:
         return call_here(handler.function, ctx, **args)
 
 
+@functools.cache
+def _greenlets() -> Callable[[], Any]:
+    """The function that returns the current greenlet; installed if SQLAlchemy has coroutines."""
+    from greenlet import getcurrent
+
+    return getcurrent  # type: ignore[no-any-return]
+
+
 class AsyncInvoker:
     """Awaits coroutines through the greenlet of `run_sync`: the event loop runs them as if it had called them."""
 
     flavour: Flavour = "async"
 
     def __init__(self, engine: AsyncEngine) -> None:
-        # Installed if SQLAlchemy has coroutines.
-        from greenlet import getcurrent
-
-        self._greenlet: Callable[[], Any] = getcurrent
+        self._greenlet = _greenlets()
         self._engine = engine
         self._session: AsyncOutboxSession | None = None
         # The task of the handler that runs, or of the last one.

@@ -51,7 +51,8 @@ class LeasedCall:
         self._handler = handler
         self._runtime = runtime
         self._lend = lend
-        self._stack, self._transaction = ExitStack(), ExitStack()
+        self._stack: ExitStack | None = None
+        self._transaction = ExitStack()
         self._thread = 0
         self._is_lending = threading.Lock()
         # Held for a moment, by what sets or takes the connection.
@@ -155,7 +156,8 @@ class LeasedCall:
             guard = lent[1].guard
             guard.collects = False
             guard.take_back()
-        self._stack.__exit__(type(error) if error else None, error, error.__traceback__ if error else None)
+        if self._stack is not None:
+            self._stack.__exit__(type(error) if error else None, error, error.__traceback__ if error else None)
 
     def _attempt(self) -> "_LeasedAttempt":
         started, self._started = self._started, None

@@ -81,7 +81,7 @@ class Orders:
         return tuple(kind for kind in kinds if (queue, kind) not in self.paused) if self.paused else kinds
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Runtime(JudgesFailures):
     """All that executing needs except the job, fixed for the life of a slot's connection.
 

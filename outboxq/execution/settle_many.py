@@ -14,6 +14,7 @@ from outboxq.execution.callback_batches import FinishBatches, batch_ids
 from outboxq.execution.keep import Keeper
 from outboxq.execution.settle import Finish, Settlement
 from outboxq.execution.step import Step
+from outboxq.job import Job
 from outboxq.statements.by_index import NO_SCANS, PLANNED_ONCE
 from outboxq.statements.done import insert_finished
 from outboxq.statements.lease_mode import (
@@ -49,13 +50,16 @@ class Settled:
     held: tuple[Settlement, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class SettleMany:
     """The settlements of leased jobs, as statements of one transaction.
 
     Args:
         stands_for: The jobs that were taken along, by the id of the job that ran for them.
         unsure: They were sent before, and the answer to COMMIT was lost.
+
+    Attributes:
+        steps: The steps whose statements go after COMMIT: the check of callback batches that may have ended.
     """
 
     settlements: Sequence[Settlement]
@@ -63,6 +67,11 @@ class SettleMany:
     keeper: Keeper = field(default_factory=Keeper)
     stands_for: Mapping[UUID, tuple[UUID, ...]] = field(default_factory=lambda: _NO_OTHERS)
     unsure: bool = False
+    steps: tuple[Step, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        ids = batch_ids(each.job for each in self.settlements if not isinstance(each.change, PutBack))
+        self.steps = (FinishBatches(self.schema, ids),) if ids else ()
 
     def add_to(
         self, script: Script, server: ServerSession = ANY_SERVER, *, keep: bool = True, free: bool = True
@@ -79,10 +88,15 @@ class SettleMany:
         Returns:
             The name of the prepared statement, if one is executed.
         """
-        changes = [settlement.change for settlement in self.settlements]
-        done = [change.job for change in changes if isinstance(change, Finish)]
-        back = [change for change in changes if isinstance(change, PutBack)]
-        dead = [change for change in changes if isinstance(change, Bury)]
+        done, back, dead = list[Job](), list[PutBack](), list[Bury]()
+        for settlement in self.settlements:
+            change = settlement.change
+            if isinstance(change, Finish):
+                done.append(change.job)
+            elif isinstance(change, PutBack):
+                back.append(change)
+            else:
+                dead.append(change)
         events = [settlement.event for settlement in self.settlements if settlement.event is not None]
         rows = self.keeper.finished_rows(events, self.stands_for) if keep else None
         kept = "" if rows is None else insert_finished(self.schema, rows, self.keeper.relay, gone=True)
@@ -118,16 +132,11 @@ class SettleMany:
         if self.is_asked:
             script.add("standing", standing(self.schema, (settlement.job for settlement in self.settlements)))
 
-    @property
-    def steps(self) -> tuple[Step, ...]:
-        """The steps whose statements go after COMMIT: the check of callback batches that may have ended."""
-        ends = (each.job for each in self.settlements if not isinstance(each.change, PutBack))
-        ids = batch_ids(ends)
-        return (FinishBatches(self.schema, ids),) if ids else ()
-
     def read(self, answer: Answer) -> Settled:
         """Return the result, by the answer to `add_to` and `add_question`, once it is committed."""
         left: dict[UUID, bool] = {job_id: held for owner in _SETTLING for job_id, held in answer.rows.get(owner, ())}
+        if not left:
+            return Settled(tuple(each.event for each in self.settlements if each.event is not None), ())
         standing = {job_id for (job_id,) in answer.rows["standing"]} if self.is_asked else set[UUID]()
         events: list[Event] = []
         held: list[Settlement] = []

@@ -107,11 +107,13 @@ class CallConnections:
 
     Attributes:
         waiting: The number of calls that wait for a connection.
+        given: The engine that opens the connections; `engine` is the plain one below it.
     """
 
     def __init__(self, connections: SlotConnections, most: int, name: str) -> None:
         self.most = most
         self.waiting = 0
+        self.given, self.engine = connections.given, connections.engine
         self._connections = connections
         self._name = name
         self._free = most

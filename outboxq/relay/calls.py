@@ -9,7 +9,6 @@ from contextvars import copy_context
 from queue import SimpleQueue
 from typing import Protocol
 
-from sqlalchemy import Engine
 from sqlalchemy.engine.interfaces import DBAPIConnection
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncEngine
@@ -41,6 +40,8 @@ from outboxq.relay.watch import TaskWatch, ThreadWatch, call_soon
 # When the relay stops, the outcome of a lost connection's job is asked for so often, and for so long.
 _LAST_TRIES, _LAST_SECONDS = 5, 2.0
 _JOIN_SECONDS = 0.01
+# It has no state.
+_SYNC_INVOKER = SyncInvoker()
 # The events of jobs that do not come back.
 _ENDS = frozenset({JobDone, JobDiscarded, JobDied, JobCancelled})
 
@@ -49,9 +50,7 @@ class CallOwner(Protocol):
     """The dispatcher of a call."""
 
     state: RelayState
-    flavour: Flavour
     connections: CallConnections
-    engine: Engine | AsyncEngine
 
     def receive_result(self, call: "Call", settlement: Settlement) -> None:
         """Receive the outcome of a call that held no connection, to settle it with others."""
@@ -85,23 +84,36 @@ class Call:
 
     has_failed = False
 
-    def __init__(self, owner: CallOwner, batch: BatchState, handler: AnyHandler) -> None:
+    def __init__(
+        self,
+        owner: CallOwner,
+        batch: BatchState,
+        handler: AnyHandler,
+        invoker: Invoker = _SYNC_INVOKER,
+        watch: ThreadWatch | None = None,
+    ) -> None:
         state = owner.state
         self.batch = batch
-        self.flavour: Flavour = owner.flavour
-        self.queue = batch.queue
-        self.is_suspect = batch.claimed.request.sort.is_suspect
+        self.flavour: Flavour = invoker.flavour
+        self.watch = watch or ThreadWatch()
         self._owner = owner
         self._state = state
-        self.watch = ThreadWatch()
+        self._invoker = invoker
         self._is_done = False
         self._detached: DBAPIConnection | None = None
-        engine = owner.engine
-        self._invoker: Invoker = AsyncInvoker(engine) if isinstance(engine, AsyncEngine) else SyncInvoker()
-        plain = engine.sync_engine if isinstance(engine, AsyncEngine) else engine
-        self._place = Place(owner.flavour == "async", batch.owner)
-        runtime = state.runtime(self.flavour, self._invoker, NoGuard(), frozenset(), self._is_interruption)
-        self._leased = LeasedCall(batch, handler, runtime, plain, self._lend)
+        self._place = Place(invoker.flavour == "async", batch.owner)
+        runtime = state.runtime(self.flavour, invoker, NoGuard(), frozenset(), self._is_interruption)
+        self._leased = LeasedCall(batch, handler, runtime, owner.connections.engine, self._lend)
+
+    @property
+    def queue(self) -> str:
+        """The job's queue."""
+        return self.batch.queue
+
+    @property
+    def is_suspect(self) -> bool:
+        """Return True if the job ran when its relay died."""
+        return self.batch.claimed.request.sort.is_suspect
 
     def run(self) -> None:
         """Run the job; never raises."""
@@ -264,11 +276,11 @@ class TaskCall(Call):
     def __init__(
         self, owner: CallOwner, batch: BatchState, handler: AnyHandler, loop: asyncio.AbstractEventLoop
     ) -> None:
-        super().__init__(owner, batch, handler)
-        assert isinstance(self._invoker, AsyncInvoker)
-        invoker = self._async_invoker = self._invoker
-        self._loop = loop
-        self._watch = self.watch = TaskWatch(loop, lambda: invoker)
+        engine = owner.connections.given
+        assert isinstance(engine, AsyncEngine)
+        self._loop, self._async_invoker = loop, AsyncInvoker(engine)
+        self._watch = TaskWatch(loop, lambda: self._async_invoker)
+        super().__init__(owner, batch, handler, self._async_invoker, self._watch)
 
     def start(self) -> None:
         """Start the handler in a task, in the event loop. Only a call that uses its session needs more than that."""

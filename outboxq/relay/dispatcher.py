@@ -13,13 +13,11 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TypeAlias
 from uuid import UUID
 
 import psycopg
-from sqlalchemy import Connection, Engine
+from sqlalchemy import Connection
 from sqlalchemy.exc import SQLAlchemyError
-from sqlalchemy.ext.asyncio import AsyncEngine
 
 from outboxq.config import SlotGroup
 from outboxq.database.driver import ANY_SERVER, Answer, Script, end_transaction, is_listened_to, is_lost, run_script
@@ -38,6 +36,7 @@ from outboxq.execution.settle_many import SettleMany
 from outboxq.execution.step import Step
 from outboxq.fault_points import fault_point
 from outboxq.handlers.handler import Flavour
+from outboxq.job import Job
 from outboxq.relay.admission import Query
 from outboxq.relay.call_connections import CallConnections
 from outboxq.relay.calls import Call, CallThreads, TaskCall
@@ -72,8 +71,28 @@ _MOST_SETTLED = 1_000
 _ALL = 1_000_000
 
 
-# The state of a lone leased job, and what is to be settled: a change, or a result that needs statements of its own.
-_Outcome: TypeAlias = tuple[BatchState, Settlement | Result]
+@dataclass(slots=True, eq=False)
+class _Outcome:
+    """The outcome of a call, to be settled.
+
+    Attributes:
+        batch: The leased job, as a batch of one.
+        change: What is to be settled: a change, or a result that needs statements of its own.
+        is_sent: It is in a string that is under way, and not known to be settled.
+        is_unsure: It was sent, and not answered: it may be settled.
+        was_held: Another transaction held its row.
+    """
+
+    batch: BatchState
+    change: Settlement | Result
+    is_sent: bool = False
+    is_unsure: bool = False
+    was_held: bool = False
+
+    @property
+    def job(self) -> Job:
+        """The job."""
+        return self.batch.jobs[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,9 +112,14 @@ class _Settling:
     def of(
         cls, outcomes: Sequence[_Outcome], runtime: Runtime, *, unsure: bool = False, keeps: bool = True
     ) -> "_Settling":
-        together = [outcome for outcome in outcomes if isinstance(outcome[1], Settlement)]
-        changes = [change for _, change in together if isinstance(change, Settlement)]
-        stands_for = {job_id: ids for batch, _ in together for job_id, ids in batch.stands_for.items()}
+        together, changes = list[_Outcome](), list[Settlement]()
+        stands_for: dict[UUID, tuple[UUID, ...]] = {}
+        for outcome in outcomes:
+            if isinstance(outcome.change, Settlement):
+                together.append(outcome)
+                changes.append(outcome.change)
+                if outcome.batch.stands_for:
+                    stands_for.update(outcome.batch.stands_for)
         many = SettleMany(changes, runtime.schema, runtime.keeper, stands_for, unsure)
         return cls(together, many, runtime, keeps)
 
@@ -113,7 +137,7 @@ class Dispatcher:
         fail: Ends the relay.
 
     Attributes:
-        calls: The calls that run, by id and token of their jobs.
+        calls: The calls that run.
         batch: None: calls have batches.
     """
 
@@ -125,7 +149,6 @@ class Dispatcher:
         group: SlotGroup,
         flavour: Flavour,
         connections: CallConnections,
-        engine: Engine | AsyncEngine,
         wake: Callable[[], None],
         fail: Callable[[BaseException], None],
         loop: asyncio.AbstractEventLoop | None = None,
@@ -136,9 +159,8 @@ class Dispatcher:
         self.queues = group.queues
         self.slots = group.slots
         self.connections = connections
-        self.engine = engine
         self.fail = fail
-        self.calls: dict[tuple[str, int], Call] = {}
+        self.calls = set[Call]()
         self.connected: SlotConnection | None = None
         self.is_abandoned = False
         self.sleep = SlotSleep(state, order, self.may_wait)
@@ -155,9 +177,6 @@ class Dispatcher:
         # Results whose rows other transactions hold, until they are tried again.
         self._held: list[_Outcome] = []
         self._held_until = 0.0
-        # The jobs whose results were sent, and not answered: they may be settled. Those that were held.
-        self._unsure: set[UUID] = set()
-        self._retried: set[UUID] = set()
         # A claim that was sent, and whose jobs have not all been started.
         self._doubt: ClaimRequest | None = None
         # The jobs of calls that were cut off.
@@ -305,16 +324,16 @@ class Dispatcher:
 
     def receive_result(self, call: Call, settlement: Settlement) -> None:
         """Receive the outcome of a call that held no connection, to settle it with others."""
-        self._ended.append((call.batch, settlement))
+        self._ended.append(_Outcome(call.batch, settlement))
 
     def receive_end(self, call: Call) -> None:
         """Receive the end of a call: its slot is free."""
-        key = _key(call.batch)
-        self._cut.discard(key)
-        self._free_slot(key)
+        if self._cut:
+            self._cut.discard(_key(call.batch))
+        self._free_slot(call)
 
-    def _free_slot(self, key: tuple[str, int]) -> None:
-        self.calls.pop(key, None)
+    def _free_slot(self, call: Call) -> None:
+        self.calls.discard(call)
         self._has_freed = True
         self._wake()
 
@@ -369,7 +388,7 @@ class Dispatcher:
             # At most half of the slots: their calls run while the next string is under way.
             return (min(self.slots - len(self.calls), (self.slots + 1) // 2) if is_free else 0), False
         is_over = now >= self._turn_until
-        if any(call.is_suspect for call in list(self.calls.values())):
+        if any(call.is_suspect for call in self.calls.copy()):
             return (self.slots - len(self.calls) if is_over else 0), False
         if self.calls and not is_over:
             return 0, False
@@ -398,7 +417,8 @@ class Dispatcher:
             self._ended.extend(held)
         # Before they leave the queue: the lease's thread counts them at any time. Calls append meanwhile.
         taken = self._sent = list(self._ended.copy())[:_MOST_SETTLED]
-        for _ in taken:
+        for outcome in taken:
+            outcome.is_sent = True
             self._ended.popleft()
         return taken
 
@@ -417,24 +437,26 @@ class Dispatcher:
         try:
             # A transaction for outcomes that may be settled already, and one for those that were held: the rest does
             # not wait for them.
-            unsure = [outcome for outcome in taken if outcome[0].job.id in self._unsure]
-            retried = [outcome for outcome in taken if outcome[0].job.id in self._retried - self._unsure]
-            apart = self._unsure | self._retried
-            for some, is_unsure in ((unsure, True), (retried, False)):
+            unsure = [outcome for outcome in taken if outcome.is_unsure]
+            held = [outcome for outcome in taken if outcome.was_held and not outcome.is_unsure]
+            for some, is_unsure in ((unsure, True), (held, False)):
                 if some:
                     self._settle_and_claim(connection, _Settling.of(some, runtime, unsure=is_unsure), None)
-            settling = _Settling.of([outcome for outcome in taken if outcome[0].job.id not in apart], runtime)
-            claimed = self._settle_and_claim(connection, settling, request)
+            others = [outcome for outcome in taken if not (outcome.is_unsure or outcome.was_held)]
+            claimed = self._settle_and_claim(connection, _Settling.of(others, runtime), request)
             if isinstance(claimed, Claimed) and claimed.jobs:
                 self._start(connection, claimed, runtime)
-            for batch, change in taken:
-                if not isinstance(change, Settlement):
-                    report = record_result(connection, batch, batch.job, change, runtime)
-                    self._forget([(batch, change)])
+            for outcome in taken:
+                if not isinstance(outcome.change, Settlement):
+                    batch = outcome.batch
+                    report = record_result(connection, batch, batch.job, outcome.change, runtime)
+                    outcome.is_sent = False
                     self._publish(report, {batch.queue})
         except BaseException:
-            self._unsure |= {batch.job.id for batch, _ in self._sent}
-            self._ended.extendleft(reversed(self._sent))
+            left = [outcome for outcome in self._sent if outcome.is_sent]
+            for outcome in left:
+                outcome.is_unsure = True
+            self._ended.extendleft(reversed(left))
             raise
         finally:
             self._sent = []
@@ -531,7 +553,7 @@ class Dispatcher:
         if is_lost(connection) or sqlstate_of(error) == READ_ONLY:
             raise error
         (outcome,) = settling.outcomes
-        job, waits = outcome[0].job, (sqlstate_of(error) or "").startswith(_PASSING)
+        job, waits = outcome.job, (sqlstate_of(error) or "").startswith(_PASSING)
         if not waits:
             try:
                 report = postpone(connection, job, settling.runtime)
@@ -541,7 +563,7 @@ class Dispatcher:
                 end_transaction(connection)
             else:
                 self._publish(report, {job.queue})
-                self._forget(settling.outcomes)
+                outcome.is_sent = False
                 return
         message = "the outcome of a job cannot be stored, and is tried again"
         say_of_job(logging.WARNING, message, job.kind, job.id, describe(error))
@@ -551,16 +573,19 @@ class Dispatcher:
         """Publish the outcomes that are settled; keep those whose rows other transactions hold."""
         settled = settling.many.read(answer)
         held = {settlement.job.id for settlement in settled.held}
-        self._hold([outcome for outcome in settling.outcomes if outcome[0].job.id in held], _HELD_SECONDS)
-        self._forget([outcome for outcome in settling.outcomes if outcome[0].job.id not in held])
-        # Nothing notifies of jobs that come back, or that are next in their groups.
-        self._is_called |= any(_may_follow(*outcome) for outcome in settling.outcomes)
+        self._hold([outcome for outcome in settling.outcomes if held and outcome.job.id in held], _HELD_SECONDS)
         parked: dict[str, list[str]] = {}
-        for batch, change in settling.outcomes:
-            if isinstance(change, Settlement) and change.event is None and batch.job.id not in held:
-                parked.setdefault(batch.queue, []).append(batch.job.kind)
+        queues = set[str]()
+        for outcome, settlement in zip(settling.outcomes, settling.many.settlements, strict=True):
+            batch, job = outcome.batch, outcome.job
+            queues.add(batch.queue)
+            # Nothing notifies of jobs that come back, or that are next in their groups.
+            self._is_called |= job.group_key is not None or isinstance(settlement.change, PutBack)
+            if outcome.is_sent:
+                outcome.is_sent = False
+                if settlement.event is None:
+                    parked.setdefault(batch.queue, []).append(job.kind)
         events = (*settled.events, *(each for step in settling.many.steps for each in _rows_of(step, answer)))
-        queues = {batch.queue for batch, _ in settling.outcomes}
         self._publish(BatchReport(len(settling.outcomes) - len(held), events), queues)
         for queue, kinds in parked.items():
             others = self._park(connection, queue, settling.runtime)
@@ -572,16 +597,8 @@ class Dispatcher:
         if outcomes:
             self._held += outcomes
             self._held_until = time.monotonic() + seconds
-            held = {batch.job.id for batch, _ in outcomes}
-            self._retried |= held
-            self._sent = [outcome for outcome in self._sent if outcome[0].job.id not in held]
-
-    def _forget(self, outcomes: Sequence[_Outcome]) -> None:
-        """Record that these outcomes are settled."""
-        gone = {batch.job.id for batch, _ in outcomes}
-        self._sent = [outcome for outcome in self._sent if outcome[0].job.id not in gone]
-        self._unsure -= gone
-        self._retried -= gone
+            for outcome in outcomes:
+                outcome.is_sent, outcome.was_held = False, True
 
     def _park(self, connection: Connection, queue: str, runtime: Runtime) -> int:
         """Park other jobs of unknown kinds at the head of a queue; return their number."""
@@ -634,16 +651,16 @@ class Dispatcher:
             result, handler = batch.decided.get(job.id), handlers[job.kind]
             if result is not None:
                 settlement = settlement_of(job, result, runtime, 0.0)
-                self._ended.append((of_job, settlement or result))
+                self._ended.append(_Outcome(of_job, settlement or result))
                 continue
             assert handler is not None, "jobs of unknown kinds are decided"
             if self._loop is None:
                 call = Call(self, of_job, handler)
-                self.calls[_key(of_job)] = call
+                self.calls.add(call)
                 self._threads.start(call)
             else:
                 task = TaskCall(self, of_job, handler, self._loop)
-                self.calls[_key(of_job)] = task
+                self.calls.add(task)
                 task.start()
         self._doubt = None
 
@@ -706,15 +723,14 @@ class Dispatcher:
 
     def cut_off(self, call: Call) -> None:
         """Free the slot of a call that the relay has taken away."""
-        key = _key(call.batch)
-        self._cut.add(key)
-        self._free_slot(key)
+        self._cut.add(_key(call.batch))
+        self._free_slot(call)
 
     def _known(self) -> set[tuple[str, int]]:
         # In the order in which they move: the lease's thread, too, calls this.
-        known = set(self.calls.copy())
+        known = {_key(call.batch) for call in self.calls.copy()}
         for results in (self._ended.copy(), self._sent, self._held):
-            known.update(_key(batch) for batch, _ in list(results))
+            known.update(_key(outcome.batch) for outcome in list(results))
         return known
 
     def leased(self) -> set[tuple[str, int]] | None:
@@ -722,17 +738,11 @@ class Dispatcher:
         return None if self._doubt is not None else self._known()
 
 
-def _may_follow(batch: BatchState, change: Settlement | Result) -> bool:
-    """Return True if a job may be claimed soon because this one was settled: itself, or the next of its group."""
-    comes_back = isinstance(change, Settlement) and isinstance(change.change, PutBack)
-    return comes_back or batch.job.group_key is not None
-
-
 def _rows_of(step: Step, answer: Answer) -> Sequence[Event]:
     return step.committed(answer.rows.get(step.name, ()))
 
 
 def _key(batch: BatchState) -> tuple[str, int]:
-    job = batch.job
+    job = batch.jobs[0]
     assert job.lease_token is not None
     return str(job.id), job.lease_token

@@ -249,7 +249,7 @@ class RelayRun:
         for runner in list(self._runners):
             if runner.batch is not None:
                 yield from _running_in(runner.batch)
-        calls = [(call, each.connections.most) for each in self._dispatchers() for call in each.calls.copy().values()]
+        calls = [(call, each.connections.most) for each in self._dispatchers() for call in each.calls.copy()]
         waiting = [each for each in calls if each[0].is_waiting]
         waits = {id(call): {"calls": len(waiting), "connections": most} for call, most in waiting}
         first = waiting[:_WAITING_MOST]
@@ -263,7 +263,7 @@ class RelayRun:
 
     def _calls(self) -> list[Call]:
         """The calls of all dispatchers."""
-        return [call for each in self._dispatchers() for call in each.calls.copy().values()]
+        return [call for each in self._dispatchers() for call in each.calls.copy()]
 
     def _batches(self) -> list[BatchState]:
         """The batches that run."""
@@ -284,7 +284,7 @@ class RelayRun:
         calls = Counter({(name, state): 0 for name in leased for state in CALL_STATES})
         free, connections = Counter(dict.fromkeys(leased, 0)), Counter[str]()
         for each in dispatchers:
-            for call in each.calls.copy().values():
+            for call in each.calls.copy():
                 calls[call.queue, "waiting" if call.is_waiting else "running"] += 1
             for name in each.queues:
                 free[name] += each.slots - each.busy
@@ -465,7 +465,7 @@ class RelayRun:
         connections, most = self._connections[flavour], self.config.call_connections_of(group.slots)
         lent = CallConnections(connections, most, ", ".join(map(repr, group.queues)))
         loop = self._loop.get() if flavour == "async" else None
-        return Dispatcher(self._state, group, flavour, lent, connections.given, wake, self._fail, loop)
+        return Dispatcher(self._state, group, flavour, lent, wake, self._fail, loop)
 
     def _replace(self, runner: Runner) -> None:
         """Free the slot of a runner that was cut off."""

@@ -233,13 +233,19 @@ class _TaskWakeEvent:
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self._is_set = False
+        # The loop's; while the task waits.
+        self._thread = 0
         self._waiter: asyncio.Future[None] | None = None
 
     def set(self) -> None:
         # Calls that end while another one's end is not yet seen add nothing.
         if not self._is_set:
             self._is_set = True
-            if self._waiter is not None:
+            if self._waiter is None:
+                return
+            if threading.get_ident() == self._thread:
+                self._wake()
+            else:
                 call_soon(self._loop, self._wake)
 
     def _wake(self) -> None:
@@ -250,7 +256,7 @@ class _TaskWakeEvent:
         self._is_set = False
 
     def wait(self, timeout: float) -> bool:
-        self._waiter = self._loop.create_future()
+        self._thread, self._waiter = threading.get_ident(), self._loop.create_future()
         timer = self._loop.call_later(timeout, self._wake)
         try:
             # Set by another thread before it saw the waiter.

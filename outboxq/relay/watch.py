@@ -55,7 +55,8 @@ class TaskWatch(ThreadWatch):
         self.task: asyncio.Task[None] | None = None
         self._loop = loop
         self._invoker = invoker
-        self._answered = threading.Event()
+        # The sign of life that was requested last; made then, as few calls are ever asked.
+        self._answered: threading.Event | None = None
 
     def begin(self, task: "asyncio.Task[None] | None") -> None:
         """Record the task; called in its event loop."""
@@ -67,7 +68,7 @@ class TaskWatch(ThreadWatch):
             call_soon(self._loop, self.task.cancel)
 
     def ask(self) -> None:
-        self._answered.clear()
+        self._answered = threading.Event()
         call_soon(self._loop, self._answered.set)
 
     def cancel(self, call: HandlerCall) -> None:
@@ -76,7 +77,7 @@ class TaskWatch(ThreadWatch):
             call_soon(self._loop, partial(invoker.cancel, call))
 
     def is_held_up(self) -> bool:
-        return not self._answered.is_set() and not self.is_running()
+        return self._answered is not None and not self._answered.is_set() and not self.is_running()
 
     def _coroutines(self) -> "list[CoroutineType[Any, Any, object]]":
         """The coroutines of the task, and of the task of the attempt that it waits for."""

@@ -222,7 +222,8 @@ class ClaimScript:
     def parts(self, limit: int, cursor: Cursor | None, server: ServerSession) -> list[tuple[str, str]]:
         """Statements that send the claim: its text, or its execution by name, which always walks its index.
 
-        From then on in the transaction the planner has the settings of role and database, and no SET of the session's.
+        From then on in the transaction the planner has the settings of role and database, and no SET of the session's;
+        under a lease COMMIT follows.
 
         Args:
             server: The session that executes it, which may have prepared it.
@@ -231,7 +232,8 @@ class ClaimScript:
             return self.statements(limit, cursor)
         preparing = [] if self.name in server.claims.names else [("settings", self.texts.definition)]
         claim = f"EXECUTE {self.name}({', '.join(self._arguments(limit, cursor))})"
-        return [*preparing, *self.lock, *_PLANNED_ONCE, ("claim", claim), *_AS_BEFORE]
+        after = [] if self.leased else _AS_BEFORE
+        return [*preparing, *self.lock, *_PLANNED_ONCE, ("claim", claim), *after]
 
     def look(self, _: Mapping[str, object], server: ServerSession) -> None:
         """Record that a session has executed the claim, which reports nothing but the jobs that it took."""

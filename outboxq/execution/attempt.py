@@ -198,6 +198,8 @@ class Attempt:
 
     # Its handler has started, in a task of its own.
     has_started = False
+    # An operator's cancellation counts until the attempt has ended.
+    _may_be_cancelled = True
     _connection: Connection
     _root: RootTransaction | None
     _call: HandlerCall
@@ -243,25 +245,20 @@ class Attempt:
             ConnectionLost: the transaction is gone with its connection.
             TransactionEscaped: the handler ended the transaction.
         """
-        self._begin_call()
+        self._call = self._running.begin_call((self._job,), self._runtime.notes)
+        if self._in_transaction and self._runtime.invoker.flavour == "async":
+            # Now: a coroutine cannot send anything when it first names its session.
+            try:
+                self.open()
+            except BaseException:
+                self.guard.let_go()
+                raise
         ended: HandlerEnd
         try:
             ended = self._runtime.invoker.call(self._handler, self.session, *self._inputs()), None
         except BaseException as error:  # noqa: BLE001  # judged by `_end`
             ended = None, error
         return self._end(*ended)
-
-    def _begin_call(self) -> None:
-        """Begin the call of the handler."""
-        runtime = self._runtime
-        self._call = self._running.begin_call((self._job,), runtime.notes)
-        try:
-            if self._in_transaction and runtime.invoker.flavour == "async":
-                # Now: a coroutine cannot send anything when it first names its session.
-                self.open()
-        except BaseException:
-            self.guard.let_go()
-            raise
 
     def _inputs(self) -> tuple[Run, Args]:
         """What the handler is called with."""
@@ -274,16 +271,13 @@ class Attempt:
         if self._arounds is not None:
             jobs = (job,) if isinstance(self._handler, BatchHandler) else None
             arguments = Surrounded.of(self._arounds, self, self._arguments, jobs)
-        elif self._loads_late():
+        elif self.has_started and runtime.registry.signatures[job.kind].takes_entities:
+            # Only the handler's own task may wait for a connection.
             arguments = Surrounded((), self._arguments)
         else:
             arguments = self._arguments()
         fault_point("before-handler")
         return run, arguments
-
-    def _loads_late(self) -> bool:
-        """Return True if the arguments are to be loaded in the handler's own task."""
-        return False
 
     def _end(self, returned: object, error: BaseException | None) -> AttemptResult:
         """Keep or undo the rows of a handler that has returned, or raised an error; return the result."""
@@ -293,13 +287,27 @@ class Attempt:
             try:
                 check_rest(runtime, job, error)
                 if error is None:
-                    result = self._kept(returned)
+                    if self._call.is_cancelled and self._may_be_cancelled:
+                        # It may be half done even if it returned: none of its rows is kept.
+                        result = _CANCELLED
+                    elif returned is None and not self._handler.keeps_result:
+                        result = _DONE
+                    else:
+                        result = self._handler.returned.outcome(returned)
+                    if isinstance(result, Done):
+                        if self._run.deferred:
+                            hand_over(self._run.deferred, self.session())
+                        if self.made is not None or self._savepoint is not None:
+                            self._keep()
+                        # Last: an error after the rows were kept would be a failure with rows.
+                        fault_point("after-handler")
             except BaseException as another:  # noqa: BLE001  # judged below
                 error = another
             if error is not None:
                 if not runtime.is_failure(error):
                     raise error
-                result = _CANCELLED if self._is_cancelled() else self._result_of(error)
+                is_cancelled = self._call.is_cancelled and self._may_be_cancelled
+                result = _CANCELLED if is_cancelled else self._result_of(error)
         finally:
             # Its traceback may refer to this frame.
             error = None
@@ -377,26 +385,6 @@ class Attempt:
 
     def _absent(self) -> None:
         self._runtime.absent(self._connection, self._job)
-
-    def _is_cancelled(self) -> bool:
-        return self._call.is_cancelled
-
-    def _kept(self, returned: object) -> AttemptResult:
-        """The result of a handler that returned, whose rows are kept if the job is done."""
-        # A cancelled handler may be half done even if it returned: none of its rows is kept.
-        if self._is_cancelled():
-            return _CANCELLED
-        result: AttemptResult = _DONE
-        if returned is not None or self._handler.keeps_result:
-            result = self._handler.returned.outcome(returned)
-        if isinstance(result, Done):
-            if self._run.deferred:
-                hand_over(self._run.deferred, self.session())
-            if self.made is not None or self._savepoint is not None:
-                self._keep()
-            # Last: an error after the rows were kept would be a failure with rows.
-            fault_point("after-handler")
-        return result
 
     def _keep(self) -> None:
         """Keep the rows of a handler that used the database, and returned as if done.

@@ -1,5 +1,6 @@
 """The state of a claimed batch: how far it has come, and its outcome."""
 
+import secrets
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,9 +13,10 @@ from uuid import UUID
 import psycopg
 from sqlalchemy import Connection
 
+from outboxq.database.driver import run_script
 from outboxq.database.errors import READ_ONLY
 from outboxq.events import Event, JobEvent, JobsParked
-from outboxq.execution.claim import Claimed, ClaimTransaction, begin_transaction
+from outboxq.execution.claim import Claimed, ClaimTransaction
 from outboxq.execution.errors import Abandoned, WritesRefused
 from outboxq.execution.failure import Failed
 from outboxq.execution.runtime import GivenBack, Result, UnknownKindResult
@@ -22,7 +24,8 @@ from outboxq.execution.step import Step
 from outboxq.handlers.call import HandlerCall
 from outboxq.handlers.progress import ProgressNotes
 from outboxq.job import Job
-from outboxq.statements.transaction import LOCAL_SETTINGS, local_timeouts
+from outboxq.statements.claim import ANCHOR
+from outboxq.statements.transaction import LOCAL_SETTINGS, NOTE_ROLE, local_timeouts
 
 # The wait for the lock, which is held for a moment, or for as long as a cancellation is on its way to the server.
 _LOCK_SECONDS = 1.0
@@ -335,3 +338,12 @@ class BatchState:
     def report(self, of_commit: tuple[Event, ...] = ()) -> BatchReport:
         """Make the report of a batch that is known to be committed, with the events of its COMMIT."""
         return BatchReport(len(self.jobs), (*self.events, *self.of_claim, *of_commit))
+
+
+def begin_transaction(connection: Connection, *settings: str) -> ClaimTransaction:
+    """Begin the transaction of a leased job."""
+    savepoint = f"oq_{secrets.token_hex(8)}"
+    inner = f"{savepoint}_inner"
+    anchor = f"SELECT {ANCHOR}, {NOTE_ROLE}"
+    ((xid, pid, _),) = run_script(connection, *settings, anchor, f"SAVEPOINT {savepoint}", f"SAVEPOINT {inner}")
+    return ClaimTransaction(savepoint, inner, xid, pid)

@@ -18,10 +18,10 @@ from sqlalchemy import Connection
 from outboxq.clock import DatabaseClock
 from outboxq.database.driver import ANY_SERVER, Answer, Script, ServerSession, run_script
 from outboxq.job import EXTRAS, NO_EXTRAS, Job, extras_of
-from outboxq.statements.claim import ANCHOR, RETURNED, Sort, claim_by_id
+from outboxq.statements.claim import RETURNED, Sort, claim_by_id
 from outboxq.statements.group_claim import AnyScript, Look
 from outboxq.statements.park import clear_marks as marks_cleared
-from outboxq.statements.transaction import BEGIN, NOTE_ROLE, READABLE_DATES, TIMED_AGAIN, UNTIMED, local_timeouts
+from outboxq.statements.transaction import BEGIN, READABLE_DATES, TIMED_AGAIN, UNTIMED, local_timeouts
 
 _END_OF_JOB = 1 + len(RETURNED) + 1
 # A claim's columns have the types of Job's fields.
@@ -188,15 +188,6 @@ def claim(connection: Connection, request: ClaimRequest) -> Claimed:
 def claim_one(connection: Connection, schema: str, job_id: str) -> Claimed:
     """Claim one job by its id; nothing if it is gone, leased, or held by another transaction."""
     return claim(connection, ClaimRequest(claim_by_id(schema, job_id), 1))
-
-
-def begin_transaction(connection: Connection, *settings: str) -> ClaimTransaction:
-    """Begin the transaction of a leased job."""
-    savepoint = f"oq_{secrets.token_hex(8)}"
-    inner = f"{savepoint}_inner"
-    anchor = f"SELECT {ANCHOR}, {NOTE_ROLE}"
-    ((xid, pid, _),) = run_script(connection, *settings, anchor, f"SAVEPOINT {savepoint}", f"SAVEPOINT {inner}")
-    return ClaimTransaction(savepoint, inner, xid, pid)
 
 
 def clear_marks(connection: Connection, schema: str, job_ids: Iterable[UUID]) -> None:

@@ -46,6 +46,7 @@ class LeasedCall:
 
     def __init__(self, batch: BatchState, handler: AnyHandler, runtime: Runtime, engine: Engine, lend: Lend) -> None:
         self.batch = batch
+        self.job = batch.jobs[0]
         self.engine = engine
         self.lent: Lent | None = None
         self._handler = handler
@@ -100,14 +101,14 @@ class LeasedCall:
         batch = self.batch
         result = attempt(batch, self._runtime, self._attempt)
         if self.lent is None:
-            settlement = settlement_of(batch.job, result, self._runtime, batch.running.end())
+            settlement = settlement_of(self.job, result, self._runtime, batch.running.end())
             if settlement is not None:
                 # From here on the relay cannot take the job away.
                 batch.owner.begin_commit()
                 return settlement
         connection, runtime = self.borrow()
-        handlers = {batch.job.kind: self._handler}
-        settle_alone(connection, batch, batch.job, runtime, result)
+        handlers = {self.job.kind: self._handler}
+        settle_alone(connection, batch, self.job, runtime, result)
         ended = commit(connection, batch, runtime, None)
         # None if COMMIT was refused, and all is undone.
         while ended is None:
@@ -168,12 +169,11 @@ class _LeasedAttempt(Attempt):
     """An attempt that joins its connection when its session is first used."""
 
     def __init__(self, of: LeasedCall, handler: AnyHandler, runtime: Runtime) -> None:
-        super().__init__(handler, of.batch.job, runtime, None, of.begin, of.batch.running)
+        super().__init__(handler, of.job, runtime, None, of.begin, of.batch.running)
         self._of = of
         self._no_guard = runtime.guard
         # The end of a handler that was started by `start`.
         self._ended: list[HandlerEnd] = []
-        self._needs_nothing = False
         if of.lent is not None:
             self.join(*of.lent)
 
@@ -181,7 +181,7 @@ class _LeasedAttempt(Attempt):
         """Return the coroutine of the handler, after whose end `run` goes on; None if it cannot be called."""
         invoker, self.has_started = self._runtime.invoker, True
         assert isinstance(invoker, AsyncInvoker)
-        self._begin_call()
+        self._call = self._running.begin_call((self._job,), self._runtime.notes)
         try:
             return invoker.begin(self._handler, self.session, *self._inputs(), self._ended)
         except BaseException as error:  # noqa: BLE001  # judged by `_end`
@@ -191,8 +191,9 @@ class _LeasedAttempt(Attempt):
     def needs_connection(self) -> bool:
         """Return True if the rest of the attempt may need a connection; decided once, after the handler's end."""
         is_followed, has_written = THEN_HEADER in self._job.headers, self.made is not None
-        is_needed = has_written or is_followed or self._call.is_cancelled or bool(self._ended and self._run.deferred)
-        self._needs_nothing = not is_needed
+        is_needed = has_written or is_followed or self._call.is_cancelled or bool(self._run.deferred)
+        # One that comes later is too late: its request cannot be read without a connection.
+        self._may_be_cancelled = is_needed
         return is_needed
 
     def run(self) -> AttemptResult:
@@ -201,17 +202,6 @@ class _LeasedAttempt(Attempt):
             return super().run()
         # A task that is cancelled before its first step has appended nothing.
         return self._end(*(self._ended.pop() if self._ended else (None, asyncio.CancelledError())))
-
-    def _is_cancelled(self) -> bool:
-        # A cancellation that comes later is too late: its request cannot be read without a connection.
-        return super()._is_cancelled() and not self._needs_nothing
-
-    def _loads_late(self) -> bool:
-        # A handler's task can wait for a connection, and what starts it cannot.
-        return (
-            self._runtime.registry.signatures[self._job.kind].takes_entities
-            and self._runtime.invoker.flavour == "async"
-        )
 
     def open(self) -> None:
         """Join the call's connection, begin the transaction and set the savepoint, unless that was done."""

@@ -22,8 +22,8 @@ from outboxq.errors import LeaseLost
 from outboxq.events import Event, JobCrashed, JobLeaseLost, JobsParked
 from outboxq.execution import settle
 from outboxq.execution.aside import Rows, is_of_a_row, set_aside_first, take_one
-from outboxq.execution.batch_state import BatchReport, BatchState, Ended
-from outboxq.execution.claim import ClaimRequest, begin_transaction, claim_one, clear_marks, forgive
+from outboxq.execution.batch_state import BatchReport, BatchState, Ended, begin_transaction
+from outboxq.execution.claim import ClaimRequest, claim_one, clear_marks, forgive
 from outboxq.execution.commit import commit_checked
 from outboxq.execution.errors import ConnectionLost, ConnectionSpoiled, TransactionEscaped, WritesRefused
 from outboxq.execution.families import steps_of

@@ -201,7 +201,7 @@ def _run_alone(
 
 def attempt(batch: BatchState, runtime: Runtime, make: Callable[[], Attempt]) -> AttemptResult:
     """Run a job's attempt, again after a deadlock or a serialization failure; return the last result."""
-    if batch.running.deadline is None:
+    if batch.running.deadline is None and batch.running.timeout_seconds is not None:
         batch.running.begin_deadline()
     free_retries, prepares = FREE_RETRIES, True
     try:

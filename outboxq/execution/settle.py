@@ -103,6 +103,9 @@ def settlement_of(job: Job, result: Result, runtime: Runtime, seconds: float) ->
     """
     if isinstance(result, CancelledResult) or (isinstance(result, Done) and THEN_HEADER in job.headers):
         return None
+    if type(result) is Done:
+        # Most are, and have no text to withhold.
+        return Settlement(Finish(job), JobDone(job, seconds))
     return _decide(job, result, runtime, seconds)
 
 

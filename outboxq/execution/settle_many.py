@@ -70,7 +70,7 @@ class SettleMany:
     steps: tuple[Step, ...] = field(init=False)
 
     def __post_init__(self) -> None:
-        ids = batch_ids(each.job for each in self.settlements if not isinstance(each.change, PutBack))
+        ids = batch_ids([each.change.job for each in self.settlements if type(each.change) is not PutBack])
         self.steps = (FinishBatches(self.schema, ids),) if ids else ()
 
     def add_to(

@@ -29,8 +29,7 @@ from outboxq.execution.runtime import Runtime, is_cancellation
 from outboxq.execution.settle import Settlement
 from outboxq.forks import call_here
 from outboxq.handlers.handler import AnyHandler, Flavour
-from outboxq.relay.call_connections import CallConnections, Place
-from outboxq.relay.connections import SlotConnection
+from outboxq.relay.connections import CallConnections, Place, SlotConnection
 from outboxq.relay.outage import CONNECTION_ERRORS, Outage
 from outboxq.relay.rolled_back import recover_here
 from outboxq.relay.state import RelayState
@@ -202,21 +201,23 @@ class Call:
 
     def _lend(self, stack: ExitStack) -> Lent:
         connected = stack.enter_context(self._owner.connections.borrow(self._place))
-        return connected.connection, self._runtime_on(connected, self._invoker)
-
-    def _runtime_on(self, connected: SlotConnection, invoker: Invoker) -> Runtime:
-        return self._state.runtime(
-            self.flavour, invoker, connected.guard, frozenset(), self._is_interruption, connected
-        )
+        return connected.connection, self.runtime_on(connected, self._invoker)
 
     def _is_interruption(self, error: BaseException) -> bool:
         return self.is_abandoned and is_cancellation(error)
 
     # The relay's deadlines, in other threads.
 
-    def runtime_on(self, connected: SlotConnection) -> Runtime:
+    def runtime_on(self, connected: SlotConnection, invoker: Invoker | None = None) -> Runtime:
         """Make the runtime of handlers on this connection."""
-        return self._runtime_on(connected, connected.invoker)
+        return self._state.runtime(
+            self.flavour,
+            invoker or connected.invoker,
+            connected.guard,
+            frozenset(),
+            self._is_interruption,
+            connected,
+        )
 
     def publish(self, report: BatchReport) -> None:
         """Count what was committed, and emit it."""
@@ -224,7 +225,7 @@ class Call:
         if self._state.flow.restricts:
             self._state.admission.ended(self.queue)
         # Nothing notifies of a job that comes back, or that is the next of its group.
-        if self.batch.job.group_key is not None or not _ENDS.issuperset(map(type, report.events)):
+        if self.batch.jobs[0].group_key is not None or not _ENDS.issuperset(map(type, report.events)):
             self._owner.may_wait()
 
     def is_seized(self) -> bool:

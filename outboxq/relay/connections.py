@@ -1,30 +1,40 @@
-"""Slot connections: slots and dispatchers borrow them while they work, and calls while they use their session.
+"""Connections: slots and dispatchers borrow them while they work, and calls while they use their session.
 
 The connection that was used last is taken first. A few connections stay open, with their claims prepared for the next
 job; others are closed after some seconds. A connection on which anything went wrong is closed, not given back.
+
+The calls of a dispatcher share a few. A call holds one from its session's first use to its COMMIT. The others wait in
+the order in which they came, within their own deadlines.
 """
 
+import asyncio
 import logging
+import random
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 from sqlalchemy import Connection, Engine
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncEngine
+from sqlalchemy.util import await_only
 
 from outboxq.codec.text import name_and_line
 from outboxq.database.closing import give_up
 from outboxq.database.driver import PreparedStatements, ServerSession, driver_connection
-from outboxq.database.errors import opening
+from outboxq.database.errors import describe_error, opening
 from outboxq.database.guard import Guard
 from outboxq.emitter import HOOKS_OPTION
+from outboxq.execution.batch_state import Ownership
+from outboxq.execution.errors import Abandoned
 from outboxq.execution.invoke import AsyncInvoker, Invoker, SyncInvoker
 from outboxq.forks import cut_off_in_children
 from outboxq.handlers.row_writes import Catalog
+from outboxq.relay.watch import call_soon
 from outboxq.statements.server import server_run
 from outboxq.tables import SCHEMA
 
@@ -32,6 +42,12 @@ logger = logging.getLogger("outboxq.relay")
 
 # The connections that stay open while all slots sleep. With the listener's and the lease's an idle relay has four.
 WARM_CONNECTIONS = 2
+# How long a thread waits before it checks if its job was taken away.
+_CHECK_SECONDS = 0.5
+_TAKEN_AWAY = "the relay does not wait for this job any more"
+_RECONNECT_FIRST_SECONDS, _RECONNECT_CAP_SECONDS = 0.1, 5.0
+# The shortest time between two log lines about calls that wait.
+_LOG_SECONDS = 60.0
 
 
 @dataclass(slots=True, eq=False)
@@ -154,3 +170,175 @@ def connection_options(engine: Engine | AsyncEngine, schema: str) -> dict[str, A
     if mapped.get(SCHEMA, SCHEMA) != schema:
         options["schema_translate_map"] = {**mapped, SCHEMA: schema}
     return options
+
+
+@dataclass(slots=True, eq=False)
+class Place:
+    """The place of one call among the connections.
+
+    Args:
+        is_async: The call runs in greenlets of the event loop.
+        owner: The right to decide on the call's job.
+
+    Attributes:
+        is_abandoned: The relay does not wait for the call any more.
+        connected: The connection, while the call has one.
+        is_waiting: The call waits for a connection.
+    """
+
+    is_async: bool
+    owner: Ownership
+    is_abandoned: bool = False
+    connected: SlotConnection | None = None
+    held: "list[CallConnections]" = field(default_factory=list)
+    is_waiting: bool = False
+
+    def is_wanted(self) -> bool:
+        """Return False once the relay has taken the call's job away."""
+        return not (self.is_abandoned or self.owner.is_seized)
+
+    def pause(self, seconds: float) -> None:
+        """Wait, in the call's task or thread."""
+        if self.is_async:
+            await_only(asyncio.sleep(seconds))
+        else:
+            time.sleep(seconds)
+
+    def free(self) -> None:
+        """Give the place up, once: also for a thread that is stuck, and still has its connection."""
+        with suppress(IndexError):
+            self.held.pop().give_place()
+
+
+class _Waiter:
+    """A thread that waits for a place."""
+
+    def __init__(self) -> None:
+        self._is_woken = threading.Event()
+
+    def wake(self) -> None:
+        self._is_woken.set()
+
+    def wait(self, is_wanted: Callable[[], bool]) -> None:
+        while not self._is_woken.wait(_CHECK_SECONDS):
+            if not is_wanted():
+                raise Abandoned(_TAKEN_AWAY)
+
+
+class _AsyncWaiter:
+    """A task that waits for a place; the relay cancels it if it does not want the job any more."""
+
+    def __init__(self) -> None:
+        self._loop, self._is_woken = asyncio.get_running_loop(), asyncio.Event()
+
+    def wake(self) -> None:
+        call_soon(self._loop, self._is_woken.set)
+
+    def wait(self, _: Callable[[], bool]) -> None:
+        await_only(self._is_woken.wait())
+
+
+class CallConnections:
+    """At most `most` connections, lent to calls in the order in which they ask.
+
+    Args:
+        connections: The relay's connections of this flavour, which open and close them.
+        name: The queues of the calls, for the log.
+
+    Attributes:
+        waiting: The number of calls that wait for a connection.
+        given: The engine that opens the connections; `engine` is the plain one below it.
+    """
+
+    def __init__(self, connections: SlotConnections, most: int, name: str) -> None:
+        self.most = most
+        self.waiting = 0
+        self.given, self.engine = connections.given, connections.engine
+        self._connections = connections
+        self._name = name
+        self._free = most
+        # Whoever is woken has a place: a call that comes later takes none from it.
+        self._waiters: deque[_Waiter | _AsyncWaiter] = deque()
+        self._lock = threading.Lock()
+        self._logged_at = float("-inf")
+
+    @property
+    def used(self) -> int:
+        """The number of connections that calls hold."""
+        return self.most - self._free
+
+    @contextmanager
+    def borrow(self, place: "Place") -> Iterator[SlotConnection]:
+        """Lend a connection within the block; waits for a place, and while the database is away.
+
+        Raises:
+            Abandoned: the job was taken away.
+        """
+        place.is_waiting = True
+        try:
+            self._take_place(place)
+            place.held.append(self)
+            with ExitStack() as stack:
+                place.connected = self._connect(stack, place)
+                place.is_waiting = False
+                yield place.connected
+        finally:
+            place.connected, place.is_waiting = None, False
+            place.free()
+
+    def give_place(self) -> None:
+        """Give a place to the call that has waited longest."""
+        with self._lock:
+            waiter = self._waiters.popleft() if self._waiters else None
+            if waiter is None:
+                self._free += 1
+        if waiter is not None:
+            waiter.wake()
+
+    def _take_place(self, place: "Place") -> None:
+        with self._lock:
+            if self._free:
+                self._free -= 1
+                return
+            self.waiting += 1
+            waiter = _AsyncWaiter() if place.is_async else _Waiter()
+            self._waiters.append(waiter)
+        self._log_waiting()
+        try:
+            waiter.wait(place.is_wanted)
+        except BaseException:
+            with self._lock:
+                has_place = waiter not in self._waiters
+                if not has_place:
+                    self._waiters.remove(waiter)
+            if has_place:
+                # It came at the same moment, and is the next one's now.
+                self.give_place()
+            raise
+        finally:
+            with self._lock:
+                self.waiting -= 1
+
+    def _connect(self, stack: ExitStack, place: "Place") -> SlotConnection:
+        pause_seconds = _RECONNECT_FIRST_SECONDS
+        while True:
+            try:
+                return stack.enter_context(self._connections.borrow())
+            except Exception as error:  # noqa: BLE001  # users' engines raise what they like; the job is not to blame
+                # A handler in the middle of its work waits: its calls would be made again.
+                logger.debug("a call waits for the database: %s", describe_error(error))
+            if not place.is_wanted():
+                raise Abandoned(_TAKEN_AWAY)
+            place.pause(pause_seconds * random.uniform(0.5, 1.0))
+            pause_seconds = min(pause_seconds * 2, _RECONNECT_CAP_SECONDS)
+
+    def _log_waiting(self) -> None:
+        now = time.monotonic()
+        if now >= self._logged_at + _LOG_SECONDS:
+            self._logged_at = now
+            logger.warning(
+                "calls of %s wait for one of %d connections: let handlers use ctx.session later or for less time, or "
+                "raise call_connections",
+                self._name,
+                self.most,
+            )

@@ -18,6 +18,7 @@ from uuid import UUID
 import psycopg
 from sqlalchemy import Connection
 from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy.util import await_only
 
 from outboxq.config import SlotGroup
 from outboxq.database.driver import ANY_SERVER, Answer, Script, end_transaction, is_listened_to, is_lost, run_script
@@ -38,9 +39,8 @@ from outboxq.fault_points import fault_point
 from outboxq.handlers.handler import Flavour
 from outboxq.job import Job
 from outboxq.relay.admission import Query
-from outboxq.relay.call_connections import CallConnections
 from outboxq.relay.calls import Call, CallThreads, TaskCall
-from outboxq.relay.connections import SlotConnection
+from outboxq.relay.connections import CallConnections, SlotConnection
 from outboxq.relay.idle import SlotSleep
 from outboxq.relay.last_jobs import LastJobs
 from outboxq.relay.outage import Outage
@@ -330,9 +330,6 @@ class Dispatcher:
         """Receive the end of a call: its slot is free."""
         if self._cut:
             self._cut.discard(_key(call.batch))
-        self._free_slot(call)
-
-    def _free_slot(self, call: Call) -> None:
         self.calls.discard(call)
         self._has_freed = True
         self._wake()
@@ -446,6 +443,7 @@ class Dispatcher:
             claimed = self._settle_and_claim(connection, _Settling.of(others, runtime), request)
             if isinstance(claimed, Claimed) and claimed.jobs:
                 self._start(connection, claimed, runtime)
+                self._awake()
             for outcome in taken:
                 if not isinstance(outcome.change, Settlement):
                     batch = outcome.batch
@@ -577,14 +575,14 @@ class Dispatcher:
         parked: dict[str, list[str]] = {}
         queues = set[str]()
         for outcome, settlement in zip(settling.outcomes, settling.many.settlements, strict=True):
-            batch, job = outcome.batch, outcome.job
-            queues.add(batch.queue)
+            job = settlement.change.job
+            queues.add(job.queue)
             # Nothing notifies of jobs that come back, or that are next in their groups.
             self._is_called |= job.group_key is not None or isinstance(settlement.change, PutBack)
             if outcome.is_sent:
                 outcome.is_sent = False
                 if settlement.event is None:
-                    parked.setdefault(batch.queue, []).append(job.kind)
+                    parked.setdefault(job.queue, []).append(job.kind)
         events = (*settled.events, *(each for step in settling.many.steps for each in _rows_of(step, answer)))
         self._publish(BatchReport(len(settling.outcomes) - len(held), events), queues)
         for queue, kinds in parked.items():
@@ -628,8 +626,6 @@ class Dispatcher:
         self._planner.record_claim(claimed, is_called=False)
         if claimed.jobs:
             self._planner.record(request, Ended(BatchReport(len(claimed.jobs), ())))
-            if self.sleep.is_asleep:
-                self.sleep.end()
         else:
             self._doubt = None
         return claimed
@@ -663,6 +659,13 @@ class Dispatcher:
                 self.calls.add(task)
                 task.start()
         self._doubt = None
+
+    def _awake(self) -> None:
+        """End the sleep, if a claim took jobs in it: their handlers come first, for which a job was waiting."""
+        if self.sleep.is_asleep:
+            if self._loop is not None:
+                await_only(asyncio.sleep(0))
+            self.sleep.end()
 
     def _adopt(self, connection: Connection, request: ClaimRequest, runtime: Runtime) -> None:
         """Start the jobs of a claim whose answer was lost: those under the lease that are not held here.
@@ -724,7 +727,9 @@ class Dispatcher:
     def cut_off(self, call: Call) -> None:
         """Free the slot of a call that the relay has taken away."""
         self._cut.add(_key(call.batch))
-        self._free_slot(call)
+        self.calls.discard(call)
+        self._has_freed = True
+        self._wake()
 
     def _known(self) -> set[tuple[str, int]]:
         # In the order in which they move: the lease's thread, too, calls this.

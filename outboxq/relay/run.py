@@ -36,9 +36,8 @@ from outboxq.handlers.resolved import Registry
 from outboxq.observability.aggregate import Counts
 from outboxq.observability.flush import Flusher, RelayActivity, RelayIdentity
 from outboxq.queue_limits import limits_text
-from outboxq.relay.call_connections import CallConnections
 from outboxq.relay.calls import Call
-from outboxq.relay.connections import WARM_CONNECTIONS, SlotConnections
+from outboxq.relay.connections import WARM_CONNECTIONS, CallConnections, SlotConnections
 from outboxq.relay.deadlines import DeadlineEnforcer, Runner
 from outboxq.relay.dispatcher import Dispatcher
 from outboxq.relay.effect_runners import EffectRunners

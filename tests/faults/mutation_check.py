@@ -2138,7 +2138,7 @@ MUTANTS = (
     ),
     Mutant(
         "the place of a call among the connections, given back",
-        "outboxq/relay/call_connections.py",
+        "outboxq/relay/connections.py",
         "            self.held.pop().give_place()\n",
         "            self.held.pop()\n",
         (

@@ -13,7 +13,7 @@ from sqlalchemy import Connection, Engine, text
 from outboxq import AsyncContext, Context, Jobs, OutboxSession, RelayConfig
 from outboxq.database.driver import Answer, Script, driver_connection
 from outboxq.execution.claim import Claimed
-from outboxq.relay.call_connections import CallConnections
+from outboxq.relay.connections import CallConnections
 from outboxq.relay.dispatcher import Dispatcher
 from outboxq.relay.planner import Planner
 from tests.support.waiting import PATIENCE

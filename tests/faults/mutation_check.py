@@ -877,15 +877,53 @@ MUTANTS = (
     Mutant(
         "the rows that others hold, when outcomes are settled",
         "outboxq/relay/dispatcher.py",
-        "            many.add_to(script, keep=settling.keeps)\n",
-        "            many.add_to(script, keep=settling.keeps, free=False)\n",
+        "many.add_to(script, server, keep=settling.keeps)\n",
+        "many.add_to(script, server, keep=settling.keeps, free=False)\n",
         ("tests/execution/test_row_held.py::test_the_row_of_a_job_that_wrote_nothing_holds_no_slot_up",),
+    ),
+    Mutant(
+        "the time from which a cancellation of a call is too late",
+        "outboxq/execution/leased_call.py",
+        "        self._may_be_cancelled = is_needed\n",
+        "",
+        ("tests/relay/test_dispatcher.py::test_a_cancellation_that_comes_when_no_connection_is_needed_is_too_late",),
+    ),
+    Mutant(
+        "the connection for what follows a call that left its session alone",
+        "outboxq/execution/leased_call.py",
+        "        is_needed = has_written or is_followed or self._call.is_cancelled or bool(self._run.deferred)\n",
+        "        is_needed = has_written or self._call.is_cancelled\n",
+        ("tests/relay/test_dispatcher.py::test_what_follows_a_call_that_left_its_session_alone_has_a_connection",),
+    ),
+    Mutant(
+        "the results that a refused claim has undone with itself",
+        "outboxq/relay/dispatcher.py",
+        "                self._settle_and_claim(connection, settling, None)\n"
+        "                return self._settle_and_claim(connection, settling.without(), request)\n"
+        "            if not answer.is_committed or",
+        "                return self._settle_and_claim(connection, settling.without(), request)\n"
+        "            if not answer.is_committed or",
+        ("tests/relay/test_dispatcher.py::test_a_claim_that_fails_behind_a_settlement_undoes_nothing",),
+    ),
+    Mutant(
+        "the transaction that results share with the next claim",
+        "outboxq/relay/dispatcher.py",
+        "        is_one = request is not None and not",
+        "        is_one = False and not",
+        ("tests/relay/test_dispatcher.py::test_results_and_the_next_claim_are_one_transaction",),
+    ),
+    Mutant(
+        "the prepared statement that a connection has lost, when outcomes are settled",
+        "outboxq/relay/dispatcher.py",
+        "if prepared is not None and server.claims.failed(answer.error, prepared):",
+        "if False:",
+        ("tests/relay/test_dispatcher.py::test_results_and_the_next_claim_are_one_transaction",),
     ),
     Mutant(
         "the look for jobs behind those that a dispatcher settles",
         "outboxq/relay/dispatcher.py",
-        "        self._is_called |= any(",
-        "        self._is_called |= False and any(",
+        "            self._is_called |= job.group_key",
+        "            False and job.group_key",
         ("tests/relay/test_dispatcher_ends.py::test_the_next_job_of_a_group_and_a_job_that_comes_back_need_no_poll",),
     ),
     Mutant(
@@ -1729,8 +1767,8 @@ MUTANTS = (
     Mutant(
         "the connection of a call, before its session is used",
         "outboxq/execution/leased_call.py",
-        "        result = self._attempt()\n",
-        "        self.borrow()\n        result = self._attempt()\n",
+        "        result = attempt(batch,",
+        "        self.borrow()\n        result = attempt(batch,",
         ("tests/relay/test_dispatcher.py::test_calls_that_wait_hold_no_connection",),
     ),
     Mutant(
@@ -1851,9 +1889,9 @@ MUTANTS = (
     Mutant(
         "the arounds, entered before their job's rows are loaded",
         "outboxq/execution/attempt.py",
-        "                arguments = Surrounded.of(self._arounds, self, self._arguments, jobs)\n",
-        "                given = self._arguments()\n"
-        "                arguments = Surrounded.of(self._arounds, self, lambda: given, jobs)\n",
+        "            arguments = Surrounded.of(self._arounds, self, self._arguments, jobs)\n",
+        "            given = self._arguments()\n"
+        "            arguments = Surrounded.of(self._arounds, self, lambda: given, jobs)\n",
         ("tests/execution/test_arounds_tenant.py::test_rows_are_loaded_and_locked_under_their_tenant",),
     ),
     Mutant(

@@ -11,7 +11,7 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
-from sqlalchemy import Connection, Engine, create_engine, event, select, text
+from sqlalchemy import Connection, Engine, create_engine, event, insert, select, text
 from sqlalchemy.exc import InvalidRequestError
 
 import outboxq.relay.dispatcher as dispatcher_module
@@ -30,6 +30,7 @@ from outboxq.events import (
     JobSnoozed,
     JobsParked,
 )
+from outboxq.execution.leased_call import LeasedCall
 from outboxq.relay.dispatcher import Dispatcher
 from outboxq.relay.limits import RelayLimits
 from outboxq.relay.slot import SlotWaits
@@ -458,6 +459,44 @@ def test_each_outcome_is_settled_with_and_without_a_session(
     assert {row[0] for row in rows(engine, "lease_owner")} == {None}
     assert all(token > tokens[name] for name, token in rows(engine, "args->>'name', lease_token"))
     assert Counter(calls.began) == dict.fromkeys(names, 1)
+
+
+@FLAVOURS
+def test_what_follows_a_call_that_left_its_session_alone_has_a_connection(
+    engine: Engine, drain: Callable[..., list[Event]], flavour: str
+) -> None:
+    """The job after it is added, and what it deferred is sent, in the transaction that removes it."""
+    calls = Calls(flavour)
+    calls.tasks["defers"] = lambda ctx: ctx.defer(insert(Effect), {"name": "deferred"})
+    with OutboxSession(engine) as session, session.begin():
+        first, then = calls.work.job(name="first"), calls.work.job(name="then")
+        session.add_jobs([first.then(then), calls.work.job(name="defers")])
+    events = drain(calls.jobs, slots_per_queue=2)
+    assert Counter(calls.ended) == dict.fromkeys(["first", "then", "defers"], 1)
+    assert effects(engine) == ["deferred"]
+    assert [type(event) for event in events if hasattr(event, "job")] == [JobDone] * 3
+    assert not rows(engine)
+
+
+def test_a_cancellation_that_comes_when_no_connection_is_needed_is_too_late(
+    engine: Engine, drain: Callable[..., list[Event]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After the end of an async handler, and before the job is settled: the job is done."""
+    calls, needs, cancelled = Calls("async"), LeasedCall.needs_connection, list[bool]()
+
+    def cancel_behind(leased: LeasedCall) -> bool:
+        is_needed, call = needs(leased), leased.batch.running.call
+        assert call is not None
+        call.is_cancelled = True
+        cancelled.append(is_needed)
+        return is_needed
+
+    monkeypatch.setattr(LeasedCall, "needs_connection", cancel_behind)
+    calls.enqueue(engine, "late")
+    events = drain(calls.jobs)
+    assert cancelled == [False]
+    assert [type(event) for event in events if hasattr(event, "job")] == [JobDone]
+    assert not rows(engine)
 
 
 # The end of a relay.

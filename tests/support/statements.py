@@ -39,6 +39,7 @@ from outboxq.statements.group_claim import GroupScript
 from outboxq.statements.inbox import MessageFilter, accept_parameters
 from outboxq.statements.job_changes import JobChange
 from outboxq.statements.jobs import JobFilter
+from outboxq.statements.lease_mode import finish_prepared, finishing
 from outboxq.statements.limit import room
 from outboxq.statements.progress import ProgressNote
 from outboxq.statements.rate import TokenRequest
@@ -212,6 +213,7 @@ _NO_STATEMENTS = frozenset(
         "ending",
         "errors_with",
         "execute_insert",
+        "finish_prepared",
         "interval_text",
         "job_columns",
         "jobs_of",
@@ -281,6 +283,8 @@ def _called(function: Callable[..., Any]) -> Iterator[tuple[Executable | str, Ma
             yield from ((text, {}) for text in _of_script(made))
         elif isinstance(made, PreparedInsert):
             yield f"{made.definition}; {execute_insert('outboxq', _DONE, _ID)}", {}
+        elif function is inspect.unwrap(finishing):
+            yield f"{made[1]}; {finish_prepared('outboxq', [_LEASED])}", {}
         elif isinstance(made, tuple) and any(isinstance(part, Mapping) for part in made):
             yield made
         else:

@@ -282,7 +282,7 @@ class Attempt:
     def _end(self, returned: object, error: BaseException | None) -> AttemptResult:
         """Keep or undo the rows of a handler that has returned, or raised an error; return the result."""
         runtime, job = self._runtime, self._job
-        result: AttemptResult
+        result: AttemptResult = _DONE
         try:
             try:
                 check_rest(runtime, job, error)
@@ -290,9 +290,7 @@ class Attempt:
                     if self._call.is_cancelled and self._may_be_cancelled:
                         # It may be half done even if it returned: none of its rows is kept.
                         result = _CANCELLED
-                    elif returned is None and not self._handler.keeps_result:
-                        result = _DONE
-                    else:
+                    elif returned is not None or self._handler.keeps_result:
                         result = self._handler.returned.outcome(returned)
                     if isinstance(result, Done):
                         if self._run.deferred:

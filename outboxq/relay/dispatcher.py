@@ -1,8 +1,8 @@
-"""The dispatcher: claims leased jobs for all free slots of a group, starts their calls, and settles those that ended.
+"""The dispatcher: claims leased jobs for free slots of a group, starts their calls, and settles those that ended.
 
 It has a connection while there is something to send. Calls that end while a string is under way are settled by the
-next one, which also claims for the slots that are free by then; so many calls share one round trip, and a lone one
-waits for nothing.
+next one, in one transaction with the claim for the slots that are free by then; so many calls share one round trip,
+and a lone one waits for nothing.
 """
 
 import asyncio

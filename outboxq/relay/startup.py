@@ -285,7 +285,7 @@ def resolve_groups(config: RelayConfig, registry: Registry) -> list[FlavouredGro
     if config.batch_size > 1 and all(claim == "lease" for *_, claim in groups):
         raise ConfigError(
             f"batch_size={config.batch_size} is for queues in transaction mode, and this relay has none: in lease mode "
-            "each job has a slot of its own, and one claim takes jobs for all free slots. Leave batch_size out, and "
+            "each job has a slot of its own, and one claim takes jobs for many free slots. Leave batch_size out, and "
             f"give the queues more slots instead, such as {groups[0][0].queues[0]}={config.batch_size}"
         )
     return groups

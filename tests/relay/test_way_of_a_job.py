@@ -16,18 +16,18 @@ from tests.tools.house import core_figures
 # With Python 3.11, which calls comprehensions as functions.
 WAY_BOUNDS = {
     "producer": Way(55, 46, 10),
-    "plain job, transaction mode": Way(107, 93, 20),
-    "plain job, lease mode": Way(134, 102, 22),
-    "retry": Way(217, 175, 28),
-    "dead letter": Way(214, 172, 27),
-    "grouped job": Way(116, 96, 22),
+    "plain job, transaction mode": Way(110, 96, 20),
+    "plain job, lease mode": Way(131, 103, 20),
+    "retry": Way(220, 178, 28),
+    "dead letter": Way(217, 175, 27),
+    "grouped job": Way(119, 99, 22),
 }
 # Listeners that other tests have left in this process may cost a call.
 _ROOM = Way(5, 3, 1)
 CORE_BOUNDS = {
     "fields of BatchState": 15,
     "fields of its parts": 15,
-    "assignments to them in other modules": 37,
+    "assignments to them in other modules": 36,
     "other modules that assign them": 10,
     "assignments to them outside execution/": 0,
     "public methods of the planner": 4,
@@ -42,9 +42,9 @@ CORE_BOUNDS = {
     "lines of the core that mention rates": 0,
     "lines of the core that mention callback batches": 0,
     "lines of the core that mention unique jobs": 1,
-    "lines of execution/": 6_330,
-    "lines of relay/ without maintenance/": 7_709,
-    "lines of statements/ of claims and outcomes": 2_063,
+    "lines of execution/": 6_458,
+    "lines of relay/ without maintenance/": 7_775,
+    "lines of statements/ of claims and outcomes": 2_085,
 }
 
 

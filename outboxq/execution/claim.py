@@ -28,7 +28,7 @@ _END_OF_JOB = 1 + len(RETURNED) + 1
 _JOB = cast("Callable[..., Job]", Job)
 # Statements before a claim, in a transaction that has begun or begins there.
 _BEGUN = [("settings", UNTIMED), ("settings", READABLE_DATES)]
-_BEGIN = [("settings", BEGIN), *_BEGUN]
+_BEGIN = ("settings", BEGIN)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,8 +112,12 @@ class ClaimRequest:
             begins: Begin the transaction: the claim follows a COMMIT.
         """
         claim, parts = self.script.for_limit(self.limit), script.parts
-        parts += _BEGIN if begins else _BEGUN
-        parts += claim.parts(self.limit, self.cursor, self.server)
+        own = [*_BEGUN, *claim.parts(self.limit, self.cursor, self.server)]
+        if begins:
+            parts += [_BEGIN, *own]
+        else:
+            # In the transaction of other statements, which may have some of the settings.
+            parts += [part for part in own if part not in parts]
         if claim.leased:
             parts.append(("claim", "COMMIT"))
         else:

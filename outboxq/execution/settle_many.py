@@ -27,7 +27,7 @@ from outboxq.statements.lease_mode import (
 )
 from outboxq.statements.results import tell_waiters
 from outboxq.statements.settle import Bury, PutBack
-from outboxq.statements.transaction import LOCAL_SETTINGS
+from outboxq.statements.transaction import READABLE_DATES
 
 # Tools that watch or cut a relay's sessions find the end of a job by these words.
 _MARK = "/* as RELEASE SAVEPOINT oq_... */ "
@@ -102,12 +102,13 @@ class SettleMany:
         kept = "" if rows is None else insert_finished(self.schema, rows, self.keeper.relay, gone=True)
         # A statement whose rows are refused fails by itself, and COMMIT does not.
         checking = ("SET CONSTRAINTS ALL IMMEDIATE",) if kept or back or dead else ()
-        script.add("settings", *LOCAL_SETTINGS, _PATIENCE, NO_SCANS, *checking)
+        script.add("settings", READABLE_DATES, _PATIENCE, NO_SCANS, *checking)
         prepared = None
         if done and free and not (kept or server.claims.is_plain):
             prepared, definition = finishing(self.schema)
             preparing = () if prepared in server.claims.names else (definition,)
-            script.add("finished", PLANNED_ONCE, *preparing, _MARK + finish_prepared(self.schema, done))
+            script.add("settings", PLANNED_ONCE)
+            script.add("finished", *preparing, _MARK + finish_prepared(self.schema, done))
         elif done:
             script.add("finished", _MARK + finish_leased(self.schema, done, free=free, keeping=kept))
         if back:

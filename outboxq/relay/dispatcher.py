@@ -226,7 +226,7 @@ class Dispatcher:
         """Settle and claim until there is nothing to send; return True."""
         with self._on(connected) as runtime:
             work_once, began_at = partial(self._work_once, connected, runtime), time.monotonic()
-            while work_once():
+            while work_once() and self._has_room_or_results():
                 pass
             if self.state.until_empty and not self.calls and not self.is_in_doubt:
                 self._is_drained = not self._last_jobs.work_off(connected.connection, work_once, began_at)
@@ -237,8 +237,11 @@ class Dispatcher:
         worked = False
         with self._on(connected) as runtime:
             self.sleep.poll(connected.connection)
-            while (worked or self.sleep.has_work()) and self._work_once(connected, runtime):
-                worked = True
+            if self.sleep.has_work():
+                while self._work_once(connected, runtime):
+                    worked = True
+                    if not self._has_room_or_results():
+                        break
         return worked
 
     def settle(self, connected: SlotConnection) -> bool:
@@ -366,6 +369,10 @@ class Dispatcher:
         """Return True if jobs may wait: calls that end all the time must not have queues claimed from each time."""
         is_turn = self._turn_until is not None
         return self._may_wait or is_turn or self.state.until_empty or self.sleep.has_work()
+
+    def _has_room_or_results(self) -> bool:
+        """Return True if there may be something to send before a call ends."""
+        return self._may_claim() or self._has_results()
 
     def _may_claim(self) -> bool:
         return len(self.calls) < self.slots and not self.state.stopping.is_set() and not self.is_abandoned

@@ -66,9 +66,11 @@ class LeasedCall:
 
         None if there is nothing to await: `run` may be called at once.
         """
-        if self.batch.owner.is_seized:
+        try:
+            self._begin()
+        except Abandoned:
+            # `run` meets it again.
             return None
-        self._begin()
         started = self._started = _LeasedAttempt(self, self._handler, self._runtime)
         return started.start()
 

@@ -644,7 +644,7 @@ class Dispatcher:
         """
         fault_point("after-claim")
         batch = BatchState(claimed, claimed.jobs)
-        handlers = decide(connection, batch, runtime)
+        handlers, tasks = decide(connection, batch, runtime), list[TaskCall]()
         events = tuple(event for event in batch.of_claim if not isinstance(event, JobsParked))
         if events:
             self.state.publish(BatchReport(0, events))
@@ -662,9 +662,13 @@ class Dispatcher:
                 self.calls.add(call)
                 self._threads.start(call)
             else:
-                task = TaskCall(self, of_job, handler, self._loop)
-                self.calls.add(task)
-                task.start()
+                tasks.append(TaskCall(self, of_job, handler, self._loop))
+        self.calls.update(tasks)
+        if self._loop is not None and self.sleep.is_asleep:
+            _start_all(tasks)
+        elif self._loop is not None:
+            # While the next string is under way, if there is one: the server does not wait for it.
+            self._loop.call_soon(_start_all, tasks)
         self._doubt = None
 
     def _awake(self) -> None:
@@ -748,6 +752,11 @@ class Dispatcher:
     def leased(self) -> set[tuple[str, int]] | None:
         """The ids and tokens of the jobs that this dispatcher has; None if the answer to a claim was lost."""
         return None if self._doubt is not None else self._known()
+
+
+def _start_all(tasks: Sequence[TaskCall]) -> None:
+    for task in tasks:
+        task.start()
 
 
 def _rows_of(step: Step, answer: Answer) -> Sequence[Event]:

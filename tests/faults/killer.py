@@ -1,6 +1,7 @@
 """Run calls under a lease with one among them that kills its process, and count what it costs the others.
 
-    python -m tests.faults.killer --calls 500 --slots 200        ends with 1 if a bound is exceeded
+    python -m tests.faults.killer --calls 500 --slots 500              ends with 1 if a bound is exceeded
+    python -m tests.faults.killer --calls 500 --slots 500 --killers 0  one SIGKILL from outside, when all are at work
 
 One relay process, started again whenever it has died. The deaths, the innocents that began again although the first one
 was not the cause, and the time until all innocents are done have bounds; the killer ends as a dead letter, charged
@@ -47,10 +48,12 @@ class KillerOptions:
 
     Args:
         company: How many suspects a relay may run at a time, which bounds the time that all take.
+        killers: 1, or 0 for a process that is killed from outside, once.
     """
 
     calls: int = 500
-    slots: int = 200
+    slots: int = 500
+    killers: int = 1
     seconds: float = 0.5
     company: int = 16
     most_deaths: int = 6
@@ -111,7 +114,7 @@ def run_killer(options: KillerOptions, engine: Engine) -> KillerReport:
         with engine.begin() as connection:
             connection.execute(text(killer_app.SCHEMA))
         killer_id = _enqueue(options, engine, starts, deaths)
-        problems = list(_play(options, engine))
+        problems = list(_play(options, engine, starts, deaths))
         found = list(read_starts(str(starts)))
         died_at = [float(line) for line in deaths.read_text().splitlines()]
     with engine.connect() as connection:
@@ -132,18 +135,21 @@ def run_killer(options: KillerOptions, engine: Engine) -> KillerReport:
     )
 
 
-def _enqueue(options: KillerOptions, engine: Engine, starts: Path, deaths: Path) -> UUID:
+def _enqueue(options: KillerOptions, engine: Engine, starts: Path, deaths: Path) -> UUID | None:
     """All in one transaction, the killer at a random place; its id."""
     place = random.Random(options.seed).randrange(options.calls)
     given = {"seconds": options.seconds, "starts": str(starts)}
     with OutboxSession(engine) as session, session.begin():
+        if not options.killers:
+            session.add_jobs(killer_app.innocent.job(**given) for _ in range(options.calls))
+            return None
         session.add_jobs(killer_app.innocent.job(**given) for _ in range(place))
         killer = session.add_job(killer_app.killer, **given, deaths=str(deaths))
         session.add_jobs(killer_app.innocent.job(**given) for _ in range(options.calls - 1 - place))
     return killer.id
 
 
-def _play(options: KillerOptions, engine: Engine) -> Iterator[str]:
+def _play(options: KillerOptions, engine: Engine, starts: Path, deaths: Path) -> Iterator[str]:
     """Keep one relay at work until nothing waits."""
     config = RelayConfig(
         groups=(SlotGroup((killer_app.QUEUE,), options.slots),),
@@ -158,6 +164,8 @@ def _play(options: KillerOptions, engine: Engine) -> Iterator[str]:
                 with engine.connect() as connection:
                     if not connection.execute(_WAITING).scalar_one():
                         return
+                if not options.killers and not deaths.stat().st_size:
+                    _kill_at_work(options, relay, starts, deaths)
                 if time.monotonic() > deadline:
                     yield f"jobs still wait after {options.minutes:g} minutes"
                     return
@@ -167,15 +175,24 @@ def _play(options: KillerOptions, engine: Engine) -> Iterator[str]:
                 return
 
 
+def _kill_at_work(options: KillerOptions, relay: RelayProcess, starts: Path, deaths: Path) -> None:
+    """Kill the relay in the middle of as many calls as it has slots for, once they are at work."""
+    if sum(1 for _ in read_starts(str(starts))) >= min(options.calls, options.slots):
+        time.sleep(options.seconds / 2)
+        deaths.write_text(f"{time.time()!r}\n")
+        relay.kill()
+
+
 def _broken(
-    options: KillerOptions, killer_id: UUID, done: Mapping[UUID, tuple[int, float]], dead: Mapping[UUID, int]
+    options: KillerOptions, killer_id: UUID | None, done: Mapping[UUID, tuple[int, float]], dead: Mapping[UUID, int]
 ) -> Iterator[str]:
     """Faults in the ends of the jobs, by the rows that the database has."""
-    if len(done) != options.calls - 1 or killer_id in done:
-        yield f"{len(done)} innocents have an effect, of {options.calls - 1}"
+    innocents = options.calls - options.killers
+    if len(done) != innocents or killer_id in done:
+        yield f"{len(done)} innocents have an effect, of {innocents}"
     if doubled := sum(times > 1 for times, _ in done.values()):
         yield f"{doubled} innocents have more than one effect"
-    if dead != {killer_id: options.max_crashes}:
+    if dead != ({} if killer_id is None else {killer_id: options.max_crashes}):
         yield f"dead letters, with their crashes: {dead}; the killer alone is to be one, after {options.max_crashes}"
 
 
@@ -189,7 +206,7 @@ class Figures:
     def __init__(
         self,
         options: KillerOptions,
-        killer_id: UUID,
+        killer_id: UUID | None,
         starts: Sequence[Start],
         deaths: Sequence[float],
         ends: Mapping[UUID, float],
@@ -199,7 +216,8 @@ class Figures:
         self._killers = sorted((each for each in starts if each.job_id == killer_id), key=lambda each: each.at)
         self._innocents = sorted((each for each in starts if each.job_id != killer_id), key=lambda each: each.at)
         self.deaths = sorted(deaths)
-        self.most_lengths = 10 + options.calls / options.company
+        # Those that died in company with a killer run alone, as it does.
+        self.most_lengths = 10 + options.calls / options.company + (options.company - 1) * options.killers
 
     def broken(self) -> Iterator[str]:
         """The bounds that were exceeded."""

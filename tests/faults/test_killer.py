@@ -50,7 +50,7 @@ def test_a_history_that_keeps_the_bounds_breaks_none() -> None:
     [
         ([start(1, 40.0, 15)], {}, "5 deaths, at most 4"),
         ([start(3, 10.0, SECOND)], {}, "2 reruns of innocents, at most 1"),
-        ([], {5: 39.5}, "12.6 lengths of a call until the innocents were done, at most 12.5"),
+        ([], {5: 40.5}, "13.6 lengths of a call until the innocents were done, at most 13.5"),
         ([start(5, 30.1, 14)], {5: 50.0}, "2 innocents beside a killer that was charged, at most 0"),
         ([], {4: 22.3}, "1 innocents beside a killer that was charged, at most 0"),
     ],
@@ -68,3 +68,13 @@ def test_a_killer_among_calls_is_dead_in_the_end_and_takes_few_with_it(engine: E
     report = run_killer(KillerOptions(calls=16, slots=16, seconds=0.1, lease_seconds=1.0, minutes=4), engine)
     assert [problem for problem in report.problems if "lengths" not in problem] == []
     assert report.deaths > 3, "one in company, and as many alone as make a dead letter"
+
+
+@pytest.mark.large
+@pytest.mark.timeout(300)
+def test_calls_whose_relay_was_killed_run_again_once_each(engine: Engine) -> None:
+    """None of them is to blame, and none is charged."""
+    options = KillerOptions(calls=40, slots=40, killers=0, seconds=0.1, lease_seconds=1.0, minutes=4)
+    report = run_killer(options, engine)
+    assert [problem for problem in report.problems if "lengths" not in problem] == []
+    assert (report.deaths, report.reruns) == (1, 0)

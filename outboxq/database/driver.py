@@ -180,7 +180,7 @@ class ServerSession:
     Args:
         epoch: The run of its server.
         has_citus: True if its database has Citus.
-        claims: The claims that it has prepared.
+        claims: The claims, and the statement that settles leased jobs, that it has prepared.
         finished_rows: Its prepared INSERT of finished rows.
     """
 

@@ -30,7 +30,7 @@ from outboxq.execution.batch_state import BatchState, Running
 from outboxq.execution.chain import follower_of
 from outboxq.execution.errors import ROLLED_BACK, SWALLOWED, ConnectionLost, ConnectionSpoiled, TransactionEscaped
 from outboxq.execution.failure import TRANSIENT, Failed, describe_failure
-from outboxq.execution.invoke import IS_OVER, Args, HandlerEnd, HandlerSession, Run, hand_over
+from outboxq.execution.invoke import IS_OVER, Args, HandlerSession, Run, hand_over
 from outboxq.execution.preload import RowsMayBeLate, load_entity, watch_unlocked
 from outboxq.execution.runtime import CancelledResult, Runtime
 from outboxq.execution.settle import check_shared, current_xid
@@ -253,12 +253,11 @@ class Attempt:
             except BaseException:
                 self.guard.let_go()
                 raise
-        ended: HandlerEnd
         try:
-            ended = self._runtime.invoker.call(self._handler, self.session, *self._inputs()), None
+            returned = self._runtime.invoker.call(self._handler, self.session, *self._inputs())
         except BaseException as error:  # noqa: BLE001  # judged by `_end`
-            ended = None, error
-        return self._end(*ended)
+            return self._end(None, error)
+        return self._end(returned, None)
 
     def _inputs(self) -> tuple[Run, Args]:
         """What the handler is called with."""

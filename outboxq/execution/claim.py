@@ -106,7 +106,7 @@ class ClaimRequest:
     savepoint: str = field(default_factory=lambda: f"oq_{secrets.token_hex(8)}")
 
     def add_to(self, script: Script, *, begins: bool = False) -> None:
-        """Append the claim, for a transaction that has just begun; in lease mode it ends with COMMIT.
+        """Append the claim, for a transaction that has done nothing but settle jobs; in lease mode it ends with COMMIT.
 
         Args:
             begins: Begin the transaction: the claim follows a COMMIT.

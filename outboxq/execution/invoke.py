@@ -276,7 +276,7 @@ def _greenlets() -> Callable[[], Any]:
 
 
 class AsyncInvoker:
-    """Awaits coroutines through the greenlet of `run_sync`: the event loop runs them as if it had called them."""
+    """Calls coroutine functions: makes their coroutines, or awaits these through the greenlet of `run_sync`."""
 
     flavour: Flavour = "async"
 
@@ -286,6 +286,8 @@ class AsyncInvoker:
         self._session: AsyncOutboxSession | None = None
         # The task of the handler that runs, or of the last one.
         self.task: asyncio.Task[None] | None = None
+        # The variables from before a handler that the caller has started; None if it starts none.
+        self.base: ContextVars | None = None
 
     def apart(self) -> Apart:
         """A function that runs one attempt in its own context, which its handler's task gets too."""
@@ -294,7 +296,7 @@ class AsyncInvoker:
     def _run_apart(self, attempt: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         # Not by Context.run(): no task can enter a context that is entered.
         own = self._greenlet()
-        before, own.gr_context = own.gr_context, copy_context()
+        before, own.gr_context = own.gr_context, copy_context() if self.base is None else self.base.copy()
         try:
             return attempt(*args, **kwargs)
         finally:
@@ -376,7 +378,7 @@ class AsyncInvoker:
                 forgotten = close_unawaited(made)
             if forgotten:
                 raise HandlerError(_UNAWAITED.format(forgotten))
-        except BaseException as error:  # noqa: BLE001  # raised again by `call`
+        except BaseException as error:  # noqa: BLE001  # the caller judges it
             ended.append((None, error))
         else:
             ended.append((returned, None))

@@ -108,7 +108,7 @@ class LeasedCall:
                 # From here on the relay cannot take the job away.
                 batch.owner.begin_commit()
                 return settlement
-        connection, runtime = self.borrow()
+        connection, runtime = self.lent or self.borrow()
         handlers = {self.job.kind: self._handler}
         settle_alone(connection, batch, self.job, runtime, result)
         ended = commit(connection, batch, runtime, None)
@@ -193,7 +193,9 @@ class _LeasedAttempt(Attempt):
     def needs_connection(self) -> bool:
         """Return True if the rest of the attempt may need a connection; decided once, after the handler's end."""
         is_followed, has_written = THEN_HEADER in self._job.headers, self.made is not None
-        is_needed = has_written or is_followed or self._call.is_cancelled or bool(self._run.deferred)
+        # What failed may be called again at once: see `attempt`.
+        has_failed = not self._ended or self._ended[0][1] is not None
+        is_needed = has_failed or has_written or is_followed or self._call.is_cancelled or bool(self._run.deferred)
         # One that comes later is too late: its request cannot be read without a connection.
         self._may_be_cancelled = is_needed
         return is_needed
@@ -203,7 +205,10 @@ class _LeasedAttempt(Attempt):
         if not self.has_started:
             return super().run()
         # A task that is cancelled before its first step has appended nothing.
-        return self._end(*(self._ended.pop() if self._ended else (None, asyncio.CancelledError())))
+        ended = self._ended[0] if self._ended else (None, asyncio.CancelledError())
+        # Without the error, whose traceback refers to this attempt; and not empty: the handler has ended.
+        self._ended[:] = [(None, None)]
+        return self._end(*ended)
 
     def open(self) -> None:
         """Join the call's connection, begin the transaction and set the savepoint, unless that was done."""

@@ -279,28 +279,48 @@ class TaskCall(Call):
     ) -> None:
         engine = owner.connections.given
         assert isinstance(engine, AsyncEngine)
-        self._loop, self._async_invoker = loop, AsyncInvoker(engine)
-        self._watch = TaskWatch(loop, lambda: self._async_invoker)
-        super().__init__(owner, batch, handler, self._async_invoker, self._watch)
+        invoker = self._async_invoker = AsyncInvoker(engine)
+        # Not of `self`: a call that has ended is freed at once, by no garbage collector.
+        self._loop, self._watch = loop, TaskWatch(loop, lambda: invoker)
+        super().__init__(owner, batch, handler, invoker, self._watch)
 
     def start(self) -> None:
         """Start the handler in a task, in the event loop. Only a call that uses its session needs more than that."""
-        context = copy_context()
-        running = context.run(self._leased.start)
+        context, watch = copy_context(), self._watch
+        self._async_invoker.base = context.copy()
+        watch.thread, watch.is_outside = threading.get_ident(), True
+        try:
+            running = context.run(self._leased.start)
+        finally:
+            watch.is_outside = False
         if running is None:
             self._loop.call_soon(self._go_on, context=context)
             return
-        task = asyncio.Task(running, loop=self._loop, context=context)
-        self._async_invoker.task = task
-        self._watch.begin(task)
+        task = self._async_invoker.task = asyncio.Task(running, loop=self._loop, context=context)
+        watch.begin(task)
+        if self.is_abandoned:
+            # By a thread that knew no task yet.
+            task.cancel()
         task.add_done_callback(self._go_on, context=context)
 
     def _go_on(self, _: "asyncio.Task[None] | None" = None) -> None:
         """Go on after the handler's end, in its context: in a greenlet if a connection may be needed."""
         if self._leased.needs_connection():
-            self._watch.begin(asyncio.Task(greenlet_spawn(self.run), loop=self._loop))
-        else:
-            self.run()
+            # The watch refers to it from its first step on.
+            self._rest_task = asyncio.Task(self._rest(), loop=self._loop)
+            return
+        self._watch.is_outside = True
+        self.run()
+        self._watch.is_outside = False
+
+    async def _rest(self) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._watch.begin(task)
+        if self.is_abandoned:
+            # By a thread that knew the handler's task alone. Not before the first step: `run` must end.
+            task.cancel()
+        await greenlet_spawn(self.run)
 
     def _is_interruption(self, error: BaseException) -> bool:
         # No task is cancelled any more when the handler's has ended.

@@ -225,24 +225,18 @@ class Dispatcher:
     def work(self, connected: SlotConnection) -> bool:
         """Settle and claim until there is nothing to send; return True."""
         with self._on(connected) as runtime:
-            work_once, began_at = partial(self._work_once, connected, runtime), time.monotonic()
-            while work_once() and self._has_room_or_results():
-                pass
+            began_at = time.monotonic()
+            self._work_on(connected, runtime)
             if self.state.until_empty and not self.calls and not self.is_in_doubt:
+                work_once = partial(self._work_once, connected, runtime)
                 self._is_drained = not self._last_jobs.work_off(connected.connection, work_once, began_at)
         return True
 
     def work_seen(self, connected: SlotConnection) -> bool:
         """Poll if due, and claim if something waits; False if nothing was done."""
-        worked = False
         with self._on(connected) as runtime:
             self.sleep.poll(connected.connection)
-            if self.sleep.has_work():
-                while self._work_once(connected, runtime):
-                    worked = True
-                    if not self._has_room_or_results():
-                        break
-        return worked
+            return self.sleep.has_work() and self._work_on(connected, runtime)
 
     def settle(self, connected: SlotConnection) -> bool:
         """Settle what ended, and claim nothing."""
@@ -339,10 +333,19 @@ class Dispatcher:
 
     # Rounds.
 
+    def _work_on(self, connected: SlotConnection, runtime: Runtime) -> bool:
+        """Send until there is nothing more to send before a call ends; return True if anything was sent."""
+        worked = False
+        while self._work_once(connected, runtime):
+            worked = True
+            if not (self._may_claim() or self._has_results()):
+                break
+        return worked
+
     def _work_once(self, connected: SlotConnection, runtime: Runtime) -> bool:
         """Send what ended, with a claim if slots are free; return True if there may be more to send."""
         self._has_freed = False
-        taken, connection = self._take_results(), connected.connection
+        connection = connected.connection
         most, suspects = self._room() if self._may_claim() and self._wants_claim() else (0, False)
         if most:
             self.sleep.begin_claims()
@@ -350,29 +353,23 @@ class Dispatcher:
                 for each in asked:
                     if isinstance(each, Query):
                         send_query(connection, each)
-                        continue
-                    goes_on, taken = self._send(connection, taken, each, runtime), []
-                    if goes_on:
+                    elif self._send(connection, self._take_results(), each, runtime):
                         self._may_wait = True
                         return True
             if suspects:
                 # None waits, or none can be had now.
                 self.end_turn()
-                return True
-            self._may_wait = False
-        if taken:
-            self._send(connection, taken, None, runtime)
+            else:
+                self._may_wait = False
+        if self._has_results():
+            self._send(connection, self._take_results(), None, runtime)
             return True
-        return False
+        return suspects
 
     def _wants_claim(self) -> bool:
         """Return True if jobs may wait: calls that end all the time must not have queues claimed from each time."""
         is_turn = self._turn_until is not None
         return self._may_wait or is_turn or self.state.until_empty or self.sleep.has_work()
-
-    def _has_room_or_results(self) -> bool:
-        """Return True if there may be something to send before a call ends."""
-        return self._may_claim() or self._has_results()
 
     def _may_claim(self) -> bool:
         return len(self.calls) < self.slots and not self.state.stopping.is_set() and not self.is_abandoned
@@ -598,7 +595,7 @@ class Dispatcher:
             self._publish(report, (), others)
 
     def _hold(self, outcomes: list[_Outcome], seconds: float) -> None:
-        """Keep outcomes, to be tried again after `seconds`: before they leave `_sent`, as in `_take_results`."""
+        """Keep outcomes, to be tried again after `seconds`."""
         if outcomes:
             self._held += outcomes
             self._held_until = time.monotonic() + seconds

@@ -45,11 +45,16 @@ class ThreadWatch:
 
 
 class TaskWatch(ThreadWatch):
-    """Watches one task, and the task of the attempt that it waits for.
+    """Watches one task, and the task of the handler, if that is another one.
 
     Args:
         invoker: Returns the invoker that calls the handler, if any.
+
+    Attributes:
+        is_outside: The loop runs code of the job in no task, in `thread`.
     """
+
+    is_outside = False
 
     def __init__(self, loop: asyncio.AbstractEventLoop, invoker: Callable[[], Invoker | None]) -> None:
         self.task: asyncio.Task[None] | None = None
@@ -80,15 +85,14 @@ class TaskWatch(ThreadWatch):
         return self._answered is not None and not self._answered.is_set() and not self.is_running()
 
     def _coroutines(self) -> "list[CoroutineType[Any, Any, object]]":
-        """The coroutines of the task, and of the task of the attempt that it waits for."""
+        """The coroutines of the task, and of the handler's."""
         invoker = self._invoker()
         attempt = invoker.task if isinstance(invoker, AsyncInvoker) else None
-        # The handler's task may be the only one.
         found: list[object] = [task.get_coro() for task in dict.fromkeys((self.task, attempt)) if task is not None]
         return [coroutine for coroutine in found if inspect.iscoroutine(coroutine)]
 
     def is_running(self) -> bool:
-        return any(coroutine.cr_running for coroutine in self._coroutines())
+        return self.is_outside or any(coroutine.cr_running for coroutine in self._coroutines())
 
     def stack(self) -> list[Frame]:
         if self.task is None or self.is_running():

@@ -47,6 +47,8 @@ _WAITS = "tests/outbox/test_results_races.py::test_a_job_that_ends_"
 
 _SAME = "tests/codec/test_sameness.py::test_"
 
+_CALLS = "tests/relay/test_calls.py::test_"
+
 MUTANTS = (
     Mutant(
         "the comparison of an argument with what is read",
@@ -891,9 +893,45 @@ MUTANTS = (
     Mutant(
         "the connection for what follows a call that left its session alone",
         "outboxq/execution/leased_call.py",
-        "        is_needed = has_written or is_followed or self._call.is_cancelled or bool(self._run.deferred)\n",
-        "        is_needed = has_written or self._call.is_cancelled\n",
+        "or is_followed or self._call.is_cancelled or bool(self._run.deferred)\n",
+        "or self._call.is_cancelled\n",
         ("tests/relay/test_dispatcher.py::test_what_follows_a_call_that_left_its_session_alone_has_a_connection",),
+    ),
+    Mutant(
+        "the greenlet in which a call that failed may be called again",
+        "outboxq/execution/leased_call.py",
+        "        is_needed = has_failed or has_written",
+        "        is_needed = has_written",
+        (f"{_CALLS}a_conflict_is_tried_again_at_once_with_the_variables_from_before",),
+    ),
+    Mutant(
+        "the variables from before the first try of a call",
+        "outboxq/relay/calls.py",
+        "        self._async_invoker.base = context.copy()\n",
+        "",
+        (f"{_CALLS}a_conflict_is_tried_again_at_once_with_the_variables_from_before",),
+    ),
+    Mutant(
+        "the end of a handler, as its context sees it while what follows waits",
+        "outboxq/execution/leased_call.py",
+        "        self._ended[:] = [(None, None)]\n",
+        "        self._ended.clear()\n",
+        (f"{_CALLS}a_task_that_was_left_behind_gets_no_session_of_a_call_that_is_settled",),
+    ),
+    Mutant(
+        "the cancellation of a call that was abandoned between its tasks",
+        "outboxq/relay/calls.py",
+        "            # By a thread that knew the handler's task alone. Not before the first step: `run` must end.\n"
+        "            task.cancel()\n",
+        "            pass\n",
+        (f"{_CALLS}a_call_that_is_abandoned_between_its_handler_and_what_follows_waits_for_nothing",),
+    ),
+    Mutant(
+        "users' code that runs in no task, as the watch sees it",
+        "outboxq/relay/watch.py",
+        "        return self.is_outside or any(",
+        "        return any(",
+        (f"{_CALLS}users_code_that_runs_before_the_handler_s_task_is_seen_to_run",),
     ),
     Mutant(
         "the results that a refused claim has undone with itself",
@@ -1597,6 +1635,14 @@ MUTANTS = (
         (
             "tests/faults/test_refused_commit.py::test_a_backend_that_ends_at_the_rows_of_finished_jobs_stops_no_later_rows",
         ),
+    ),
+    Mutant(
+        "the COMMIT of results, before they are published",
+        "outboxq/relay/dispatcher.py",
+        "            answer = script.send(connection)\n",
+        "            self._publish(BatchReport(0, tuple(each.event for each in many.settlements if each.event)), ())\n"
+        "            answer = script.send(connection)\n",
+        ("tests/relay/test_dispatcher.py::test_a_lost_lease_of_one_job_costs_the_others_nothing",),
     ),
     Mutant(
         "a claim beyond the free slots",

@@ -1,7 +1,6 @@
 """The dispatcher of lease mode: a slot for each call, a connection for none that waits, and settling in common."""
 
 import asyncio
-import json
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -34,10 +33,19 @@ from outboxq.execution.leased_call import LeasedCall
 from outboxq.relay.dispatcher import Dispatcher
 from outboxq.relay.limits import RelayLimits
 from outboxq.relay.slot import SlotWaits
-from outboxq.statements.lease import RELAY_DIED
 from tests.conftest import RunningRelay, StartRelay
 from tests.support.app import Child, Effect
-from tests.support.calls import Calls, Gate, config, lent_by, note_claims, note_dispatchers, owners_of, rows
+from tests.support.calls import (
+    Calls,
+    Gate,
+    add_suspects,
+    config,
+    lent_by,
+    note_claims,
+    note_dispatchers,
+    owners_of,
+    rows,
+)
 from tests.support.ledger import effects
 from tests.support.scripts import change_scripts
 from tests.support.waiting import PATIENCE, wait_until
@@ -592,17 +600,6 @@ def rests(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
             wait_until(lambda seen=seen: all(counted[each] > seen[each] for each in seen), "the dispatchers to look")
 
     return wait
-
-
-def add_suspects(engine: Engine, calls: Calls, deaths: int, *names: str) -> None:
-    """As jobs that so many relays left when they died."""
-    errors = json.dumps([{"type": RELAY_DIED, "message": "its relay died"}] * deaths)
-    change = text("UPDATE outboxq.job SET state = 'suspect', errors = CAST(:errors AS jsonb) WHERE id = :id")
-    with OutboxSession(engine) as session, session.begin():
-        for name in names:
-            handle = session.add_job(calls.work, name=name)
-            session.flush()
-            session.execute(change, {"errors": errors, "id": handle.id})
 
 
 @FLAVOURS

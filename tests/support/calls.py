@@ -2,6 +2,7 @@
 
 import asyncio
 import inspect
+import json
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ from outboxq.execution.claim import Claimed
 from outboxq.relay.connections import CallConnections
 from outboxq.relay.dispatcher import Dispatcher
 from outboxq.relay.planner import Planner
+from outboxq.statements.lease import RELAY_DIED
 from tests.support.waiting import PATIENCE
 
 
@@ -164,3 +166,14 @@ def answer_lost(
     with monkeypatch.context() as patched:
         patched.setattr(Script, "send", losing)
         yield lost
+
+
+def add_suspects(engine: Engine, calls: Calls, deaths: int, *names: str) -> None:
+    """As jobs that so many relays left when they died."""
+    errors = json.dumps([{"type": RELAY_DIED, "message": "its relay died"}] * deaths)
+    change = text("UPDATE outboxq.job SET state = 'suspect', errors = CAST(:errors AS jsonb) WHERE id = :id")
+    with OutboxSession(engine) as session, session.begin():
+        for name in names:
+            handle = session.add_job(calls.work, name=name)
+            session.flush()
+            session.execute(change, {"errors": errors, "id": handle.id})

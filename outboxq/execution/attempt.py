@@ -196,7 +196,7 @@ class Attempt:
         running: Begins and ends the call of the handler, which an operator may cancel.
     """
 
-    # Its handler has started, in a task of its own.
+    # The handler has started, in a task of its own.
     has_started = False
     # An operator's cancellation counts until the attempt has ended.
     _may_be_cancelled = True
@@ -260,7 +260,7 @@ class Attempt:
         return self._end(returned, None)
 
     def _inputs(self) -> tuple[Run, Args]:
-        """What the handler is called with."""
+        """Load the arguments; return them with the other parts of the handler's call."""
         runtime, job = self._runtime, self._job
         if THEN_HEADER in job.headers:
             # Checked before the handler runs: if it cannot be read, the handler's rows would have no follower.
@@ -287,7 +287,7 @@ class Attempt:
                 check_rest(runtime, job, error)
                 if error is None:
                     if self._call.is_cancelled and self._may_be_cancelled:
-                        # It may be half done even if it returned: none of its rows is kept.
+                        # The handler may be half done even if it returned: none of its rows is kept.
                         result = _CANCELLED
                     elif returned is not None or self._handler.keeps_result:
                         result = self._handler.returned.outcome(returned)
@@ -306,7 +306,7 @@ class Attempt:
                 is_cancelled = self._call.is_cancelled and self._may_be_cancelled
                 result = _CANCELLED if is_cancelled else self._result_of(error)
         finally:
-            # Its traceback may refer to this frame.
+            # The traceback of the error may refer to this frame.
             error = None
             self._running.end_handler()
             self.guard.let_go()

@@ -116,7 +116,7 @@ class ClaimRequest:
         if begins:
             parts += [_BEGIN, *own]
         else:
-            # In the transaction of other statements, which may have some of the settings.
+            # Results that are settled in the same transaction have made some of the settings.
             parts += [part for part in own if part not in parts]
         if claim.leased:
             parts.append(("claim", "COMMIT"))

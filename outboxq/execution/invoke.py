@@ -272,7 +272,8 @@ def _greenlets() -> Callable[[], Any]:
     """The function that returns the current greenlet; installed if SQLAlchemy has coroutines."""
     from greenlet import getcurrent
 
-    return getcurrent  # type: ignore[no-any-return]
+    found: Callable[[], Any] = getcurrent
+    return found
 
 
 class AsyncInvoker:

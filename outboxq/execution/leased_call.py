@@ -69,7 +69,7 @@ class LeasedCall:
         try:
             self._begin()
         except Abandoned:
-            # `run` meets it again.
+            # `run` raises it again.
             return None
         started = self._started = _LeasedAttempt(self, self._handler, self._runtime)
         return started.start()
@@ -193,10 +193,10 @@ class _LeasedAttempt(Attempt):
     def needs_connection(self) -> bool:
         """Return True if the rest of the attempt may need a connection; decided once, after the handler's end."""
         is_followed, has_written = THEN_HEADER in self._job.headers, self.made is not None
-        # What failed may be called again at once: see `attempt`.
+        # A handler that failed may be called again at once: see `attempt`.
         has_failed = not self._ended or self._ended[0][1] is not None
         is_needed = has_failed or has_written or is_followed or self._call.is_cancelled or bool(self._run.deferred)
-        # One that comes later is too late: its request cannot be read without a connection.
+        # A cancellation that comes later is too late: its request cannot be read without a connection.
         self._may_be_cancelled = is_needed
         return is_needed
 
@@ -206,7 +206,7 @@ class _LeasedAttempt(Attempt):
             return super().run()
         # A task that is cancelled before its first step has appended nothing.
         ended = self._ended[0] if self._ended else (None, asyncio.CancelledError())
-        # Without the error, whose traceback refers to this attempt; and not empty: the handler has ended.
+        # The error goes, as its traceback refers to this attempt; an entry stays, as the handler has ended.
         self._ended[:] = [(None, None)]
         return self._end(*ended)
 

@@ -280,7 +280,7 @@ class TaskCall(Call):
         engine = owner.connections.given
         assert isinstance(engine, AsyncEngine)
         invoker = self._async_invoker = AsyncInvoker(engine)
-        # Not of `self`: a call that has ended is freed at once, by no garbage collector.
+        # The watch refers to the invoker and not to the call, which is freed at its end without the garbage collector.
         self._loop, self._watch = loop, TaskWatch(loop, lambda: invoker)
         super().__init__(owner, batch, handler, invoker, self._watch)
 
@@ -299,14 +299,14 @@ class TaskCall(Call):
         task = self._async_invoker.task = asyncio.Task(running, loop=self._loop, context=context)
         watch.begin(task)
         if self.is_abandoned:
-            # By a thread that knew no task yet.
+            # The thread that abandoned the call knew no task yet.
             task.cancel()
         task.add_done_callback(self._go_on, context=context)
 
     def _go_on(self, _: "asyncio.Task[None] | None" = None) -> None:
         """Go on after the handler's end, in its context: in a greenlet if a connection may be needed."""
         if self._leased.needs_connection():
-            # The watch refers to it from its first step on.
+            # The loop alone would keep no reference to the task.
             self._rest_task = asyncio.Task(self._rest(), loop=self._loop)
             return
         self._watch.is_outside = True
@@ -318,7 +318,8 @@ class TaskCall(Call):
         assert task is not None
         self._watch.begin(task)
         if self.is_abandoned:
-            # By a thread that knew the handler's task alone. Not before the first step: `run` must end.
+            # The thread that abandoned the call knew the handler's task alone. Here and not earlier, as a task that is
+            # cancelled before its first step never calls `run`, which frees the slot.
             task.cancel()
         await greenlet_spawn(self.run)
 

@@ -479,7 +479,8 @@ class Dispatcher:
             return self._settle_and_claim(connection, settling.without(), request)
         server = ANY_SERVER if self.connected is None else self.connected.server
         script, prepared = Script(), None
-        # In one transaction, and with one flush to the disk, if the claim waits for no lock.
+        # Results and the claim share a transaction, and a flush to the disk, if the claim waits for no lock. Without an
+        # answer to COMMIT both are in doubt together: the jobs are adopted, and the results sent again.
         is_one = request is not None and not (request.script.lock or many.steps or many.is_asked)
         if many.settlements:
             fault_point("before-commit")
@@ -506,7 +507,7 @@ class Dispatcher:
                 run_script(connection, "ROLLBACK")
         if many.settlements:
             if is_one and not answer.is_committed:
-                # Which of both was refused shows when each is sent by itself.
+                # The error may be of the results or of the claim: each is sent by itself.
                 self._settle_and_claim(connection, settling, None)
                 return self._settle_and_claim(connection, settling.without(), request)
             if not answer.is_committed or (many.is_asked and "standing" not in answer.rows):

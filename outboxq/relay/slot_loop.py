@@ -233,7 +233,7 @@ class _TaskWakeEvent:
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self._is_set = False
-        # The loop's; while the task waits.
+        # The thread of the loop, once the task has waited.
         self._thread = 0
         self._waiter: asyncio.Future[None] | None = None
 
@@ -259,7 +259,7 @@ class _TaskWakeEvent:
         self._thread, self._waiter = threading.get_ident(), self._loop.create_future()
         timer = self._loop.call_later(timeout, self._wake)
         try:
-            # Set by another thread before it saw the waiter.
+            # Another thread may have set it before it saw the waiter.
             if not self._is_set:
                 await_only(self._waiter)
         finally:

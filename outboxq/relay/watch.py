@@ -60,7 +60,7 @@ class TaskWatch(ThreadWatch):
         self.task: asyncio.Task[None] | None = None
         self._loop = loop
         self._invoker = invoker
-        # The sign of life that was requested last; made then, as few calls are ever asked.
+        # The sign of life that was requested last; few calls are ever asked for one.
         self._answered: threading.Event | None = None
 
     def begin(self, task: "asyncio.Task[None] | None") -> None:

@@ -9,7 +9,7 @@ from typing import LiteralString
 NO_SCANS: LiteralString = "SET LOCAL enable_seqscan = off"
 # Without statistics, a sort of all rows of a condition may seem as cheap as a walk to the first ones.
 BY_INDEX: tuple[LiteralString, ...] = (NO_SCANS, "SET LOCAL enable_sort = off")
-# For a statement that is executed by its name: planned once, whatever its parameters.
+# The server plans a statement that is executed by its name once, for any parameters.
 PLANNED_ONCE: LiteralString = "SET LOCAL plan_cache_mode = force_generic_plan"
 SCANS_AGAIN: LiteralString = "SET LOCAL enable_seqscan TO DEFAULT"
 # For the rest of a transaction that handlers share.

@@ -16,7 +16,7 @@ import attrs
 import msgspec
 import pydantic
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from outboxq import Context, Jobs, external
@@ -549,6 +549,9 @@ def _shape(value: object) -> object:
     if isinstance(value, datetime) and value.tzinfo is not None:
         minutes = (value.utcoffset() or timedelta()) // timedelta(minutes=1)
         return "moment", value.replace(tzinfo=None, fold=0), minutes
+    if type(value) is float and value.is_integer():
+        # jsonb gives whole numbers from 1e16 on back as int; a dictionary's items are compared by their texts.
+        return "number", int(value)
     if type(value) in (int, float):
         return "number", value
     if isinstance(value, set | frozenset):
@@ -571,6 +574,7 @@ _SIGNATURES: dict[str, Signature] = {str(annotation): signature_of(annotation) f
 
 @settings(max_examples=400)
 @given(st.sampled_from(_ANNOTATIONS), _VALUES)
+@example(dict[date, Any], {date(2000, 1, 1): 4.0787692739621304e16})
 def test_any_value_of_any_type_comes_back_or_is_refused(annotation: object, value: object) -> None:
     """Whatever is stored is equal to what is read, and of its types."""
     signature = _SIGNATURES[str(annotation)]

@@ -176,9 +176,8 @@ def _play(options: KillerOptions, engine: Engine, starts: Path, deaths: Path) ->
 
 
 def _kill_at_work(options: KillerOptions, relay: RelayProcess, starts: Path, deaths: Path) -> None:
-    """Kill the relay in the middle of as many calls as it has slots for, once they are at work."""
+    """Kill the relay once as many calls as it has slots for are at work."""
     if sum(1 for _ in read_starts(str(starts))) >= min(options.calls, options.slots):
-        time.sleep(options.seconds / 2)
         deaths.write_text(f"{time.time()!r}\n")
         relay.kill()
 
@@ -216,7 +215,7 @@ class Figures:
         self._killers = sorted((each for each in starts if each.job_id == killer_id), key=lambda each: each.at)
         self._innocents = sorted((each for each in starts if each.job_id != killer_id), key=lambda each: each.at)
         self.deaths = sorted(deaths)
-        # Those that died in company with a killer run alone, as it does.
+        # Innocents that died in company with a killer run alone, one after the other.
         self.most_lengths = 10 + options.calls / options.company + (options.company - 1) * options.killers
 
     def broken(self) -> Iterator[str]:

@@ -921,10 +921,16 @@ MUTANTS = (
     Mutant(
         "the cancellation of a call that was abandoned between its tasks",
         "outboxq/relay/calls.py",
-        "            # By a thread that knew the handler's task alone. Not before the first step: `run` must end.\n"
-        "            task.cancel()\n",
-        "            pass\n",
+        "which frees the slot.\n            task.cancel()\n",
+        "which frees the slot.\n            pass\n",
         (f"{_CALLS}a_call_that_is_abandoned_between_its_handler_and_what_follows_waits_for_nothing",),
+    ),
+    Mutant(
+        "the cancellation of a call that was abandoned as it started",
+        "outboxq/relay/calls.py",
+        "knew no task yet.\n            task.cancel()\n",
+        "knew no task yet.\n            pass\n",
+        (f"{_CALLS}a_call_that_is_abandoned_as_it_starts_has_no_run",),
     ),
     Mutant(
         "users' code that runs in no task, as the watch sees it",

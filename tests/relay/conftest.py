@@ -1,4 +1,4 @@
-"""What slots share, for tests of one slot alone."""
+"""The state of one slot alone, and the dispatchers and the gate of tests of calls."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -6,13 +6,15 @@ from contextlib import ExitStack
 import pytest
 from sqlalchemy import Engine
 
+from outboxq.relay.dispatcher import Dispatcher
 from outboxq.relay.state import RelayState
+from tests.support.calls import Gate, note_dispatchers
 from tests.support.slots import relay_state
 
 
 @pytest.fixture
 def make_state(engine: Engine) -> Iterator[Callable[..., RelayState]]:
-    """Makes what the slots of some queues of the application share; closed at the end of the test."""
+    """A function that makes the state that the slots of some queues share; closed at the end of the test."""
     with ExitStack() as stack:
 
         def make(*queues: str, **settings: object) -> RelayState:
@@ -21,3 +23,17 @@ def make_state(engine: Engine) -> Iterator[Callable[..., RelayState]]:
             return state
 
         yield make
+
+
+@pytest.fixture
+def gate() -> Iterator[Gate]:
+    """What handlers wait for, until the test opens it, or ends."""
+    gate = Gate()
+    yield gate
+    gate.open()
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[Dispatcher]:
+    """The dispatchers of the test's relays."""
+    return note_dispatchers(monkeypatch)

@@ -5,7 +5,7 @@ import gc
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -18,29 +18,19 @@ from sqlalchemy.exc import InvalidRequestError
 from outboxq import AsyncContext, Jobs, OutboxSession
 from outboxq.database.driver import ServerSession
 from outboxq.events import Event, JobCrashed, JobDone
+from outboxq.execution.leased_call import LeasedCall
 from outboxq.relay.calls import TaskCall
+from outboxq.relay.connections import CallConnections
 from outboxq.relay.dispatcher import Dispatcher
 from outboxq.relay.planner import Asked, Planner
 from tests.conftest import StartRelay
 from tests.support.app import Effect
-from tests.support.calls import Calls, Gate, add_suspects, config, note_dispatchers, rows
+from tests.support.calls import Calls, Gate, add_suspects, config, rows
 from tests.support.ledger import effects
 from tests.support.waiting import wait_until
 
 Drain = Callable[..., list[Event]]
 TENANT = ContextVar("tenant", default="none")
-
-
-@pytest.fixture
-def gate() -> Iterator[Gate]:
-    gate = Gate()
-    yield gate
-    gate.open()
-
-
-@pytest.fixture
-def made(monkeypatch: pytest.MonkeyPatch) -> list[Dispatcher]:
-    return note_dispatchers(monkeypatch)
 
 
 async def use_session(ctx: AsyncContext) -> None:
@@ -91,23 +81,25 @@ def test_a_call_that_has_ended_is_freed_by_no_garbage_collector(
 
 
 def test_a_task_that_was_left_behind_gets_no_session_of_a_call_that_is_settled(
-    engine: Engine, start_relay: StartRelay, gate: Gate
+    engine: Engine, start_relay: StartRelay, gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While what it deferred waits for a connection, the context refuses as it does afterwards."""
-    calls, answers, tasks = Calls("async"), Counter[str](), list[asyncio.Task[None]]()
+    calls, answers, tasks = Calls("async"), list[str](), list[asyncio.Task[None]]()
+    waits = Gate()
+    # Called in the event loop, as the call begins to wait.
+    monkeypatch.setattr(CallConnections, "_log_waiting", lambda _: waits.open())
 
     async def hold(ctx: AsyncContext) -> None:
         await use_session(ctx)
         await gate.wait_async()
 
     async def later(ctx: AsyncContext) -> None:
-        while not answers["refused"] > 5:
-            await asyncio.sleep(0.01)
-            try:
-                assert ctx.session is not None
-                answers["given"] += 1
-            except InvalidRequestError:
-                answers["refused"] += 1
+        await waits.wait_async()
+        try:
+            assert ctx.session is not None
+            answers.append("given")
+        except InvalidRequestError:
+            answers.append("refused")
 
     async def leave(ctx: AsyncContext) -> None:
         ctx.defer(insert(Effect), {"name": "deferred"})
@@ -116,10 +108,10 @@ def test_a_task_that_was_left_behind_gets_no_session_of_a_call_that_is_settled(
     calls.tasks |= {"holds": hold, "leaves": leave}
     calls.enqueue(engine, "holds", "leaves")
     with start_relay(calls.jobs, config(4, call_connections=1)) as running:
-        wait_until(lambda: answers.total() > 5, "the task that was left behind")
+        wait_until(lambda: answers, "the task that was left behind")
         gate.open()
         wait_until(lambda: len(running.of(JobDone)) == 2, "both")
-    assert answers["given"] == 0
+    assert answers == ["refused"]
     assert effects(engine) == ["deferred"]
 
 
@@ -149,6 +141,28 @@ def test_a_call_that_is_abandoned_between_its_handler_and_what_follows_waits_for
         wait_until(lambda: abandoned and made[0].busy == 1, "the end of the other call")
         gate.open()
     assert effects(engine) == []
+
+
+def test_a_call_that_is_abandoned_as_it_starts_has_no_run(
+    engine: Engine, start_relay: StartRelay, made: list[Dispatcher], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread that abandoned it knew no task yet."""
+    calls, start, abandoned = Calls("async"), LeasedCall.start, list[TaskCall]()
+
+    def abandon_behind(leased: LeasedCall) -> Any:
+        running = start(leased)
+        (call,) = (each for each in made[0].calls if each.batch is leased.batch)
+        assert isinstance(call, TaskCall)
+        assert call.batch.owner.seize()
+        call.abandon()
+        abandoned.append(call)
+        return running
+
+    monkeypatch.setattr(LeasedCall, "start", abandon_behind)
+    calls.enqueue(engine, "abandoned")
+    with start_relay(calls.jobs, config(2, lease_seconds=30)):
+        wait_until(lambda: abandoned and not made[0].busy, "its end")
+    assert calls.began == []
 
 
 @dataclass

@@ -42,7 +42,6 @@ from tests.support.calls import (
     config,
     lent_by,
     note_claims,
-    note_dispatchers,
     owners_of,
     rows,
 )
@@ -58,18 +57,6 @@ LATER = Backoff(max_attempts=3, first_seconds=3600)
 CONNECTIONS = text(
     "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND application_name = 'outboxq relay'"
 )
-
-
-@pytest.fixture
-def gate() -> Iterator[Gate]:
-    gate = Gate()
-    yield gate
-    gate.open()
-
-
-@pytest.fixture
-def made(monkeypatch: pytest.MonkeyPatch) -> list[Dispatcher]:
-    return note_dispatchers(monkeypatch)
 
 
 @contextmanager

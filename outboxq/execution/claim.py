@@ -60,7 +60,7 @@ class Claimed:
 
     `moved` is the number of jobs that were made suspects instead, because an earlier claim of them died. `transaction`
     is None if nothing was taken, and in lease mode, in which the jobs' transaction begins later. `is_full`: nothing was
-    claimed, because as many jobs of the queue run as its limit allows. `is_cut`: fewer were claimed than requested,
+    claimed, because as many jobs of the queue run as may at once. `is_cut`: fewer were claimed than requested,
     and more may wait. `look`: what else the claim found. `extras`: the names of `EXTRAS` that at least one of the jobs
     has; checks for the others are left out.
     """

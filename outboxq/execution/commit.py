@@ -32,7 +32,7 @@ def commit(
     """Commit a batch that has run; return None if COMMIT was refused and all undone: its jobs are to run again.
 
     Jobs that ran together then run each by itself. A lone job runs again, `FREE_RETRIES` times for free, after a
-    deadlock, a serialization failure, or a lock_timeout, usually at a unique job's key that another transaction takes.
+    deadlock, a serialization failure, or a lock_timeout, usually at a key that another transaction takes.
     Any other refusal is a failed attempt of the lone job, and committed as such; but if COMMIT itself gets no lock,
     which is never that of a row, the error is raised, and nothing counted.
 

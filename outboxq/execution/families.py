@@ -17,6 +17,7 @@ from outboxq.events import Event, JobsSuspected
 from outboxq.execution.batch_state import BatchState
 from outboxq.execution.callback_batches import FinishBatches, batch_ids
 from outboxq.execution.coalesce import coalesce
+from outboxq.execution.keep import Keeper, TellWaiters
 from outboxq.execution.plan import Handlers
 from outboxq.execution.runtime import CancelledResult, ExpiredResult, GivenBack, Runtime, UnknownKindResult
 from outboxq.execution.settle import passes
@@ -100,7 +101,7 @@ def steps_of(
 ) -> list[Step]:
     """Make the steps of a transaction in which jobs of a batch end by these events; none for plain jobs.
 
-    `SettleMany` makes those of leased jobs that used no session.
+    `steps_of_many` makes those of leased jobs that used no session.
 
     Args:
         stands_for: Jobs that others run for; by default the batch's.
@@ -114,4 +115,27 @@ def steps_of(
     # Under a lease a batch is one job, and another one of its claim may have the callback batch.
     if "batch_id" in batch.claimed.extras and (ids := batch_ids(batch.jobs)):
         found.append(FinishBatches(runtime.schema, ids))
+    return found
+
+
+def steps_of_many(
+    jobs: Sequence[Job],
+    events: Sequence[Event],
+    schema: str,
+    keeper: Keeper,
+    stands_for: Mapping[UUID, tuple[UUID, ...]],
+) -> list[Step]:
+    """Make the steps of a transaction that settles leased jobs of any claims, whose handlers used no session.
+
+    Their finished rows go into the statement that removes the jobs: another relay may have taken some of them.
+
+    Args:
+        jobs: The jobs that have ended.
+        stands_for: Jobs that others run for.
+    """
+    found: list[Step] = []
+    if ended := keeper.ended(events, stands_for):
+        found.append(TellWaiters(schema, ended))
+    if ids := batch_ids(jobs):
+        found.append(FinishBatches(schema, ids))
     return found

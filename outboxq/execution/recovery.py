@@ -15,13 +15,12 @@ from sqlalchemy import Connection
 from sqlalchemy.exc import SQLAlchemyError
 
 from outboxq.clock import clock
-from outboxq.database.driver import end_transaction, is_lost, pause, run_script
+from outboxq.database.driver import end_transaction, is_lost, pause
 from outboxq.database.errors import LOCK_NOT_AVAILABLE, QUERY_CANCELED, READ_ONLY, sqlstate_of
-from outboxq.error_record import ErrorRecord
 from outboxq.errors import LeaseLost
-from outboxq.events import Event, JobCrashed, JobLeaseLost, JobsParked
+from outboxq.events import Event, JobLeaseLost, JobsParked
 from outboxq.execution import settle
-from outboxq.execution.aside import Rows, is_of_a_row, set_aside_first, take_one
+from outboxq.execution.aside import is_of_a_row, set_aside_first
 from outboxq.execution.batch_state import BatchReport, BatchState, Ended, begin_transaction
 from outboxq.execution.claim import ClaimRequest, claim_one, clear_marks, forgive
 from outboxq.execution.commit import commit_checked
@@ -37,9 +36,9 @@ from outboxq.execution.find_outcome import (
 )
 from outboxq.execution.runtime import Result, Runtime, SettledByClaim, UnknownKindResult
 from outboxq.execution.settle import JobRowHeld, settle_result
+from outboxq.execution.take_back import release, take_back_held, take_back_lost
 from outboxq.job import Job
 from outboxq.statements.group_claim import AnyScript
-from outboxq.statements.lease import take_back, take_back_locked
 from outboxq.statements.settle import postpone as postponed
 
 # The time and the interval of queries for the end of a transaction whose connection the relay has closed.
@@ -103,7 +102,7 @@ def recover(connection: Connection, batch: BatchState, error: BaseException, run
 def _recover(connection: Connection, batch: BatchState, error: BaseException, runtime: Runtime) -> Ended:
     match error:
         case JobRowHeld():
-            return Ended(_take_back_held(connection, batch.job, runtime))
+            return Ended(take_back_held(connection, batch.job, runtime))
         case LeaseLost():
             return Ended(BatchReport(1, (JobLeaseLost(batch.job),)))
         case TransactionEscaped():
@@ -126,7 +125,7 @@ def _recover(connection: Connection, batch: BatchState, error: BaseException, ru
             return Ended(record_result(connection, batch, batch.job, error.failed, runtime, batch.claimed_ids))
         case ConnectionLost() if not isinstance(error, ConnectionSpoiled):
             # A job that caused the loss shows when it runs alone; in transaction mode by its claim's mark.
-            return Ended(return_to_suspects(connection, batch.job, runtime) if batch.is_leased else None)
+            return Ended(take_back_lost(connection, batch.job, runtime) if batch.is_leased else None)
     return _recover_rolled_back(connection, batch, error, runtime)
 
 
@@ -226,55 +225,6 @@ def postpone(connection: Connection, job: Job, runtime: Runtime, batch: tuple[UU
         clear_marks(connection, runtime.schema, batch)
         connection.execute(postponed(job, POSTPONED, passes=settle.passes(job, runtime)))
     return BatchReport(1, ())
-
-
-def release(connection: Connection, job: Job, record: ErrorRecord | None = None) -> tuple[JobLeaseLost, ...]:
-    """Put back a leased job that did not end, to run at once, with no attempt counted; `record` says why."""
-    try:
-        with connection.begin():
-            settle.release(connection, job, record)
-    except LeaseLost:
-        return (JobLeaseLost(job),)
-    return ()
-
-
-def return_to_suspects(
-    connection: Connection, job: Job, runtime: Runtime, message: str = "the connection was lost while the job ran"
-) -> BatchReport:
-    """Take back a leased job whose run was lost while its relay lives on, as if the relay had died."""
-
-    assert job.lease_token is not None
-    schema, token = runtime.schema, job.lease_token
-
-    def run(statement: str) -> Rows:
-        with connection.begin():
-            return run_script(connection, statement)
-
-    def taking(most: int) -> str:
-        return take_back(schema, job.id, token, most, message, in_group=job.group_key is not None)
-
-    rows = take_one(run, taking, runtime.max_crashes, schema, job.id)
-    return BatchReport(1, tuple(crashed(row) for row in rows))
-
-
-def _take_back_held(connection: Connection, job: Job, runtime: Runtime) -> BatchReport:
-    """Take back a leased job that ended while another transaction held its row: the job runs again.
-
-    If the row is still held, nothing is done: the relay's beat takes the job back later.
-    """
-    assert job.lease_token is not None
-    statement = take_back_locked(
-        runtime.schema, job.id, job.lease_token, job.crashes, in_group=job.group_key is not None
-    )
-    with connection.begin():
-        rows = run_script(connection, statement)
-    return BatchReport(1, tuple(crashed(row) for row in rows))
-
-
-def crashed(row: tuple[object, ...]) -> JobCrashed:
-    """Make the event of a reaping statement's row, with the driver's values or libpq's texts."""
-    job_id, queue, kind, crashes, died = row
-    return JobCrashed(UUID(str(job_id)), str(queue), str(kind), int(str(crashes)), str(died) in ("t", "True"))
 
 
 def _settle_anew(

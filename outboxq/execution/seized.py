@@ -13,10 +13,11 @@ from outboxq.execution.aside import describe, is_of_a_row, say_of_job
 from outboxq.execution.batch_state import BatchReport, BatchState
 from outboxq.execution.claim import clear_marks
 from outboxq.execution.failure import Failed, count_unfinished
-from outboxq.execution.recovery import find_outcome_soon, record_result, release, return_to_suspects
+from outboxq.execution.recovery import find_outcome_soon, record_result
 from outboxq.execution.runtime import CancelledResult, Runtime
 from outboxq.execution.settle import Settlement
 from outboxq.execution.settle_many import SettleMany
+from outboxq.execution.take_back import release, take_back_lost
 from outboxq.job import Job
 from outboxq.statements.lease import INTERRUPTED, note_interrupted
 from outboxq.statements.settle import PutBack
@@ -49,7 +50,7 @@ def settle_aborted(
     if is_crash or any(count_unfinished(job.errors) >= FREE_INTERRUPTIONS for job in batch.running_jobs):
         if batch.is_leased:
             why = "the event loop was blocked while the job ran" if is_crash else _INTERRUPTED
-            return return_to_suspects(connection, batch.job, runtime, why)
+            return take_back_lost(connection, batch.job, runtime, why)
         # The claim's mark makes the job a suspect: the others' are cleared.
         running = {job.id for job in batch.running_jobs}
         with connection.begin():
@@ -90,7 +91,7 @@ def give_back(connection: Connection, batches: Sequence[BatchState], runtime: Ru
     for batch in batches:
         job = batch.job
         if count_unfinished(job.errors) >= FREE_INTERRUPTIONS:
-            events += return_to_suspects(connection, job, runtime, _INTERRUPTED).events
+            events += take_back_lost(connection, job, runtime, _INTERRUPTED).events
         else:
             record = ErrorRecord(job.attempt, INTERRUPTED, _INTERRUPTED).as_json()
             back = PutBack(job=job, attempt=job.attempt - 1, record=record)

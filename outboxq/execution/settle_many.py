@@ -10,7 +10,7 @@ from uuid import UUID
 
 from outboxq.database.driver import ANY_SERVER, Answer, Script, ServerSession
 from outboxq.events import Event, JobLeaseLost
-from outboxq.execution.callback_batches import FinishBatches, batch_ids
+from outboxq.execution.families import steps_of_many
 from outboxq.execution.keep import Keeper
 from outboxq.execution.settle import Finish, Settlement
 from outboxq.execution.step import Step
@@ -25,7 +25,6 @@ from outboxq.statements.lease_mode import (
     put_back_leased,
     standing,
 )
-from outboxq.statements.results import tell_waiters
 from outboxq.statements.settle import Bury, PutBack
 from outboxq.statements.transaction import READABLE_DATES
 
@@ -59,7 +58,8 @@ class SettleMany:
         unsure: They were sent before, and the answer to COMMIT was lost.
 
     Attributes:
-        steps: The steps whose statements go after COMMIT: the check of callback batches that may have ended.
+        steps: What rides on COMMIT.
+        after_commit: The statements of those that go after it, each with its step.
     """
 
     settlements: Sequence[Settlement]
@@ -67,18 +67,23 @@ class SettleMany:
     keeper: Keeper = field(default_factory=Keeper)
     stands_for: Mapping[UUID, tuple[UUID, ...]] = field(default_factory=lambda: _NO_OTHERS)
     unsure: bool = False
-    steps: tuple[Step, ...] = field(init=False)
+    steps: Sequence[Step] = field(init=False)
+    after_commit: Sequence[tuple[Step, Sequence[str]]] = field(init=False)
 
     def __post_init__(self) -> None:
-        ids = batch_ids([each.change.job for each in self.settlements if type(each.change) is not PutBack])
-        self.steps = (FinishBatches(self.schema, ids),) if ids else ()
+        ended = [each.change.job for each in self.settlements if type(each.change) is not PutBack]
+        self.steps = steps_of_many(ended, self._events(), self.schema, self.keeper, self.stands_for)
+        self.after_commit = [(step, after) for step in self.steps if (after := step.after_commit())]
+
+    def _events(self) -> list[Event]:
+        return [each.event for each in self.settlements if each.event is not None]
 
     def add_to(
         self, script: Script, server: ServerSession = ANY_SERVER, *, keep: bool = True, free: bool = True
     ) -> str | None:
         """Append the statements that settle the jobs, for a transaction that has just begun.
 
-        Their owners are "settings", "finished", "put back", "buried" and "ended".
+        Their owners are "settings", "finished", "put back", "buried" and the steps.
 
         Args:
             server: The session that executes them, which may have prepared one.
@@ -97,8 +102,7 @@ class SettleMany:
                 back.append(change)
             else:
                 dead.append(change)
-        events = [settlement.event for settlement in self.settlements if settlement.event is not None]
-        rows = self.keeper.finished_rows(events, self.stands_for) if keep else None
+        rows = self.keeper.finished_rows(self._events(), self.stands_for) if keep else None
         kept = "" if rows is None else insert_finished(self.schema, rows, self.keeper.relay, gone=True)
         # A statement whose rows are refused fails by itself, and COMMIT does not.
         checking = ("SET CONSTRAINTS ALL IMMEDIATE",) if kept or back or dead else ()
@@ -115,8 +119,8 @@ class SettleMany:
             script.add("put back", *(_MARK + text for text in put_back_leased(self.schema, back, free=free)))
         if dead:
             script.add("buried", _MARK + bury_leased(self.schema, dead, free=free))
-        if ended := self.keeper.ended(events, self.stands_for):
-            script.add("ended", tell_waiters(self.schema, ended))
+        for step in self.steps:
+            script.add(step.name, *step.statements())
         return prepared
 
     @property
@@ -137,7 +141,7 @@ class SettleMany:
         """Return the result, by the answer to `add_to` and `add_question`, once it is committed."""
         left: dict[UUID, bool] = {job_id: held for owner in _SETTLING for job_id, held in answer.rows.get(owner, ())}
         if not left:
-            return Settled(tuple(each.event for each in self.settlements if each.event is not None), ())
+            return Settled(tuple(self._events()), ())
         standing = {job_id for (job_id,) in answer.rows["standing"]} if self.is_asked else set[UUID]()
         events: list[Event] = []
         held: list[Settlement] = []

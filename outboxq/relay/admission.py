@@ -1,7 +1,8 @@
 """Admission: decides by a queue's limit and rate if a relay's slots may claim from it now.
 
 The claim itself keeps the limit. This module saves claims that would find nothing: a queue that is at its limit, or has
-no tokens, is held for a moment, for all slots of the relay. Then one slot tries again.
+no tokens, is held for a moment, for all slots of the relay. Then one slot tries again. Only a suspect, whose claim has
+committed, takes its slot of the limit here.
 """
 
 import logging
@@ -11,15 +12,18 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias, cast
 
-from outboxq.database.driver import Rows
+from sqlalchemy import Connection
+
+from outboxq.database.driver import Rows, run_script
 from outboxq.execution.claim import Claimed
 from outboxq.handlers.options import ClaimMode
 from outboxq.queue_limits import Rate
 from outboxq.relay.flow_settings import FlowSettings
 from outboxq.relay.limits import RelayLimits
 from outboxq.relay.poller import SharedPoller
-from outboxq.statements.limit import room
+from outboxq.statements.limit import return_suspect, room, take_slot
 from outboxq.statements.rate import TokenRequest, begin_rate, reserve_tokens
+from outboxq.statements.transaction import local_timeouts
 
 logger = logging.getLogger("outboxq.relay")
 
@@ -319,3 +323,23 @@ class SlotAdmission:
 
 def _row(rows: Rows) -> Row:
     return cast("Row", rows[0]) if rows else (0, True, 0, None)
+
+
+def take_slot_again(connection: Connection, claimed: Claimed, schema: str) -> bool:
+    """Take a slot of the limit again for a job that was claimed to run by itself, or give the job back.
+
+    The claim's COMMIT gave up the claim's own slot. The transaction of the job itself begins here, and holds the slot
+    to its end.
+    """
+    request, job = claimed.request, claimed.jobs[0]
+    most = request.script.most
+    if most is None:
+        return True
+    # The server's deadlines are those of a job that is about to run.
+    timeouts = local_timeouts(request.timeout_seconds)
+    if run_script(connection, *timeouts, take_slot(schema, request.queue, most))[0][0]:
+        return True
+    assert job.lease_token is not None
+    in_group = job.group_key is not None
+    run_script(connection, return_suspect(schema, job.id, job.lease_token, job.crashes, in_group=in_group))
+    return False

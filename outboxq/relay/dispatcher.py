@@ -30,11 +30,12 @@ from outboxq.execution.claim import Claimed, ClaimRequest, claim
 from outboxq.execution.commit import send_left
 from outboxq.execution.errors import ConnectionLost
 from outboxq.execution.families import decide
-from outboxq.execution.recovery import postpone, record_result, release
+from outboxq.execution.recovery import postpone, record_result
 from outboxq.execution.runtime import Result, Runtime, is_cancellation
 from outboxq.execution.settle import Settlement, settlement_of
 from outboxq.execution.settle_many import SettleMany
 from outboxq.execution.step import Step
+from outboxq.execution.take_back import release
 from outboxq.fault_points import fault_point
 from outboxq.handlers.handler import Flavour
 from outboxq.job import Job
@@ -481,15 +482,15 @@ class Dispatcher:
         script, prepared = Script(), None
         # Results and the claim share a transaction, and a flush to the disk, if the claim waits for no lock. Without an
         # answer to COMMIT both are in doubt together: the jobs are adopted, and the results sent again.
-        is_one = request is not None and not (request.script.lock or many.steps or many.is_asked)
+        is_one = request is not None and not (request.script.lock or many.after_commit or many.is_asked)
         if many.settlements:
             fault_point("before-commit")
             prepared = many.add_to(script, server, keep=settling.keeps)
             if not is_one:
                 script.add("settled", "COMMIT")
                 many.add_question(script)
-                for step in () if is_listened else many.steps:
-                    script.add(step.name, *step.after_commit())
+                for step, after in () if is_listened else many.after_commit:
+                    script.add(step.name, *after)
         if request is not None:
             fault_point("before-claim")
             request.add_to(script, begins=bool(script.parts) and not is_one)

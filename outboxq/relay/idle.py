@@ -53,7 +53,10 @@ class SlotSleep:
         return self._has_suspects() or self.is_behind()
 
     def is_behind(self) -> bool:
-        """Return True if jobs are known to wait, or a poll is due that no other slot makes."""
+        """Return True if jobs are known to wait, or a poll is due that no other slot makes.
+
+        Suspects alone do not count: another slot may run one for long.
+        """
         return self._has_jobs() or (self._wants_poll() and not self._poller.is_under_way())
 
     def _wants_poll(self) -> bool:

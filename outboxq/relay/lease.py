@@ -26,7 +26,7 @@ from outboxq.database.errors import READ_ONLY, describe_refusal
 from outboxq.emitter import Emitter
 from outboxq.events import JobCrashed, LeaseExtensionFailed
 from outboxq.execution.aside import describe, is_of_a_row, kind_of, say_of_job, take_one
-from outboxq.execution.recovery import crashed
+from outboxq.execution.take_back import crashed
 from outboxq.job import Job
 from outboxq.relay.flow_settings import FlowSettings
 from outboxq.relay.suspects import QuarantineTurns

@@ -26,7 +26,7 @@ from outboxq.execution.runtime import Runtime, is_cancellation
 from outboxq.execution.step import Step
 from outboxq.fault_points import fault_point
 from outboxq.handlers.handler import Flavour
-from outboxq.relay.admission import Query
+from outboxq.relay.admission import Query, take_slot_again
 from outboxq.relay.connections import SlotConnection
 from outboxq.relay.idle import SlotSleep
 from outboxq.relay.last_jobs import LastJobs
@@ -36,8 +36,6 @@ from outboxq.relay.planner import Planner
 from outboxq.relay.poller import Order
 from outboxq.relay.rolled_back import recover_claim_here, recover_here
 from outboxq.relay.state import ClaimEvents, RelayState
-from outboxq.statements import limit
-from outboxq.statements.transaction import local_timeouts
 
 logger = logging.getLogger("outboxq.relay")
 
@@ -165,7 +163,6 @@ class Slot:
             if not flagged:
                 request = sleep.fall_asleep()
                 flagged = sleep.is_flagged(None if request is None else loop.flagged_since(request))
-                # Suspects alone do not count: another slot may run one for long.
                 if sleep.is_behind():
                     continue
             if loop.wait(sleep.pause_seconds(flagged=flagged)):
@@ -214,7 +211,7 @@ class Slot:
 
     def _work(self, connection: Connection, request: ClaimRequest, runtime: Runtime) -> bool:
         """Claim and run batches, for as long as each COMMIT claims the next; False if nothing waited."""
-        run_all = self._run_suspect if request.script.leased else self._run
+        run_all = self._run_leased if request.script.leased else self._run
         try:
             ended = run_all(connection, request, runtime)
         except BaseException as error:  # noqa: BLE001  # what is not settled here is raised again
@@ -264,8 +261,8 @@ class Slot:
             self._planner.record(claimed.request, ended)
         return ended
 
-    def _run_suspect(self, connection: Connection, request: ClaimRequest, runtime: Runtime) -> Ended | None:
-        """Run a suspect by itself, under the lease; None if none waited, or the queue's limit has no room."""
+    def _run_leased(self, connection: Connection, request: ClaimRequest, runtime: Runtime) -> Ended | None:
+        """Run a job that may end its relay, alone, under the lease; None if none waited, or the queue has no room."""
         fault_point("before-claim")
         with connection.begin():
             claimed = self.claim(connection, request)
@@ -278,7 +275,8 @@ class Slot:
         ended = None if batch.jobs else Ended(batch.report())
         # BEGIN goes with the first statement: no transaction is open while the handler works outside the database.
         with connection.begin():
-            if batch.jobs and not self._has_room(connection, claimed):
+            if batch.jobs and not take_slot_again(connection, claimed, self.state.config.schema):
+                self._planner.record_claim(Claimed(request, is_full=True), is_called=False)
                 self.batch = None
                 return None
             while ended is None:
@@ -287,26 +285,6 @@ class Slot:
         self.left += ended.left
         self._planner.record(request, ended)
         return ended
-
-    def _has_room(self, connection: Connection, claimed: Claimed) -> bool:
-        """Take a slot of the limit again for a suspect, or give the suspect back.
-
-        The claim's COMMIT gave up the claim's own slot. The transaction of the job itself begins here, and holds the
-        slot to its end.
-        """
-        request, schema, job = claimed.request, self.state.config.schema, claimed.jobs[0]
-        most = request.script.most
-        if most is None:
-            return True
-        # The server's deadlines are those of a job that is about to run.
-        timeouts = local_timeouts(request.timeout_seconds)
-        if run_script(connection, *timeouts, limit.take_slot(schema, request.queue, most))[0][0]:
-            return True
-        assert job.lease_token is not None
-        in_group = job.group_key is not None
-        run_script(connection, limit.return_suspect(schema, job.id, job.lease_token, job.crashes, in_group=in_group))
-        self._planner.record_claim(Claimed(request, is_full=True), is_called=False)
-        return False
 
     def claim(self, connection: Connection, request: ClaimRequest) -> Claimed:
         """Send a claim by itself, and record the answer."""

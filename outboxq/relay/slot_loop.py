@@ -37,7 +37,7 @@ from outboxq.relay.state import RelayState
 from outboxq.relay.threads import BoundedStart
 from outboxq.relay.watch import TaskWatch, ThreadWatch, call_soon
 
-# A slot, or the dispatcher of a group's calls.
+# A slot, or the dispatcher of calls.
 Worker: TypeAlias = "Slot | Dispatcher"
 # Makes it, with the function that wakes its loop.
 MakeWorker: TypeAlias = Callable[[Callable[[], None]], "Worker"]

@@ -555,9 +555,9 @@ MUTANTS = (
     ),
     Mutant(
         "the slot of a suspect that runs",
-        "outboxq/relay/slot.py",
-        "        if run_script(connection, *timeouts, limit.take_slot(schema, request.queue, most))[0][0]:\n",
-        "        if 0 == 0:\n",
+        "outboxq/relay/admission.py",
+        "    if run_script(connection, *timeouts, take_slot(schema, request.queue, most))[0][0]:\n",
+        "    if 0 == 0:\n",
         ("tests/flow/test_limits.py::test_a_suspect_waits_for_a_slot_and_nothing_is_counted",),
     ),
     Mutant(
@@ -1204,9 +1204,9 @@ MUTANTS = (
     ),
     Mutant(
         "the calls of waiters, when jobs are settled together",
-        "outboxq/execution/settle_many.py",
-        "        if ended := self.keeper.ended(events, self.stands_for):\n",
-        "        if not (ended := self.keeper.ended(events, self.stands_for)):\n",
+        "outboxq/execution/families.py",
+        "    if ended := keeper.ended(events, stands_for):\n",
+        "    if not (ended := keeper.ended(events, stands_for)):\n",
         ("tests/execution/test_settle_many.py::test_waiters_for_results_are_told_of_each_end",),
     ),
     Mutant(

@@ -23,9 +23,8 @@ from outboxq.events import DatabaseLost
 from outboxq.execution.claim import Claimed, ClaimRequest, claim
 from outboxq.postgres import Database, Server
 from outboxq.queue_limits import QueueLimits, make_limits
-from outboxq.relay.admission import Admission
+from outboxq.relay.admission import Admission, take_slot_again
 from outboxq.relay.flow_settings import FlowSettings, Rows, Seen
-from outboxq.relay.slot import Slot
 from outboxq.statements.claim import ClaimScript, ClaimStatements
 from outboxq.statements.group_claim import AnyScript, GroupScript
 from outboxq.statements.limit import lock_claims, take_slot
@@ -397,18 +396,17 @@ def test_a_suspect_whose_slot_is_taken_behind_its_claim_goes_back(
     with engine.begin() as connection:
         connection.execute(text("UPDATE outboxq.job SET state = 'suspect'"))
     seen: list[tuple[object, ...]] = []
-    has_room = Slot._has_room
 
-    def contested(slot: Slot, connection: Connection, claimed: Claimed) -> bool:
+    def contested(connection: Connection, claimed: Claimed, schema: str) -> bool:
         if seen:
-            return has_room(slot, connection, claimed)
+            return take_slot_again(connection, claimed, schema)
         with slot_held(engine, 1):
-            found = has_room(slot, connection, claimed)
+            found = take_slot_again(connection, claimed, schema)
         crashes = "SELECT crashes, attempt FROM outboxq.job WHERE state = 'suspect'"
         seen.extend((found, *row) for row in run_script(connection, crashes))
         return found
 
-    monkeypatch.setattr(Slot, "_has_room", contested)
+    monkeypatch.setattr("outboxq.relay.slot.take_slot_again", contested)
     # One slot: another one's claim, which finds nothing, would have the queue's place for a moment.
     with start_relay(gate.jobs, relay_of(1)):
         wait_until(lambda: gate.done, "the suspect is done in the end")

@@ -1,0 +1,64 @@
+"""Leased jobs that go back to their queue: interrupted ones as they were, those whose run was lost as suspects."""
+
+from uuid import UUID
+
+from sqlalchemy import Connection
+
+from outboxq.database.driver import run_script
+from outboxq.error_record import ErrorRecord
+from outboxq.errors import LeaseLost
+from outboxq.events import JobCrashed, JobLeaseLost
+from outboxq.execution import settle
+from outboxq.execution.aside import Rows, take_one
+from outboxq.execution.batch_state import BatchReport
+from outboxq.execution.runtime import Runtime
+from outboxq.job import Job
+from outboxq.statements.lease import take_back, take_back_locked
+
+
+def release(connection: Connection, job: Job, record: ErrorRecord | None = None) -> tuple[JobLeaseLost, ...]:
+    """Put back a leased job that did not end, to run at once, with no attempt counted; `record` says why."""
+    try:
+        with connection.begin():
+            settle.release(connection, job, record)
+    except LeaseLost:
+        return (JobLeaseLost(job),)
+    return ()
+
+
+def take_back_lost(
+    connection: Connection, job: Job, runtime: Runtime, message: str = "the connection was lost while the job ran"
+) -> BatchReport:
+    """Take back a leased job whose run was lost while its relay lives on, as if the relay had died."""
+    assert job.lease_token is not None
+    schema, token = runtime.schema, job.lease_token
+
+    def run(statement: str) -> Rows:
+        with connection.begin():
+            return run_script(connection, statement)
+
+    def taking(most: int) -> str:
+        return take_back(schema, job.id, token, most, message, in_group=job.group_key is not None)
+
+    rows = take_one(run, taking, runtime.max_crashes, schema, job.id)
+    return BatchReport(1, tuple(crashed(row) for row in rows))
+
+
+def take_back_held(connection: Connection, job: Job, runtime: Runtime) -> BatchReport:
+    """Take back a leased job that ended while another transaction held its row: the job runs again.
+
+    If the row is still held, nothing is done: the relay's beat takes the job back later.
+    """
+    assert job.lease_token is not None
+    statement = take_back_locked(
+        runtime.schema, job.id, job.lease_token, job.crashes, in_group=job.group_key is not None
+    )
+    with connection.begin():
+        rows = run_script(connection, statement)
+    return BatchReport(1, tuple(crashed(row) for row in rows))
+
+
+def crashed(row: tuple[object, ...]) -> JobCrashed:
+    """Make the event of a reaping statement's row, with the driver's values or libpq's texts."""
+    job_id, queue, kind, crashes, died = row
+    return JobCrashed(UUID(str(job_id)), str(queue), str(kind), int(str(crashes)), str(died) in ("t", "True"))

@@ -1,5 +1,6 @@
 """The application of the batches' tests: members, callbacks and chains, whose rows say what ran."""
 
+import threading
 from pathlib import Path
 
 from sqlalchemy import text
@@ -9,6 +10,12 @@ from tests.support.app import Effect
 from tests.support.waiting import wait_until
 
 jobs = Jobs()
+_BOTH = threading.Barrier(2)
+_MANY_TABLES = """
+DO $$ BEGIN FOR n IN 1..200 LOOP
+  EXECUTE format('CREATE TEMP TABLE oq_many_%s (id int PRIMARY KEY, name text) ON COMMIT DROP', n);
+END LOOP; END $$
+"""
 _SOON = Backoff(max_attempts=3, first_seconds=0.01, jitter=0.0)
 
 
@@ -63,6 +70,15 @@ def gated(ctx: Context, name: str, gate: str) -> None:
     _ran(ctx, name)
     ctx.session.flush()
     wait_until(Path(gate).exists, f"the file {gate}")
+
+
+@jobs.handler(queue="members")
+def meeting(ctx: Context, name: str) -> None:
+    """Two of them end at the same time, and their COMMITs take long: these drop many tables."""
+    _ran(ctx, name)
+    ctx.session.flush()
+    ctx.session.execute(text(_MANY_TABLES))
+    _BOTH.wait(60)
 
 
 @jobs.handler(queue="members")

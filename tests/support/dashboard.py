@@ -55,7 +55,7 @@ FROM (VALUES
 ) AS v (host, pid, state, queues, slots, busy, ago, running)""")
 _STAT = text("""
 INSERT INTO outboxq.stat (grain, at, queue, kind, done, retried, died, wait, run, wait_seconds, run_seconds)
-SELECT 60, date_trunc('minute', clock_timestamp()) - make_interval(mins => m), queue, kind,
+SELECT 60, date_trunc('minute', now()) - make_interval(mins => m), queue, kind,
   done + (m * 37 % 50), m % 7, CASE WHEN m % 13 = 0 THEN 1 ELSE 0 END,
   ARRAY[0,0,5,9,20,20,9,4,2,1,0,0,0,0,0,0,0,0,0,0]::bigint[],
   ARRAY[9,9,20,20,5,4,2,1,1,0,0,0,0,0,0,0,0,0,0,0]::bigint[],
@@ -66,7 +66,7 @@ CROSS JOIN (VALUES ('accounts', 'credit', 240), ('accounts', 'charge', 60), ('ma
 """)
 _GAUGE = text("""
 INSERT INTO outboxq.gauge (at, queue, ready, scheduled, due, leased, suspect, dead, exact, oldest_seconds)
-SELECT date_trunc('minute', clock_timestamp()) - make_interval(mins => m), queue, 40 + (m * 31 % 70), 12,
+SELECT date_trunc('minute', now()) - make_interval(mins => m), queue, 40 + (m * 31 % 70), 12,
   m % 3, 4, 0, 3,
   true, 4
 FROM generate_series(0, CAST(:seconds AS int) / 60) AS m

@@ -75,6 +75,8 @@ def test_a_batch_is_looked_at_behind_commit(
         batch.add_jobs(meeting.job(name=name) for name in ("one", "two"))
     with start_relay(jobs, CONFIG) as relay:
         wait_until(lambda: "report 1 left 0 failed 0" in names(engine), "the callback", 60)
+        # Published by another slot than the callback's.
+        wait_until(lambda: relay.of(BatchFinished), "the event")
         assert len(relay.of(BatchFinished)) == 1
 
 

@@ -155,7 +155,10 @@ def multiprocess(ctx: Context, way: str) -> None:
 def _work(write_end: int) -> None:
     try:
         os.write(write_end, b"!")
-        time.sleep(10 * PATIENCE_SECONDS)
+        # Not for ever, if the relay is killed.
+        parent = multiprocessing.parent_process()
+        assert parent is not None
+        parent.join()
     except KeyboardInterrupt:
         # A second one would come in the middle of the child's end, on a busy machine.
         signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -288,10 +288,12 @@ def _seconds(text: str) -> float:
 @pytest.mark.parametrize("start", ["", "["])
 def test_a_text_takes_a_time_in_proportion_to_its_length(start: str, unit: str) -> None:
     """Arguments are written by strangers: one text of theirs does not hold up the process."""
-    short, long = ((start + unit * size)[:size] for size in (20_000, 40_000))
-    once = max(0.05, min(_seconds(short) for _ in range(2)))
+    short, long = ((start + unit * size)[:size] for size in (10_000, 80_000))
+    once = max(0.01, min(_seconds(short) for _ in range(2)))
     assert once < 2
-    assert min(_seconds(long) for _ in range(2)) < 3 * once
+    # Eight times as long is about eight times the time, or 64 times by a scan inside of a scan: a busy machine is
+    # between them.
+    assert any(_seconds(long) < 24 * once for _ in range(2))
 
 
 @pytest.mark.parametrize(

@@ -64,7 +64,7 @@ def is_fixed(statement: Statement) -> bool:
     """Return True if a statement holds no value that may change, and only writes rows: it runs no user's code."""
     key = statement._generate_cache_key()  # noqa: SLF001  # the key of SQLAlchemy's own cache of statements
     if key is None or not all(map(_is_fixed_value, key.bindparams)):
-        return _not_fixed("it holds a value that may change, or a type that computes one")
+        return _not_fixed("it holds a value that may change or is not known, or a type that computes one")
     if isinstance(statement, TextClause):
         if left_by(statement.text) is None and not may_end_transaction(statement.text):
             return True

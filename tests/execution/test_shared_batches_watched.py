@@ -180,7 +180,9 @@ def test_every_statement_can_be_deferred(
     assert found(engine) == expected(name)
     assert runs == dict.fromkeys(NUMBERS, 1)
     told = [record.getMessage() for record in caplog.records if "does not wait" in record.getMessage()]
-    assert len(told) == (0 if name.startswith("upsert") else 1)
+    # SQLAlchemy 2.0 does not show the values of an upsert.
+    may_wait = name.startswith("upsert") and STATEMENTS[name]._generate_cache_key() is not None
+    assert len(told) == (0 if may_wait else 1)
 
 
 def test_a_type_that_computes_values_computes_them_within_its_own_job(

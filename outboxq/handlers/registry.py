@@ -325,20 +325,22 @@ class Jobs(Retained, Scheduled, Limited, KeepsDead):
         """
         if not self._handlers:
             raise RegistryError("this registry has no handlers: is the module that defines them imported?")
-        firsts: dict[str, AnyHandler] = {}
+        by_queue: dict[str, list[AnyHandler]] = {}
         for handler in dict.fromkeys(self._handlers.values()):
             handler.check()
-            _check_same_queue(firsts.setdefault(handler.queue, handler), handler)
-        self._check_limits(set(firsts))
-        self._check_keep_dead(set(firsts))
+            by_queue.setdefault(handler.queue, []).append(handler)
+            _check_same_queue(by_queue[handler.queue][0], handler)
+        self._check_limits(set(by_queue))
+        self._check_keep_dead(set(by_queue))
         horizons = {name: handler.retry_horizon() for name, handler in self._handlers.items()}
         check_windows(self._windows.values(), horizons)
         return Registry(
             MappingProxyType(dict(self._handlers)),
             MappingProxyType({name: handler.signature() for name, handler in self._handlers.items()}),
             {flavour: _of_flavour(self._handlers, flavour) for flavour in get_args(Flavour)},
-            MappingProxyType({queue: handler.flavour for queue, handler in firsts.items()}),
-            MappingProxyType({queue: handler.claim for queue, handler in firsts.items()}),
+            by_queue,
+            MappingProxyType({queue: first.flavour for queue, (first, *_) in by_queue.items()}),
+            MappingProxyType({queue: first.claim for queue, (first, *_) in by_queue.items()}),
             self.lifespan,
             MappingProxyType({name: window for (owner, name), window in self._windows.items() if owner == "scope"}),
             default_retention(horizons.values()),

@@ -1,6 +1,6 @@
 """The resolved registry: what a relay knows of an application's handlers, once all of them are known and checked."""
 
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -28,6 +28,7 @@ class Registry:
     Attributes:
         signatures: The rules for the arguments of each kind and alias.
         by_flavour: The handlers of each flavour, by kind and alias.
+        by_queue: The handlers of each queue.
         arounds: Those of each kind and alias whose handler has some.
         limits: Those of each queue that has some.
         keep_dead: The time for which each queue keeps its dead letters, if not for ever.
@@ -37,6 +38,7 @@ class Registry:
     handlers: Mapping[str, AnyHandler]
     signatures: Mapping[str, Signature]
     by_flavour: Mapping[Flavour, Mapping[str, AnyHandler]]
+    by_queue: Mapping[str, Sequence[AnyHandler]]
     flavours: Mapping[str, Flavour]
     claims: Mapping[str, ClaimMode]
     lifespan: Lifespan | None
@@ -55,14 +57,14 @@ class Registry:
 
     def timeout_seconds(self, queue: str) -> float | None:
         """The longest deadline of a queue's handlers; None if one has none."""
-        timeouts = [handler.timeout_seconds for handler in self.handlers.values() if handler.queue == queue]
+        timeouts = [handler.timeout_seconds for handler in self.by_queue.get(queue, ())]
         finite = [seconds for seconds in timeouts if seconds is not None]
         return max(finite) if len(finite) == len(timeouts) else None
 
     def batch_size(self, queue: str, configured: int) -> int:
         """The number of a queue's jobs to claim at once: the configured one, or more if a batch handler takes more."""
-        batched = (handler for handler in self.handlers.values() if isinstance(handler, BatchHandler))
-        return max(configured, 1, *(handler.max_size for handler in batched if handler.queue == queue))
+        batched = (handler for handler in self.by_queue.get(queue, ()) if isinstance(handler, BatchHandler))
+        return max(configured, 1, *(handler.max_size for handler in batched))
 
     def find(self, kind: str) -> AnyHandler:
         """The handler of a kind.

@@ -5,7 +5,7 @@ it, so a slot prepares it on its connection and executes it by name; else it is 
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum, auto
 from functools import lru_cache
 from typing import ClassVar, LiteralString, NamedTuple, TypeAlias
@@ -308,14 +308,12 @@ class ClaimStatements:
         self.most = most
         counts = None if most is None else counts_leases
         lock = tuple(("lock", statement) for statement in lock_claims(schema, queue)) if counts else ()
+        named = quote_literal(queue)
 
-        def script(owner: UUID | None, sort: _Eligible) -> ClaimScript:
-            texts = _texts(schema, owner, sort, counts)
-            made = ClaimScript(texts, quote_literal(queue), sort == _READY, owner is not None, most, lock, texts.name)
-            if owner is None:
-                return made
-            texts = _texts(schema, owner, sort, counts, is_budgeted=True)
-            return replace(made, for_many=replace(made, texts=texts, name=texts.name))
+        def script(owner: UUID | None, sort: _Eligible, *, is_budgeted: bool = False) -> ClaimScript:
+            many = script(owner, sort, is_budgeted=True) if owner is not None and not is_budgeted else None
+            texts = _texts(schema, owner, sort, counts, is_budgeted=is_budgeted)
+            return ClaimScript(texts, named, sort == _READY, owner is not None, most, lock, texts.name, many)
 
         self.ready = script(None, _READY)
         self.due = script(None, _DUE)

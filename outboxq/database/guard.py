@@ -249,6 +249,16 @@ class Guard:
         """Return True if the running job has set nothing on its connection, such as a `schema_translate_map`."""
         return self._connection._execution_options is self._options  # noqa: SLF001  # the getter's object, without a call
 
+    @property
+    def is_as_given(self) -> bool:
+        """Return True if the transaction works, nothing of the running job's holds in it, and all it sent was seen."""
+        if self.is_altered or self.left is not None or not self.has_own_options:
+            return False
+        connection, block = self._connection, self._connection._trans_context_manager  # noqa: SLF001  # what SQLAlchemy looks at before each statement
+        inner, own = connection.get_nested_transaction(), self.savepoint
+        is_open = connection.in_transaction() and (block is None or block._transaction_is_active())  # noqa: SLF001  # the same
+        return is_open and (inner is None or inner.is_active) and (own is None or own.is_active)
+
     def hands_out(self) -> None:
         """Called when the driver's own connection is taken."""
         if self.watcher is not None:
@@ -258,6 +268,10 @@ class Guard:
             self.on_first_use()
         if self.is_handlers_turn:
             self.left = "the driver's own connection"
+
+    def announce(self, query: object) -> None:
+        """Record that the next statement of a cursor is this one of our own."""
+        self._announced = query
 
     def sends(self, query: object) -> None:
         """Called with what one of the driver's cursors sends: for SQLAlchemy, or by itself."""

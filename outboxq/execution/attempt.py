@@ -35,6 +35,7 @@ from outboxq.execution.preload import RowsMayBeLate, load_entity, watch_unlocked
 from outboxq.execution.runtime import CancelledResult, Runtime
 from outboxq.execution.settle import check_shared, current_xid
 from outboxq.execution.surround import Surrounded
+from outboxq.execution.write_buffer import send_changes
 from outboxq.fault_points import fault_point
 from outboxq.handlers.call import HandlerCall
 from outboxq.handlers.handler import AnyHandler, BatchHandler
@@ -374,8 +375,8 @@ class Attempt:
         keys = {name: value for name, value in arguments.items() if isinstance(value, EntityKey)}
         if keys:
             session = self.session()
-            absent = self._absent
-            arguments |= {name: load_entity(session, name, key, absent) for name, key in keys.items()}
+            load = partial(load_entity, session, absent=self._absent, is_alone=True)
+            arguments |= {name: load(name, key) for name, key in keys.items()}
             loaded = [(key, arguments[name]) for name, key in keys.items()]
             watch_unlocked(session, self._handler.unlocked_changes, loaded)
         return arguments
@@ -399,6 +400,9 @@ class Attempt:
             raise HandlerError(SWALLOWED)
         if session is None:
             return
+        if self._savepoint is not None and session.identity_map._modified:  # noqa: SLF001  # `dirty` builds a set
+            session.look()
+            send_changes(session, self._connection)
         # commit() and not flush(): it also ends the handler's open savepoints and flushes until nothing is left.
         # A session joined by "rollback_only" commits nothing.
         session.commit()

@@ -8,19 +8,21 @@ one after the other. If one dies in between, the rows come only with Citus' reco
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping
-from functools import lru_cache
+from functools import lru_cache, partial
 from operator import attrgetter
 from typing import Any, TypeAlias
 
-from sqlalchemy import Column, Connection, Select, Table, any_, bindparam, select, tuple_
-from sqlalchemy.orm import ColumnProperty, Mapper, RelationshipProperty, Session
+from sqlalchemy import ARRAY, Connection, Select, any_, bindparam, select, tuple_
+from sqlalchemy.orm import Mapper, Session
 
-from outboxq.codec.entities import EntityKey, entity_mapper
+from outboxq.codec.entities import EntityKey
+from outboxq.database.direct import is_direct
 from outboxq.database.driver import run_script
+from outboxq.database.sessions import binds_of
 from outboxq.errors import EntityGone
 from outboxq.execution.invoke import SESSION_OPTIONS, HandlerSession
+from outboxq.execution.read_rows import attach, columns_of, is_readable, mapper_of, read_rows
 from outboxq.execution.write_buffer import Listeners, RowId, is_listened_to
-from outboxq.handlers.row_writes import is_sqlalchemy_type
 from outboxq.handlers.set_based import FactsOf, key_array
 from outboxq.handlers.unlocked import UnlockedChanges
 from outboxq.job import Job
@@ -37,13 +39,14 @@ _AT_LOAD: Listeners = attrgetter(
     "do_orm_execute",
     "loaded_as_persistent",
 )
-# Loading strategies of a relationship that load nothing with the row.
-_LAZY = (True, "select", "raise", "raise_on_sql", "noload", "dynamic", "write_only")
 # Citus' recovery runs every 60 seconds, and takes a while.
 _YOUNG_SECONDS = 90.0
 _SHORTEST_SECONDS, _LONGEST_SECONDS = 0.1, 10.0
 
 Identity: TypeAlias = tuple[type[object], tuple[object, ...]]
+Identities: TypeAlias = list[tuple[object, ...]]
+# Loads entities of a class with these primary keys; the last argument is True to lock their rows.
+Load: TypeAlias = Callable[[Any, Identities, bool], list[object]]
 
 
 class RowsMayBeLate(Exception):
@@ -68,24 +71,51 @@ def wait_while_young(connection: Connection, job: Job) -> None:
 
 
 def load_entity(
-    session: Session, name: str, key: EntityKey, absent: Callable[[], None], *, may_lock: bool = True
+    session: Session,
+    name: str,
+    key: EntityKey,
+    absent: Callable[[], None],
+    *,
+    may_lock: bool = True,
+    is_alone: bool = False,
 ) -> object:
-    """Load the entity of an argument by the job's session, locked if `key` is.
+    """Load the entity of an argument into the job's session, locked if `key` is.
 
     Args:
         absent: Called if the row does not exist; raises an error if it may come later.
         may_lock: False if the row is locked already.
+        is_alone: The job shares no batch: nothing waits to be sent before the row is read.
 
     Raises:
         EntityGone: the row does not exist, and the argument is not optional.
     """
-    lock: Any = {"key_share": True, "of": _locked_table(key.entity)} if key.locked and may_lock else None
-    entity = session.get(key.entity, key.identity, with_for_update=lock)
+    locks = key.locked and may_lock
+    found = _read_for(session, key, locks=locks) if is_alone else None
+    if found is not None and len(found) < 2:
+        entity = attach(session, found[0]) if found else None
+    else:
+        lock: Any = {"key_share": True, "of": _locked_table(key.entity)} if locks else None
+        entity = session.get(key.entity, key.identity, with_for_update=lock)
     if entity is None:
         absent()
         if not key.optional:
             raise EntityGone(name, key.entity.__name__)
     return entity
+
+
+def _read_for(session: Session, key: EntityKey, *, locks: bool) -> list[object] | None:
+    """Read the row of a key, and return its entity, if any; None if the session's own loading might do more."""
+    entity: Any = key.entity
+    is_clean = not (session._new or session._deleted or session.identity_map._modified)  # noqa: SLF001  # the public names build sets
+    if not (is_clean and is_readable(entity) and _has_plain_keys(entity)):
+        return None
+    is_here = mapper_of(entity).identity_key_from_primary_key(key.identity) in session.identity_map
+    if is_here or is_listened_to(session, _AT_LOAD) or binds_of(session):
+        return None
+    connection = session.connection()
+    if not is_direct(connection):
+        return None
+    return read_rows(connection, entity, _by_key(entity, locks=locks), {"outboxq_key": key.identity[0]})
 
 
 def watch_unlocked(
@@ -125,12 +155,13 @@ class Locks:
         self._taken.clear()
 
     def take(
-        self, session: Session, keys: Iterable[EntityKey], can_load: Callable[[type[object]], bool]
+        self, session: Session, keys: Iterable[EntityKey], can_load: Callable[[type[object]], bool], load: Load
     ) -> list[object]:
         """Lock the rows of keys that are `locked`; return the entities that the same statements loaded.
 
         Args:
-            can_load: Returns True if entities of a class may be loaded into the session.
+            can_load: Returns True if entities of a class may be loaded.
+            load: Loads them.
         """
         wanted = _by_entity(key for key in keys if key.locked and not self.has(key.entity, key.identity))
         tables: dict[str, list[Any]] = {}
@@ -139,7 +170,7 @@ class Locks:
         found: list[object] = []
         for _, entities in sorted(tables.items()):
             if len(entities) == 1 and can_load(entities[0]):
-                loaded = _load(session, _locked_by_keys(entities[0]), wanted[entities[0]])
+                loaded = load(entities[0], wanted[entities[0]], True)
                 locked = {_identity_of(entity) for entity in loaded}
                 found += loaded
             else:
@@ -154,13 +185,14 @@ class Locks:
 def lock_ahead(connection: Connection, keys: Iterable[EntityKey], locks: Locks) -> None:
     """Lock the rows of keys that are `locked`, and load nothing."""
     with _session_on(connection) as session:
-        locks.take(session, keys, lambda _: False)
+        locks.take(session, keys, lambda _: False, _into(session))
 
 
 def load_together(session: Session, keys: Collection[EntityKey], locks: Locks) -> list[object]:
     """Load the entities of several jobs into one session, one SELECT per class; lock rows of `locked` keys."""
-    found = locks.take(session, keys, lambda _: True)
-    return found + _load_others(session, keys, found)
+    load = _into(session)
+    found = locks.take(session, keys, lambda _: True, load)
+    return found + _load_others(keys, found, load)
 
 
 class PreloadedEntities:
@@ -198,11 +230,9 @@ class PreloadedEntities:
     def oid(self, entity: type[object]) -> int | None:
         """The table of a class whose rows can be loaded ahead; None for all other classes."""
         if entity not in self._oids:
-            mapper, facts = _mapper(entity), None
-            table, hooks = mapper.local_table, mapper.class_manager.dispatch
-            types_fit = not self._own_types or _has_own_types(mapper)
-            if isinstance(table, Table) and _is_plain(mapper) and types_fit and not (hooks.load or hooks.refresh):
-                facts = self._facts_of(table)
+            is_plain = is_readable(entity, own_types=self._own_types)
+            table: Any = mapper_of(entity).local_table
+            facts = self._facts_of(table) if is_plain else None
             self._oids[entity] = facts.oid if facts is not None and facts.is_plain else None
         return self._oids[entity]
 
@@ -210,15 +240,21 @@ class PreloadedEntities:
         """Load the rows that are not here yet and can be loaded ahead, and lock rows of `locked` keys."""
         session = _session_on(self._connection)
         is_hidden = not is_listened_to(session, _AT_LOAD)
+        load = partial(self._read, _into(session)) if is_direct(self._connection) else _into(session)
         missing = [key for key in keys if (key.entity, key.identity) not in self._rows]
-        found = self._locks.take(session, missing, lambda entity: is_hidden and self.oid(entity) is not None)
+        found = self._locks.take(session, missing, lambda entity: is_hidden and self.oid(entity) is not None, load)
         if is_hidden:
-            found += _load_others(session, [key for key in missing if self.oid(key.entity) is not None], found)
+            found += _load_others([key for key in missing if self.oid(key.entity) is not None], found, load)
         # The entities belong to no session now: the job's own session takes them in.
         session.expunge_all()
         session.close()
         for entity in found:
             self._rows[type(entity), _identity_of(entity)] = entity
+
+    def _read(self, load: Load, entity: Any, identities: Identities, locks: bool) -> list[object]:
+        if not _has_plain_keys(entity):
+            return load(entity, identities, locks)
+        return read_rows(self._connection, entity, _by_keys(entity, locks, as_columns=True), _parameters(identities))
 
 
 def _session_on(connection: Connection) -> Session:
@@ -237,19 +273,22 @@ def _by_entity(keys: Iterable[EntityKey]) -> dict[Any, list[tuple[object, ...]]]
     return {entity: list(identities) for entity, identities in wanted.items()}
 
 
-def _load_others(session: Session, keys: Iterable[EntityKey], loaded: list[object]) -> list[object]:
+def _load_others(keys: Iterable[EntityKey], loaded: list[object], load: Load) -> list[object]:
     """Load the entities that are not loaded yet."""
     here = {(type(entity), _identity_of(entity)) for entity in loaded}
     wanted = _by_entity(key for key in keys if (key.entity, key.identity) not in here)
     found: list[object] = []
     for entity, identities in wanted.items():
         for first in range(0, len(identities), _LOADED_AT_ONCE):
-            found += _load(session, _by_keys(entity), identities[first : first + _LOADED_AT_ONCE])
+            found += load(entity, identities[first : first + _LOADED_AT_ONCE], False)
     return found
 
 
-def _load(session: Session, statement: Select[tuple[Any]], identities: list[tuple[object, ...]]) -> list[object]:
-    return [*session.scalars(statement, _parameters(identities)).unique()]
+def _into(session: Session) -> Load:
+    """Return a function that loads entities into a session."""
+    return lambda entity, identities, locks: [
+        *session.scalars(_by_keys(entity, locks), _parameters(identities)).unique()
+    ]
 
 
 def _parameters(identities: list[tuple[object, ...]]) -> dict[str, list[Any]]:
@@ -257,26 +296,37 @@ def _parameters(identities: list[tuple[object, ...]]) -> dict[str, list[Any]]:
     return {"outboxq_keys": [identity[0] for identity in identities] if is_single else list(identities)}
 
 
-def _mapper(entity: type[object]) -> Mapper[Any]:
-    mapper = entity_mapper(entity)
-    assert mapper is not None
-    return mapper
-
-
 def _locked_table(entity: type[object]) -> Any:
     # With joined tables, the row of the base table is locked.
-    return _mapper(entity).base_mapper.local_table
+    return mapper_of(entity).base_mapper.local_table
 
 
 @lru_cache(256)
-def _by_keys(entity: Any) -> Select[tuple[Any]]:
-    """The rows with these primary keys. Index: the primary key. No locks."""
-    return _with_keys(select(entity), _mapper(entity))
+def _by_key(entity: Any, *, locks: bool) -> Select[Any]:
+    """The columns of the row with this primary key, FOR NO KEY UPDATE if it is to be locked. Index: the primary key."""
+    (key,) = mapper_of(entity).primary_key
+    statement = select(*columns_of(entity)).where(key == bindparam("outboxq_key", type_=key.type))
+    return statement.with_for_update(key_share=True) if locks else statement
+
+
+@lru_cache(256)
+def _by_keys(entity: Any, locks: bool, *, as_columns: bool = False) -> Select[Any]:
+    """The rows with these primary keys. Index: the primary key.
+
+    Args:
+        locks: FOR NO KEY UPDATE in the order of their keys: each is locked as it leaves the sort.
+        as_columns: The columns, and not the entities.
+    """
+    mapper = mapper_of(entity)
+    statement = _with_keys(select(*columns_of(entity)) if as_columns else select(entity), mapper)
+    if not locks:
+        return statement
+    return statement.order_by(*mapper.primary_key).with_for_update(key_share=True, of=_locked_table(entity))
 
 
 def _with_keys(statement: Select[Any], mapper: Mapper[Any]) -> Select[Any]:
     first, *others = mapper.primary_key
-    array = None if others else key_array(first.type)
+    array = _array_of(mapper)
     if array is not None:
         # One statement for any number of keys; a list would be another for each number.
         return statement.where(first == any_(bindparam("outboxq_keys", type_=array)))
@@ -284,36 +334,19 @@ def _with_keys(statement: Select[Any], mapper: Mapper[Any]) -> Select[Any]:
     return statement.where(keys.in_(bindparam("outboxq_keys", expanding=True)))
 
 
+def _array_of(mapper: Mapper[Any]) -> ARRAY[Any] | None:
+    """The type of an array of keys; None if there is none, or a key may be equal here and not on the server."""
+    first, *others = mapper.primary_key
+    return None if others else key_array(first.type)
+
+
 @lru_cache(256)
-def _locked_by_keys(entity: Any) -> Select[tuple[Any]]:
-    """The rows of `_by_keys`, FOR NO KEY UPDATE in the order of their keys: each is locked as it leaves the sort."""
-    ordered = _by_keys(entity).order_by(*_mapper(entity).primary_key)
-    return ordered.with_for_update(key_share=True, of=_locked_table(entity))
+def _has_plain_keys(entity: Any) -> bool:
+    return _array_of(mapper_of(entity)) is not None
 
 
 @lru_cache(256)
 def _lock_by_keys(entity: Any) -> Select[Any]:
-    """The locks of `_locked_by_keys` in the same order, for several classes of one table, loading nothing."""
-    base = _mapper(entity).base_mapper
+    """The locks of `_by_keys` in the same order, for several classes of one table, loading nothing."""
+    base = mapper_of(entity).base_mapper
     return _with_keys(select(*base.primary_key), base).order_by(*base.primary_key).with_for_update(key_share=True)
-
-
-@lru_cache(256)
-def _is_plain(mapper: Mapper[Any]) -> bool:
-    """Return True if an entity is loaded from its table's columns only."""
-    table = mapper.local_table
-    is_own = isinstance(table, Table) and mapper.persist_selectable is table
-    is_alone = mapper.inherits is None and mapper.polymorphic_on is None
-    return is_own and is_alone and all(_is_plain_attribute(attribute, table) for attribute in mapper.attrs)
-
-
-@lru_cache(256)
-def _has_own_types(mapper: Mapper[Any]) -> bool:
-    """Return True if no column has a type of the user's, whose code may depend on an around."""
-    return all(is_sqlalchemy_type(column.type) for column in mapper.columns)
-
-
-def _is_plain_attribute(attribute: object, table: object) -> bool:
-    if isinstance(attribute, ColumnProperty):
-        return all(isinstance(column, Column) and column.table is table for column in attribute.columns)
-    return isinstance(attribute, RelationshipProperty) and attribute.lazy in _LAZY

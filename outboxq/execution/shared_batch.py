@@ -17,7 +17,6 @@ from sqlalchemy import Connection, Table
 from sqlalchemy.engine.interfaces import ExecutionContext
 from sqlalchemy.exc import InvalidRequestError, SQLAlchemyError
 from sqlalchemy.orm import Session
-from sqlalchemy.orm.attributes import instance_state
 
 from outboxq.codec.entities import EntityKey
 from outboxq.database.defects import contain, is_defect, report
@@ -32,6 +31,7 @@ from outboxq.execution.errors import SharingEnded, TransactionEscaped
 from outboxq.execution.invoke import IS_OVER, HandlerSession, Run, hand_over
 from outboxq.execution.plan import Segment
 from outboxq.execution.preload import Locks, PreloadedEntities, entity_keys, load_entity, watch_unlocked
+from outboxq.execution.read_rows import attach
 from outboxq.execution.runtime import Runtime
 from outboxq.execution.settle import check_shared
 from outboxq.execution.surround import Surrounded
@@ -279,11 +279,7 @@ class _SharedRun:
         if entity is None:
             # The class cannot be loaded ahead, or the row does not exist.
             return self._load_entity(session, name, key)
-        # As the SELECT of a lone job would: then a handler's calls have the same effect on the session's transaction.
-        session.connection()
-        # As add(), without its search for related objects: none were loaded.
-        session._save_or_update_impl(instance_state(entity))  # noqa: SLF001  # what add() calls
-        return entity
+        return attach(session, entity)
 
     def _load_entity(self, session: Session, name: str, key: EntityKey) -> object:
         return load_entity(session, name, key, partial(self._runtime.absent, self._connection, self._batch.job))

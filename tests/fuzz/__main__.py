@@ -15,11 +15,11 @@ from outboxq import config
 from outboxq.postgres import Server, find_server
 from tests.fuzz.compare import Differs
 from tests.fuzz.explore import BATCHES_PER_SEED, Tally, explore, run_and_compare
-from tests.fuzz.lanes import ALONE, SAVEPOINTS, SHARED, Lane, Mode, open_lanes
+from tests.fuzz.lanes import ALONE, LONE, SAVEPOINTS, SHARED, Lane, Mode, open_lanes
 from tests.fuzz.plants import PLANTS, Plant
 from tests.fuzz.seen import SEEN
 
-_MODES = {mode.name: mode for mode in (SHARED, SAVEPOINTS)}
+_MODES = {mode.name: mode for mode in (LONE, SHARED, SAVEPOINTS)}
 _BATCHES_PER_PLANT = 500
 _LINE_SECONDS = 10.0
 
@@ -67,10 +67,12 @@ def main() -> int:
     parser.add_argument(
         "--seed", type=int, default=1, help=f"the first seed; each serves for {BATCHES_PER_SEED} batches"
     )
-    parser.add_argument("--mode", choices=sorted(_MODES), action="append", help="what is held against alone (shared)")
+    parser.add_argument(
+        "--mode", choices=sorted(_MODES), action="append", help="what is held against alone (lone and shared)"
+    )
     parser.add_argument("--plant", metavar="NAME|all", help=f"one of: {', '.join(PLANTS)}")
     order = parser.parse_args()
-    modes = [_MODES[name] for name in order.mode or ["shared"]]
+    modes = [_MODES[name] for name in order.mode or ["lone", "shared"]]
     with find_server(configured_url=config.test_database_url(), binaries=config.local_binaries()) as server:
         if order.plant:
             plants = list(PLANTS.values()) if order.plant == "all" else [PLANTS[order.plant]]
@@ -113,7 +115,7 @@ def _plant_each(server: Server, plants: list[Plant], seed: int) -> int:
     survived = not plants
     for each in plants:
         tally = Tally()
-        with each.planted(), open_lanes(server, ALONE, SHARED) as lanes:
+        with each.planted(), open_lanes(server, ALONE, LONE, SHARED) as lanes:
             found = _is_found(lanes, seed, tally)
         survived += not found
         word = f"found after {tally.found_at} batches" if found else f"NOT FOUND in {tally.batches} batches"

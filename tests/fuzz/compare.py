@@ -34,7 +34,7 @@ def check(alone: Observed, other: Observed, how: str) -> None:
 
 
 def _between(path: str, one: object, two: object) -> list[str]:
-    if path.endswith(".frames"):
+    if path.endswith((".frames", ".where")):
         one, two = _of_handlers(one), _of_handlers(two)
     if _plain(one) == _plain(two):
         return []
@@ -51,8 +51,8 @@ def _between(path: str, one: object, two: object) -> list[str]:
 
 
 def _of_handlers(frames: object) -> object:
-    """Those of the handlers' own code: below them, a shared batch may send another statement first, which fails."""
-    return [frame for frame in frames if _HANDLERS in str(frame[0])] if isinstance(frames, list) else frames
+    """Those of the handlers' own code: below them another statement may have failed, or sent in another way."""
+    return [frame for frame in frames if _HANDLERS in f"/{frame}"] or None if isinstance(frames, list) else frames
 
 
 def _text(value: object) -> str:

@@ -9,11 +9,12 @@ from dataclasses import dataclass, field
 from typing import Self
 from unittest import mock
 
-from sqlalchemy import create_engine
+from sqlalchemy import create_engine, event
 from sqlalchemy.orm import Session
 
 from outboxq import Relay, RelayConfig
 from outboxq.config import SlotGroup
+from outboxq.database.engines import make_async_engine, make_engine
 from outboxq.events import Event, JobDied, JobDiscarded, JobDone, JobRetried, JobSnoozed
 from outboxq.handlers import set_based
 from outboxq.postgres import Server
@@ -27,14 +28,16 @@ _SETTLED = (JobDone, JobDied, JobDiscarded, JobRetried, JobSnoozed)
 
 @dataclass(frozen=True)
 class Mode:
-    """How a lane's relay runs jobs."""
+    """How a lane's relay runs jobs; where its engines have a listener, SQLAlchemy reads and writes all rows."""
 
     name: str
     batchable: bool
     batch_size: int
+    is_heard: bool = False
 
 
-ALONE = Mode("alone", batchable=False, batch_size=1)
+ALONE = Mode("alone", batchable=False, batch_size=1, is_heard=True)
+LONE = Mode("lone", batchable=False, batch_size=1)
 SHARED = Mode("shared", batchable=True, batch_size=50)
 SAVEPOINTS = Mode("savepoints", batchable=False, batch_size=50)
 
@@ -64,7 +67,11 @@ class Lane:
         groups = (SlotGroup(("fuzz-sync",)), SlotGroup(("fuzz-async",)))
         # No reindexer: it would come at its own times.
         config = RelayConfig(groups=groups, batch_size=mode.batch_size, prune_seconds=0, reindex=False)
-        self._relay = Relay(url, self._handlers.jobs, config, hooks=[self._events.put])
+        engine, among = make_engine(url), make_async_engine(url)
+        if mode.is_heard:
+            for heard in (engine, among.sync_engine):
+                event.listen(heard, "before_execute", lambda *_: None)
+        self._relay = Relay(engine, self._handlers.jobs, config, async_engine=among, hooks=[self._events.put])
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name=f"lane {mode.name}", daemon=True)
 
@@ -130,20 +137,20 @@ class Lane:
                 if not ready:
                     return
             try:
-                event = self._events.get(timeout=min(0.05, deadline - time.monotonic()) if not missing else 1.0)
+                told = self._events.get(timeout=min(0.05, deadline - time.monotonic()) if not missing else 1.0)
             except queue.Empty:
                 if time.monotonic() > deadline:
                     raise TimeoutError(f"the batch did not end; {self.mode.name}: {missing}") from None
                 continue
-            if event is None:
+            if told is None:
                 raise RuntimeError(f"the relay of lane {self.mode.name} ended") from self._error
-            if isinstance(event, _SETTLED):
-                key = event.job.id.hex
+            if isinstance(told, _SETTLED):
+                key = told.job.id.hex
                 if key in missing:
-                    outcomes[plain[key]] = described(event)
+                    outcomes[plain[key]] = described(told)
                     missing.discard(key)
-            elif type(event).__name__ != "RelayStarted":
-                observed.surprises.append(type(event).__name__)
+            elif type(told).__name__ != "RelayStarted":
+                observed.surprises.append(type(told).__name__)
 
 
 def described(event: Event) -> str:

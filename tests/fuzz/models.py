@@ -18,6 +18,7 @@ from sqlalchemy import (
     Numeric,
     String,
     Table,
+    TypeDecorator,
     UniqueConstraint,
     event,
     func,
@@ -307,12 +308,22 @@ class Parted(Base):
     value: Mapped[int] = mapped_column(default=0)
 
 
+class Loud(TypeDecorator[str]):
+    """Texts that the process turns into capitals when it reads them."""
+
+    impl, cache_ok = String, True
+
+    def process_result_value(self, value: str | None, _dialect: object) -> str | None:
+        return None if value is None else value.upper()
+
+
 class Guarded(Base):
-    """With row security, which the lanes' role is above."""
+    """With row security, which the lanes' role is above, and a type of the user's."""
 
     __tablename__ = "guarded"
     id: Mapped[int] = mapped_column(primary_key=True)
     value: Mapped[int] = mapped_column(default=0)
+    word: Mapped[str | None] = mapped_column(Loud, server_default="seed")
 
 
 class Alike(MappedAsDataclass, Base, kw_only=True):

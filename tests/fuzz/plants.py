@@ -18,7 +18,7 @@ from unittest import mock
 from sqlalchemy import JSON, Update
 from sqlalchemy.sql import ClauseElement
 
-from outboxq.execution import invoke, preload, shared_batch, write_buffer
+from outboxq.execution import invoke, preload, read_rows, shared_batch, write_buffer
 from outboxq.execution.invoke import HandlerSession, hand_over
 from outboxq.execution.preload import PreloadedEntities
 from outboxq.execution.shared_batch import _SharedRun
@@ -76,7 +76,29 @@ def changed_rows_stay() -> AbstractContextManager[object]:
 
 @plant("rows with something of other tables are loaded ahead")
 def any_rows_are_loaded_ahead() -> AbstractContextManager[object]:
-    return mock.patch.object(preload, "_is_plain", _always(True))
+    return mock.patch.object(read_rows, "_is_plain", _always(True))
+
+
+@plant("a session's listeners for loading are not known of")
+def loads_are_not_heard() -> AbstractContextManager[object]:
+    return mock.patch.object(preload, "is_listened_to", _always(False))
+
+
+@plant("values are given as the driver reads them")
+def values_are_raw() -> AbstractContextManager[object]:
+    maker = read_rows._maker
+    return mock.patch.object(read_rows, "_maker", lambda *named: maker(*named)._replace(convert=()))
+
+
+@plant("a lone job's change of a row that is not there goes unnoticed")
+def lone_rows_are_not_counted() -> AbstractContextManager[object]:
+    send_update = write_buffer.send_update
+
+    def one(*what: Any) -> int:
+        send_update(*what)
+        return 1
+
+    return mock.patch.object(write_buffer, "send_update", one)
 
 
 @plant("a handler's statement is sent before what waits")

@@ -22,6 +22,9 @@ SHOWN: dict[str, Batch] = {
     "any_rows_are_loaded_ahead": batch(
         task(given("Account", 1), step("put", 0, 5)), task(given("Summed", 1), step("see", 0))
     ),
+    "loads_are_not_heard": batch(task(around(step("hook_load", 7)), *_SEES)),
+    "values_are_raw": batch(task(given("Guarded", 1), step("see", 0))),
+    "lone_rows_are_not_counted": batch(task(step("put_unloaded", "Account", 4, 5))),
     "statements_overtake": batch(
         task(given("Account", 1), step("change", 0, 5)), task(step("update_core", "Account", 1, 7))
     ),

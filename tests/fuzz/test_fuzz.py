@@ -10,7 +10,7 @@ from outboxq.postgres import Server
 from tests.fuzz import program
 from tests.fuzz.compare import Differs
 from tests.fuzz.explore import explore, run_and_compare
-from tests.fuzz.lanes import ALONE, SAVEPOINTS, SHARED, Lane, open_lanes
+from tests.fuzz.lanes import ALONE, LONE, SAVEPOINTS, SHARED, Lane, open_lanes
 from tests.fuzz.plants import PLANTS
 from tests.fuzz.seen import SEEN
 from tests.fuzz.shown import SHOWN
@@ -23,14 +23,17 @@ pytestmark = pytest.mark.timeout(900)
 @pytest.fixture(scope="module")
 def lanes(outboxq_server: Server) -> Iterator[dict[str, Lane]]:
     """A lane of each mode."""
-    with open_lanes(outboxq_server, ALONE, SHARED, SAVEPOINTS) as opened:
+    with open_lanes(outboxq_server, ALONE, LONE, SHARED, SAVEPOINTS) as opened:
         yield {lane.mode.name: lane for lane in opened}
 
 
 @pytest.fixture(scope="module")
 def forgetful(outboxq_server: Server) -> Iterator[list[Lane]]:
     """Lanes that read what is known of tables anew for each batch."""
-    with mock.patch.object(row_writes, "FRESH_SECONDS", -1.0), open_lanes(outboxq_server, ALONE, SHARED) as opened:
+    with (
+        mock.patch.object(row_writes, "FRESH_SECONDS", -1.0),
+        open_lanes(outboxq_server, ALONE, LONE, SHARED) as opened,
+    ):
         yield opened
 
 
@@ -68,14 +71,14 @@ def test_each_bug_makes_a_difference(name: str, forgetful: list[Lane]) -> None:
 
 @pytest.mark.parametrize(("start", "count"), [(0, 30), pytest.param(3, 270, marks=pytest.mark.wide)])
 def test_jobs_in_company_come_to_what_they_come_to_alone(start: int, count: int, lanes: dict[str, Lane]) -> None:
-    """In savepoints of one transaction, and shared; 300 random batches, always the same ones.
+    """Alone without listeners, in savepoints of one transaction, and shared; 300 random batches, always the same ones.
 
     `python -m tests.fuzz` draws others.
     """
-    explore([lanes["alone"], lanes["savepoints"], lanes["shared"]], count, start=start)
+    explore([*lanes.values()], count, start=start)
 
 
 @pytest.mark.parametrize("name", SEEN)
 def test_batches_that_once_differed_do_not(name: str, lanes: dict[str, Lane]) -> None:
     """Alone, in savepoints and shared."""
-    run_and_compare([lanes["alone"], lanes["savepoints"], lanes["shared"]], SEEN[name])
+    run_and_compare([*lanes.values()], SEEN[name])

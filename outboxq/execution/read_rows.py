@@ -1,0 +1,128 @@
+"""Read rows: entities of plain classes, read on the driver's cursor, and in no session yet.
+
+Each is as a session's SELECT would have made it. `attach` puts it into its session.
+"""
+
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from operator import itemgetter
+from typing import Any, NamedTuple
+
+from sqlalchemy import Column, Connection, Dialect, Select, Table
+from sqlalchemy.orm import ColumnProperty, Mapper, RelationshipProperty, Session
+from sqlalchemy.orm.attributes import instance_state
+
+from outboxq.codec.entities import entity_mapper
+from outboxq.database.direct import fetch
+from outboxq.handlers.row_writes import is_sqlalchemy_type
+
+# Loading strategies of a relationship that load nothing with the row; "noload" would set an empty value.
+_LAZY = (True, "select", "raise", "raise_on_sql", "dynamic", "write_only")
+# That of a column that is loaded with its row.
+_WITH_THE_ROW = (("deferred", False), ("instrument", True))
+
+
+def mapper_of(entity: type[object]) -> Mapper[Any]:
+    """Return the mapper of a class that is mapped."""
+    mapper = entity_mapper(entity)
+    assert mapper is not None
+    return mapper
+
+
+def is_readable(entity: Any, *, own_types: bool = False) -> bool:
+    """Return True if entities of a class are made of columns of their own table alone, and no code runs at their load.
+
+    Args:
+        own_types: All columns have SQLAlchemy's own types: others run code of the user's.
+    """
+    hooks = mapper_of(entity).class_manager.dispatch
+    return _is_plain(entity) and not (hooks.load or hooks.refresh) and (not own_types or _has_own_types(entity))
+
+
+@lru_cache(256)
+def _is_plain(entity: Any) -> bool:
+    mapper = mapper_of(entity)
+    table = mapper.local_table
+    is_own = isinstance(table, Table) and mapper.persist_selectable is table
+    is_alone = mapper.inherits is None and mapper.polymorphic_on is None
+    return is_own and is_alone and all(_is_plain_attribute(attribute, table) for attribute in mapper.attrs)
+
+
+def _is_plain_attribute(attribute: object, table: object) -> bool:
+    if isinstance(attribute, ColumnProperty):
+        (column, *others) = attribute.columns
+        is_loaded = attribute.strategy_key == _WITH_THE_ROW
+        return is_loaded and not others and isinstance(column, Column) and column.table is table
+    return isinstance(attribute, RelationshipProperty) and attribute.lazy in _LAZY
+
+
+@lru_cache(256)
+def _has_own_types(entity: Any) -> bool:
+    return all(is_sqlalchemy_type(column.type) for column in mapper_of(entity).columns)
+
+
+def read_rows(
+    connection: Connection, entity: Any, statement: Select[Any], parameters: Mapping[str, object]
+) -> list[object]:
+    """Make entities of a readable class of the rows of a SELECT of its `columns_of`.
+
+    Raises:
+        sqlalchemy.exc.DBAPIError: the SELECT failed.
+    """
+    rows, types = fetch(connection, statement, parameters)
+    maker = _maker(entity, connection.dialect, types)
+    return [_made(maker, row) for row in rows]
+
+
+@lru_cache(256)
+def columns_of(entity: Any) -> tuple[Column[Any], ...]:
+    """The columns of a readable class, in the order of its attributes."""
+    return tuple(attribute.columns[0] for attribute in mapper_of(entity).column_attrs)  # type: ignore[misc]  # columns of its table
+
+
+class _Maker(NamedTuple):
+    """How a row becomes an entity: the names of its values, the conversions of some, and the names of its key."""
+
+    mapper: Mapper[Any]
+    names: tuple[str, ...]
+    convert: tuple[tuple[str, Callable[[Any], object]], ...]
+    key: Callable[[Mapping[str, object]], Any]
+    is_single: bool
+
+
+@lru_cache(256)
+def _maker(entity: Any, dialect: Dialect, types: tuple[int, ...]) -> _Maker:
+    mapper = mapper_of(entity)
+    names = tuple(attribute.key for attribute in mapper.column_attrs)
+    found = (
+        (name, column.type._cached_result_processor(dialect, type_))  # noqa: SLF001  # as SQLAlchemy's own results do
+        for name, column, type_ in zip(names, columns_of(entity), types, strict=True)
+    )
+    key = [mapper.get_property_by_column(column).key for column in mapper.primary_key]
+    convert = tuple((name, converted) for name, converted in found if converted is not None)
+    return _Maker(mapper, names, convert, itemgetter(*key), len(key) == 1)
+
+
+def _made(maker: _Maker, row: tuple[object, ...]) -> object:
+    mapper = maker.mapper
+    entity: object = mapper.class_manager.new_instance()
+    values = entity.__dict__
+    values.update(zip(maker.names, row, strict=True))
+    for name, converted in maker.convert:
+        values[name] = converted(values[name])
+    key, state = maker.key(values), instance_state(entity)
+    state.key = (mapper._identity_class, (key,) if maker.is_single else key, None)  # noqa: SLF001  # as SQLAlchemy's own loading does
+    state.load_path = mapper._path_registry  # noqa: SLF001  # the same
+    return entity
+
+
+def attach(session: Session, entity: object) -> object:
+    """Put an entity that was read into its session, and return it.
+
+    The session takes the connection first, as for its own SELECT: then a handler's calls have the same effect on its
+    transaction.
+    """
+    session.connection()
+    # As add(), without its search for related objects: none were loaded.
+    session._save_or_update_impl(instance_state(entity))  # noqa: SLF001  # what add() calls
+    return entity

@@ -1,7 +1,7 @@
 """Direct execution: one compiled statement on the driver's cursor of a relay's connection.
 
 SQLAlchemy's own execution takes several times as long. This sends the same text and values, and raises the same errors.
-It makes no execution context and calls no listeners, so it is used only where nobody listens.
+There is no execution context, and no listener is called: this is for connections without any.
 """
 
 from collections.abc import Callable, Mapping
@@ -26,7 +26,7 @@ def is_ours(listener: object) -> bool:
 
 
 def is_direct(connection: Connection) -> bool:
-    """Return True if nobody listens to statements, and the connection is in a working transaction, as it was given."""
+    """Return True if a connection has no listeners to statements, nothing set by a job, and a working transaction."""
     guard, heard, dialect = guard_of(connection), connection.dispatch, connection.dialect.dispatch
     return (
         guard is not None

@@ -256,7 +256,7 @@ class Guard:
             return False
         connection, block = self._connection, self._connection._trans_context_manager  # noqa: SLF001  # what SQLAlchemy looks at before each statement
         inner, own = connection.get_nested_transaction(), self.savepoint
-        is_open = connection.in_transaction() and (block is None or block._transaction_is_active())  # noqa: SLF001  # the same
+        is_open = connection.in_transaction() and (block is None or block._transaction_is_active())  # noqa: SLF001  # SQLAlchemy refuses statements in a `with` block whose transaction ended
         return is_open and (inner is None or inner.is_active) and (own is None or own.is_active)
 
     def hands_out(self) -> None:

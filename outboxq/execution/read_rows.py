@@ -5,7 +5,6 @@ Each is as a session's SELECT would have made it. `attach` puts it into its sess
 
 from collections.abc import Callable, Mapping
 from functools import lru_cache
-from operator import itemgetter
 from typing import Any, NamedTuple
 
 from sqlalchemy import Column, Connection, Dialect, Select, Table
@@ -18,7 +17,7 @@ from outboxq.handlers.row_writes import is_sqlalchemy_type
 
 # Loading strategies of a relationship that load nothing with the row; "noload" would set an empty value.
 _LAZY = (True, "select", "raise", "raise_on_sql", "dynamic", "write_only")
-# That of a column that is loaded with its row.
+# The strategy of a column that is loaded with its row.
 _WITH_THE_ROW = (("deferred", False), ("instrument", True))
 
 
@@ -64,7 +63,7 @@ def _has_own_types(entity: Any) -> bool:
 def read_rows(
     connection: Connection, entity: Any, statement: Select[Any], parameters: Mapping[str, object]
 ) -> list[object]:
-    """Make entities of a readable class of the rows of a SELECT of its `columns_of`.
+    """Make entities of a readable class, with a key of one column, of the rows of a SELECT of its `columns_of`.
 
     Raises:
         sqlalchemy.exc.DBAPIError: the SELECT failed.
@@ -77,17 +76,16 @@ def read_rows(
 @lru_cache(256)
 def columns_of(entity: Any) -> tuple[Column[Any], ...]:
     """The columns of a readable class, in the order of its attributes."""
-    return tuple(attribute.columns[0] for attribute in mapper_of(entity).column_attrs)  # type: ignore[misc]  # columns of its table
+    return tuple(attribute.columns[0] for attribute in mapper_of(entity).column_attrs)  # type: ignore[misc]  # `_is_plain` has found that each is a Column
 
 
 class _Maker(NamedTuple):
-    """How a row becomes an entity: the names of its values, the conversions of some, and the names of its key."""
+    """The names of a row's values, conversions of some of them, and the name of its key."""
 
     mapper: Mapper[Any]
     names: tuple[str, ...]
     convert: tuple[tuple[str, Callable[[Any], object]], ...]
-    key: Callable[[Mapping[str, object]], Any]
-    is_single: bool
+    key: str
 
 
 @lru_cache(256)
@@ -98,9 +96,9 @@ def _maker(entity: Any, dialect: Dialect, types: tuple[int, ...]) -> _Maker:
         (name, column.type._cached_result_processor(dialect, type_))  # noqa: SLF001  # as SQLAlchemy's own results do
         for name, column, type_ in zip(names, columns_of(entity), types, strict=True)
     )
-    key = [mapper.get_property_by_column(column).key for column in mapper.primary_key]
     convert = tuple((name, converted) for name, converted in found if converted is not None)
-    return _Maker(mapper, names, convert, itemgetter(*key), len(key) == 1)
+    (key,) = mapper.primary_key
+    return _Maker(mapper, names, convert, mapper.get_property_by_column(key).key)
 
 
 def _made(maker: _Maker, row: tuple[object, ...]) -> object:
@@ -110,9 +108,9 @@ def _made(maker: _Maker, row: tuple[object, ...]) -> object:
     values.update(zip(maker.names, row, strict=True))
     for name, converted in maker.convert:
         values[name] = converted(values[name])
-    key, state = maker.key(values), instance_state(entity)
-    state.key = (mapper._identity_class, (key,) if maker.is_single else key, None)  # noqa: SLF001  # as SQLAlchemy's own loading does
-    state.load_path = mapper._path_registry  # noqa: SLF001  # the same
+    state = instance_state(entity)
+    state.key = (mapper._identity_class, (values[maker.key],), None)  # noqa: SLF001  # as SQLAlchemy's own loading does
+    state.load_path = mapper._path_registry  # noqa: SLF001  # as SQLAlchemy's own loading does
     return entity
 
 

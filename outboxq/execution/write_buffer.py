@@ -236,16 +236,16 @@ def send_changes(session: Session, connection: Connection) -> None:
                 f"UPDATE statement on table '{statement.table.description}' expected to update {len(changes)} row(s); "
                 f"{found} were matched."
             )
-    except BaseException:  # noqa: BLE001  # raised again
+    except BaseException:  # noqa: BLE001  # `safe_reraise` raises it again
         with safe_reraise():
             session.rollback()
-    modified = session.identity_map._modified  # noqa: SLF001  # as above
+    modified = session.identity_map._modified  # noqa: SLF001  # `dirty` builds a set of the objects
     InstanceState._commit_all_states([(state, state.dict) for state in modified], session.identity_map)  # noqa: SLF001  # as a flush ends
 
 
 @lru_cache(256)
 def _as_flushed(table: Table) -> TableFacts:
-    """Facts for changes that are sent at once: whatever the table does, it does at a flush too."""
+    """Return facts that let every change be sent: at once, as by a flush, the table does what it does at a flush."""
     return TableFacts(
         oid=id(table),
         is_plain=True,

@@ -1,4 +1,4 @@
-"""A lone job's rows are read and written on the driver's cursor, where nobody could see the difference."""
+"""Rows of lone jobs: read and written on the driver's cursor, with the same result as by SQLAlchemy."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -85,7 +85,7 @@ class Holder(Own):
 
 
 class Padded(Own):
-    """Its keys are equal to the server whatever number of blanks they end with: a char(5)."""
+    """A key of char(5): the server ignores blanks at its end."""
 
     __tablename__ = "padded"
     id: Mapped[str] = mapped_column(primary_key=True)
@@ -184,7 +184,7 @@ def credit(_session: Session, row: Any) -> None:
 
 @pytest.mark.parametrize("sort", ["sync", "async", "lease", "locked"])
 def test_a_lone_job_reads_and_writes_directly(sort: str, engine: Engine) -> None:
-    """What it finds and leaves is as ever."""
+    """The handler finds and leaves the same rows."""
     found = list[object]()
 
     def look(session: Session, row: Any) -> None:
@@ -225,7 +225,7 @@ SURROUNDINGS: dict[str, Callable[[Engine], Engine]] = {
 
 @pytest.mark.parametrize("name", SURROUNDINGS)
 def test_where_somebody_listens_sqlalchemy_reads_and_writes(name: str, engine: Engine) -> None:
-    """What is done is the same."""
+    """The result is the same."""
     surrounded = SURROUNDINGS[name](engine)
     _, directly = ran(surrounded, credit)
     surrounded.dispose()
@@ -351,7 +351,7 @@ def test_a_row_is_not_read_in_a_transaction_that_an_around_has_ended(way: str, e
 
 
 def test_a_failed_update_ends_as_a_failed_flush(engine: Engine) -> None:
-    """What was not written is not in the row any more, wherever the handler keeps it."""
+    """The row loses the value that was not written, also where the handler keeps it."""
     kept = list[Any]()
 
     def take(_session: Session, row: Any) -> None:

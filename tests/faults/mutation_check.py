@@ -782,7 +782,7 @@ MUTANTS = (
         ("tests/execution/test_rolled_back.py::test_a_session_that_was_given_rows_has_begun_on_the_connection",),
     ),
     Mutant(
-        "the listeners that are told of each statement",
+        "the check for listeners to statements",
         "outboxq/database/direct.py",
         "        and len([*heard.before_cursor_execute]) == 1\n",
         "",

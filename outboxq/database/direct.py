@@ -87,10 +87,13 @@ def _compiled(statement: Any, dialect: Dialect) -> tuple[str, Callable[[Mapping[
     compiled = statement.compile(dialect=dialect)
     convert: tuple[tuple[str, Callable[[object], object]], ...] = tuple(compiled._bind_processors.items())  # noqa: SLF001  # as SQLAlchemy's own context does
 
+    # Names that the driver cannot read have others in the text.
+    named = compiled.escaped_bind_names
+
     def values_of(parameters: Mapping[str, object]) -> dict[str, object]:
         values: dict[str, object] = compiled.construct_params(parameters, escape_names=False)
         for name, converted in convert:
             values[name] = converted(values[name])
-        return values
+        return {named.get(name, name): value for name, value in values.items()} if named else values
 
     return compiled.string, values_of

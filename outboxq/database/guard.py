@@ -281,7 +281,7 @@ class Guard:
         if self.watcher is not None:
             self.watcher.hands_out()
         if self.is_handlers_turn and isinstance(query, str):
-            if leavings := (readings.get(query) or self._read(query)).leavings:
+            if leavings := (readings.get(query) or self._read(query)).left_by:
                 self._note(leavings, {})
         elif self.is_handlers_turn:
             self.left = "the driver's own cursor"
@@ -313,9 +313,9 @@ class Guard:
                 if is_piece or text is context.statement:
                     to_read = compiled.string
             reading = readings.get(to_read) or self._read(to_read)
-            if reading.refused:
+            if reading.refused_verb:
                 raise TransactionVerbRefused(
-                    f"the handler sent {reading.refused}, but its transaction is the relay's: return to commit, "
+                    f"the handler sent {reading.refused_verb}, but its transaction is the relay's: return to commit, "
                     "raise to roll back"
                 )
             if not savepoint.is_active and not text.startswith("ROLLBACK TO"):
@@ -323,8 +323,8 @@ class Guard:
                 raise HandlerRolledBack(
                     "the handler went on after it rolled its session back: use session.begin_nested()"
                 )
-            if reading.leavings:
-                self._note(reading.leavings, {} if many else parameters)
+            if reading.left_by:
+                self._note(reading.left_by, {} if many else parameters)
         # Last: those above may have sent something themselves.
         self._announced = statement
 

@@ -170,10 +170,12 @@ def left_by(statement: str) -> Leavings | None:
 
 
 class Reading(NamedTuple):
-    """The effects of a handler's statement besides those on rows: `refused_verb` and `left_by` find them."""
+    """The effects of a handler's statement besides those on rows: the functions of these names find them."""
 
-    refused: str | None = None
-    leavings: Leavings | None = None
+    first_word: str = ""
+    may_end_transaction: bool = True
+    refused_verb: str | None = None
+    left_by: Leavings | None = None
 
 
 # Of the statements that were read last. A look costs no call: each statement of a handler is looked up.
@@ -182,7 +184,9 @@ readings: dict[str, Reading] = {}
 
 def read(statement: str) -> Reading:
     """Read a statement, and add it to `readings`."""
-    reading = Reading(refused_verb(statement), left_by(statement))
+    reading = Reading(
+        first_word(statement), may_end_transaction(statement), refused_verb(statement), left_by(statement)
+    )
     if len(statement) <= _KEPT_CHARACTERS:
         if len(readings) >= _MOST_KEPT:
             readings.clear()

@@ -12,8 +12,9 @@ from functools import lru_cache, partial
 from operator import attrgetter
 from typing import Any, TypeAlias
 
-from sqlalchemy import ARRAY, Connection, Select, any_, bindparam, select, tuple_
+from sqlalchemy import Connection, Select, any_, bindparam, select, tuple_
 from sqlalchemy.orm import Mapper, Session
+from sqlalchemy.types import TypeEngine
 
 from outboxq.codec.entities import EntityKey
 from outboxq.database.direct import is_direct
@@ -199,13 +200,11 @@ class PreloadedEntities:
     """Rows that were loaded ahead, each for the next job that has it as an argument.
 
     Args:
-        facts_of: The facts of a table.
         own_types: Load only classes whose columns all have SQLAlchemy's own types: others run code of the user's.
     """
 
-    def __init__(self, connection: Connection, facts_of: FactsOf, locks: Locks, *, own_types: bool) -> None:
+    def __init__(self, connection: Connection, locks: Locks, *, own_types: bool) -> None:
         self._connection = connection
-        self._facts_of = facts_of
         self._locks = locks
         self._own_types = own_types
         self._rows: dict[Identity, object] = {}
@@ -227,24 +226,30 @@ class PreloadedEntities:
         else:
             self._rows.pop((entity, row[1]), None)
 
-    def oid(self, entity: type[object]) -> int | None:
+    def _oid(self, entity: type[object], facts_of: FactsOf) -> int | None:
         """The table of a class whose rows can be loaded ahead; None for all other classes."""
         if entity not in self._oids:
             is_plain = is_readable(entity, own_types=self._own_types)
             table: Any = mapper_of(entity).local_table
-            facts = self._facts_of(table) if is_plain else None
+            facts = facts_of(table) if is_plain else None
             self._oids[entity] = facts.oid if facts is not None and facts.is_plain else None
         return self._oids[entity]
 
-    def load(self, keys: Iterable[EntityKey]) -> None:
-        """Load the rows that are not here yet and can be loaded ahead, and lock rows of `locked` keys."""
+    def load(self, keys: Iterable[EntityKey], facts_of: FactsOf) -> None:
+        """Load the rows that are not here yet and can be loaded ahead, and lock rows of `locked` keys.
+
+        Args:
+            facts_of: The facts of a table.
+        """
         session = _session_on(self._connection)
         is_hidden = not is_listened_to(session, _AT_LOAD)
         load = partial(self._read, _into(session)) if is_direct(self._connection) else _into(session)
         missing = [key for key in keys if (key.entity, key.identity) not in self._rows]
-        found = self._locks.take(session, missing, lambda entity: is_hidden and self.oid(entity) is not None, load)
+        found = self._locks.take(
+            session, missing, lambda entity: is_hidden and self._oid(entity, facts_of) is not None, load
+        )
         if is_hidden:
-            found += _load_others([key for key in missing if self.oid(key.entity) is not None], found, load)
+            found += _load_others([key for key in missing if self._oid(key.entity, facts_of) is not None], found, load)
         # The entities belong to no session now: the job's own session takes them in.
         session.expunge_all()
         session.close()
@@ -334,7 +339,7 @@ def _with_keys(statement: Select[Any], mapper: Mapper[Any]) -> Select[Any]:
     return statement.where(keys.in_(bindparam("outboxq_keys", expanding=True)))
 
 
-def _array_of(mapper: Mapper[Any]) -> ARRAY[Any] | None:
+def _array_of(mapper: Mapper[Any]) -> TypeEngine[Any] | None:
     """The type of an array of keys; None if there is none, or a key may be equal here and not on the server."""
     first, *others = mapper.primary_key
     return None if others else key_array(first.type)

@@ -35,6 +35,7 @@ from outboxq.statements.transaction import TIMEOUTS_OFF, local_timeouts, restore
 # A deadlock or a serialization failure is repeated at once and for free this often; then it counts as an attempt.
 FREE_RETRIES = 5
 _PUT_OFF = (JobRetried, JobSnoozed)
+_AS_IT_IS = nullcontext()
 
 
 def run(connection: Connection, batch: BatchState, runtime: Runtime, handlers: Handlers, *, shared: bool) -> None:
@@ -83,7 +84,7 @@ def _run_several(
             continue
         for position in segment.places:
             job = batch.jobs[position]
-            decided = batch.decided.get(job.id)
+            decided = batch.decided.get(job.id) if batch.decided else None
             # `position` stays at a job that was settled here: its row shows, later, if the batch was committed.
             if isinstance(decided, SettledByClaim):
                 continue
@@ -182,7 +183,7 @@ def _run_alone(
     """Run the handler of one job, again after a deadlock; return the last result, or the decided one."""
     # First: the event of a job that does not run must not have the time of the job before.
     batch.running.begin()
-    decided = batch.decided.get(job.id)
+    decided = batch.decided.get(job.id) if batch.decided else None
     if decided is None and (batch.expires or runtime.orders.cancelled):
         decided = ended_meanwhile(batch, job, runtime)
     if decided is not None:
@@ -207,7 +208,7 @@ def attempt(batch: BatchState, runtime: Runtime, make: Callable[[], Attempt]) ->
     try:
         while True:
             each = make()
-            with nullcontext() if prepares else each.guard.unprepared():
+            with _AS_IT_IS if prepares else each.guard.unprepared():
                 result: AttemptResult = each.run() if each.has_started else runtime.invoker.apart()(each.run)
             if not (isinstance(result, Failed) and result.transient and free_retries):
                 return result

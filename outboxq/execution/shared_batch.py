@@ -20,7 +20,7 @@ from sqlalchemy.orm import Session
 
 from outboxq.codec.entities import EntityKey
 from outboxq.database.defects import contain, is_defect, report
-from outboxq.database.sql_text import first_word, may_end_transaction
+from outboxq.database.sql_text import first_word, may_end_transaction, readings
 from outboxq.emitter import drop_tracebacks
 from outboxq.errors import HandlerError, TransactionEndedByHandler
 from outboxq.events import JobDone
@@ -136,12 +136,12 @@ class _SharedRun:
         self._is_closed = True
         self._ahead = len(segment.places)
         self._facts: dict[Table, TableFacts | None] = {}
-        self._buffer = WriteBuffer(self._facts_of, locks.has)
+        self._buffer = WriteBuffer(locks.has)
         kinds = [job.kind for job in batch.jobs[segment.places.start : segment.places.stop]]
         registry = runtime.registry
         # Rows are loaded ahead outside of the arounds of their jobs.
         own_types = any(kind in registry.arounds for kind in kinds)
-        self._rows = PreloadedEntities(connection, self._facts_of, locks, own_types=own_types)
+        self._rows = PreloadedEntities(connection, locks, own_types=own_types)
         self._loaded_ahead = [
             {} if registry.loads_late(kind) else given for kind, given in zip(kinds, segment.arguments, strict=True)
         ]
@@ -169,8 +169,10 @@ class _SharedRun:
     def sees(self, statement: str, context: ExecutionContext | None) -> None:
         """Send the waiting writes of earlier jobs, before a statement is sent for a handler."""
         try:
-            self._is_suspicious = self._is_suspicious or may_end_transaction(statement)
-            writes = row_writes(first_word(statement), context)
+            known = readings.get(statement)
+            may_end = may_end_transaction(statement) if known is None else known.may_end_transaction
+            self._is_suspicious = self._is_suspicious or may_end
+            writes = row_writes(first_word(statement) if known is None else known.first_word, context)
         except Exception as error:  # noqa: BLE001  # raised again, unless it is a defect
             # The handler goes on, as one that may have written anything; then each job runs alone.
             contain(error)
@@ -293,7 +295,7 @@ class _SharedRun:
         self._send()
         first = self._batch.running.position - self._places.start
         with self._runtime.guard.aside():
-            self._rows.load(entity_keys(self._loaded_ahead[first : first + self._ahead]))
+            self._rows.load(entity_keys(self._loaded_ahead[first : first + self._ahead]), self._facts_of)
         self._ahead *= 2
 
     def _keep(self, opened: _JobSession, run: Run) -> None:
@@ -388,7 +390,7 @@ class _SharedRun:
     def _send(self) -> None:
         if self._buffer:
             with self._runtime.guard.aside():
-                self._buffer.send(self._connection)
+                self._buffer.send(self._connection, self._facts_of)
         self._mark_sent()
 
     def _mark_sent(self) -> None:

@@ -28,7 +28,7 @@ from outboxq.handlers.row_writes import COMPUTING_FUNCTIONS, RowWrite, Statement
 from outboxq.handlers.set_based import FactsOf, Row, executions, python_type
 from outboxq.new_job import NewJob
 from outboxq.outbox.insert import QUEUES_ANNOUNCED, insert_all, queues_of
-from outboxq.outbox.pending import holds_only_jobs
+from outboxq.outbox.pending import holds_only_jobs, write_plain_jobs
 
 # The oid of a table, and a primary key.
 RowId: TypeAlias = tuple[int, tuple[object, ...]]
@@ -40,6 +40,8 @@ Listeners: TypeAlias = Callable[[object], tuple[Iterable[object], ...]]
 _AT_FLUSH: Listeners = attrgetter(
     *("after_begin", "before_flush", "after_flush", "after_flush_postexec", "before_commit", "after_commit"),
     *("after_transaction_create", "after_transaction_end", "after_rollback", "after_soft_rollback"),
+    # New jobs are objects until they are sent.
+    "pending_to_transient",
 )
 _MISSING = object()
 # The most changed rows of a lone job that are sent by statements of their own.
@@ -79,12 +81,10 @@ class WriteBuffer:
     """The writes that wait to be sent.
 
     Args:
-        facts_of: The facts of a table.
         is_locked: Returns True if the batch has locked the row of a class with this primary key.
     """
 
-    def __init__(self, facts_of: FactsOf, is_locked: IsLocked) -> None:
-        self._facts_of = facts_of
+    def __init__(self, is_locked: IsLocked) -> None:
         self._is_locked = is_locked
         # Changes of different rows by one UPDATE, new jobs by their ids, and executions of one deferred statement.
         self._runs: list[list[RowChange] | dict[str, NewJob] | _Deferred] = []
@@ -127,8 +127,11 @@ class WriteBuffer:
             self._runs.append(_Deferred(write.statement, [write.parameters]))
             self._changes, self._jobs = {}, None
 
-    def send(self, connection: Connection) -> None:
+    def send(self, connection: Connection, facts_of: FactsOf) -> None:
         """Send everything, and forget it.
+
+        Args:
+            facts_of: The facts of a table.
 
         Raises:
             StaleDataError: a changed row does not exist any more.
@@ -140,7 +143,7 @@ class WriteBuffer:
         self._entities.clear()
         for run in runs:
             if isinstance(run, _Deferred):
-                _execute(connection, run.statement, run.rows, self._facts_of)
+                _execute(connection, run.statement, run.rows, facts_of)
             elif isinstance(run, dict):
                 are_few = len(queues_of(run)) <= QUEUES_ANNOUNCED
                 insert_all(connection, run, wakes="by queue" if are_few else "all")
@@ -148,7 +151,7 @@ class WriteBuffer:
                 # Rows are locked in the order of their keys, as by a flush: two batches must not wait for each other.
                 in_order = not all(self._is_locked(change.entity, change.row[1]) for change in run)
                 rows = [change.parameters for change in sorted(run, key=attrgetter("row"))]
-                changed = _execute(connection, run[0].statement, rows, self._facts_of, in_order=in_order)
+                changed = _execute(connection, run[0].statement, rows, facts_of, in_order=in_order)
                 if changed != len(rows):
                     raise StaleDataError(f"UPDATE of {len(rows)} rows by primary key matched {changed}")
 
@@ -157,9 +160,14 @@ def _execute(
     connection: Connection, statement: Statement, rows: list[Row], facts_of: FactsOf, *, in_order: bool = False
 ) -> int:
     """Execute the statement with each of these rows of parameters; return the number of changed rows."""
-    each = executions(statement, rows, facts_of, in_order=in_order)
-    results = (connection.execute(one, parameters) for one, parameters in each)
-    return sum(result.rowcount for result in results if not result.returns_rows)
+    changed = 0
+    for one, parameters in executions(statement, rows, facts_of, in_order=in_order):
+        # Our own is over arrays.
+        if one is not statement and isinstance(one, Update) and isinstance(parameters, dict) and is_direct(connection):
+            changed += send_update(connection, one, parameters)
+        else:
+            changed += connection.execute(one, parameters).rowcount
+    return changed
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,26 +218,25 @@ def row_changes(session: Session, facts_of: FactsOf) -> list[RowChange] | None:
 
 
 def send_changes(session: Session, connection: Connection) -> None:
-    """Send the few changed rows of a session now, if they are all that its flush would send.
+    """Send the few changed rows of a session now, if they and new jobs are all that its flush would send.
 
-    Then SQLAlchemy has nothing to flush, which takes several times as long. A failure ends as that of a flush.
+    SQLAlchemy's takes several times as long; jobs with entities are left to it, whose place is after the changes. A
+    failure ends as that of a flush.
 
     Raises:
         StaleDataError: a row does not exist any more.
         sqlalchemy.exc.DBAPIError: as SQLAlchemy raises it.
     """
-    # New jobs too come before changes, which may refer to them.
-    is_all = not session._new and holds_only_jobs(session)  # noqa: SLF001  # `new` builds a set of objects
-    if not (is_all and uses_only(session, connection) and is_direct(connection)):
+    changes = _few_changes(session, connection)
+    # Before changes, which may refer to them.
+    if changes and write_plain_jobs(session, connection):
+        # That may have run users' code.
+        changes = _few_changes(session, connection)
+    if not changes:
         return
-    changes = row_changes(session, _as_flushed) or []
-    # One statement: rows are locked in the order of their keys, and with others SQLAlchemy knows the order of tables.
-    # Each takes a round trip, where a flush sends many together.
-    if len(changes) > _SENT_ONE_BY_ONE or len({id(change.statement) for change in changes}) != 1:
-        return
-    statement, ordered = changes[0].statement, sorted(changes, key=attrgetter("row"))
+    statement = changes[0].statement
     try:
-        found = sum(send_update(connection, statement, each.parameters) for each in ordered)
+        found = sum(send_update(connection, statement, each.parameters) for each in changes)
         if found != len(changes):
             # In SQLAlchemy's words.
             raise StaleDataError(
@@ -241,6 +248,17 @@ def send_changes(session: Session, connection: Connection) -> None:
             session.rollback()
     modified = session.identity_map._modified  # noqa: SLF001  # `dirty` builds a set of the objects
     InstanceState._commit_all_states([(state, state.dict) for state in modified], session.identity_map)  # noqa: SLF001  # as a flush ends
+
+
+def _few_changes(session: Session, connection: Connection) -> list[RowChange]:
+    """The changed rows in the order of their keys; none if a flush would do more, or do it better."""
+    if not (holds_only_jobs(session) and uses_only(session, connection) and is_direct(connection)):
+        return []
+    changes = row_changes(session, _as_flushed) or []
+    # One statement: rows are locked in the order of their keys, and with others SQLAlchemy knows the order of tables.
+    # Each takes a round trip, where a flush sends many together.
+    is_one = len({id(change.statement) for change in changes}) == 1
+    return sorted(changes, key=attrgetter("row")) if is_one and len(changes) <= _SENT_ONE_BY_ONE else []
 
 
 @lru_cache(256)

@@ -19,12 +19,15 @@ from sqlalchemy import (
     BinaryExpression,
     BindParameter,
     Column,
-    Select,
+    ColumnElement,
+    Dialect,
     Table,
+    TypeDecorator,
     Update,
     any_,
     bindparam,
     column,
+    func,
     select,
     types,
 )
@@ -64,6 +67,12 @@ _ELEMENTS: dict[type[TypeEngine[Any]], _Element] = {
     types.Numeric: (Decimal, lambda _: types.Numeric()),
     **dict.fromkeys((types.Uuid, types.UUID), (uuid.UUID, lambda same: same)),
 }
+# The text of a value within that of an array, for types that the server reads as the driver writes them.
+_WRITTEN: dict[type[object], Callable[[Any], str]] = {
+    **dict.fromkeys((int, bool, uuid.UUID), str),
+    Decimal: lambda value: "NaN" if value.is_nan() else str(value),
+    str: lambda value: '"' + value.replace("\\", r"\\").replace('"', r"\"") + '"',
+}
 # Types whose equality is the same in Python and on the server; that of texts depends on a collation.
 _KEYS = (int, uuid.UUID)
 _FUNCTIONS = (functions.coalesce, functions.current_timestamp, functions.now)
@@ -71,12 +80,11 @@ _FUNCTIONS = (functions.coalesce, functions.current_timestamp, functions.now)
 
 def executions(
     statement: Statement, rows: Sequence[Row], facts_of: FactsOf, *, in_order: bool = False
-) -> Iterator[tuple[Statement | Select[Any], Row | Sequence[Row]]]:
+) -> Iterator[tuple[Statement, Row | Sequence[Row]]]:
     """Statements that together do what `statement` does with each of `rows`, whose names are the same.
 
     Args:
-        in_order: Lock rows in the order of their keys: one statement over arrays would lock them in the server's order,
-            so a SELECT that locks them comes before it.
+        in_order: Lock rows in the order of their keys: one statement over arrays would lock them in the server's order.
     """
     is_worth_it = type(statement) is Update and len(rows) >= _LEAST_ROWS
     set_based = _set_based(statement, frozenset(rows[0])) if is_worth_it else None
@@ -91,9 +99,8 @@ def executions(
     if len(first) < max(_LEAST_ROWS, len(again)) or not fits:
         yield from single_executions(statement, rows)
         return
-    if in_order:
-        yield set_based.lock, {_array(set_based.key): arrays[set_based.key]}
-    yield set_based.over_arrays, {_array(name): values for name, values in arrays.items()}
+    over_arrays = set_based.over_arrays_in_order if in_order else set_based.over_arrays
+    yield over_arrays, {_array(name): values for name, values in arrays.items()}
     if again:
         yield from single_executions(statement, again)
 
@@ -187,26 +194,38 @@ class _SetBased:
         return {name: _ELEMENTS[type(sql_type)][0] for name, sql_type in self.types.items()}
 
     @cached_property
+    def arrays(self) -> dict[str, BindParameter[Any]]:
+        """An array for each parameter."""
+        return {name: bindparam(_array(name), type_=array_of(sql_type)) for name, sql_type in self.types.items()}
+
+    @cached_property
     def over_arrays(self) -> Update:
         """The UPDATE over an array for each parameter."""
+        return self._over_arrays(self.arrays[self.key])
+
+    @cached_property
+    def over_arrays_in_order(self) -> Update:
+        """The same, which first locks its rows FOR NO KEY UPDATE in the order of their keys.
+
+        A CTE that locks is a plan of its own, and is read to its end before the first row is updated. A row that was
+        changed while this waited for its lock is found again by its key, as by a single UPDATE.
+        """
+        key, keys = self.primary_key, self.arrays[self.key]
+        ordered = select(key).where(key == any_(keys)).order_by(key).with_for_update(key_share=True)
+        locked = ordered.cte("oq_locked")
+        return self._over_arrays(func.array(select(*locked.c).scalar_subquery()))
+
+    def _over_arrays(self, keys: ColumnElement[Any]) -> Update:
         elements = {name: _ELEMENTS[type(sql_type)][1](sql_type) for name, sql_type in self.types.items()}
-        arrays = {name: bindparam(_array(name), type_=ARRAY(element)) for name, element in elements.items()}
         columns = (column(name, element) for name, element in elements.items())
-        rows = unnest(*arrays.values()).table_valued(*columns).render_derived(name="oq_rows")
+        rows = unnest(*self.arrays.values()).table_valued(*columns).render_derived(name="oq_rows")
 
         def replace(element: Any, **_: Any) -> Any:
             return rows.c[element.key] if isinstance(element, BindParameter) and element.key in elements else None
 
         replaced = cast("Update", visitors.replacement_traverse(self.statement, {}, replace))
         # `= ANY(array)` keeps the server to the primary key's index, also in a plan made while the table was small.
-        return replaced.where(self.primary_key == any_(arrays[self.key]))
-
-    @cached_property
-    def lock(self) -> Select[Any]:
-        """A SELECT of the rows to update, FOR NO KEY UPDATE in the order of their keys."""
-        key, sql_type = self.primary_key, self.types[self.key]
-        keys = bindparam(_array(self.key), type_=ARRAY(_ELEMENTS[type(sql_type)][1](sql_type)))
-        return select(key).where(key == any_(keys)).order_by(key).with_for_update(key_share=True)
+        return replaced.where(self.primary_key == any_(keys))
 
     def is_allowed_by(self, facts: TableFacts | None) -> bool:
         """Return True if each row becomes what single executions would make of it, and nothing else happens."""
@@ -264,10 +283,36 @@ def python_type(sql_type: TypeEngine[Any]) -> type[object] | None:
     return _ELEMENTS[type(sql_type)][0] if _fits_an_array(sql_type) else None
 
 
-def key_array(sql_type: TypeEngine[Any]) -> ARRAY[Any] | None:
+class TextArray(TypeDecorator[Any]):
+    """An array that is sent as one text: the driver takes several times as long for a list."""
+
+    impl = ARRAY
+    cache_ok = True
+
+    def __init__(self, element: TypeEngine[Any], type_: type[object]) -> None:
+        super().__init__(element)
+        self.element = element
+        self.type_ = type_
+
+    def bind_processor(self, dialect: Dialect) -> Any:  # noqa: ARG002  # SQLAlchemy's own signature
+        """A function that writes a list of values, and None, as the server reads an array."""
+        written = _WRITTEN[self.type_]
+
+        def process(value: Any) -> str:
+            return f"{{{','.join(['NULL' if each is None else written(each) for each in value])}}}"
+
+        return process
+
+
+def array_of(sql_type: TypeEngine[Any]) -> TypeEngine[Any]:
+    """The type of an array of values of a plain column's type."""
+    type_, element = _ELEMENTS[type(sql_type)]
+    return TextArray(element(sql_type), type_) if type_ in _WRITTEN else ARRAY(element(sql_type))
+
+
+def key_array(sql_type: TypeEngine[Any]) -> TypeEngine[Any] | None:
     """The type of an array of primary keys of this type; None if they may be equal here and not on the server."""
-    type_ = python_type(sql_type)
-    return ARRAY(_ELEMENTS[type(sql_type)][1](sql_type)) if type_ in _KEYS else None
+    return array_of(sql_type) if python_type(sql_type) in _KEYS else None
 
 
 def _fits_an_array(sql_type: TypeEngine[Any]) -> bool:

@@ -210,6 +210,17 @@ def _before_flush(session: Session, context: UOWTransaction, _instances: object)
         _write(session, connection, batch, has_entities=has_entities)
 
 
+def write_plain_jobs(session: Session, connection: Connection) -> bool:
+    """Insert the jobs of the session's next flush now, and return True; not if some have entities."""
+    batch = pending_batch(session)
+    if batch is None or _has_entities(batch):
+        return False
+    refuse_autocommit(connection)
+    Session.expunge(session, batch)
+    _write(session, connection, batch, has_entities=False)
+    return True
+
+
 def _flush_batch(connection: Connection, batch: JobRow) -> None:
     """Write the jobs that a hook of this flush added after `_before_flush`."""
     session = object_session(batch)

@@ -492,7 +492,9 @@ def test_arounds_that_send_nothing_leave_jobs_to_share_their_batch(
         run(way, jobs, handler, [1, 2, 3, 4, 5])
     sent = [statement for statement, _ in seen if "account" in statement or "sa_savepoint" in statement]
     # The first ones are those of the test, which names the accounts.
-    assert [statement.split()[0] for statement in sent[5:]] == ["SELECT", "SELECT", "UPDATE"]
+    assert [statement.split()[0] for statement in sent[5:]] == ["SELECT", "WITH"]
+    assert "FOR NO KEY UPDATE" in sent[6]
+    assert "UPDATE account" in sent[6]
     assert bound == [f"job {id_}" for id_ in range(1, 6)]
     assert set(balances(engine).values()) == {1}
 

@@ -240,7 +240,7 @@ def test_listeners_on_connections_are_told_of_each_statement(
     """Also on the one that a test gives to `drain`, as they count statements."""
     said = list[str]()
     # SQLAlchemy leaves it set on the class when the last listener is gone.
-    monkeypatch.setattr(Connection, "_has_events", Connection._has_events)
+    monkeypatch.setattr(Connection, "_has_events", getattr(Connection, "_has_events", False), raising=False)
 
     def listener(_connection: Any, _cursor: Any, statement: str, *_: Any) -> None:
         said.append(statement.split()[0])
@@ -257,6 +257,33 @@ def test_listeners_on_connections_are_told_of_each_statement(
             event.remove(heard, "before_cursor_execute", listener)
     assert said.count("UPDATE") == 1
     assert said.count("SELECT") >= 1
+
+
+@pytest.mark.parametrize(
+    "name", ["before_flush", "after_flush", "before_commit", "after_begin", "pending_to_transient"]
+)
+def test_a_listener_on_the_session_is_told_of_its_flush(name: str, engine: Engine) -> None:
+    """The handler has put it there, so its rows are read directly, and not written."""
+
+    def hear(session: Session, row: Any) -> None:
+        event.listen(session, name, lambda *_: None)
+        credit(session, row)
+
+    _, directly = ran(engine, hear)
+    assert (directly.read, directly.changed) == (1, [])
+    assert rows(engine, "SELECT balance FROM lone WHERE id = 3") == [(5,)]
+
+
+@pytest.mark.parametrize("name", ["loaded_as_persistent", "after_attach", "do_orm_execute"])
+def test_a_listener_on_the_session_is_told_of_rows_that_are_loaded(name: str, engine: Engine) -> None:
+    """An around has put it there."""
+    jobs, kind = jobs_of("sync", Lone, credit)
+    jobs.around(lambda ctx: event.listen(ctx.session, name, lambda *_: None))
+    with OutboxSession(engine) as session, session.begin():
+        session.add_job(kind, row=session.get_one(Lone, 3))
+    _, directly = drained(engine, jobs)
+    assert directly.read == 0
+    assert rows(engine, "SELECT balance FROM lone WHERE id = 3") == [(5,)]
 
 
 def test_a_change_that_others_refer_to_is_left_to_sqlalchemy(engine: Engine) -> None:
@@ -283,7 +310,7 @@ def test_new_rows_are_written_before_changes(engine: Engine) -> None:
 
 
 def test_new_jobs_are_written_before_changes(engine: Engine) -> None:
-    """A change may refer to them, and a trigger may add more."""
+    """A change may refer to them."""
     run(engine, "CREATE TABLE tracked (id int PRIMARY KEY, job_id uuid REFERENCES outboxq.job (id) ON DELETE SET NULL)")
     run(engine, "INSERT INTO tracked VALUES (3, NULL)")
 
@@ -300,8 +327,75 @@ def test_new_jobs_are_written_before_changes(engine: Engine) -> None:
 
     told, directly = ran(engine, track, entity=Tracked)
     assert [type(event) for event in told if isinstance(event, JobDone | JobDied)] == [JobDone]
-    assert (directly.read, directly.changed) == (1, [])
+    assert (directly.read, directly.changed) == (1, [3])
     assert rows(engine, "SELECT job_id FROM tracked") == rows(engine, "SELECT id FROM outboxq.job")
+
+
+@pytest.mark.parametrize("with_entity", [False, True], ids=["plain", "with-entity"])
+def test_new_jobs_and_changes_are_written_in_the_order_of_a_flush(with_entity: bool, engine: Engine) -> None:
+    """What a trigger on new jobs sees of the rows is the same."""
+    run(engine, "CREATE TABLE seen (balance int)")
+    run(
+        engine,
+        "CREATE FUNCTION look() RETURNS trigger LANGUAGE plpgsql AS "
+        "'BEGIN INSERT INTO public.seen SELECT balance FROM public.lone WHERE id = 3; RETURN NULL; END'",
+    )
+    jobs = Jobs()
+
+    @jobs.handler(queue="elsewhere")
+    def later(ctx: Context, row: Lone | None = None) -> None: ...
+
+    def pass_on(session: Any, row: Any) -> None:
+        credit(session, row)
+        session.add_job(later, **({"row": row} if with_entity else {}))
+
+    own, kind = jobs_of("sync", Lone, pass_on)
+    seen = []
+    for heard_by in ("nobody", "before_execute"):
+        listening = engine if heard_by == "nobody" else heard(create_engine(engine.url), heard_by)
+        with OutboxSession(engine) as session, session.begin():
+            session.execute(text("DROP TRIGGER IF EXISTS look ON outboxq.job"))
+            session.execute(text("DELETE FROM outboxq.job"))
+            session.add_job(kind, row=session.get_one(Lone, 3))
+        run(engine, "CREATE TRIGGER look AFTER INSERT ON outboxq.job FOR EACH ROW EXECUTE FUNCTION look()")
+        _, directly = drained(listening, own)
+        listening.dispose()
+        assert directly.changed == ([3] if heard_by == "nobody" else [])
+        seen += rows(engine, "SELECT balance - (SELECT balance FROM lone WHERE id = 3) FROM seen")
+        run(engine, "DELETE FROM seen")
+    assert seen == [(0 if with_entity else -5,)] * 2
+    assert rows(engine, "SELECT args->>'row' FROM outboxq.job") == [("3" if with_entity else None,)]
+
+
+def test_a_change_that_is_made_while_new_jobs_are_written_is_written_too(engine: Engine) -> None:
+    """Code of users that is called there is not seen as a listener."""
+    write = write_buffer.write_plain_jobs
+
+    def write_and_change(session: Session, connection: Connection) -> bool:
+        session.get_one(Lone, 3).balance = 99
+        return write(session, connection)
+
+    def pass_on(session: Any, row: Any) -> None:
+        credit(session, row)
+        session.add_job(external("later", queue="elsewhere"))
+
+    with mock.patch.object(write_buffer, "write_plain_jobs", write_and_change):
+        ran(engine, pass_on)
+    assert rows(engine, "SELECT balance FROM lone WHERE id = 3") == [(99,)]
+
+
+def test_a_job_that_is_refused_is_not_followed_by_changes(engine: Engine) -> None:
+    """The attempt fails for the INSERT, as by a flush, and nothing stays."""
+    run(engine, "ALTER TABLE outboxq.job ADD CONSTRAINT none_elsewhere CHECK (queue <> 'elsewhere')")
+
+    def pass_on(session: Any, row: Any) -> None:
+        credit(session, row)
+        session.add_job(external("later", queue="elsewhere"))
+
+    told, directly = ran(engine, pass_on)
+    assert [event.error_type for event in told if isinstance(event, JobDied)] == ["psycopg.errors.CheckViolation"]
+    assert directly.changed == []
+    assert rows(engine, "SELECT sum(balance) FROM lone") == [(0,)]
 
 
 def test_many_changes_are_sent_together_by_sqlalchemy(engine: Engine) -> None:

@@ -52,7 +52,7 @@ def test_fifty_jobs_with_an_entity_each_are_loaded_locked_and_written_by_one_sta
 ) -> None:
     """What a batch sends through SQLAlchemy: one SELECT per class, and the writes; no savepoint.
 
-    One statement over arrays locks rows in the server's order, so they are locked in that of their keys before.
+    One statement over arrays locks rows in the server's order, so it locks them in that of their keys before.
     """
     jobs = Jobs()
 
@@ -71,8 +71,9 @@ def test_fifty_jobs_with_an_entity_each_are_loaded_locked_and_written_by_one_sta
     with statements() as seen:
         drain(jobs, **ONE_SLOT)
     sent = [statement for statement, _ in seen if "sa_savepoint" in statement or "account" in statement]
-    assert [statement.split()[0] for statement in sent] == ["SELECT", "SELECT", "UPDATE"]
+    assert len(sent) == 2
     assert "ORDER BY account.id FOR NO KEY UPDATE" in sent[1]
+    assert "UPDATE account SET" in sent[1]
     assert balances(engine) == dict.fromkeys(range(1, 51), 5)
 
 
@@ -325,7 +326,7 @@ def test_chained_jobs_do_not_cost_the_batch_its_one_flush(
     enqueue(sessions, first, [{"account": id_} for id_ in range(1, 11)])
     with statements() as seen:
         drain(jobs, **ONE_SLOT)
-    assert len([statement for statement, _ in seen if statement.startswith("UPDATE account")]) == 1
+    assert len([statement for statement, _ in seen if "UPDATE account" in statement]) == 1
     assert balances(engine) == dict.fromkeys(range(1, 11), 1)
 
 

@@ -812,9 +812,23 @@ MUTANTS = (
     Mutant(
         "the new jobs that come before a lone job's changes",
         "outboxq/execution/write_buffer.py",
-        "    is_all = not session._new and holds_only_jobs(session)",
-        "    is_all = holds_only_jobs(session)",
+        "    if changes and write_plain_jobs(session, connection):",
+        "    if False:",
         ("tests/execution/test_lone_rows.py::test_new_jobs_are_written_before_changes",),
+    ),
+    Mutant(
+        "the second look at changes, behind new jobs",
+        "outboxq/execution/write_buffer.py",
+        "        # That may have run users' code.\n        changes = _few_changes(session, connection)\n",
+        "        pass\n",
+        ("tests/execution/test_lone_rows.py::test_a_change_that_is_made_while_new_jobs_are_written_is_written_too",),
+    ),
+    Mutant(
+        "the other names of parameters that the driver cannot read",
+        "outboxq/database/direct.py",
+        "for name, value in values.items()} if named else values",
+        "for name, value in values.items()} if False else values",
+        ("tests/handlers/test_set_based.py::test_parameters_may_have_names_that_the_driver_cannot_read",),
     ),
     Mutant(
         "the count of the rows that a lone job changed",
@@ -826,15 +840,15 @@ MUTANTS = (
     Mutant(
         "the order in which a lone job locks its rows",
         "outboxq/execution/write_buffer.py",
-        'changes[0].statement, sorted(changes, key=attrgetter("row"))\n',
-        'changes[0].statement, sorted(changes, key=attrgetter("row"), reverse=True)\n',
+        'return sorted(changes, key=attrgetter("row")) if is_one',
+        'return sorted(changes, key=attrgetter("row"), reverse=True) if is_one',
         ("tests/execution/test_lone_rows.py::test_rows_are_locked_in_the_order_of_their_keys",),
     ),
     Mutant(
         "the changes of several forms, which SQLAlchemy sends",
         "outboxq/execution/write_buffer.py",
-        "_SENT_ONE_BY_ONE or len({id(change.statement) for change in changes}) != 1:\n",
-        "_SENT_ONE_BY_ONE or not changes:\n",
+        "    is_one = len({id(change.statement) for change in changes}) == 1\n",
+        "    is_one = bool(changes)\n",
         ("tests/execution/test_lone_rows.py::test_changes_of_several_forms_are_sent_in_sqlalchemys_order",),
     ),
     Mutant(
@@ -1289,9 +1303,25 @@ MUTANTS = (
     Mutant(
         "the array that keeps a set-based update to its index",
         "outboxq/handlers/set_based.py",
-        ".where(self.primary_key == any_(arrays[self.key]))",
+        ".where(self.primary_key == any_(keys))",
         "",
         ("tests/handlers/test_set_based.py",),
+    ),
+    Mutant(
+        "the order in which a set-based update locks rows",
+        "outboxq/handlers/set_based.py",
+        "set_based.over_arrays_in_order if in_order else set_based.over_arrays",
+        "set_based.over_arrays",
+        (
+            "tests/handlers/test_set_based.py::test_rows_that_are_locked_in_order_let_batches_that_cross_wait_for_each_other",
+        ),
+    ),
+    Mutant(
+        "the backslashes of texts in an array",
+        "outboxq/handlers/set_based.py",
+        r"""value.replace("\\", r"\\").replace""",
+        "value.replace",
+        ("tests/handlers/test_set_based.py::test_each_type_is_written_as_an_executemany_writes_it",),
     ),
     Mutant(
         "what leaves a prepared claim no plan but its index",

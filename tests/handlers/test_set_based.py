@@ -107,6 +107,12 @@ odd = Table(
     Column("oq_value", Integer, default=0),
 )
 by_uuid = Table("by_uuid", metadata, Column("id", Uuid, primary_key=True), Column("n", Integer, default=0))
+by_another_name = Table(
+    "by_another_name",
+    metadata,
+    Column("the id", BigInteger, primary_key=True, autoincrement=False, key="id"),
+    Column("the n", Integer, default=0, key="n"),
+)
 by_name = Table("by_name", metadata, Column("id", String, primary_key=True), Column("n", Integer, default=0))
 pair = Table(
     "two_keys",
@@ -173,24 +179,33 @@ def _fill(connection: Any) -> None:
     connection.execute(insert(sample), [{"id": n, "n": n, "name": str(n)} for n in range(ROWS)])
     connection.execute(insert(by_uuid), [{"id": key} for key in KEYS])
     connection.execute(insert(by_name), [{"id": str(n)} for n in range(ROWS)])
+    connection.execute(insert(by_another_name), [{"id": n} for n in range(ROWS)])
     connection.execute(insert(pair), [{"id": n // 2, "part": n % 2} for n in range(ROWS)])
     connection.execute(insert(stamped), [{"id": n} for n in range(ROWS)])
     connection.execute(insert(dated), [{"id": n} for n in range(ROWS)])
 
 
 def _both_ways(engine: Engine, statement: Any, rows: list[dict[str, Any]], before: str = "SELECT 1") -> list[int]:
-    """Rows in each execution of the deferred writes, which come to the same as an executemany; 1 for an array."""
+    """Rows in each execution of the deferred writes, which come to the same as an executemany; 1 for an array.
+
+    So do the same statements with rows that are locked in order.
+    """
     with engine.begin() as connection:
         connection.exec_driver_sql(before)
         connection.execute(statement, rows)
         expected = _contents(connection)
         _fill(connection)
         connection.exec_driver_sql(before)
-        deferred = WriteBuffer(facts_on(connection), lambda *_: False)
+        deferred = WriteBuffer(lambda *_: False)
         for row in rows:
             deferred.add_deferred(Write(statement, row))
         with statements() as seen:
-            deferred.send(connection)
+            deferred.send(connection, facts_on(connection))
+        assert _contents(connection) == expected
+        _fill(connection)
+        connection.exec_driver_sql(before)
+        for each, parameters in executions(statement, rows, facts_on(connection), in_order=True):
+            connection.execute(each, parameters)
         assert _contents(connection) == expected
         return [many for _, many in seen]
 
@@ -215,8 +230,8 @@ def _rows(values: list[Any], keys: Any = range(ROWS)) -> list[dict[str, Any]]:
 
 VALUES: dict[str, list[Any]] = {
     "n": [1, None, -(2**31), 2**31 - 1, 0],
-    "price": [Decimal("1.005"), Decimal("-0.014"), Decimal("NaN"), Decimal("12345678.9")],
-    "name": ["", "NULL", None, "{a,b}", "q\"\\,'", "  x ", "ü€"],
+    "price": [Decimal("1.005"), Decimal("-0.014"), Decimal("NaN"), Decimal("sNaN"), Decimal("1.2345E+7")],
+    "name": ["", "NULL", None, "{a,b}", "q\"\\,'", "  x ", "ü€", "\\", "\n\t", "}"],
     "flag": [True, False, True, False],
     "at": [
         datetime(2020, 1, 1, tzinfo=UTC),
@@ -249,6 +264,7 @@ STATEMENTS: dict[str, Any] = {
     "mapped": update(Mapped).where(Mapped.id == KEY).values({Mapped.n: Mapped.n + bindparam("value")}),
     "mapped-by-attribute": update(Renamed).where(Renamed.key == KEY).values(amount=Renamed.amount + bindparam("value")),
     "own-values": BY_KEY.values(n=bindparam("value"), name="fixed", at=None),
+    "columns-with-keys": update(by_another_name).where(by_another_name.c.id == KEY).values(n=bindparam("value")),
     "is-null": BY_KEY.where(sample.c.price.is_(None)).values(n=bindparam("value")),
     "no-rows": BY_KEY.where(sample.c.price > 0).values(n=bindparam("value")),
 }
@@ -392,10 +408,10 @@ def test_values_that_an_array_might_change_are_sent_row_by_row(name: str, engine
 def test_lists_are_sent_one_by_one(statement: Any, engine: Engine) -> None:
     """SQLAlchemy refuses them in an executemany."""
     with engine.begin() as connection:
-        deferred = WriteBuffer(facts_on(connection), lambda *_: False)
+        deferred = WriteBuffer(lambda *_: False)
         for row in _rows([[1, 2], [], [2, 3], [3], [5, 4]]):
             deferred.add_deferred(Write(statement, row))
-        deferred.send(connection)
+        deferred.send(connection, facts_on(connection))
         found = set(connection.scalars(select(sample.c.id).where(sample.c.n == sample.c.id).where(sample.c.id < 5)))
     assert found == {0, 1}
 
@@ -413,14 +429,15 @@ def test_where_most_change_the_same_row_each_is_sent_by_itself(engine: Engine) -
     assert _both_ways(engine, BY_KEY.values(n=sample.c.n * 3 + bindparam("value")), rows) == [11]
 
 
-def test_who_waits_for_a_row_adds_to_what_another_transaction_made_of_it(engine: Engine) -> None:
+@pytest.mark.parametrize("in_order", [False, True], ids=["any-order", "in-order"])
+def test_who_waits_for_a_row_adds_to_what_another_transaction_made_of_it(in_order: bool, engine: Engine) -> None:
     """At READ COMMITTED the row is computed anew, from the array's value and the row's new one."""
     statement = BY_KEY.where(sample.c.n < 1_000).values(n=sample.c.n + bindparam("value"))
     sent = threading.Event()
 
     def send() -> None:
         with engine.begin() as connection:
-            for each, parameters in executions(statement, _rows([5] * 10), facts_on(connection)):
+            for each, parameters in executions(statement, _rows([5] * 10), facts_on(connection), in_order=in_order):
                 connection.execute(each, parameters)
         sent.set()
 
@@ -441,10 +458,42 @@ def test_who_waits_for_a_row_adds_to_what_another_transaction_made_of_it(engine:
     assert found == [5, 6, 7, 105, 5_000, 10, 11, 12, 13, 14, *range(10, ROWS)]
 
 
-def test_a_plan_that_was_made_for_a_small_table_does_not_walk_over_a_large_one(engine: Engine) -> None:
-    """A prepared statement keeps its plan until the table is analyzed, as a new one is within minutes."""
+def test_rows_that_are_locked_in_order_let_batches_that_cross_wait_for_each_other(engine: Engine) -> None:
+    """Whatever the order of rows in the batch, the table and the plan, none behind one that is waited for is locked."""
+    statement, keys = BY_KEY.values(n=bindparam("value")), [9, 3, 7, 1, 5]
+    with engine.begin() as connection:
+        for key in (1, 3, 5):
+            # Behind the others in the table.
+            connection.execute(update(sample).where(sample.c.id == key).values(n=0))
+
+    def send() -> None:
+        with engine.begin() as connection:
+            for way in ("indexscan", "indexonlyscan", "bitmapscan"):
+                connection.exec_driver_sql(f"SET LOCAL enable_{way} = off")
+            ((each, parameters),) = executions(statement, _rows([50] * 5, keys), facts_on(connection), in_order=True)
+            assert connection.execute(each, parameters).rowcount == 5
+
+    thread = threading.Thread(target=send)
+    with engine.begin() as connection, engine.connect().execution_options(isolation_level="AUTOCOMMIT") as looking:
+        connection.execute(select(sample.c.id).where(sample.c.id == 5).with_for_update())
+        thread.start()
+        waiting = text(
+            "SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND datname = current_database()"
+        )
+        wait_until(lambda: looking.scalar(waiting) == 1, "the update to wait")
+        free = select(sample.c.id).where(sample.c.id.in_(keys)).order_by(sample.c.id).with_for_update(skip_locked=True)
+        assert list(looking.scalars(free)) == [7, 9]
+    thread.join(20.0)
     with engine.connect() as connection:
-        statement = next(executions(BY_KEY.values(n=bindparam("value")), _rows([1, 2, 3, 4]), facts_on(connection)))[0]
+        assert list(connection.scalars(select(sample.c.n).where(sample.c.id.in_(keys)))) == [50] * 5
+
+
+@pytest.mark.parametrize("in_order", [False, True], ids=["any-order", "in-order"])
+def test_a_plan_that_was_made_for_a_small_table_does_not_walk_over_a_large_one(in_order: bool, engine: Engine) -> None:
+    """A prepared statement keeps its plan until the table is analyzed, as a new one is within minutes."""
+    change, rows = BY_KEY.values(n=bindparam("value")), _rows([1, 2, 3, 4])
+    with engine.connect() as connection:
+        ((statement, _),) = executions(change, rows, facts_on(connection), in_order=in_order)
     sql = str(statement.compile(dialect=engine.dialect))
     prepared = re.sub(r"%\(oq_(key|value)\)s", lambda name: "$1" if name[1] == "key" else "$2", sql)
     with engine.begin() as connection:
@@ -458,6 +507,27 @@ def test_a_plan_that_was_made_for_a_small_table_does_not_walk_over_a_large_one(e
         plan = "\n".join(row[0] for row in connection.exec_driver_sql(execution))
     assert "sample_pkey" in plan
     assert "Seq Scan" not in plan
+
+
+def test_parameters_may_have_names_that_the_driver_cannot_read(
+    engine: Engine, sessions: sessionmaker[OutboxSession], drain: Drain
+) -> None:
+    """SQLAlchemy gives them others; each handler is called once, so the batch was written together."""
+    jobs, calls = Jobs(), list[int]()
+    table = by_another_name
+    change = update(table).where(table.c.id == bindparam("the key")).values(n=bindparam("a new value"))
+
+    @jobs.handler(queue="names", batchable=True)
+    def change_it(ctx: Context, key: int) -> None:
+        calls.append(key)
+        ctx.defer(change, {"the key": key, "a new value": 100})
+
+    with sessions.begin() as session:
+        session.add_jobs(change_it.job(key=n) for n in range(10))
+    drain(jobs, slots_per_queue=1, batch_size=10)
+    assert calls == list(range(10))
+    with engine.connect() as connection:
+        assert list(connection.scalars(select(table.c.n).where(table.c.id < 10))) == [100] * 10
 
 
 def test_a_value_that_the_server_refuses_is_charged_to_its_own_job(

@@ -27,6 +27,11 @@ def claim_and_delete(batch: int) -> str:
     return (_DELETE + _RETURNED).format(limit=batch) + ";\n"
 
 
+def claim_by_hand() -> str:
+    """The same for SQLAlchemy's `text()`, with the batch as a parameter."""
+    return (_DELETE + _RETURNED).format(limit=":how_many")
+
+
 def claim_and_update_one() -> str:
     """One job a transaction, and the UPDATE that its arguments ask for."""
     wanted = "(job.args->>'account')::int AS account"

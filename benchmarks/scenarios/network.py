@@ -10,11 +10,12 @@ from benchmarks import limits
 from benchmarks.bench import ACCOUNTS, Bench, Workbench, conninfo
 from benchmarks.figures import Comparison, Series, Unsupported
 from benchmarks.proxy import running_proxy
-from benchmarks.relays import drain
+from benchmarks.relays import RelayOptions, drain
 from benchmarks.scenarios.throughput import UPDATE
 
 _ONE_WAY_SECONDS = 0.001
-_STATEMENTS = 1
+# Of a handler: its UPDATE; or the SELECT of its entity, and the UPDATE.
+_STATEMENTS, _OF_AN_ENTITY = 1, 2
 _LIMIT = "pgbench through the same proxy, 41 round trips for 20 jobs, 1 client"
 # In one script of pgbench, which prepares each statement of it by itself.
 _JOBS = 20
@@ -22,16 +23,18 @@ _JOBS = 20
 
 def network(bench: Bench) -> list[Comparison | Unsupported]:
     """The limit is arithmetic: one round trip for outboxq, one for each of the handler's statements."""
-    best = 1 / (2 * _ONE_WAY_SECONDS * (1 + _STATEMENTS))
-    what = "Core UPDATE, one job a transaction, one slot, 1 ms each way"
+    best, best_entity = (1 / (2 * _ONE_WAY_SECONDS * (1 + number)) for number in (_STATEMENTS, _OF_AN_ENTITY))
+    what, entity = (f"{it}, one job a transaction, one slot, 1 ms each way" for it in ("Core UPDATE", "ORM handler"))
     script = limits.update_and_claim_the_next(_JOBS, ACCOUNTS)
     with bench.database() as workbench, running_proxy(workbench.url, _ONE_WAY_SECONDS) as proxy:
         seen, without = _round_trip_ms(proxy.url), _round_trip_ms(workbench.url, 2 * _ONE_WAY_SECONDS)
         limit_through_proxy = partial(bench.limit, Workbench(proxy.url), script, batch=_JOBS)
-        ours = partial(_rate, bench, workbench, proxy.url, best)
-        found = bench.alternate({_LIMIT: limit_through_proxy, what: ours}, "jobs/s")
-    limit = Series((best,), "jobs/s")
+        ours = partial(_rate, bench, workbench, UPDATE.relay, proxy.url, best)
+        orm = partial(_rate, bench, workbench, RelayOptions("entity"), proxy.url, best_entity)
+        found = bench.alternate({_LIMIT: limit_through_proxy, what: ours, entity: orm}, "jobs/s")
+    limit, limit_of_entity = Series((best,), "jobs/s"), Series((best_entity,), "jobs/s")
     name = f"1 / (2 ms x (1 + {_STATEMENTS} statement))"
+    name_of_entity = f"1 / (2 ms x (1 + {_OF_AN_ENTITY} statements))"
     note = (
         f"a SELECT 1 through the proxy took {seen:.2f} ms, and {without:.2f} ms without it where 2 ms lay between two "
         "(medians): what the server and waking up take is in both"
@@ -39,16 +42,17 @@ def network(bench: Bench) -> list[Comparison | Unsupported]:
     return [
         Comparison(13, "network", what, found[what], limit, name, 0.8, notes=(note,)),
         Comparison(13, "network", what, found[what], found[_LIMIT], _LIMIT),
+        Comparison(13, "network", entity, found[entity], limit_of_entity, name_of_entity, 0.8),
     ]
 
 
-def _rate(bench: Bench, workbench: Workbench, url: str, best: float) -> float:
+def _rate(bench: Bench, workbench: Workbench, relay: RelayOptions, url: str, best: float) -> float:
     size = bench.size
     rows = bench.rows(best)
     workbench.fill(rows)
     return drain(
         workbench,
-        UPDATE.relay,
+        relay,
         rows,
         seconds=size.seconds,
         warm_up_seconds=size.warm_up_seconds,

@@ -1,18 +1,11 @@
 """Rows 1 to 7: how many jobs a second a relay works off, beside pgbench with the same statements."""
 
-import random
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from sqlalchemy import Engine, create_engine, select
-from sqlalchemy.orm import Session
-
-from benchmarks import limits
-from benchmarks.apps.accounts import Account
-from benchmarks.apps.update import ADD
-from benchmarks.bench import ACCOUNTS, CENTS, Bench, Workbench
+from benchmarks import by_hand, limits
+from benchmarks.bench import ACCOUNTS, Bench, Workbench
 from benchmarks.figures import Comparison, Series, Unsupported
 from benchmarks.relays import RelayOptions, drain
 from benchmarks.support import missing
@@ -57,8 +50,12 @@ _PIPELINED = Limit(
     100,
 )
 _BATCH = 50
-_ORM = f"SQLAlchemy alone: {_BATCH} entities loaded and changed a transaction"
-_CORE = f"SQLAlchemy alone: {_BATCH} UPDATEs executed a transaction"
+_TOGETHER = f"SQLAlchemy by hand: {_BATCH} jobs claimed, their entities loaded and changed, a transaction"
+_ONE = "SQLAlchemy by hand: one job claimed, its entity loaded and changed, a transaction"
+_ONE_ASYNC = f"{_ONE}, AsyncSession"
+_EXECUTED = f"SQLAlchemy by hand: {_BATCH} jobs claimed, an UPDATE executed for each, a transaction"
+_UPDATE = "SQLAlchemy by hand: one job claimed and its UPDATE executed, a transaction"
+_EIGHT = f"{_UPDATE}, eight threads"
 
 
 def noop(bench: Bench) -> Lines:
@@ -79,47 +76,40 @@ def entity(bench: Bench) -> Lines:
     problem = missing("entity")
     if problem:
         return [Unsupported(3, "orm", what, problem)]
-    shared = Ours(what, RelayOptions("entity", 50), _PIPELINED, 0.25, updates=True)
+    shared = Ours(what, RelayOptions("entity", 50), _PIPELINED, None, updates=True)
     locked = Ours(f"{what}, Locked", RelayOptions("locked", 50), _PIPELINED, 0.25, updates=True)
-    alone = Ours("the same handler in batches of one", RelayOptions("entity", 1), _PIPELINED, 0.0, 0.1, updates=True)
+    alone = Ours("the same handler in batches of one", RelayOptions("entity", 1), _PIPELINED, None, 0.2, updates=True)
+    awaited = Ours(f"{alone.what}, async", RelayOptions("entity_async", 1), _PIPELINED, None, 0.2, updates=True)
     with bench.database() as workbench:
-        each = _measures(bench, workbench, [shared, locked, alone])
-        found = bench.alternate({**each, _ORM: partial(_alone, bench, workbench, _change_entities)}, "jobs/s")
+        each = _measures(bench, workbench, [shared, locked, alone, awaited])
+        hands = {
+            _TOGETHER: partial(_by_hand, bench, workbench, _BATCH, by_hand.change_entities),
+            _ONE: partial(_by_hand, bench, workbench, 1, by_hand.change_entity),
+            _ONE_ASYNC: partial(by_hand.async_rate, bench, workbench, _rows(bench, 1)),
+        }
+        found = bench.alternate({**each, **hands}, "jobs/s")
     return [
         _line(3, "orm", shared, found),
         _line(3, "orm", locked, found),
-        Comparison(3, "orm", what, found[shared.what], found[alone.what], alone.what, 10.0),
-        Comparison(3, "orm", what, found[shared.what], found[_ORM], _ORM),
+        *(
+            Comparison(3, "orm", ours.what, found[ours.what], found[limit], limit, target)
+            for ours, limit, target in (
+                (shared, _TOGETHER, 0.95),
+                (locked, _TOGETHER, 1.1),
+                (alone, _ONE, 1.6),
+                (awaited, _ONE_ASYNC, 1.4),
+            )
+        ),
     ]
 
 
-def _alone(bench: Bench, workbench: Workbench, change: Callable[[Session, list[int]], None]) -> float:
-    """What a program without jobs does to the accounts of a batch, a transaction each."""
-    workbench.fill(0)
-    engine = create_engine(workbench.url)
-    _change_for(bench.size.warm_up_seconds, engine, change)
-    rate = _change_for(bench.size.seconds, engine, change)
-    engine.dispose()
-    return rate
+def _rows(bench: Bench, batch: int) -> int:
+    """So many jobs as no program works off by hand in a repeat."""
+    return bench.rows(20_000 if batch > 1 else 5_000)
 
 
-def _change_for(seconds: float, engine: Engine, change: Callable[[Session, list[int]], None]) -> float:
-    begun, transactions = time.perf_counter(), 0
-    while time.perf_counter() - begun < seconds:
-        with Session(engine) as session, session.begin():
-            change(session, random.sample(range(1, ACCOUNTS + 1), _BATCH))
-        transactions += 1
-    return transactions * _BATCH / (time.perf_counter() - begun)
-
-
-def _change_entities(session: Session, keys: list[int]) -> None:
-    for account in session.scalars(select(Account).where(Account.id.in_(keys))):
-        account.balance += CENTS
-
-
-def _execute_updates(session: Session, keys: list[int]) -> None:
-    for key in keys:
-        session.execute(ADD, {"account": key, "cents": CENTS})
+def _by_hand(bench: Bench, workbench: Workbench, batch: int, change: by_hand.Change, threads: int = 1) -> float:
+    return by_hand.rate(bench, workbench, batch, change, _rows(bench, batch), threads=threads)
 
 
 def core(bench: Bench) -> Lines:
@@ -130,16 +120,17 @@ def core(bench: Bench) -> Lines:
         100,
     )
     executed = Ours(
-        "Core UPDATE by a batchable handler, batches of 50", RelayOptions("executed", 50), plain, 0.5, updates=True
+        "Core UPDATE by a batchable handler, batches of 50", RelayOptions("executed", 50), plain, None, updates=True
     )
     deferred = Ours("Core UPDATE deferred, batches of 50", RelayOptions("deferred", 50), _PIPELINED, 0.45, updates=True)
     problem = missing("deferred", "defer")
     wanted = [executed] if problem else [executed, deferred]
     with bench.database() as workbench:
         each = _measures(bench, workbench, wanted)
-        found = bench.alternate({**each, _CORE: partial(_alone, bench, workbench, _execute_updates)}, "jobs/s")
+        hand = partial(_by_hand, bench, workbench, _BATCH, by_hand.execute_updates)
+        found = bench.alternate({**each, _EXECUTED: hand}, "jobs/s")
     lines: Lines = [_line(4, "core", ours, found) for ours in wanted]
-    lines.append(Comparison(4, "core", executed.what, found[executed.what], found[_CORE], _CORE))
+    lines.append(Comparison(4, "core", executed.what, found[executed.what], found[_EXECUTED], _EXECUTED, 0.8))
     return [*lines, Unsupported(4, "core", deferred.what, problem)] if problem else lines
 
 
@@ -158,8 +149,19 @@ def one_by_one(bench: Bench) -> Lines:
     name = "pgbench, one job and its UPDATE a transaction, 8 clients"
     limit = Limit(name, limits.claim_and_update_one(), 1, clients=8)
     what = "Core UPDATE, one job a transaction, eight slots in one process"
-    eight = Ours(what, RelayOptions("update", slots=8), limit, 0.35, updates=True)
-    return compare(bench, 6, "one", [UPDATE, eight])
+    eight = Ours(what, RelayOptions("update", slots=8), limit, None, updates=True)
+    with bench.database() as workbench:
+        hands = {
+            name: partial(_by_hand, bench, workbench, 1, by_hand.execute_updates, threads)
+            for name, threads in ((_UPDATE, 1), (_EIGHT, 8))
+        }
+        found = bench.alternate({**_measures(bench, workbench, [UPDATE, eight]), **hands}, "jobs/s")
+    return [
+        _line(6, "one", UPDATE, found),
+        _line(6, "one", eight, found),
+        Comparison(6, "one", UPDATE.what, found[UPDATE.what], found[_UPDATE], _UPDATE),
+        Comparison(6, "one", eight.what, found[eight.what], found[_EIGHT], _EIGHT, 0.9),
+    ]
 
 
 def leased(bench: Bench) -> Lines:

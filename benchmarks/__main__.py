@@ -22,7 +22,7 @@ from outboxq.errors import OutboxqError
 
 _ROOT = Path(__file__).parent.parent
 # What is asked of the other queues for a scenario of ours.
-_OF_PEERS = {"peers": ("noop", "update"), "latency": ("latency",), "large": ("noop", "snapshot")}
+_OF_PEERS = {"peers": ("noop", "update", "orm", "kill"), "latency": ("latency",), "large": ("noop", "snapshot")}
 # What cannot be measured costs its own line, and no other.
 _EXPECTED = (MeasurementFailed, PgbenchFailed, OutboxqError, subprocess.SubprocessError)
 
@@ -117,6 +117,7 @@ def _peers(options: argparse.Namespace, server_url: str, names: set[str]) -> Pee
     with tempfile.TemporaryDirectory(prefix="outboxq-benchmark-") as directory:
         path = Path(directory) / "peers.json"
         command = [sys.executable, "-m", "benchmarks.peers", "run", "--json", str(path), "--server", server_url]
+        command += ["--repeats", str(options.repeats)]
         command += [f"--scenario={scenario}" for scenario in wanted]
         done = subprocess.run(command, cwd=_ROOT, check=False, stdout=sys.stderr)
         if done.returncode:

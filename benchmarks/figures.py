@@ -42,14 +42,16 @@ class Better(Enum):
 
     higher = "higher"
     lower = "lower"
+    times_less = "times less"
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
     """One line of the table: ours beside its limit, and the ratio that we want.
 
-    Where higher is better the ratio is ours / limit and is to be at least the target, otherwise at most. Without a
-    limit ours itself is held against the target.
+    The ratio is ours / limit, to be at least the target if higher is better, otherwise at most. If ours is to be so
+    many times less, it is limit / ours, to be at least the target. Without a limit ours itself is held against the
+    target.
 
     Attributes:
         number: The scenario's, which sorts the table.
@@ -80,9 +82,10 @@ class Comparison:
         """Ours by the limit: of each pair, else of the two medians; none without a limit, or with one of zero."""
         if self.limit is None:
             return ()
+        above, below = (self.limit, self.ours) if self.better is Better.times_less else (self.ours, self.limit)
         if self.is_paired:
-            return tuple(ours / limit for ours, limit in zip(self.ours.values, self.limit.values, strict=True))
-        return (self.ours.median / self.limit.median,) if self.limit.median else ()
+            return tuple(one / other for one, other in zip(above.values, below.values, strict=True))
+        return (above.median / below.median,) if below.median else ()
 
     @property
     def ratio(self) -> float | None:
@@ -95,7 +98,7 @@ class Comparison:
         compared = self.ours.median if self.limit is None else self.ratio
         if self.target is None or compared is None:
             return None
-        return compared >= self.target if self.better == Better.higher else compared <= self.target
+        return compared <= self.target if self.better is Better.lower else compared >= self.target
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.exactly_once import Effects
 from benchmarks.figures import Series
 
 
@@ -45,6 +46,17 @@ class Peers:
             if figure["processes"] == processes and language in (None, figure["language"])
         ]
 
+    def costs(self, scenario: str) -> list[Figure]:
+        """The processor time of a job of each: median, lowest and highest."""
+        return [
+            _figure(figure, Series(tuple(float(value) for value in figure["cpu_us"].values()), "µs"))
+            for figure in self._of(scenario, "cpu_us")
+        ]
+
+    def effects(self) -> list[str]:
+        """What the kills of their workers left of each, as a sentence."""
+        return [f"{_name(figure)}: {Effects(**figure['effects'])}" for figure in self._of("kill", "effects")]
+
     def best_latency(self, percent: int) -> Figure | None:
         """The smallest percentile, in milliseconds."""
         return min(self.latencies(percent), key=lambda each: each.series.median, default=None)
@@ -61,4 +73,8 @@ class Peers:
 
 
 def _figure(figure: dict[str, Any], series: Series) -> Figure:
-    return Figure(f"{figure['peer']} {figure['version']}", series, int(figure["jobs"]))
+    return Figure(_name(figure), series, int(figure["jobs"]))
+
+
+def _name(figure: dict[str, Any]) -> str:
+    return f"{figure['peer']} {figure['version']}"

@@ -7,12 +7,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.apps.counting import COUNTER_BYTES, DIRECTORY_VARIABLE
 from benchmarks.bench import CENTS, MeasurementFailed, Workbench
+from benchmarks.gauges import processor_seconds
 from outboxq.config import DATABASE_URL_VARIABLE, child_environment
 
 _ROOT = Path(__file__).parent.parent
@@ -148,6 +149,20 @@ def running_relay(
                 process.wait()
 
 
+class _Killed(Exception):
+    """Leaves the block of a relay that no longer can be stopped."""
+
+
+@contextmanager
+def killed_relay(url: str, options: RelayOptions) -> Iterator[None]:
+    """Start a relay of one process; at the end it is killed (SIGKILL)."""
+    with suppress(_Killed), running_relay(url, options) as relay:
+        yield
+        relay.process.kill()
+        relay.process.wait()
+        raise _Killed
+
+
 @contextmanager
 def working_relay(
     bench: Workbench, options: RelayOptions, rows: int, *, url: str | None = None, updates: bool = False
@@ -183,6 +198,7 @@ def drain(
     warm_up_seconds: float = 0.0,
     url: str | None = None,
     updates: bool = False,
+    cpu_us: list[float] | None = None,
 ) -> Counted:
     """Work off a queue of `rows` jobs; the start of the processes is not in it.
 
@@ -190,18 +206,23 @@ def drain(
         seconds: Stop then, if the queue is not nearly empty before.
         url: As of `working_relay`.
         updates: As of `working_relay`.
+        cpu_us: Gets the processor time of a job in µs, of a relay of one process.
 
     Raises:
-        MeasurementFailed: as of `working_relay`.
+        MeasurementFailed: as of `working_relay`, or processor time cannot be read here.
     """
     with working_relay(bench, options, rows, url=url, updates=updates) as relay:
         time.sleep(warm_up_seconds)
+        spent = 0.0 if cpu_us is None else processor_seconds(relay.process.pid)
         begun, before = time.monotonic(), sum(relay.counts())
         while time.monotonic() - begun < seconds and sum(relay.counts()) < rows - options.claimable:
             if relay.process.poll() is not None:
                 break
             time.sleep(_LOOK_SECONDS)
-        return Counted(sum(relay.counts()) - before, time.monotonic() - begun)
+        counted = Counted(sum(relay.counts()) - before, time.monotonic() - begun)
+        if cpu_us is not None and counted.jobs:
+            cpu_us.append((processor_seconds(relay.process.pid) - spent) / counted.jobs * 1e6)
+        return counted
 
 
 def _all_work(counts: Sequence[int], processes: int, rows: int) -> bool:

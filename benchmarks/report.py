@@ -72,7 +72,7 @@ def _ratio(line: Comparison) -> str:
 def _target(line: Comparison) -> str:
     if line.target is None:
         return ""
-    sign = "at least" if line.better == Better.higher else "at most"
+    sign = "at most" if line.better is Better.lower else "at least"
     verdict = {True: ", met", False: ", **missed**", None: ""}[line.is_met]
     return f"{sign} {line.target:g}{verdict}"
 

@@ -5,6 +5,8 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from benchmarks.bench import MeasurementFailed
+from benchmarks.exactly_once import KILLED_JOBS
 from benchmarks.peers.definitions import PEERS, Peer, Scenario
 from benchmarks.peers.drivers import DriverFailed
 from benchmarks.peers.environments import InstallFailed, default_directory, install, is_installed, not_installed
@@ -37,6 +39,7 @@ def measure(bench: Bench, scenarios: Sequence[Scenario], repeats: int, jobs: int
 
     Raises:
         DriverFailed: a driver did.
+        MeasurementFailed: processor time cannot be read here, or killed workers left jobs that were never finished.
         NotExecuted: a peer did not execute each job once.
     """
     peer = bench.peer
@@ -44,10 +47,19 @@ def measure(bench: Bench, scenarios: Sequence[Scenario], repeats: int, jobs: int
         if scenario is Scenario.latency:
             yield Finding(peer, scenario, 1, LATENCY_JOBS, latency=bench.latency(LATENCY_JOBS))
             continue
+        if scenario is Scenario.kill:
+            count = jobs or KILLED_JOBS
+            yield Finding(peer, scenario, 1, count, effects=bench.effects_after_kills(count))
+            continue
         count = jobs or peer.jobs[scenario]
         if scenario is Scenario.snapshot:
             rates = [bench.behind_a_snapshot(count) for _ in range(repeats)]
             yield Finding(peer, scenario, 1, count, jobs_per_second=spread(rates))
+            continue
+        if scenario is Scenario.orm:
+            drained = [bench.drain_entities(count) for _ in range(repeats)]
+            rate, cpu_us = (spread(values) for values in zip(*drained, strict=True))
+            yield Finding(peer, scenario, 1, count, jobs_per_second=rate, cpu_us=cpu_us)
             continue
         for processes in _PROCESSES:
             rates = [bench.drain(scenario, count, processes) for _ in range(repeats)]
@@ -78,7 +90,7 @@ def _run(peers: Sequence[Peer], given: argparse.Namespace) -> int:
                     findings.append(finding)
                     _say(describe(finding))
                     _write(findings, given)
-            except (DriverFailed, NotExecuted, ValueError) as error:
+            except (DriverFailed, MeasurementFailed, NotExecuted, ValueError) as error:
                 failed = 1
                 _say(f"{peer.name}: {error}")
     return failed

@@ -14,14 +14,20 @@ Settings = Mapping[str, int | float | bool | str]
 class Scenario(StrEnum):
     """What a peer does.
 
-    Jobs that do nothing; jobs that update a row each; a few jobs a second, timed; jobs that do nothing, at the end of a
-    long drain behind a snapshot that a session holds.
+    Jobs that do nothing; jobs that update a row each; jobs that change an ORM entity each; the same while their worker
+    is killed again and again; a few jobs a second, timed; jobs that do nothing, at the end of a long drain behind a
+    snapshot that a session holds.
     """
 
     noop = "noop"
     update = "update"
+    orm = "orm"
+    kill = "kill"
     latency = "latency"
     snapshot = "snapshot"
+
+
+_WITHOUT_ORM = (Scenario.noop, Scenario.update, Scenario.latency, Scenario.snapshot)
 
 
 class Language(StrEnum):
@@ -51,7 +57,7 @@ class Peer:
     unfinished: str
     jobs: Mapping[Scenario, int]
     python: Sequence[str] = ()
-    scenarios: Sequence[Scenario] = field(default=tuple(Scenario))
+    scenarios: Sequence[Scenario] = field(default=_WITHOUT_ORM)
 
     @property
     def directory(self) -> Path:
@@ -82,7 +88,8 @@ _PGQUEUER = Peer(
     Language.python,
     {"batch_size": 500, "managers": 2, "max_concurrent_tasks": 0, "pool": 8},
     "SELECT count(*) FROM pgqueuer",
-    {Scenario.noop: 60_000, Scenario.update: 20_000, Scenario.snapshot: 100_000},
+    {Scenario.noop: 60_000, Scenario.update: 20_000, Scenario.orm: 4_000, Scenario.snapshot: 100_000},
+    scenarios=tuple(Scenario),
 )
 
 # docs/discussions.md of procrastinate-org/procrastinate, "Mind the size of your PostgreSQL pool": for short jobs as
@@ -93,7 +100,8 @@ _PROCRASTINATE = Peer(
     Language.python,
     {"concurrency": 10, "connector_pool": 11, "delete_jobs": "successful", "listen_notify": True, "pool": 10},
     "SELECT count(*) FROM procrastinate_jobs WHERE status IN ('todo', 'doing')",
-    {Scenario.noop: 2_000, Scenario.update: 2_000, Scenario.snapshot: 10_000},
+    {Scenario.noop: 2_000, Scenario.update: 2_000, Scenario.orm: 2_000, Scenario.snapshot: 10_000},
+    scenarios=tuple(Scenario),
 )
 
 # worker.graphile.org/docs/performance: the configuration under "Quick stats", which is for throughput. Statements are

@@ -13,8 +13,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from benchmarks.gauges import processor_seconds
 from benchmarks.peers.definitions import DRIVERS
 
+_ROOT = DRIVERS.parent.parent
 _STEP_SECONDS = 120.0
 
 Sample = tuple[int, int]
@@ -80,7 +82,7 @@ class Driver:
         self._process = subprocess.Popen(
             [*command, action, json.dumps(options)],
             cwd=home,
-            env={**os.environ, "PYTHONPATH": str(DRIVERS / "driver_kit"), "NODE_ENV": "production"},
+            env={**os.environ, "PYTHONPATH": f"{DRIVERS / 'driver_kit'}:{_ROOT}", "NODE_ENV": "production"},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -96,6 +98,11 @@ class Driver:
     def executed(self) -> int:
         """How many handlers had ended when it last said so."""
         return self.samples[-1].executed if self.samples else 0
+
+    @property
+    def processor_seconds(self) -> float:
+        """User and system time since its start."""
+        return processor_seconds(self._process.pid)
 
     def wait_ready(self) -> None:
         """Wait until it is.

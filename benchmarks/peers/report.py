@@ -5,6 +5,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
+from benchmarks.exactly_once import Effects
 from benchmarks.peers.definitions import Peer, Scenario
 from benchmarks.peers.statistics import Percentiles
 
@@ -20,7 +21,12 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One peer, one scenario, one number of processes. `latency` is set in the scenario of that name alone."""
+    """One peer, one scenario, one number of processes.
+
+    Attributes:
+        cpu_us: Processor time of a job in µs, of `orm` alone.
+        effects: Of `kill` alone, as `latency` of the scenario of that name.
+    """
 
     peer: Peer
     scenario: Scenario
@@ -28,6 +34,8 @@ class Finding:
     jobs: int
     jobs_per_second: Spread | None = None
     latency: Percentiles | None = None
+    cpu_us: Spread | None = None
+    effects: Effects | None = None
 
 
 def spread(values: Sequence[float]) -> Spread:
@@ -58,7 +66,7 @@ def as_markdown(findings: Sequence[Finding]) -> str:
 def describe(finding: Finding) -> str:
     """One line for a terminal."""
     peer, scenario, processes, *figures = _cells(finding)
-    return f"{peer:<28}{scenario:<10}{processes} process(es)  " + "  ".join(figures[1:])
+    return f"{peer:<28}{scenario:<10}{processes} process(es)  {'  '.join(figures[1:])}".rstrip()
 
 
 def _record(finding: Finding) -> dict[str, object]:
@@ -72,10 +80,9 @@ def _record(finding: Finding) -> dict[str, object]:
         "processes": finding.processes,
         "jobs": finding.jobs,
     }
-    if finding.jobs_per_second is not None:
-        record["jobs_per_second"] = asdict(finding.jobs_per_second)
-    if finding.latency is not None:
-        record["latency"] = asdict(finding.latency)
+    for name in ("jobs_per_second", "latency", "cpu_us", "effects"):
+        if (figures := getattr(finding, name)) is not None:
+            record[name] = asdict(figures)
     return record
 
 
@@ -83,8 +90,14 @@ def _cells(finding: Finding) -> list[str]:
     head = [finding.peer.name, finding.scenario.value, str(finding.processes), f"{finding.jobs:,}"]
     if finding.latency is not None:
         return [*head, f"p50 {finding.latency.p50_ms:.1f} ms", "", f"p99 {finding.latency.p99_ms:.1f} ms"]
-    rate = finding.jobs_per_second
-    return [*head, *(() if rate is None else (f"{value:,.0f}/s" for value in (rate.median, rate.min, rate.max)))]
+    if finding.effects is not None:
+        return [*head, str(finding.effects), "", ""]
+    rate, cpu_us = finding.jobs_per_second, finding.cpu_us
+    cells = () if rate is None else tuple(f"{value:,.0f}/s" for value in (rate.median, rate.min, rate.max))
+    if cpu_us is not None:
+        cpu = (f", {value:,.0f} µs" for value in (cpu_us.median, cpu_us.min, cpu_us.max))
+        cells = tuple(map("".join, zip(cells, cpu, strict=True)))
+    return [*head, *cells]
 
 
 def _settings(peer: Peer) -> str:

@@ -6,6 +6,7 @@ from xml.etree import ElementTree
 import pytest
 
 from benchmarks.bench import MeasurementFailed
+from benchmarks.exactly_once import Effects
 from benchmarks.figures import Better, Comparison, Run, Series, Surroundings, Unsupported, drift_percent
 from benchmarks.peers import report as peers_report
 from benchmarks.peers.definitions import PEERS, Scenario
@@ -59,6 +60,15 @@ def test_a_target_is_met_from_the_side_that_is_better(better: Better, target: fl
     """What is to be small is not called met for being large."""
     line = Comparison(1, "x", "x", Series((50.0,), "ms"), Series((100.0,), "ms"), "limit", target, better)
     assert line.is_met is met
+
+
+def test_so_many_times_less_is_the_limit_by_ours() -> None:
+    """A target of ten is met by a tenth of the limit."""
+    ours, limit = Series((50.0, 40.0, 60.0), "µs"), Series((500.0,), "µs")
+    line = Comparison(10, "peers", "CPU", ours, limit, "other", 10, Better.times_less)
+    assert (line.ratio, line.is_met) == (10.0, True)
+    assert "| 500 µs: other | 10.00 | at least 10, met |" in as_markdown(run_of(line))
+    assert Comparison(10, "peers", "CPU", ours, Series((499.0,), "µs"), "", 10, Better.times_less).is_met is False
 
 
 def test_without_a_limit_the_figure_itself_is_held_against_the_target() -> None:
@@ -143,6 +153,23 @@ def test_the_best_peer_is_chosen_by_scenario_processes_and_language() -> None:
     assert in_python.name == f"pgqueuer {slow.version}"
     assert latency.series.median == 9.0
     assert peers.best_rate("update", 1) is None
+
+
+def test_processor_time_and_effects_of_peers_are_read_with_their_names() -> None:
+    """A peer without them is left out."""
+    peer, other = PEERS["pgqueuer"], PEERS["oban"]
+    written = peers_report.as_json(
+        [
+            Finding(peer, Scenario.orm, 1, 100, Spread(10.0, 9.0, 11.0), cpu_us=Spread(800.0, 700.0, 900.0)),
+            Finding(other, Scenario.noop, 1, 100, Spread(10.0, 9.0, 11.0)),
+            Finding(peer, Scenario.kill, 1, 100, effects=Effects(100, 10, 3, 0)),
+        ]
+    )
+    peers = Peers(json.loads(written))
+    (cost,) = peers.costs("orm")
+    assert (cost.name, cost.series) == (f"pgqueuer {peer.version}", Series((800.0, 700.0, 900.0), "µs"))
+    no = "exactly once: no, 3 effects too many and 0 missing (10 kills over 100 jobs)"
+    assert peers.effects() == [f"pgqueuer {peer.version}: {no}"]
 
 
 def test_the_proxy_counts_statements_and_not_packets() -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.__main__ import _peers as measured_peers
+from benchmarks.exactly_once import Effects
 from benchmarks.peers.__main__ import main
 from benchmarks.peers.definitions import PEERS, Scenario
 from benchmarks.peers.drivers import Done, Driver, DriverFailed, Progress, Ready, parse_line, running
@@ -47,6 +48,17 @@ def test_a_driver_that_dies_is_an_error_with_its_last_words():
     command = [sys.executable, "-c", "import sys; sys.exit('no such table')"]
     with pytest.raises(DriverFailed, match="no such table"), running([Driver(command, "work", {}, Path.cwd())]):
         pass
+
+
+def test_a_driver_that_is_not_told_to_stop_is_killed(tmp_path):
+    """What a worker would do on its way out is not done."""
+    program = (
+        "import atexit, pathlib; atexit.register(pathlib.Path('end').touch); "
+        'print(\'{"event": "ready"}\'); input(); input()'
+    )
+    with running([driver := Driver([sys.executable, "-uc", program], "work", {}, tmp_path)]):
+        assert driver.processor_seconds >= 0
+    assert not (tmp_path / "end").exists()
 
 
 def test_a_driver_is_told_to_go_and_to_stop():
@@ -115,14 +127,21 @@ def test_findings_come_as_json_and_as_a_table():
     findings = [
         Finding(peer, Scenario.noop, 2, 100, jobs_per_second=Spread(2, 1, 3)),
         Finding(peer, Scenario.latency, 1, 10, latency=Percentiles(1.5, 9)),
+        Finding(peer, Scenario.orm, 1, 100, jobs_per_second=Spread(2, 1, 3), cpu_us=Spread(800, 700, 900)),
+        Finding(peer, Scenario.kill, 1, 100, effects=Effects(100, 10, 0, 0)),
     ]
-    noop, latency = json.loads(as_json(findings))
+    noop, latency, orm, kill = json.loads(as_json(findings))
     assert (noop["peer"], noop["version"], noop["language"]) == ("pgqueuer", peer.version, "python")
     assert (noop["scenario"], noop["processes"]) == ("noop", 2)
     assert noop["jobs_per_second"] == {"median": 2, "min": 1, "max": 3}
     assert latency["latency"] == {"p50_ms": 1.5, "p99_ms": 9}
     assert noop["settings"] == dict(peer.settings)
-    assert "| pgqueuer | noop | 2 | 100 | 2/s | 1/s | 3/s |" in as_markdown(findings)
+    assert orm["cpu_us"] == {"median": 800, "min": 700, "max": 900}
+    assert kill["effects"] == {"jobs": 100, "kills": 10, "doubled": 0, "missing": 0}
+    table = as_markdown(findings)
+    assert "| pgqueuer | noop | 2 | 100 | 2/s | 1/s | 3/s |" in table
+    assert "| pgqueuer | orm | 1 | 100 | 2/s, 800 µs | 1/s, 700 µs | 3/s, 900 µs |" in table
+    assert "| pgqueuer | kill | 1 | 100 | exactly once: yes (10 kills over 100 jobs) |  |  |" in table
 
 
 @pytest.mark.parametrize("peer", PEERS.values(), ids=lambda peer: peer.name)
@@ -162,7 +181,7 @@ def test_a_run_without_the_other_queues_says_what_to_install_and_goes_on(
 ) -> None:
     """No figures of theirs, and no traceback: the rest is measured."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    options = Namespace(peers=True, peers_file=None)
+    options = Namespace(peers=True, peers_file=None, repeats=1)
     assert not measured_peers(options, "postgresql://127.0.0.1:1/none", {"peers"})
     said = capfd.readouterr().err
     assert "pgqueuer: not installed: python -m benchmarks.peers install pgqueuer\n" in said

@@ -2,19 +2,23 @@
 
 import json
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from benchmarks import limits
 from benchmarks.__main__ import main
-from benchmarks.bench import ACCOUNTS, CENTS, QUICK, Bench, MeasurementFailed
+from benchmarks.bench import ACCOUNTS, CENTS, QUICK, Bench, MeasurementFailed, conninfo
+from benchmarks.exactly_once import Effects, effects_after_kills
 from benchmarks.figures import Comparison
 from benchmarks.peers_figures import Peers
 from benchmarks.pgbench import PgbenchFailed, find_pgbench, run_pgbench
 from benchmarks.proxy import running_proxy
 from benchmarks.relays import RelayOptions, RunningRelay, drain, working_relay
 from benchmarks.scenarios import limits as limits_scenario
+from benchmarks.scenarios.beside_peers import entities
 from benchmarks.scenarios.large import large
 from outboxq.postgres import Server
 from tests.support.waiting import wait_until
@@ -121,6 +125,39 @@ def test_large_tables_are_measured_beside_small_ones(bench) -> None:
         assert len(line.ours.values) == len(line.limit.values) == len(line.ratios) == 1
         assert line.ratios[0] == line.ours.values[0] / line.limit.values[0]
     assert {line.plot for line in lines} == {"large-noop", "large-update"}
+
+
+@pytest.mark.parametrize(("jobs", "doubled", "missing"), [(4, 4, 0), (5, 4, 1)])
+def test_effects_that_were_committed_twice_or_never_are_counted(bench, jobs: int, doubled: int, missing: int) -> None:
+    """Of a worker that does four jobs again after each kill, however many there are."""
+    with bench.database() as workbench, workbench.connected() as connection:
+
+        @contextmanager
+        def worker() -> Iterator[None]:
+            connection.execute("UPDATE account SET balance = balance + %s WHERE id <= 4", [CENTS])
+            yield
+
+        found = effects_after_kills(conninfo(workbench.url), worker, "SELECT 0", jobs, kills=1)
+    assert found == Effects(jobs, 1, doubled, missing)
+
+
+@pytest.mark.wide
+def test_the_same_orm_handler_is_measured_beside_peers_and_its_relay_is_killed(bench) -> None:
+    """As a coroutine and as a function: processor time, which is to be ten times less, jobs a second, and effects."""
+    spread = {"median": 800.0, "min": 700.0, "max": 900.0}
+    named = {"peer": "other", "version": "1", "language": "python", "processes": 1, "jobs": 100}
+    kill = {**named, "scenario": "kill", "effects": {"jobs": 100, "kills": 10, "doubled": 3, "missing": 0}}
+    lines = entities(bench, Peers([{**named, "scenario": "orm", "jobs_per_second": spread, "cpu_us": spread}, kill]))
+    for cpu, rate in zip(lines[::2], lines[1::2], strict=True):
+        assert isinstance(cpu, Comparison)
+        assert isinstance(rate, Comparison)
+        assert (cpu.limit_name, rate.limit_name, cpu.target, rate.target) == ("other 1", "other 1", 10, None)
+        assert cpu.ratio == pytest.approx(800 / cpu.ours.median)
+        assert rate.ours.median > 0
+        assert cpu.notes == (
+            "outboxq: exactly once: yes (2 kills over 600 jobs)",
+            "other 1: exactly once: no, 3 effects too many and 0 missing (10 kills over 100 jobs)",
+        )
 
 
 def test_the_proxy_passes_a_session_on_and_counts_it(bench) -> None:

@@ -3,10 +3,12 @@
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
+from datetime import timedelta
 
 import asyncpg
 import uvloop
 from kit import TOUCH, Meter, Options, main
+from orm import crediting
 from pgqueuer import PgQueuer
 from pgqueuer.db import AsyncpgDriver
 from pgqueuer.models import Job
@@ -36,7 +38,8 @@ async def work(options: Options, meter: Meter) -> AsyncIterator[None]:
         pool = await stack.enter_async_context(
             asyncpg.create_pool(options["url"], min_size=settings["pool"], max_size=settings["pool"])
         )
-        handler = _handler(options["scenario"], pool, meter)
+        credit = await stack.enter_async_context(crediting(options, "asyncpg", meter))
+        handler = _handler(options["scenario"], pool, credit, meter)
         managers = []
         for _ in range(settings["managers"]):
             manager = PgQueuer(AsyncpgDriver(await asyncpg.connect(options["url"])))
@@ -44,7 +47,12 @@ async def work(options: Options, meter: Meter) -> AsyncIterator[None]:
             managers.append(manager)
         running = [
             asyncio.create_task(
-                manager.run(batch_size=settings["batch_size"], max_concurrent_tasks=settings["max_concurrent_tasks"])
+                manager.run(
+                    batch_size=settings["batch_size"],
+                    max_concurrent_tasks=settings["max_concurrent_tasks"],
+                    dequeue_timeout=timedelta(seconds=options["stalled_seconds"]),
+                    heartbeat_timeout=timedelta(seconds=options["stalled_seconds"]),
+                )
             )
             for manager in managers
         ]
@@ -54,7 +62,9 @@ async def work(options: Options, meter: Meter) -> AsyncIterator[None]:
         await asyncio.gather(*running)
 
 
-def _handler(scenario: str, pool: asyncpg.Pool, meter: Meter) -> Callable[[Job], Awaitable[None]]:
+def _handler(
+    scenario: str, pool: asyncpg.Pool, credit: Callable[[int], Awaitable[None]], meter: Meter
+) -> Callable[[Job], Awaitable[None]]:
     async def noop(job: Job) -> None:
         meter.executed += 1
 
@@ -62,11 +72,14 @@ def _handler(scenario: str, pool: asyncpg.Pool, meter: Meter) -> Callable[[Job],
         await pool.execute(_UPDATE, int(job.payload))
         meter.executed += 1
 
+    async def orm(job: Job) -> None:
+        await credit(int(job.payload))
+
     async def latency(job: Job) -> None:
         meter.note_start(int(job.payload))
         meter.executed += 1
 
-    return {"noop": noop, "update": update, "latency": latency}[scenario]
+    return {"noop": noop, "update": update, "orm": orm, "kill": orm, "latency": latency}[scenario]
 
 
 @asynccontextmanager

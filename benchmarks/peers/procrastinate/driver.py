@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 
 from kit import TOUCH, Meter, Options, main
+from orm import crediting
 from procrastinate import App, PsycopgConnector
 from procrastinate.tasks import Task
 from psycopg_pool import AsyncConnectionPool
@@ -42,7 +43,10 @@ async def work(options: Options, meter: Meter) -> AsyncIterator[None]:
         pool = await stack.enter_async_context(
             AsyncConnectionPool(options["url"], min_size=size, max_size=size, kwargs={"autocommit": True})
         )
-        app.task(name="touch")(_handler(options["scenario"], pool, meter))
+        credit = await stack.enter_async_context(crediting(options, "psycopg", meter))
+        app.task(name="touch")(_handler(options["scenario"], pool, credit, meter))
+        if options["scenario"] == "kill":
+            _retry_stalled_jobs(app, options["stalled_seconds"])
         await stack.enter_async_context(app.open_async())
         running = asyncio.create_task(
             app.run_worker_async(
@@ -50,6 +54,7 @@ async def work(options: Options, meter: Meter) -> AsyncIterator[None]:
                 delete_jobs=settings["delete_jobs"],
                 listen_notify=settings["listen_notify"],
                 install_signal_handlers=False,
+                update_heartbeat_interval=options["stalled_seconds"] / 3,
             )
         )
         yield
@@ -58,7 +63,19 @@ async def work(options: Options, meter: Meter) -> AsyncIterator[None]:
         await asyncio.gather(running, return_exceptions=True)
 
 
-def _handler(scenario: str, pool: AsyncConnectionPool, meter: Meter) -> Callable[[int], Awaitable[None]]:
+def _retry_stalled_jobs(app: App, seconds: float) -> None:
+    """The periodic task of its guide "Retry stalled jobs", once a second."""
+
+    @app.periodic(cron="* * * * * *")
+    @app.task(queueing_lock="retry_stalled_jobs")
+    async def retry_stalled_jobs(timestamp: int) -> None:
+        for job in await app.job_manager.get_stalled_jobs(seconds_since_heartbeat=seconds):
+            await app.job_manager.retry_job(job)
+
+
+def _handler(
+    scenario: str, pool: AsyncConnectionPool, credit: Callable[[int], Awaitable[None]], meter: Meter
+) -> Callable[[int], Awaitable[None]]:
     async def noop(index: int) -> None:
         meter.executed += 1
 
@@ -67,11 +84,14 @@ def _handler(scenario: str, pool: AsyncConnectionPool, meter: Meter) -> Callable
             await connection.execute(_UPDATE, (index,))
         meter.executed += 1
 
+    async def orm(index: int) -> None:
+        await credit(index)
+
     async def latency(index: int) -> None:
         meter.note_start(index)
         meter.executed += 1
 
-    return {"noop": noop, "update": update, "latency": latency}[scenario]
+    return {"noop": noop, "update": update, "orm": orm, "kill": orm, "latency": latency}[scenario]
 
 
 @asynccontextmanager

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import count as count_from_zero
 
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis.errors import FlakyFailure, HypothesisDeprecationWarning
@@ -15,8 +16,9 @@ from tests.fuzz.lanes import Lane
 from tests.fuzz.program import Batch
 from tests.fuzz.strategies import batches
 
-# From the eleventh on Hypothesis follows each batch with five that are nearly the same.
-BATCHES_PER_SEED = 10
+# Hypothesis begins with the simplest batch, which is left out. If it is to make ten or more, the second is as simple;
+# from the eleventh on, each is followed by five that are nearly the same.
+BATCHES_PER_SEED = 8
 _CHECKS = (HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much)
 
 
@@ -86,10 +88,11 @@ def _explore(
     before_each: Callable[[], None],
 ) -> None:
     smallest: list[tuple[Batch, Differs]] = []
+    drawn = count_from_zero()
     phases = (Phase.generate, Phase.shrink) if shrinks else (Phase.generate,)
 
     @settings(
-        max_examples=count,
+        max_examples=count + 1,
         database=None,
         deadline=None,
         phases=phases,
@@ -99,6 +102,8 @@ def _explore(
     )
     @given(batches())
     def run(batch: Batch) -> None:
+        if next(drawn) == 0:
+            return
         if not smallest:
             before_each()
         try:

@@ -176,20 +176,24 @@ def values_inside_are_ignored() -> AbstractContextManager[object]:
 @plant("a document that was deferred waits, although its owner may change it")
 @contextmanager
 def documents_wait_deferred() -> Iterator[None]:
-    with mock.patch.object(deferred, "is_constant", _always(True)):
+    try:
+        with mock.patch.object(deferred, "is_constant", _always(True)):
+            deferred.is_fixed.cache_clear()
+            yield
+    finally:
         deferred.is_fixed.cache_clear()
-        yield
-    deferred.is_fixed.cache_clear()
 
 
 @plant("a document that was assigned waits, although its owner may change it")
 @contextmanager
 def documents_wait_assigned() -> Iterator[None]:
     elements = {**set_based._ELEMENTS, JSON: (dict, lambda same: same)}
-    with mock.patch.object(set_based, "_ELEMENTS", elements):
+    try:
+        with mock.patch.object(set_based, "_ELEMENTS", elements):
+            write_buffer._writable.cache_clear()
+            yield
+    finally:
         write_buffer._writable.cache_clear()
-        yield
-    write_buffer._writable.cache_clear()
 
 
 @plant("no trigger, generated column or function in a constraint is known of")

@@ -77,12 +77,15 @@ _BLOCKS: tuple[Literal["kept", "undone", "no_autoflush", "swallowed"], ...] = (
     "kept", "undone", "no_autoflush", "swallowed",
 )  # fmt: skip
 _NAMES = {how: st.sampled_from(names) for how, names in _MIXTURES.items()}
+# Blocks have more upserts than the rest of a job: an error that one of them causes may be swallowed there.
+_INSIDE = st.sampled_from((*_MIXTURES["writing"], *("upsert", "upsert_nothing", "upsert_returning") * 5))
 # Of every other batch the quiet jobs do a few sorts of things, again and again.
 _FOCUS = st.just(_NAMES["quiet"]) | st.lists(st.sampled_from(_MIXTURES["quiet"]), min_size=2, max_size=4).map(
     st.sampled_from
 )
-# Half of the batches are narrow: scenes of a few jobs of a step or two, all about two rows of a class, or of two that
-# have to do with each other, and most of them send nothing. What depends on the order of three jobs comes up here.
+# More than half of the batches are narrow: scenes of a few jobs of a step or two, all about two rows of a class, or of
+# two that have to do with each other, and most of them send nothing. What depends on the order of three jobs comes up
+# here.
 _NEAR: tuple[tuple[str, ...], ...] = (
     *(("Account",), ("Account", "SameAccount"), ("Purse",)) * 3,
     ("Branch",), ("Pair",), ("Account", "AccountView"), ("Account", "Summed"), ("Account", "Ticket"),
@@ -105,33 +108,58 @@ _NEAR_FOCUS = st.one_of(
 # Whether jobs are given rows, and how often all of it is about the same one. If none is given any, no load sends what
 # waits: many changes of one row come together. A row that is loaded ahead is there for its next job alone.
 _NEAR_GIVEN = ((st.just(False), 6), (st.booleans(), 2), (st.sampled_from((True, True, False)), 2))
+# A row that is not there fails its job, and with it what the batch shares: seldom.
+_NEAR_KEYS = st.sampled_from((*(1,) * 9, *(2,) * 6, 4))
 _SEEN = ("change", "put", "see", "put")
+_SENT = ("update_core", "update_by_text", "update_by_cursor", "call_function")
+_TURNS = (
+    *(("defer_value", "end_transaction"),) * 2,
+    *(("note", "end_transaction"), ("note", "leave_session"), ("note", "hook_begin")),
+)
+_DOCUMENTS = ("put_kept_document", "defer_kept_document", "defer_with_kept_document")
 
 
 class _Theme(NamedTuple):
-    """What the jobs of a scene have in common: classes, steps that send nothing, and whether they are given rows."""
+    """The classes of a scene's jobs, their steps, and if they are given rows.
+
+    A job has as many steps as one of `lengths`. If `is_read`, one more job reads all rows at the end, before the next
+    scene overwrites them.
+    """
 
     classes: tuple[tuple[str, ...], ...]
     focus: st.SearchStrategy[st.SearchStrategy[str]]
     given: tuple[tuple[st.SearchStrategy[bool], int], ...]
+    is_read: bool = False
+    lengths: tuple[int, ...] = (1, 1, 2)
 
 
-# Every other scene is about one thing that decides what may wait: the order of writes, one row by two names, what a
+# Most scenes are about one thing that decides what may wait: the order of writes, one row by two names, what a
 # table does by itself, values that change while they wait, columns that other rows bind.
 _ANY = _Theme(_NEAR, _NEAR_FOCUS, _NEAR_GIVEN)
-# What needs three jobs in order comes up rarely, and counts twice.
-_MANY_FORMS = _Theme((("Account",),), st.just(st.sampled_from(_UNLOADED)), ((st.just(False), 8),))
+# What needs three jobs in order comes up rarely, and counts several times.
+_MANY_FORMS = _Theme((("Account",),), st.just(st.sampled_from(_UNLOADED)), ((st.just(False), 8),), is_read=True)
 _BEFORE_AND_BEHIND = _Theme(
-    (("Account",),), st.just(st.sampled_from(("put_unloaded", "defer_update", "defer_value"))), ((st.just(False), 1),)
+    (("Account",),),
+    st.just(st.sampled_from(("put_unloaded", "defer_update", "defer_value"))),
+    ((st.just(False), 1),),
+    is_read=True,
 )
+_PURSES = _Theme((("Purse",),), st.just(st.sampled_from((*("put_extra",) * 4, "put_unloaded"))), ((st.just(True), 8),))
 _THEMES = (
     *(_ANY,) * 4,
-    *(_MANY_FORMS, _BEFORE_AND_BEHIND) * 2,
+    *(_MANY_FORMS,) * 2,
+    *(_BEFORE_AND_BEHIND,) * 3,
     _Theme(
-        (("Account",),), st.just(st.sampled_from((*_UNLOADED, *_DEFERRED))), ((st.just(False), 5), (st.just(False), 1))
+        (("Account",),),
+        st.just(st.sampled_from((*_UNLOADED, *_DEFERRED))),
+        ((st.just(False), 5), (st.just(False), 1)),
+        is_read=True,
     ),
     _Theme(
-        (("Account", "SameAccount"), ("Account", "AccountView"), ("Account", "Summed"), ("Account", "Leaf")),
+        (
+            *(("Account", "SameAccount"),) * 3,
+            *(("Account", "AccountView"), ("Account", "Summed"), ("Account", "Leaf")),
+        ),
         st.just(st.sampled_from(_SEEN)),
         ((st.just(True), 8),),
     ),
@@ -140,14 +168,28 @@ _THEMES = (
         st.just(st.sampled_from(_SEEN)),
         ((st.just(True), 8),),
     ),
-    # Only what touches one row of one other table shows a rule: it counts by itself.
+    # Only what touches one row of one other table shows a rule or a trigger: each counts by itself.
     _Theme((("Ruled", "Branch"),), st.just(st.sampled_from(_SEEN)), ((st.just(True), 8),)),
+    _Theme((("Till", "Branch"),), st.just(st.sampled_from(_SEEN)), ((st.just(True), 8),)),
+    # Rows that are changed as objects, and by a statement that is sent: most often on the driver's cursor.
+    _Theme(
+        (("Account",), ("Branch",)),
+        st.sampled_from(("update_by_cursor", *_SENT)).map(lambda sent: st.sampled_from((*_SEEN, sent))),
+        ((st.booleans(), 8),),
+    ),
+    # What a job has done when its session's transaction begins or ends.
     _Theme(
         (("Account",),),
-        st.just(st.sampled_from(("put_kept_document", "defer_kept_document", "defer_with_kept_document"))),
-        ((st.booleans(), 2),),
+        st.sampled_from(_TURNS).map(lambda turn: st.sampled_from(("change", "put", *turn))),
+        ((st.just(True), 8),),
+        lengths=(3,),
     ),
-    _Theme((("Purse",),), st.just(st.sampled_from((*("put_extra",) * 4, "put_unloaded"))), ((st.just(True), 8),)),
+    # A row that is changed by a job that was not given it, between jobs that are.
+    _Theme((("Account",),), st.just(st.sampled_from(("put_unloaded", *_SEEN))), ((st.booleans(), 2),)),
+    # A document that is assigned waits between jobs that are given rows, one that is deferred between others.
+    _Theme((("Account",),), st.just(st.just("put_kept_document")), ((st.just(True), 1),)),
+    _Theme((("Account",),), st.just(st.sampled_from(_DOCUMENTS)), ((st.just(False), 1), (st.booleans(), 2))),
+    *(_PURSES,) * 2,
 )
 # What arounds do before their handlers; about the rows that these are given, mostly.
 _AROUNDS: dict[str, tuple[str, ...]] = {
@@ -176,8 +218,8 @@ _HOW = st.sampled_from(("quiet", "quiet", "quiet", "reading", "writing", "unruly
 
 
 def batches() -> st.SearchStrategy[Batch]:
-    """Any batch of two to eighteen jobs; one in five has arounds."""
-    return st.one_of(*(_narrow_batches(), _wide_batches()) * 2, _surrounded_batches())
+    """Any batch of two to thirty-six jobs; one in six has arounds."""
+    return st.one_of(*(_narrow_batches(),) * 3, *(_wide_batches(),) * 2, _surrounded_batches())
 
 
 @st.composite
@@ -207,7 +249,7 @@ def _surrounded(draw: Any, task: Task, sorts: tuple[str, ...]) -> Task:
 @st.composite
 def _narrow_batches(draw: Any) -> Batch:
     flavour: Flavour = draw(_FLAVOURS)
-    scenes = [draw(_scenes()) for _ in range(draw(st.sampled_from((1, 2, 3, 3))))]
+    scenes = [draw(_scenes()) for _ in range(draw(st.sampled_from((1, 3, 3, 4))))]
     return Batch(tuple(task for scene in scenes for task in scene), flavour)
 
 
@@ -215,23 +257,29 @@ def _narrow_batches(draw: Any) -> Batch:
 def _scenes(draw: Any) -> list[Task]:
     theme = draw(st.sampled_from(_THEMES))
     classes = st.sampled_from(draw(st.sampled_from(theme.classes)))
-    key, (is_given, often) = draw(st.sampled_from((1, 1, 1, 2, 4))), draw(st.sampled_from(theme.given))
+    key, (is_given, often) = draw(_NEAR_KEYS), draw(st.sampled_from(theme.given))
     drawn = {**_DRAWN, "c": classes, "k": st.sampled_from((key,) * often + (key % 3 + 1,))}
-    narrow = _narrow_tasks(drawn, draw(theme.focus), is_given)
-    tasks: list[Task] = draw(st.lists(narrow, min_size=draw(st.sampled_from((2, 4, 5))), max_size=6))
+    narrow = _narrow_tasks(drawn, draw(theme.focus), is_given, st.sampled_from(theme.lengths))
+    tasks: list[Task] = draw(st.lists(narrow, min_size=draw(st.sampled_from((2, 4, 6))), max_size=8))
+    if theme.is_read:
+        tasks.append(Task(steps=(_draw_args(draw, "rows_by_text", drawn),)))
     return tasks
 
 
 @st.composite
 def _narrow_tasks(
-    draw: Any, drawn: dict[str, Any], quiet: st.SearchStrategy[str], is_given: st.SearchStrategy[bool]
+    draw: Any,
+    drawn: dict[str, Any],
+    quiet: st.SearchStrategy[str],
+    is_given: st.SearchStrategy[bool],
+    lengths: st.SearchStrategy[int],
 ) -> Task:
     given: tuple[Given, ...] = ()
     if draw(is_given):
         given = (Given(draw(drawn["c"]), draw(drawn["k"]), optional=True, locked=draw(_LOCKED)),)
-    # One job in ten sends something.
-    names = draw(st.sampled_from((quiet,) * 9 + (_SENDING,)))
-    steps = [_draw_args(draw, draw(names), drawn) for _ in range(draw(st.sampled_from((1, 1, 2))))]
+    # One job in fifteen sends something.
+    names = draw(st.sampled_from((quiet,) * 14 + (_SENDING,)))
+    steps = [_draw_args(draw, draw(names), drawn) for _ in range(draw(lengths))]
     return Task(given, tuple(steps))
 
 
@@ -273,7 +321,7 @@ def _draw_given(draw: Any, classes: st.SearchStrategy[str]) -> tuple[Given, ...]
 def _draw_step(draw: Any, classes: st.SearchStrategy[str], names: st.SearchStrategy[str]) -> Step | Block:
     name = draw(names)
     if name == "block":
-        steps = [_draw_step(draw, classes, _NAMES["writing"]) for _ in range(draw(st.integers(1, 3)))]
+        steps = [_draw_step(draw, classes, _INSIDE) for _ in range(draw(st.integers(1, 3)))]
         return Block(draw(st.sampled_from(_BLOCKS)), tuple(steps))
     return _draw_args(draw, name, {**_DRAWN, "c": classes})
 

@@ -386,7 +386,7 @@ class Dispatcher:
             self._turn_until = now + _ALONE_SECONDS
         if self._turn_until is None:
             # Another group's suspects may run.
-            is_free = (quarantine.taken_seconds() or _ALONE_SECONDS) >= _ALONE_SECONDS
+            is_free = (seconds := quarantine.taken_seconds()) is None or seconds >= _ALONE_SECONDS
             # At most half of the slots: their calls run while the next string is under way.
             return (min(self.slots - len(self.calls), (self.slots + 1) // 2) if is_free else 0), False
         is_over = now >= self._turn_until

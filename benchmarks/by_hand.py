@@ -1,4 +1,4 @@
-"""What a program does by hand: SQLAlchemy with a claim of its own, in the transaction of its changes.
+"""Work by hand: SQLAlchemy with a claim of its own, in the transaction of its changes.
 
 No attempt is counted, no failure expected and no deadline kept, and a job that kills the process is run again for ever.
 """

@@ -54,7 +54,7 @@ class Peers:
         ]
 
     def effects(self) -> list[str]:
-        """What the kills of their workers left of each, as a sentence."""
+        """A sentence for each peer: the effects of its jobs after its workers were killed."""
         return [f"{_name(figure)}: {Effects(**figure['effects'])}" for figure in self._of("kill", "effects")]
 
     def best_latency(self, percent: int) -> Figure | None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.apps.counting import COUNTER_BYTES, DIRECTORY_VARIABLE
-from benchmarks.bench import CENTS, MeasurementFailed, Workbench
+from benchmarks.bench import CENTS, Bench, MeasurementFailed, Workbench
 from benchmarks.gauges import processor_seconds
 from outboxq.config import DATABASE_URL_VARIABLE, child_environment
 
@@ -228,3 +228,22 @@ def drain(
 def _all_work(counts: Sequence[int], processes: int, rows: int) -> bool:
     # A late process is not waited for until nothing is left to measure.
     return (len(counts) >= processes and all(counts)) or sum(counts) > rows / 4
+
+
+def fill_and_drain(
+    bench: Bench,
+    workbench: Workbench,
+    options: RelayOptions,
+    rows: int,
+    *,
+    url: str | None = None,
+    cpu_us: list[float] | None = None,
+) -> float:
+    """Fill the queue with `rows` jobs that add to accounts; return how many a second are done in a repeat.
+
+    Args, Raises: as of `drain`.
+    """
+    workbench.fill(rows)
+    size = bench.size
+    times = {"seconds": size.seconds, "warm_up_seconds": size.warm_up_seconds}
+    return drain(workbench, options, rows, **times, url=url, updates=True, cpu_us=cpu_us).rate

@@ -103,7 +103,7 @@ class Bench:
             return steady_rate([driver.samples for driver in drivers], jobs, part)
 
     def effects_after_kills(self, jobs: int) -> Effects:
-        """What the ORM handler's jobs leave if their worker is killed again and again.
+        """Count the effects of the ORM handler's jobs, whose worker is killed again and again.
 
         Raises:
             MeasurementFailed: the jobs were not finished in time.

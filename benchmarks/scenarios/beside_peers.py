@@ -5,11 +5,11 @@ Each at its best: so are our batches larger here than elsewhere, as the others' 
 
 from functools import partial
 
-from benchmarks.bench import Bench, Workbench, conninfo
+from benchmarks.bench import Bench, conninfo
 from benchmarks.exactly_once import KILLED_JOBS, KILLS, Effects, effects_after_kills
 from benchmarks.figures import Better, Comparison, Series, Unsupported
 from benchmarks.peers_figures import Figure, Peers
-from benchmarks.relays import RelayOptions, drain, killed_relay
+from benchmarks.relays import RelayOptions, fill_and_drain, killed_relay
 from benchmarks.scenarios.throughput import NOOP_LIMIT, Ours, measure
 from benchmarks.support import missing
 
@@ -40,7 +40,11 @@ def entities(bench: Bench, figures: Peers) -> list[Comparison | Unsupported]:
     }
     cpu_us: dict[str, list[float]] = {what: [] for what in relays}
     with bench.database() as workbench:
-        drains = {what: partial(_drain, bench, workbench, relay, cpu_us[what]) for what, relay in relays.items()}
+        rows = bench.rows(_MOST_ENTITIES)
+        drains = {
+            what: partial(fill_and_drain, bench, workbench, relay, rows, cpu_us=cpu_us[what])
+            for what, relay in relays.items()
+        }
         rates = bench.alternate(drains, "jobs/s")
     others = tuple((each.name, each.series) for each in costs)
     slower = tuple((each.name, each.series) for each in figures.rates("orm", 1))
@@ -65,20 +69,6 @@ def entities(bench: Bench, figures: Peers) -> list[Comparison | Unsupported]:
             Comparison(10, "peers", what, rates[what], fastest.series, fastest.name, others=slower, plot="peers-orm"),
         ]
     return lines
-
-
-def _drain(bench: Bench, workbench: Workbench, relay: RelayOptions, cpu_us: list[float]) -> float:
-    rows, size = bench.rows(_MOST_ENTITIES), bench.size
-    workbench.fill(rows)
-    return drain(
-        workbench,
-        relay,
-        rows,
-        seconds=size.seconds,
-        warm_up_seconds=size.warm_up_seconds,
-        updates=True,
-        cpu_us=cpu_us,
-    ).rate
 
 
 def _effects(bench: Bench, relay: RelayOptions) -> Effects:

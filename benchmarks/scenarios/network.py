@@ -10,7 +10,7 @@ from benchmarks import limits
 from benchmarks.bench import ACCOUNTS, Bench, Workbench, conninfo
 from benchmarks.figures import Comparison, Series, Unsupported
 from benchmarks.proxy import running_proxy
-from benchmarks.relays import RelayOptions, drain
+from benchmarks.relays import RelayOptions, fill_and_drain
 from benchmarks.scenarios.throughput import UPDATE
 
 _ONE_WAY_SECONDS = 0.001
@@ -29,8 +29,8 @@ def network(bench: Bench) -> list[Comparison | Unsupported]:
     with bench.database() as workbench, running_proxy(workbench.url, _ONE_WAY_SECONDS) as proxy:
         seen, without = _round_trip_ms(proxy.url), _round_trip_ms(workbench.url, 2 * _ONE_WAY_SECONDS)
         limit_through_proxy = partial(bench.limit, Workbench(proxy.url), script, batch=_JOBS)
-        ours = partial(_rate, bench, workbench, UPDATE.relay, proxy.url, best)
-        orm = partial(_rate, bench, workbench, RelayOptions("entity"), proxy.url, best_entity)
+        ours = partial(fill_and_drain, bench, workbench, UPDATE.relay, bench.rows(best), url=proxy.url)
+        orm = partial(fill_and_drain, bench, workbench, RelayOptions("entity"), bench.rows(best_entity), url=proxy.url)
         found = bench.alternate({_LIMIT: limit_through_proxy, what: ours, entity: orm}, "jobs/s")
     limit, limit_of_entity = Series((best,), "jobs/s"), Series((best_entity,), "jobs/s")
     name = f"1 / (2 ms x (1 + {_STATEMENTS} statement))"
@@ -44,21 +44,6 @@ def network(bench: Bench) -> list[Comparison | Unsupported]:
         Comparison(13, "network", what, found[what], found[_LIMIT], _LIMIT),
         Comparison(13, "network", entity, found[entity], limit_of_entity, name_of_entity, 0.8),
     ]
-
-
-def _rate(bench: Bench, workbench: Workbench, relay: RelayOptions, url: str, best: float) -> float:
-    size = bench.size
-    rows = bench.rows(best)
-    workbench.fill(rows)
-    return drain(
-        workbench,
-        relay,
-        rows,
-        seconds=size.seconds,
-        warm_up_seconds=size.warm_up_seconds,
-        url=url,
-        updates=True,
-    ).rate
 
 
 def _round_trip_ms(url: str, rest_seconds: float = 0.0) -> float:

@@ -104,7 +104,7 @@ def entity(bench: Bench) -> Lines:
 
 
 def _rows(bench: Bench, batch: int) -> int:
-    """So many jobs as no program works off by hand in a repeat."""
+    """More jobs than a program works off by hand in a repeat."""
     return bench.rows(20_000 if batch > 1 else 5_000)
 
 

@@ -51,7 +51,7 @@ def test_a_driver_that_dies_is_an_error_with_its_last_words():
 
 
 def test_a_driver_that_is_not_told_to_stop_is_killed(tmp_path):
-    """What a worker would do on its way out is not done."""
+    """A killed worker does nothing more, not even what it does at its end."""
     program = (
         "import atexit, pathlib; atexit.register(pathlib.Path('end').touch); "
         'print(\'{"event": "ready"}\'); input(); input()'

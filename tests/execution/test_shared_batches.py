@@ -1,12 +1,15 @@
 """Jobs of batchable kinds share the loading and the writing of rows, and none can cost another its own."""
 
 import asyncio
+import gc
 import json
 import random
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
+from typing import Any
 
 import pytest
 from sqlalchemy import Engine, event, func, select, text
@@ -15,6 +18,7 @@ from sqlalchemy.orm import Session, sessionmaker
 from outboxq import AsyncContext, Backoff, Context, Jobs, OutboxSession, SlotGroup
 from outboxq.errors import RegistryError
 from outboxq.events import Event, JobDied, JobDone
+from outboxq.execution import shared_batch
 from outboxq.execution.find_outcome import COMMITTED_BY_HANDLER
 from tests.support import shared_app
 from tests.support.app import Account, Base, Effect
@@ -609,3 +613,29 @@ def test_a_table_of_another_schema_is_not_taken_for_the_one_that_was_looked_up(
         found = connection.execute(text("SELECT balance FROM elsewhere.account ORDER BY id")).scalars().all()
     assert found == [1, 101, 1]
     assert balances(engine) == {1: 1}
+
+
+def test_a_batch_is_freed_without_the_garbage_collector(
+    sessions: sessionmaker[OutboxSession], drain: Drain, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A circle would keep the arguments and events of all its jobs until the collector comes by."""
+    runs, init = list[weakref.ref[Any]](), shared_batch._SharedRun.__init__
+
+    def noting(self: Any, *given: Any) -> None:
+        init(self, *given)
+        runs.append(weakref.ref(self))
+
+    monkeypatch.setattr(shared_batch._SharedRun, "__init__", noting)
+    jobs = Jobs()
+
+    @jobs.handler(queue="freed", batchable=True)
+    def change(ctx: Context, account: Account) -> None:
+        account.balance += 1
+
+    enqueue(sessions, change, [{"account": id_} for id_ in range(1, 11)])
+    gc.disable()
+    try:
+        drain(jobs, **ONE_SLOT)
+        assert [run() for run in runs] == [None]
+    finally:
+        gc.enable()

@@ -33,6 +33,7 @@ from outboxq.execution.leased_call import LeasedCall
 from outboxq.relay.dispatcher import Dispatcher
 from outboxq.relay.limits import RelayLimits
 from outboxq.relay.slot import SlotWaits
+from outboxq.relay.suspects import QuarantineTurns
 from tests.conftest import RunningRelay, StartRelay
 from tests.support.app import Child, Effect
 from tests.support.calls import (
@@ -615,9 +616,16 @@ def test_while_a_suspect_runs_no_other_call_of_its_queue_starts(
 
 @FLAVOURS
 def test_while_a_suspect_runs_no_call_of_another_group_starts(
-    engine: Engine, start_relay: StartRelay, gate: Gate, rests: Callable[[], None], flavour: str
+    engine: Engine,
+    start_relay: StartRelay,
+    gate: Gate,
+    rests: Callable[[], None],
+    flavour: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """They begin when it has ended."""
+    """They begin when it has ended; also where the clock has not moved since it began."""
+    taken_seconds = QuarantineTurns.taken_seconds
+    monkeypatch.setattr(QuarantineTurns, "taken_seconds", lambda it: None if taken_seconds(it) is None else 0.0)
     calls, others = Calls(flavour), Calls(queue="elsewhere", kind="other")
     calls.jobs.include(others.jobs)
     calls.all_wait_for(gate, "suspect")

@@ -13,16 +13,12 @@ from sqlalchemy import Connection, Dialect, Select, Update
 
 from outboxq.database.driver import dbapi_connection
 from outboxq.database.guard import guard_of
+from outboxq.database.session_listeners import is_ours
 from outboxq.emitter import HOOKS_OPTION
 
 T = TypeVar("T")
 # All others are left to SQLAlchemy.
 _OPTIONS = frozenset(("isolation_level", HOOKS_OPTION))
-
-
-def is_ours(listener: object) -> bool:
-    """Return True if a listener is outboxq's own."""
-    return str(getattr(listener, "__module__", "")).startswith("outboxq.")
 
 
 def is_direct(connection: Connection) -> bool:

@@ -13,7 +13,7 @@ from typing import TypeAlias
 import psycopg
 from psycopg.pq import TransactionStatus
 from sqlalchemy import Connection, RootTransaction
-from sqlalchemy.exc import InvalidRequestError, SQLAlchemyError
+from sqlalchemy.exc import SQLAlchemyError
 
 from outboxq.codec.entities import EntityKey
 from outboxq.database.driver import is_lost, run_script
@@ -30,8 +30,8 @@ from outboxq.execution.batch_state import BatchState, Running
 from outboxq.execution.chain import follower_of
 from outboxq.execution.errors import ROLLED_BACK, SWALLOWED, ConnectionLost, ConnectionSpoiled, TransactionEscaped
 from outboxq.execution.failure import TRANSIENT, Failed, describe_failure
-from outboxq.execution.invoke import IS_OVER, Args, HandlerSession, Run, hand_over
-from outboxq.execution.preload import RowsMayBeLate, load_entity, watch_unlocked
+from outboxq.execution.invoke import Args, HandlerSession, JobSession, Run, hand_over
+from outboxq.execution.preload import RowsMayBeLate, load_alone, watch_unlocked
 from outboxq.execution.runtime import CancelledResult, Runtime
 from outboxq.execution.settle import check_shared, current_xid
 from outboxq.execution.surround import Surrounded
@@ -187,7 +187,7 @@ class SharedSavepoint:
             raise TransactionEscaped(job, describe_failure(reason, job, args=args)) from error
 
 
-class Attempt:
+class Attempt(JobSession):
     """One run of a job's handler, on the connection that it has joined.
 
     Args:
@@ -215,7 +215,6 @@ class Attempt:
         begin: Callable[[], str | None],
         running: Running,
     ) -> None:
-        self.made: HandlerSession | None = None
         self._handler = handler
         self._job = job
         self._runtime = runtime
@@ -225,7 +224,6 @@ class Attempt:
         self._running = running
         self._arounds = runtime.registry.arounds.get(job.kind)
         self._began = time.monotonic()
-        self._is_over = False
         self._in_transaction = False
         self._savepoint: Savepoint | None = None
 
@@ -311,13 +309,9 @@ class Attempt:
             error = None
             self._running.end_handler()
             self.guard.let_go()
-        closed, self._is_over = True, True
+        closed = True
         try:
-            if self.made is not None:
-                self.made.close()
-        except (SQLAlchemyError, psycopg.Error):
-            # The transaction is not as it was.
-            closed = False
+            closed = self.close()
         except BaseException as raised:
             if not runtime.is_failure(raised):
                 raise
@@ -347,23 +341,14 @@ class Attempt:
             self.guard.on_first_use = self.open
             raise
 
-    def session(self) -> HandlerSession:
-        """Return the session, made at the first call: a handler that needs none does not pay for it.
-
-        Raises:
-            InvalidRequestError: the attempt ended: a session would write into another job's transaction.
-        """
-        if self.made is not None:
-            return self.made
-        if self._is_over:
-            raise InvalidRequestError(IS_OVER)
-        session = self._runtime.invoker.open_session(self.guard.lend())
+    def open_session(self, make: Callable[..., HandlerSession]) -> HandlerSession:
+        """Open the session, which `make` makes, when it is first needed."""
+        session = self._runtime.invoker.open_session(self.guard.lend(), make)
         if self._savepoint is None and self._in_transaction:
             # Now: statements that bypass the session, on the driver's cursor, must come after the savepoint too.
             self.open()
         elif self._savepoint is None:
             session.on_first_use = self.open
-        self.made = session
         return session
 
     def _arguments(self) -> dict[str, object]:
@@ -374,11 +359,11 @@ class Attempt:
             return arguments
         keys = {name: value for name, value in arguments.items() if isinstance(value, EntityKey)}
         if keys:
-            session = self.session()
-            load = partial(load_entity, session, absent=self._absent, is_alone=True)
+            self.open()
+            load = partial(load_alone, self, self._connection, absent=self._absent)
             arguments |= {name: load(name, key) for name, key in keys.items()}
             loaded = [(key, arguments[name]) for name, key in keys.items()]
-            watch_unlocked(session, self._handler.unlocked_changes, loaded)
+            watch_unlocked(self, self._handler.unlocked_changes, loaded)
         return arguments
 
     def _absent(self) -> None:
@@ -398,14 +383,16 @@ class Attempt:
             raise HandlerRolledBack(ROLLED_BACK)
         if self.guard.transaction_status == TransactionStatus.INERROR:
             raise HandlerError(SWALLOWED)
-        if session is None:
+        if self.made is None and self.entities is None:
             return
-        if self._savepoint is not None and session.identity_map._modified:  # noqa: SLF001  # `dirty` builds a set
-            session.look()
-            send_changes(session, self._connection)
-        # commit() and not flush(): it also ends the handler's open savepoints and flushes until nothing is left.
-        # A session joined by "rollback_only" commits nothing.
-        session.commit()
+        if self.entities is None or not self.entities.send_changes(self._connection):
+            session = self.session()
+            if self._savepoint is not None and session.identity_map._modified:  # noqa: SLF001  # `dirty` builds a set
+                session.look()
+                send_changes(session, self._connection)
+            # commit() and not flush(): it also ends the handler's open savepoints and flushes until nothing is left.
+            # A session joined by "rollback_only" commits nothing.
+            session.commit()
         # Read again: under a lease the flush may set it.
         if self._savepoint is not None:
             if self._shared_xid is not None:

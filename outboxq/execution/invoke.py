@@ -12,8 +12,9 @@ from contextvars import Context as ContextVars
 from contextvars import copy_context
 from typing import Any, NamedTuple, NoReturn, ParamSpec, Protocol, TypeAlias, TypeVar, cast
 
+import psycopg
 from sqlalchemy import Connection, Engine, event
-from sqlalchemy.exc import InvalidRequestError
+from sqlalchemy.exc import InvalidRequestError, SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, AsyncSession
 from sqlalchemy.orm import Session, SessionTransaction
 from sqlalchemy.util import await_only, greenlet_spawn, memoized_property
@@ -48,6 +49,22 @@ SESSION_OPTIONS: dict[str, Any] = {
 }
 
 
+class Watch(NamedTuple):
+    """Entities whose rows are not locked, with the object that checks their changes."""
+
+    changes: UnlockedChanges
+    entities: Sequence[object]
+
+    def look(self) -> bool:
+        """Check the changes now; return False if that cannot be done."""
+        try:
+            self.changes.look(self.entities)
+        except Exception as error:  # noqa: BLE001  # raised again, unless it is a defect
+            contain(error)
+            return False
+        return True
+
+
 class HandlerSession(OutboxSession):
     """The session of a handler.
 
@@ -55,29 +72,24 @@ class HandlerSession(OutboxSession):
         on_first_use: Called before it uses its connection; None if transaction and savepoint exist already.
         engine: The engine of its connection, while it has none. Its `bind` is None then: an engine would be no part of
             the job's transaction.
-        watched: Entities whose rows are not locked, with the object that checks their changes before each flush.
+        watched: Entities whose changes are checked before each flush.
         is_rolled_back: Its transaction was rolled back, and not just a savepoint.
     """
 
     on_first_use: Callable[[], None] | None = None
     engine: Engine | None = None
     is_rolled_back = False
-    watched: tuple[UnlockedChanges, Sequence[object]] | None = None
+    watched: Watch | None = None
 
     def watch(self, changes: UnlockedChanges, entities: Sequence[object]) -> None:
         """Check the changes of these entities before each flush, by `changes`."""
         if entities:
-            self.watched = changes, entities
+            self.watched = Watch(changes, entities)
 
     def look(self) -> None:
         """Check the changes of watched entities now."""
-        if self.watched is not None:
-            changes, entities = self.watched
-            try:
-                changes.look(entities)
-            except Exception as error:  # noqa: BLE001  # raised again, unless it is a defect
-                contain(error)
-                self.watched = None
+        if self.watched is not None and not self.watched.look():
+            self.watched = None
 
     def get_bind(self, *args: Any, **kwargs: Any) -> Engine | Connection:
         """SQLAlchemy's hook before every use of a connection."""
@@ -106,6 +118,68 @@ class HandlerSession(OutboxSession):
         """
         if self.is_rolled_back:
             raise HandlerRolledBack(ROLLED_BACK)
+
+
+class JobSession:
+    """The session of one job, opened at its first use.
+
+    Attributes:
+        made: The session, once it is open.
+        entities: Those that came before (`job_entities.Entities`); None without any, and once the session is open.
+        is_over: The job ended.
+    """
+
+    made: HandlerSession | None = None
+    entities: Any = None
+    is_over = False
+
+    def open_session(self, make: Callable[..., HandlerSession]) -> HandlerSession:
+        """Open the session, which `make` makes."""
+        raise NotImplementedError
+
+    def session(self) -> HandlerSession:
+        """Return the session, open.
+
+        Raises:
+            InvalidRequestError: the job ended: the session would write into another job's transaction.
+        """
+        if self.made is not None:
+            return self.made
+        if self.is_over:
+            raise InvalidRequestError(IS_OVER)
+        entities, self.entities = self.entities, None
+        self.made = made = self.open_session(HandlerSession if entities is None else entities.make_session)
+        dispatch: Any = made.dispatch
+        # What stands for the listeners of all sessions; else each is looked up at its first use, by Python code.
+        for name, unlistened in dispatch._empty_listeners.items():  # noqa: SLF001  # as its `__getattr__` does
+            setattr(dispatch, name, unlistened)
+        if entities is not None:
+            entities.move_to(made)
+        return made
+
+    def watch(self, changes: UnlockedChanges, entities: Sequence[object]) -> None:
+        """Check the changes of these entities before each flush, by `changes`."""
+        (self.entities or self.session()).watch(changes, entities)
+
+    def close(self) -> bool:
+        """Close the session for good; return False if that fails, because the transaction is not as it was.
+
+        Errors of users' listeners are raised.
+        """
+        try:
+            if self.entities is not None and not self.entities.leaves_unseen:
+                self.session()
+            # Before the session is closed, against threads that the handler has left.
+            self.is_over = True
+            if self.made is not None:
+                self.made.close()
+        except (SQLAlchemyError, psycopg.Error):
+            return False
+        finally:
+            entities, self.entities, self.is_over = self.entities, None, True
+            if entities is not None:
+                entities.leave()
+        return True
 
 
 def _note_rollback(session: HandlerSession, ended: SessionTransaction) -> None:
@@ -224,11 +298,14 @@ class Invoker(Protocol):
         """Return a function that runs one attempt in its own context: the next job sees none of its variables."""
         ...
 
-    def open_session(self, lent: Connection | None) -> HandlerSession:
+    def open_session(
+        self, lent: Connection | None, make: Callable[..., HandlerSession] = HandlerSession
+    ) -> HandlerSession:
         """Open a session that joins the savepoint of a connection that is lent to the job.
 
         Args:
             lent: None if the connection is not known before `bind_session`.
+            make: Makes the plain session.
         """
         ...
 
@@ -250,9 +327,11 @@ class SyncInvoker:
         """A function that runs one attempt in its own context."""
         return copy_context().run
 
-    def open_session(self, lent: Connection | None) -> HandlerSession:
+    def open_session(
+        self, lent: Connection | None, make: Callable[..., HandlerSession] = HandlerSession
+    ) -> HandlerSession:
         """A session joined by "rollback_only": the handler's commit() commits nothing, its rollback() is seen."""
-        return HandlerSession(bind=lent, **SESSION_OPTIONS)
+        return make(bind=lent, **SESSION_OPTIONS)
 
     def bind_session(self, session: HandlerSession, lent: Connection) -> None:
         """Bind the session."""
@@ -303,10 +382,14 @@ class AsyncInvoker:
         finally:
             own.gr_context = before
 
-    def open_session(self, lent: Connection | None) -> HandlerSession:
+    def open_session(
+        self, lent: Connection | None, make: Callable[..., HandlerSession] = HandlerSession
+    ) -> HandlerSession:
         """A session joined by "rollback_only", with an async session around it for the handler."""
         bind = None if lent is None else AsyncConnection(self._engine, lent)
-        self._session = AsyncHandlerSession(bind=bind, **SESSION_OPTIONS)
+        self._session = AsyncHandlerSession(bind=bind, sync_session_class=cast("Any", make), **SESSION_OPTIONS)
+        # The class has it.
+        del self._session.sync_session_class
         session = self._session.sync_session
         assert isinstance(session, HandlerSession)
         return session

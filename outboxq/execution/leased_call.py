@@ -192,7 +192,8 @@ class _LeasedAttempt(Attempt):
 
     def needs_connection(self) -> bool:
         """Return True if the rest of the attempt may need a connection; decided once, after the handler's end."""
-        is_followed, has_written = THEN_HEADER in self._job.headers, self.made is not None
+        is_followed = THEN_HEADER in self._job.headers
+        has_written = self.made is not None or self.entities is not None
         # A handler that failed may be called again at once: see `attempt`.
         has_failed = not self._ended or self._ended[0][1] is not None
         is_needed = has_failed or has_written or is_followed or self._call.is_cancelled or bool(self._run.deferred)
@@ -212,22 +213,22 @@ class _LeasedAttempt(Attempt):
 
     def open(self) -> None:
         """Join the call's connection, begin the transaction and set the savepoint, unless that was done."""
-        if self._is_over:
+        if self.is_over:
             raise InvalidRequestError(IS_OVER)
         if self.guard is self._no_guard:
             lent = self._of.borrow()
-            if self._is_over:
+            if self.is_over:
                 raise InvalidRequestError(IS_OVER)
             self.join(*lent)
             if self.made is not None:
                 self._runtime.invoker.bind_session(self.made, self.guard.lend())
         super().open()
 
-    def session(self) -> HandlerSession:
-        """Return the session, which has no connection before its first use."""
-        if self.guard is not self._no_guard or self.made is not None or self._is_over:
-            return super().session()
-        session = self.made = self._runtime.invoker.open_session(None)
+    def open_session(self, make: Callable[..., HandlerSession]) -> HandlerSession:
+        """Open the session, which has no connection before its first use."""
+        if self.guard is not self._no_guard:
+            return super().open_session(make)
+        session = self._runtime.invoker.open_session(None, make)
         session.on_first_use, session.engine = self.open, self._of.engine
         return session
 

@@ -7,10 +7,10 @@ On Citus a job may be seen before the rows of the transaction that added it: Cit
 one after the other. If one dies in between, the rows come only with Citus' recovery, by default within a minute.
 """
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import lru_cache, partial
 from operator import attrgetter
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 from sqlalchemy import Connection, Select, any_, bindparam, select, tuple_
 from sqlalchemy.orm import Mapper, Session
@@ -19,11 +19,12 @@ from sqlalchemy.types import TypeEngine
 from outboxq.codec.entities import EntityKey
 from outboxq.database.direct import is_direct
 from outboxq.database.driver import run_script
-from outboxq.database.sessions import binds_of
+from outboxq.database.session_listeners import Listeners, is_listened_to
 from outboxq.errors import EntityGone
-from outboxq.execution.invoke import SESSION_OPTIONS, HandlerSession
-from outboxq.execution.read_rows import attach, columns_of, is_readable, mapper_of, read_rows
-from outboxq.execution.write_buffer import Listeners, RowId, is_listened_to
+from outboxq.execution.invoke import SESSION_OPTIONS, HandlerSession, JobSession
+from outboxq.execution.job_entities import may_read, put
+from outboxq.execution.read_rows import columns_of, is_readable, mapper_of, read_rows
+from outboxq.execution.write_buffer import RowId
 from outboxq.handlers.set_based import FactsOf, key_array
 from outboxq.handlers.unlocked import UnlockedChanges
 from outboxq.job import Job
@@ -78,25 +79,18 @@ def load_entity(
     absent: Callable[[], None],
     *,
     may_lock: bool = True,
-    is_alone: bool = False,
 ) -> object:
     """Load the entity of an argument into the job's session, locked if `key` is.
 
     Args:
         absent: Called if the row does not exist; raises an error if it may come later.
         may_lock: False if the row is locked already.
-        is_alone: The job shares no batch: nothing waits to be sent before the row is read.
 
     Raises:
         EntityGone: the row does not exist, and the argument is not optional.
     """
-    locks = key.locked and may_lock
-    found = _read_for(session, key, locks=locks) if is_alone else None
-    if found is not None and len(found) < 2:
-        entity = attach(session, found[0]) if found else None
-    else:
-        lock: Any = {"key_share": True, "of": _locked_table(key.entity)} if locks else None
-        entity = session.get(key.entity, key.identity, with_for_update=lock)
+    lock: Any = {"key_share": True, "of": _locked_table(key.entity)} if key.locked and may_lock else None
+    entity = session.get(key.entity, key.identity, with_for_update=lock)
     if entity is None:
         absent()
         if not key.optional:
@@ -104,24 +98,32 @@ def load_entity(
     return entity
 
 
-def _read_for(session: Session, key: EntityKey, *, locks: bool) -> list[object] | None:
-    """Read the row of a key, and return its entity, if any; None if the session's own loading might do more."""
+def load_alone(
+    opened: JobSession, connection: Connection, name: str, key: EntityKey, absent: Callable[[], None]
+) -> object:
+    """Load the entity of an argument as `load_entity`, for a job that shares no batch.
+
+    Nothing waits to be sent before its row is read, so that SQLAlchemy's own loading, which takes several times as
+    long, does no more, unless the row does not exist.
+    """
     entity: Any = key.entity
-    is_clean = not (session._new or session._deleted or session.identity_map._modified)  # noqa: SLF001  # the public names build sets
-    if not (is_clean and is_readable(entity) and _has_plain_keys(entity)):
-        return None
-    is_here = mapper_of(entity).identity_key_from_primary_key(key.identity) in session.identity_map
-    if is_here or is_listened_to(session, _AT_LOAD) or binds_of(session):
-        return None
-    connection = session.connection()
-    if not is_direct(connection):
-        return None
-    return read_rows(connection, entity, _by_key(entity, locks=locks), {"outboxq_key": key.identity[0]})
+    if is_readable(entity) and _has_plain_keys(entity) and is_direct(connection):
+        identity = mapper_of(entity).identity_key_from_primary_key(key.identity)
+        if may_read(opened, identity, _AT_LOAD):
+            statement, parameters = _by_key(entity, locks=key.locked), {"outboxq_key": key.identity[0]}
+            found = read_rows(connection, entity, statement, parameters)
+            if len(found) == 1:
+                return put(opened, found[0])
+    return load_entity(opened.session(), name, key, absent)
 
 
-def watch_unlocked(
-    session: HandlerSession, changes: UnlockedChanges, loaded: Collection[tuple[EntityKey, object]]
-) -> None:
+class Watched(Protocol):
+    """A session whose entities' changes can be checked."""
+
+    def watch(self, changes: UnlockedChanges, entities: Sequence[object]) -> None: ...
+
+
+def watch_unlocked(session: Watched, changes: UnlockedChanges, loaded: Collection[tuple[EntityKey, object]]) -> None:
     """Check the changes of these entities, except those whose rows are locked, by `changes`."""
     if changes.is_said:
         return

@@ -5,6 +5,7 @@ Each is as a session's SELECT would have made it. `attach` puts it into its sess
 
 from collections.abc import Callable, Mapping
 from functools import lru_cache
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 from sqlalchemy import Column, Connection, Dialect, Select, Table
@@ -13,12 +14,15 @@ from sqlalchemy.orm.attributes import instance_state
 
 from outboxq.codec.entities import entity_mapper
 from outboxq.database.direct import fetch
+from outboxq.database.session_listeners import Listeners, is_listened_to
 from outboxq.handlers.row_writes import is_sqlalchemy_type
 
 # Loading strategies of a relationship that load nothing with the row; "noload" would set an empty value.
 _LAZY = (True, "select", "raise", "raise_on_sql", "dynamic", "write_only")
 # The strategy of a column that is loaded with its row.
 _WITH_THE_ROW = (("deferred", False), ("instrument", True))
+# Users' listeners for these see an entity come into a session.
+_AT_ATTACH: Listeners = attrgetter("before_attach", "after_attach", "detached_to_persistent")
 
 
 def mapper_of(entity: type[object]) -> Mapper[Any]:
@@ -121,6 +125,14 @@ def attach(session: Session, entity: object) -> object:
     transaction.
     """
     session.connection()
-    # As add(), without its search for related objects: none were loaded.
-    session._save_or_update_impl(instance_state(entity))  # noqa: SLF001  # what add() calls
+    state = instance_state(entity)
+    if is_listened_to(session, _AT_ATTACH):
+        # As add(), without its search for related objects: none were loaded.
+        session._save_or_update_impl(state)  # noqa: SLF001  # what add() calls
+    else:
+        # All that it would do to an entity that is new here.
+        session.identity_map.add(state)
+        state.session_id = session.hash_key
+        if state.modified:
+            state._strong_obj = entity  # noqa: SLF001  # no change is lost, whoever drops the entity
     return entity

@@ -9,14 +9,11 @@ its own.
 """
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 
-import psycopg
 from sqlalchemy import Connection, Table
 from sqlalchemy.engine.interfaces import ExecutionContext
-from sqlalchemy.exc import InvalidRequestError, SQLAlchemyError
-from sqlalchemy.orm import Session
 
 from outboxq.codec.entities import EntityKey
 from outboxq.database.defects import contain, is_defect, report
@@ -28,10 +25,10 @@ from outboxq.execution.attempt import SharedSavepoint, check_rest
 from outboxq.execution.batch_state import BatchState
 from outboxq.execution.chain import follower_of, has_follower
 from outboxq.execution.errors import SharingEnded, TransactionEscaped
-from outboxq.execution.invoke import IS_OVER, HandlerSession, Run, hand_over
+from outboxq.execution.invoke import HandlerSession, JobSession, Run, hand_over
+from outboxq.execution.job_entities import changes_before, put
 from outboxq.execution.plan import Segment
 from outboxq.execution.preload import Locks, PreloadedEntities, entity_keys, load_entity, watch_unlocked
-from outboxq.execution.read_rows import attach
 from outboxq.execution.runtime import Runtime
 from outboxq.execution.settle import check_shared
 from outboxq.execution.surround import Surrounded
@@ -78,34 +75,15 @@ def run_shared(connection: Connection, batch: BatchState, runtime: Runtime, segm
     return False
 
 
-class _JobSession:
-    """The session of one job, made when it is first used, as that of an `Attempt`."""
+class _SharedSession(JobSession):
+    """The session of one job of a shared run."""
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
-        self._is_over = False
-        self.made: HandlerSession | None = None
 
-    def session(self) -> HandlerSession:
-        """Return the session; InvalidRequestError if the job ended."""
-        if self.made is None:
-            if self._is_over:
-                raise InvalidRequestError(IS_OVER)
-            self.made = self._runtime.invoker.open_session(self._runtime.guard.lend())
-        return self.made
-
-    def close(self) -> bool:
-        """Close the session for good; return False if that fails, because the transaction is not as it was.
-
-        Errors of users' listeners are raised.
-        """
-        self._is_over = True
-        try:
-            if self.made is not None:
-                self.made.close()
-        except (SQLAlchemyError, psycopg.Error):
-            return False
-        return True
+    def open_session(self, make: Callable[..., HandlerSession]) -> HandlerSession:
+        """Open the session, which `make` makes."""
+        return self._runtime.invoker.open_session(self._runtime.guard.lend(), make)
 
 
 class _SharedRun:
@@ -216,7 +194,7 @@ class _SharedRun:
         handler = runtime.registry.find(job.kind)
         self._is_suspicious = self._is_unseen
         self._written.clear()
-        opened = _JobSession(runtime)
+        opened = _SharedSession(runtime)
         run = Run(job, runtime.state, partial(runtime.effect_access, handler, job), [], self._call)
         arounds, load = runtime.registry.arounds.get(job.kind), partial(self._given, opened, handler, arguments)
         try:
@@ -252,7 +230,7 @@ class _SharedRun:
             self._mark_sent()
         fault_point("after-handler")
 
-    def _given(self, opened: _JobSession, handler: AnyHandler, arguments: Mapping[str, object]) -> dict[str, object]:
+    def _given(self, opened: JobSession, handler: AnyHandler, arguments: Mapping[str, object]) -> dict[str, object]:
         """Make the arguments of one job, with entities in its session, in their present state."""
         given, found = dict(arguments), dict[object, object]()
         loaded: list[tuple[EntityKey, object]] = []
@@ -263,28 +241,30 @@ class _SharedRun:
             if type(key) is EntityKey:
                 identity = key.entity, key.identity
                 if identity not in found:
-                    found[identity] = find(opened.session(), name, key)
+                    found[identity] = find(opened, name, key)
                 elif found[identity] is None and not key.optional:
                     # The argument before may do without the row, this one may not. It may have been committed since.
-                    found[identity] = self._load_entity(opened.session(), name, key)
+                    found[identity] = self._load_entity(opened, name, key)
                 given[name] = found[identity]
                 loaded.append((key, given[name]))
         if loaded:
-            watch_unlocked(opened.session(), handler.unlocked_changes, loaded)
+            watch_unlocked(opened, handler.unlocked_changes, loaded)
         return given
 
-    def _entity(self, session: Session, name: str, key: EntityKey) -> object:
+    def _entity(self, opened: JobSession, name: str, key: EntityKey) -> object:
         entity = self._rows.take(key)
         if entity is None and not self._is_unsure:
             self._load_ahead()
             entity = self._rows.take(key)
         if entity is None:
             # The class cannot be loaded ahead, or the row does not exist.
-            return self._load_entity(session, name, key)
-        return attach(session, entity)
+            return self._load_entity(opened, name, key)
+        return put(opened, entity)
 
-    def _load_entity(self, session: Session, name: str, key: EntityKey) -> object:
-        return load_entity(session, name, key, partial(self._runtime.absent, self._connection, self._batch.job))
+    def _load_entity(self, opened: JobSession, name: str, key: EntityKey) -> object:
+        return load_entity(
+            opened.session(), name, key, partial(self._runtime.absent, self._connection, self._batch.job)
+        )
 
     def _load_ahead(self) -> None:
         """Send the waiting writes, then load rows of the next jobs.
@@ -298,13 +278,15 @@ class _SharedRun:
             self._rows.load(entity_keys(self._loaded_ahead[first : first + self._ahead]), self._facts_of)
         self._ahead *= 2
 
-    def _keep(self, opened: _JobSession, run: Run) -> None:
+    def _keep(self, opened: JobSession, run: Run) -> None:
         """Put the job's unsent writes into the buffer; those that may not wait are sent at once."""
         self._check()
         if self._is_suspicious and not self._savepoint.is_same_transaction():
             # Before more is sent: that would be in another transaction.
             raise TransactionEndedByHandler
-        if opened.made is None and all(map(may_wait, run.deferred)):
+        changes = changes_before(opened, self._facts_of) if all(map(may_wait, run.deferred)) else None
+        if changes is not None:
+            self._add(changes, {})
             self._add_deferred(run.deferred)
         else:
             session = opened.session()

@@ -7,10 +7,9 @@ Changes of a session may wait if they are of plain columns of plain rows, whose 
 """
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import chain
 from operator import attrgetter
 from typing import Any, NamedTuple, TypeAlias
 
@@ -18,10 +17,12 @@ from sqlalchemy import Column, Connection, Table, TextClause, Update, bindparam,
 from sqlalchemy.engine.interfaces import ExecutionContext
 from sqlalchemy.orm import InstanceState, Mapper, Session
 from sqlalchemy.orm.exc import StaleDataError
+from sqlalchemy.orm.identity import IdentityMap
 from sqlalchemy.util import safe_reraise
 
-from outboxq.database.direct import is_direct, is_ours, send_update
+from outboxq.database.direct import is_direct, send_update
 from outboxq.database.guard import is_same
+from outboxq.database.session_listeners import Listeners, is_listened_to
 from outboxq.database.sessions import binds_of
 from outboxq.handlers.deferred import Write
 from outboxq.handlers.row_writes import COMPUTING_FUNCTIONS, RowWrite, Statement, TableFacts, row_write
@@ -33,11 +34,9 @@ from outboxq.outbox.pending import holds_only_jobs, write_plain_jobs
 # The oid of a table, and a primary key.
 RowId: TypeAlias = tuple[int, tuple[object, ...]]
 IsLocked: TypeAlias = Callable[[type[object], tuple[object, ...]], bool]
-# Returns the listeners for several events, from a dispatch.
-Listeners: TypeAlias = Callable[[object], tuple[Iterable[object], ...]]
 
 # Users' listeners for these see a session begin, flush or commit, or fail to, and may change what it writes.
-_AT_FLUSH: Listeners = attrgetter(
+AT_FLUSH: Listeners = attrgetter(
     *("after_begin", "before_flush", "after_flush", "after_flush_postexec", "before_commit", "after_commit"),
     *("after_transaction_create", "after_transaction_end", "after_rollback", "after_soft_rollback"),
     # New jobs are objects until they are sent.
@@ -194,10 +193,15 @@ def row_changes(session: Session, facts_of: FactsOf) -> list[RowChange] | None:
 
     New objects are ignored.
     """
-    if session._deleted or is_listened_to(session, _AT_FLUSH):  # noqa: SLF001  # `deleted` builds a set of objects each time
+    if session._deleted or is_listened_to(session, AT_FLUSH):  # noqa: SLF001  # `deleted` builds a set of objects each time
         return None
+    return changes_of(session.identity_map._modified, facts_of)  # noqa: SLF001  # `dirty` builds a set of the objects
+
+
+def changes_of(states: Iterable[InstanceState[Any]], facts_of: FactsOf) -> list[RowChange] | None:
+    """Make the UPDATEs that a flush of these changed entities would send; None if a flush would do more."""
     changes: list[RowChange] = []
-    for state in session.identity_map._modified:  # noqa: SLF001  # `dirty` builds a set of the objects
+    for state in states:
         mapper = state.manager.mapper
         # Relationships may be added later, also those of other classes that lead here.
         writable = _writable(mapper, len(mapper.attrs) + len(mapper._dependency_processors))  # noqa: SLF001  # nothing public counts them
@@ -234,35 +238,56 @@ def send_changes(session: Session, connection: Connection) -> None:
         changes = _few_changes(session, connection)
     if not changes:
         return
-    statement = changes[0].statement
     try:
-        found = sum(send_update(connection, statement, each.parameters) for each in changes)
-        if found != len(changes):
-            # In SQLAlchemy's words.
-            raise StaleDataError(
-                f"UPDATE statement on table '{statement.table.description}' expected to update {len(changes)} row(s); "
-                f"{found} were matched."
-            )
+        send_each(connection, changes)
     except BaseException:  # noqa: BLE001  # `safe_reraise` raises it again
         with safe_reraise():
             session.rollback()
-    modified = session.identity_map._modified  # noqa: SLF001  # `dirty` builds a set of the objects
-    InstanceState._commit_all_states([(state, state.dict) for state in modified], session.identity_map)  # noqa: SLF001  # as a flush ends
+    commit_states(session.identity_map._modified, session.identity_map)  # noqa: SLF001  # `dirty` builds a set of the objects
 
 
 def _few_changes(session: Session, connection: Connection) -> list[RowChange]:
-    """The changed rows in the order of their keys; none if a flush would do more, or do it better."""
+    """The changed rows; none if a flush would do more, or do it better."""
     if not (holds_only_jobs(session) and uses_only(session, connection) and is_direct(connection)):
         return []
-    changes = row_changes(session, _as_flushed) or []
-    # One statement: rows are locked in the order of their keys, and with others SQLAlchemy knows the order of tables.
-    # Each takes a round trip, where a flush sends many together.
-    is_one = len({id(change.statement) for change in changes}) == 1
-    return sorted(changes, key=attrgetter("row")) if is_one and len(changes) <= _SENT_ONE_BY_ONE else []
+    changes = row_changes(session, as_flushed) or []
+    return changes if are_few(changes) else []
+
+
+def are_few(changes: Sequence[RowChange]) -> bool:
+    """Return True if a flush would send these changes by one statement, and they take no more time by themselves.
+
+    With several statements SQLAlchemy knows the order of tables. Each change takes a round trip, where a flush sends
+    many together.
+    """
+    return len({id(change.statement) for change in changes}) <= 1 and len(changes) <= _SENT_ONE_BY_ONE
+
+
+def send_each(connection: Connection, changes: Iterable[RowChange]) -> None:
+    """Send changes of rows by themselves; the rows are locked in the order of their keys.
+
+    Raises:
+        StaleDataError: a row does not exist any more.
+        sqlalchemy.exc.DBAPIError: as SQLAlchemy raises it.
+    """
+    found, ordered = 0, sorted(changes, key=attrgetter("row"))
+    for change in ordered:
+        found += send_update(connection, change.statement, change.parameters)
+    if found != len(ordered):
+        # In SQLAlchemy's words.
+        raise StaleDataError(
+            f"UPDATE statement on table '{ordered[0].statement.table.description}' expected to update {len(ordered)} "
+            f"row(s); {found} were matched."
+        )
+
+
+def commit_states(states: Iterable[InstanceState[Any]], held_by: IdentityMap | None = None) -> None:
+    """Record that the changes of entities are written, as a flush ends."""
+    InstanceState._commit_all_states([(state, state.dict) for state in states], held_by)  # noqa: SLF001  # nothing public does it
 
 
 @lru_cache(256)
-def _as_flushed(table: Table) -> TableFacts:
+def as_flushed(table: Table) -> TableFacts:
     """Return facts that let every change be sent: at once, as by a flush, the table does what it does at a flush."""
     return TableFacts(
         oid=id(table),
@@ -273,11 +298,6 @@ def _as_flushed(table: Table) -> TableFacts:
         contains_inserts=True,
         contains_deletes=True,
     )
-
-
-def is_listened_to(session: Session, events: Listeners) -> bool:
-    """Return True if users' code listens to one of these events of the session, or of all sessions."""
-    return not all(map(is_ours, chain.from_iterable(events(session.dispatch))))
 
 
 def row_writes(verb: str, context: ExecutionContext | None) -> tuple[RowWrite, ...] | None:

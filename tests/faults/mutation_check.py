@@ -47,6 +47,8 @@ _WAITS = "tests/outbox/test_results_races.py::test_a_job_that_ends_"
 
 _SAME = "tests/codec/test_sameness.py::test_"
 
+_ENTITIES = "tests/execution/test_job_entities.py::test_"
+
 _CALLS = "tests/relay/test_calls.py::test_"
 
 MUTANTS = (
@@ -833,23 +835,86 @@ MUTANTS = (
     Mutant(
         "the count of the rows that a lone job changed",
         "outboxq/execution/write_buffer.py",
-        "    if found != len(changes):\n",
+        "    if found != len(ordered):\n",
         "    if False:\n",
         ("tests/execution/test_lone_rows.py::test_errors_are_sqlalchemys",),
     ),
     Mutant(
         "the order in which a lone job locks its rows",
         "outboxq/execution/write_buffer.py",
-        'return sorted(changes, key=attrgetter("row")) if is_one',
-        'return sorted(changes, key=attrgetter("row"), reverse=True) if is_one',
+        'found, ordered = 0, sorted(changes, key=attrgetter("row"))\n',
+        'found, ordered = 0, sorted(changes, key=attrgetter("row"), reverse=True)\n',
         ("tests/execution/test_lone_rows.py::test_rows_are_locked_in_the_order_of_their_keys",),
     ),
     Mutant(
         "the changes of several forms, which SQLAlchemy sends",
         "outboxq/execution/write_buffer.py",
-        "    is_one = len({id(change.statement) for change in changes}) == 1\n",
-        "    is_one = bool(changes)\n",
+        "    return len({id(change.statement) for change in changes}) <= 1 and len(changes)",
+        "    return len(changes)",
         ("tests/execution/test_lone_rows.py::test_changes_of_several_forms_are_sent_in_sqlalchemys_order",),
+    ),
+    Mutant(
+        "the hold of a session on an entity that was changed before it was open",
+        "outboxq/execution/read_rows.py",
+        "            state._strong_obj = entity",
+        "            pass",
+        (f"{_ENTITIES}a_change_that_needs_a_flush_is_not_lost_with_its_entity",),
+    ),
+    Mutant(
+        "the opening of a session by a look at it",
+        "outboxq/execution/job_entities.py",
+        '    def __getattribute__(self, name: str) -> Any:\n        _vars(self)["outboxq_opens"]()\n',
+        '    def __getattribute__(self, name: str) -> Any:\n        object.__setattr__(self, "__class__", HandlerSession)\n',
+        (f"{_ENTITIES}a_session_that_is_reached_is_open",),
+    ),
+    Mutant(
+        "the opening of a session by the search for its async one",
+        "outboxq/execution/job_entities.py",
+        '        _vars(self)["outboxq_opens"]()\n        return hash(self)\n',
+        "        return object.__hash__(self)\n",
+        (f"{_ENTITIES}a_session_that_is_reached_is_open",),
+    ),
+    Mutant(
+        "the entities of a session that opens",
+        "outboxq/execution/invoke.py",
+        "            entities.move_to(made)\n",
+        "            pass\n",
+        (f"{_ENTITIES}a_session_that_is_reached_is_open",),
+    ),
+    Mutant(
+        "the end of a session that nobody has looked at",
+        "outboxq/execution/job_entities.py",
+        "            state.session_id = state._strong_obj = None",
+        "            state._strong_obj = None",
+        (f"{_ENTITIES}entities_are_detached_behind_their_job",),
+    ),
+    Mutant(
+        "the refusal to open a session whose job is over",
+        "outboxq/execution/invoke.py",
+        "        if self.is_over:\n            raise",
+        "        if False:\n            raise",
+        (f"{_ENTITIES}a_session_that_was_not_looked_at_in_time_cannot_be_opened",),
+    ),
+    Mutant(
+        "the listeners that a handler has put on all sessions while its own is not open",
+        "outboxq/execution/job_entities.py",
+        "        return not is_class_listened_to(HandlerSession, _WHILE_OPEN)\n",
+        "        return True\n",
+        (f"{_ENTITIES}listeners_on_all_sessions_are_told",),
+    ),
+    Mutant(
+        "the listeners that are told of a flush for entities of a session that is not open",
+        "outboxq/execution/job_entities.py",
+        "        if is_class_listened_to(HandlerSession, AT_FLUSH):\n",
+        "        if False:\n",
+        (f"{_ENTITIES}listeners_on_all_sessions_are_told",),
+    ),
+    Mutant(
+        "the listeners of one session, in the place of those of all",
+        "outboxq/database/session_listeners.py",
+        "of_class if found == unlistened else found",
+        "of_class",
+        ("tests/execution/test_lone_rows.py::test_a_listener_on_the_session_is_told_of_its_flush",),
     ),
     Mutant(
         "the note of a rollback by a session that has sent nothing",

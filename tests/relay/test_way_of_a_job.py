@@ -16,11 +16,11 @@ from tests.tools.house import core_figures
 # With Python 3.11, which calls comprehensions as functions.
 WAY_BOUNDS = {
     "producer": Way(55, 46, 10),
-    "plain job, transaction mode": Way(110, 96, 20),
-    "plain job, lease mode": Way(130, 103, 20),
-    "retry": Way(220, 178, 28),
-    "dead letter": Way(217, 175, 27),
-    "grouped job": Way(119, 99, 22),
+    "plain job, transaction mode": Way(113, 98, 20),
+    "plain job, lease mode": Way(133, 105, 20),
+    "retry": Way(222, 180, 28),
+    "dead letter": Way(219, 177, 27),
+    "grouped job": Way(122, 101, 22),
 }
 # Listeners that other tests have left in this process may cost a call.
 _ROOM = Way(5, 3, 1)
@@ -42,7 +42,7 @@ CORE_BOUNDS = {
     "lines of the core that mention rates": 0,
     "lines of the core that mention callback batches": 0,
     "lines of the core that mention unique jobs": 0,
-    "lines of execution/": 6_753,
+    "lines of execution/": 7_045,
     "lines of relay/ without maintenance/": 7_820,
     "lines of statements/ of claims and outcomes": 2_083,
 }

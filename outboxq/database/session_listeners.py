@@ -19,9 +19,11 @@ def is_ours(listener: object) -> bool:
 def is_listened_to(session: Session, events: Listeners) -> bool:
     """Return True if users' code listens to one of these events of the session, or of all sessions."""
     kind: Any = type(session)
-    found, (unlistened, of_class) = events(session.dispatch), _of_class(kind, events)
+    found = events(session.dispatch)
     # A listener of this session alone takes the place of the object that stands for those of all sessions.
-    return not _are_ours(tuple(chain.from_iterable(of_class if found == unlistened else found)))
+    if found != _of_class(kind, events)[0]:
+        return not all(map(is_ours, chain.from_iterable(found)))
+    return is_class_listened_to(kind, events)
 
 
 def is_class_listened_to(kind: Any, events: Listeners) -> bool:
@@ -36,7 +38,7 @@ def _of_class(kind: Any, events: Listeners) -> tuple[tuple[object, ...], tuple[I
     return found, tuple(each.parent_listeners for each in found)
 
 
-# Few: at any time there is one list for each of the callers' events.
+# Listeners of all sessions, which change seldom; those of one session would be kept here with all that they hold.
 @lru_cache(64)
 def _are_ours(listeners: tuple[object, ...]) -> bool:
     return all(map(is_ours, listeners))

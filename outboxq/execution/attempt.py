@@ -31,6 +31,7 @@ from outboxq.execution.chain import follower_of
 from outboxq.execution.errors import ROLLED_BACK, SWALLOWED, ConnectionLost, ConnectionSpoiled, TransactionEscaped
 from outboxq.execution.failure import TRANSIENT, Failed, describe_failure
 from outboxq.execution.invoke import Args, HandlerSession, JobSession, Run, hand_over
+from outboxq.execution.job_entities import send_before
 from outboxq.execution.preload import RowsMayBeLate, load_alone, watch_unlocked
 from outboxq.execution.runtime import CancelledResult, Runtime
 from outboxq.execution.settle import check_shared, current_xid
@@ -201,6 +202,7 @@ class Attempt(JobSession):
     has_started = False
     # An operator's cancellation counts until the attempt has ended.
     _may_be_cancelled = True
+    _runtime: Runtime
     _connection: Connection
     _root: RootTransaction | None
     _call: HandlerCall
@@ -215,9 +217,9 @@ class Attempt(JobSession):
         begin: Callable[[], str | None],
         running: Running,
     ) -> None:
+        super().__init__(runtime)
         self._handler = handler
         self._job = job
-        self._runtime = runtime
         self.guard = runtime.guard
         self._shared_xid = shared_xid
         self._begin = begin
@@ -301,6 +303,7 @@ class Attempt(JobSession):
                 error = another
             if error is not None:
                 if not runtime.is_failure(error):
+                    self.is_over = True
                     raise error
                 is_cancelled = self._call.is_cancelled and self._may_be_cancelled
                 result = _CANCELLED if is_cancelled else self._result_of(error)
@@ -343,7 +346,7 @@ class Attempt(JobSession):
 
     def open_session(self, make: Callable[..., HandlerSession]) -> HandlerSession:
         """Open the session, which `make` makes, when it is first needed."""
-        session = self._runtime.invoker.open_session(self.guard.lend(), make)
+        session = super().open_session(make)
         if self._savepoint is None and self._in_transaction:
             # Now: statements that bypass the session, on the driver's cursor, must come after the savepoint too.
             self.open()
@@ -385,7 +388,7 @@ class Attempt(JobSession):
             raise HandlerError(SWALLOWED)
         if self.made is None and self.entities is None:
             return
-        if self.entities is None or not self.entities.send_changes(self._connection):
+        if self.entities is None or not send_before(self, self._connection):
             session = self.session()
             if self._savepoint is not None and session.identity_map._modified:  # noqa: SLF001  # `dirty` builds a set
                 session.look()

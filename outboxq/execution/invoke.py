@@ -7,6 +7,7 @@ made when the handler first uses it.
 import asyncio
 import functools
 import inspect
+import threading
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextvars import Context as ContextVars
 from contextvars import copy_context
@@ -125,17 +126,28 @@ class JobSession:
 
     Attributes:
         made: The session, once it is open.
-        entities: Those that came before (`job_entities.Entities`); None without any, and once the session is open.
-        is_over: The job ended.
+        entities: Those that came before (`job_entities.Entities`); None without any.
+        failed: The error of opening it for entities: the job must not be done without their changes.
+        is_over: The job ended, or nothing but its end is left.
+        lock: Held while it is opened, and by the relay while it decides that it is not: threads that the handler has
+            left may look at an entity at any time.
     """
 
     made: HandlerSession | None = None
     entities: Any = None
+    failed: BaseException | None = None
     is_over = False
+    _is_opening = False
+    _runtime: Any
+
+    def __init__(self, runtime: Any) -> None:
+        self._runtime = runtime
+        self.lock = threading.RLock()
 
     def open_session(self, make: Callable[..., HandlerSession]) -> HandlerSession:
-        """Open the session, which `make` makes."""
-        raise NotImplementedError
+        """Open the session, which `make` makes, when it is first needed."""
+        session: HandlerSession = self._runtime.invoker.open_session(self._runtime.guard.lend(), make)
+        return session
 
     def session(self) -> HandlerSession:
         """Return the session, open.
@@ -143,42 +155,62 @@ class JobSession:
         Raises:
             InvalidRequestError: the job ended: the session would write into another job's transaction.
         """
-        if self.made is not None:
-            return self.made
-        if self.is_over:
-            raise InvalidRequestError(IS_OVER)
-        entities, self.entities = self.entities, None
-        self.made = made = self.open_session(HandlerSession if entities is None else entities.make_session)
-        dispatch: Any = made.dispatch
-        # What stands for the listeners of all sessions; else each is looked up at its first use, by Python code.
-        for name, unlistened in dispatch._empty_listeners.items():  # noqa: SLF001  # as its `__getattr__` does
-            setattr(dispatch, name, unlistened)
-        if entities is not None:
-            entities.move_to(made)
+        with self.lock:
+            if self.made is not None:
+                return self.made
+            if self.is_over:
+                raise InvalidRequestError(IS_OVER)
+            if self.failed is not None:
+                raise self.failed
+            entities, self._is_opening = self.entities, True
+            try:
+                made = self.open_session(HandlerSession if entities is None else entities.make_session)
+                dispatch: Any = made.dispatch
+                # What stands for the listeners of all sessions; else each is looked up when it is used, by Python code.
+                for name, unlistened in dispatch._empty_listeners.items():  # noqa: SLF001  # as its `__getattr__` does
+                    setattr(dispatch, name, unlistened)
+                if entities is not None:
+                    entities.move_to(made)
+            except BaseException as error:
+                self.failed = None if entities is None else error
+                raise
+            finally:
+                self._is_opening = False
+            self.made = made
         return made
+
+    def reach(self) -> None:
+        """Open the session, for code that found it by an entity.
+
+        Raises:
+            InvalidRequestError: the job, or its handler, has ended.
+        """
+        with self.lock:
+            # Else the opening itself looks at it.
+            if not self._is_opening:
+                if self.made is None and self._runtime.invoker.has_ended:
+                    raise InvalidRequestError(_HAS_ENDED)
+                self.session()
 
     def watch(self, changes: UnlockedChanges, entities: Sequence[object]) -> None:
         """Check the changes of these entities before each flush, by `changes`."""
-        (self.entities or self.session()).watch(changes, entities)
+        (self.made or self.entities or self.session()).watch(changes, entities)
 
     def close(self) -> bool:
         """Close the session for good; return False if that fails, because the transaction is not as it was.
 
         Errors of users' listeners are raised.
         """
+        with self.lock:
+            self.is_over, self.failed = True, None
+            if self.entities is not None:
+                self.entities.leave()
+                self.entities = None
         try:
-            if self.entities is not None and not self.entities.leaves_unseen:
-                self.session()
-            # Before the session is closed, against threads that the handler has left.
-            self.is_over = True
             if self.made is not None:
                 self.made.close()
         except (SQLAlchemyError, psycopg.Error):
             return False
-        finally:
-            entities, self.entities, self.is_over = self.entities, None, True
-            if entities is not None:
-                entities.leave()
         return True
 
 
@@ -293,6 +325,8 @@ class Invoker(Protocol):
     """Opens the sessions of one flavour's handlers and calls them, from code on a sync `Connection`."""
 
     flavour: Flavour
+    # The handler's own code has ended, and not just its call.
+    has_ended: bool
 
     def apart(self) -> Apart:
         """Return a function that runs one attempt in its own context: the next job sees none of its variables."""
@@ -322,6 +356,7 @@ class SyncInvoker:
     """Calls plain functions, in the slot's thread."""
 
     flavour: Flavour = "sync"
+    has_ended = False
 
     def apart(self) -> Apart:
         """A function that runs one attempt in its own context."""
@@ -359,6 +394,7 @@ class AsyncInvoker:
     """Calls coroutine functions: makes their coroutines, or awaits these through the greenlet of `run_sync`."""
 
     flavour: Flavour = "async"
+    has_ended = False
 
     def __init__(self, engine: AsyncEngine) -> None:
         self._greenlet = _greenlets()
@@ -413,6 +449,7 @@ class AsyncInvoker:
             assert self._session.sync_session is plain
             return self._session
 
+        self.has_ended = False
         return self._run(handler, _OpeningAsyncContext(run, opened), args, ended)
 
     def call(self, handler: AnyHandler, session: Callable[[], Session], run: Run, args: Args) -> object:
@@ -466,6 +503,7 @@ class AsyncInvoker:
             ended.append((None, error))
         else:
             ended.append((returned, None))
+        self.has_ended = True
         if self._session is not None:
             # Tasks that the handler left behind run before the relay goes on, and would use the session with it.
             self._session.sync_session = self._session._proxied = cast("Session", _REFUSING)  # noqa: SLF001  # its methods call it

@@ -127,12 +127,12 @@ def attach(session: Session, entity: object) -> object:
     session.connection()
     state = instance_state(entity)
     if is_listened_to(session, _AT_ATTACH):
+        # Else it would belong to the session as it was before it was open.
+        state.session_id = None
         # As add(), without its search for related objects: none were loaded.
         session._save_or_update_impl(state)  # noqa: SLF001  # what add() calls
     else:
         # All that it would do to an entity that is new here.
         session.identity_map.add(state)
         state.session_id = session.hash_key
-        if state.modified:
-            state._strong_obj = entity  # noqa: SLF001  # no change is lost, whoever drops the entity
     return entity

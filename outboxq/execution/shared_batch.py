@@ -9,7 +9,7 @@ its own.
 """
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 
 from sqlalchemy import Connection, Table
@@ -25,7 +25,7 @@ from outboxq.execution.attempt import SharedSavepoint, check_rest
 from outboxq.execution.batch_state import BatchState
 from outboxq.execution.chain import follower_of, has_follower
 from outboxq.execution.errors import SharingEnded, TransactionEscaped
-from outboxq.execution.invoke import HandlerSession, JobSession, Run, hand_over
+from outboxq.execution.invoke import JobSession, Run, hand_over
 from outboxq.execution.job_entities import changes_before, put
 from outboxq.execution.plan import Segment
 from outboxq.execution.preload import Locks, PreloadedEntities, entity_keys, load_entity, watch_unlocked
@@ -73,17 +73,6 @@ def run_shared(connection: Connection, batch: BatchState, runtime: Runtime, segm
     drop_tracebacks(failed)
     del batch.events[events:]
     return False
-
-
-class _SharedSession(JobSession):
-    """The session of one job of a shared run."""
-
-    def __init__(self, runtime: Runtime) -> None:
-        self._runtime = runtime
-
-    def open_session(self, make: Callable[..., HandlerSession]) -> HandlerSession:
-        """Open the session, which `make` makes."""
-        return self._runtime.invoker.open_session(self._runtime.guard.lend(), make)
 
 
 class _SharedRun:
@@ -194,7 +183,7 @@ class _SharedRun:
         handler = runtime.registry.find(job.kind)
         self._is_suspicious = self._is_unseen
         self._written.clear()
-        opened = _SharedSession(runtime)
+        opened = JobSession(runtime)
         run = Run(job, runtime.state, partial(runtime.effect_access, handler, job), [], self._call)
         arounds, load = runtime.registry.arounds.get(job.kind), partial(self._given, opened, handler, arguments)
         try:

@@ -36,7 +36,7 @@ RowId: TypeAlias = tuple[int, tuple[object, ...]]
 IsLocked: TypeAlias = Callable[[type[object], tuple[object, ...]], bool]
 
 # Users' listeners for these see a session begin, flush or commit, or fail to, and may change what it writes.
-AT_FLUSH: Listeners = attrgetter(
+_AT_FLUSH: Listeners = attrgetter(
     *("after_begin", "before_flush", "after_flush", "after_flush_postexec", "before_commit", "after_commit"),
     *("after_transaction_create", "after_transaction_end", "after_rollback", "after_soft_rollback"),
     # New jobs are objects until they are sent.
@@ -193,7 +193,7 @@ def row_changes(session: Session, facts_of: FactsOf) -> list[RowChange] | None:
 
     New objects are ignored.
     """
-    if session._deleted or is_listened_to(session, AT_FLUSH):  # noqa: SLF001  # `deleted` builds a set of objects each time
+    if session._deleted or is_listened_to(session, _AT_FLUSH):  # noqa: SLF001  # `deleted` builds a set of objects each time
         return None
     return changes_of(session.identity_map._modified, facts_of)  # noqa: SLF001  # `dirty` builds a set of the objects
 

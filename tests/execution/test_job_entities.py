@@ -1,7 +1,11 @@
 """Entities of jobs whose session is opened when anything looks at it, alone and in a shared batch."""
 
+import asyncio
+import gc
+import threading
+import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 from unittest import mock
 
@@ -13,7 +17,6 @@ from sqlalchemy.orm import (
     DeclarativeBase,
     Mapped,
     Session,
-    close_all_sessions,
     make_transient,
     mapped_column,
     object_session,
@@ -23,15 +26,15 @@ from sqlalchemy.orm import (
 from outboxq import AsyncContext, Backoff, Context, Jobs, Locked, OutboxSession, Relay, RelayConfig
 from outboxq.database.engines import make_async_engine
 from outboxq.events import Event, JobDied, JobDone
-from outboxq.execution import preload
+from outboxq.execution import attempt, preload, shared_batch
 from outboxq.execution.invoke import HandlerSession
 from tests.support.ledger import rows
 from tests.support.matrices import diagonal
+from tests.support.waiting import PATIENCE
 
 ONCE = Backoff(max_attempts=1)
-# The ways of a job: its flavour and claim, and how many jobs are claimed together.
-WAYS = {"sync": 1, "async": 1, "lease": 1, "locked": 1, "shared": 5, "shared async": 5}
-ALL_WAYS = pytest.mark.parametrize("way", WAYS)
+# The flavour and claim of jobs; those of the last two run together.
+ALL_WAYS = pytest.mark.parametrize("way", ["sync", "async", "lease", "locked", "shared", "shared async"])
 # The two that have code of their own.
 TWO_WAYS = pytest.mark.parametrize("way", ["locked", "shared"])
 LAST = 5
@@ -90,13 +93,15 @@ def ran(engine: Engine, way: str, act: Callable[[Any, Any], object]) -> list[str
         act(ctx, book)
 
     register = jobs.handler(
-        kind="act", queue="q", retry=ONCE, batchable=WAYS[way] > 1, claim="lease" if way == "lease" else "transaction"
+        kind="act", queue="q", retry=ONCE, batchable="shared" in way, claim="lease" if "lease" in way else "transaction"
     )
     function: Any = coroutine if "async" in way else locking if way == "locked" else plain
     kind: Any = register(function)
     with OutboxSession(engine) as session, session.begin():
         session.add_jobs(kind.job(book=session.get_one(Book, n)) for n in range(1, LAST + 1))
-    config = RelayConfig(slots_per_queue=1, **({} if way == "lease" else {"batch_size": WAYS[way]}))
+    config = RelayConfig(
+        slots_per_queue=1, **({} if "lease" in way else {"batch_size": LAST if "shared" in way else 1})
+    )
     Relay(engine, jobs, config, async_engine=make_async_engine(engine.url), hooks=[told.append]).drain()
     return [type(each).__name__ for each in told if isinstance(each, JobDone | JobDied)]
 
@@ -256,7 +261,7 @@ def test_a_failed_handler_leaves_no_change(way: str, engine: Engine) -> None:
 
 @TWO_WAYS
 @pytest.mark.parametrize(
-    "does", [make_transient, lambda _: close_all_sessions(), lambda book: object_session(book).expunge(book)]
+    "does", [make_transient, lambda book: object_session(book).close(), lambda book: object_session(book).expunge(book)]
 )
 def test_an_entity_that_leaves_its_session_takes_its_change_along(
     way: str, does: Callable[[Any], object], engine: Engine
@@ -285,10 +290,11 @@ SESSION_EVENTS = [
 )
 def test_listeners_on_all_sessions_are_told(way: str, when: str, name: str, engine: Engine) -> None:
     """What they are told of a job, they are told as if SQLAlchemy had loaded its entity."""
-    told = list[str]()
+    told, begun = list[str](), list[bool]()
     heard: Callable[..., None] = lambda *_: told.append(name)  # noqa: E731  # a listener is known by its identity
 
     def act(_ctx: Any, book: Any) -> None:
+        begun.append(bool(told))
         if when == "while it runs" and not event.contains(HandlerSession, name, heard):
             event.listen(HandlerSession, name, heard)
         book.pages += 1
@@ -305,6 +311,118 @@ def test_listeners_on_all_sessions_are_told(way: str, when: str, name: str, engi
 
     with mock.patch.object(preload, "is_readable", return_value=False):
         by_sqlalchemy = told_of_all()
+        begun_by_sqlalchemy = [begun.pop() for _ in range(LAST)]
     # A session that is opened late tells what happened to it before the listener was there, too.
     assert told_of_all() >= by_sqlalchemy
+    if when == "before":
+        assert begun[::-1] == begun_by_sqlalchemy
     assert rows(engine, "SELECT DISTINCT pages FROM book") == [(2,)]
+
+
+@TWO_WAYS
+def test_a_thread_that_is_left_and_looks_takes_no_change_along(
+    way: str, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The relay waits for an opening that has begun, and the session then has the change."""
+    opening, deciding, threads = threading.Semaphore(0), threading.Semaphore(0), list[threading.Thread]()
+    init = HandlerSession.__init__
+
+    def slow(self: HandlerSession, *args: Any, **kwargs: Any) -> None:
+        if threading.current_thread() in threads:
+            opening.release()
+            assert deciding.acquire(timeout=PATIENCE)
+        init(self, *args, **kwargs)
+
+    def decide(original: Callable[..., object]) -> Callable[..., object]:
+        def decided(*args: Any) -> object:
+            deciding.release()
+            return original(*args)
+
+        return decided
+
+    monkeypatch.setattr(HandlerSession, "__init__", slow)
+    monkeypatch.setattr(attempt, "send_before", decide(attempt.send_before))
+    monkeypatch.setattr(shared_batch, "changes_before", decide(shared_batch.changes_before))
+
+    def act(_ctx: Any, book: Any) -> None:
+        book.pages += 1
+        session: Any = object_session(book)
+        threads.append(threading.Thread(target=lambda: session.info))
+        threads[-1].start()
+        assert opening.acquire(timeout=PATIENCE)
+
+    assert ran(engine, way, act) == DONE
+    for thread in threads:
+        thread.join()
+    assert rows(engine, "SELECT DISTINCT pages FROM book") == [(1,)]
+
+
+@TWO_WAYS
+def test_a_job_whose_session_could_not_be_opened_is_not_done(way: str, engine: Engine) -> None:
+    """The handler may swallow the error, and its change would be lost."""
+
+    def fail(*_: object) -> None:
+        raise ZeroDivisionError
+
+    def act(_ctx: Any, book: Any) -> None:
+        book.pages += 1
+        event.listen(HandlerSession, "after_begin", fail)
+        try:
+            with suppress(ZeroDivisionError):
+                book.shelf  # noqa: B018  # looks at the session
+        finally:
+            event.remove(HandlerSession, "after_begin", fail)
+
+    assert ran(engine, way, act) == ["JobDied"] * LAST
+    assert rows(engine, "SELECT DISTINCT pages FROM book") == [(0,)]
+
+
+@pytest.mark.parametrize("way", ["async", "lease async"])
+def test_a_task_that_is_left_does_not_open_the_session(way: str, engine: Engine) -> None:
+    """It runs before the relay goes on, in whose transaction it would read and write."""
+    tasks, met = list[asyncio.Task[None]](), list[str]()
+
+    async def look(book: Any) -> None:
+        await asyncio.sleep(0)
+        try:
+            async_object_session(book)
+        except InvalidRequestError as error:
+            met.append(str(error))
+
+    def act(_ctx: Any, book: Any) -> None:
+        book.pages += 1
+        tasks.append(asyncio.get_running_loop().create_task(look(book)))
+
+    assert ran(engine, way, act) == DONE
+    assert [said.split(":")[0] for said in met] == ["the handler of this session has ended"] * LAST
+    assert rows(engine, "SELECT DISTINCT pages FROM book") == [(1,)]
+
+
+def test_what_looks_at_all_objects_opens_no_session(engine: Engine) -> None:
+    """A logger asks of each argument if it is a mapping."""
+
+    def act(_ctx: Any, book: Any) -> None:
+        book.pages += 1
+        assert not isinstance(object_session(book), dict)
+        repr(object_session(book))
+
+    with counted_sessions() as made:
+        assert ran(engine, "sync", act) == DONE
+    assert made == []
+
+
+@TWO_WAYS
+def test_a_session_that_was_opened_late_goes_with_its_job(way: str, engine: Engine) -> None:
+    """It takes no collector to free it."""
+    left = list[weakref.ref[object]]()
+
+    def act(ctx: Any, book: Any) -> None:
+        book.pages += 1
+        left.append(weakref.ref(ctx.session))
+
+    gc.disable()
+    try:
+        assert ran(engine, way, act) == DONE
+        assert [each() for each in left] == [None] * LAST
+    finally:
+        gc.enable()

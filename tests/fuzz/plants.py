@@ -18,7 +18,7 @@ from unittest import mock
 from sqlalchemy import JSON, Update
 from sqlalchemy.sql import ClauseElement
 
-from outboxq.execution import invoke, preload, read_rows, shared_batch, write_buffer
+from outboxq.execution import invoke, job_entities, preload, read_rows, shared_batch, write_buffer
 from outboxq.execution.invoke import HandlerSession, hand_over
 from outboxq.execution.preload import PreloadedEntities
 from outboxq.execution.shared_batch import _SharedRun
@@ -80,8 +80,13 @@ def any_rows_are_loaded_ahead() -> AbstractContextManager[object]:
 
 
 @plant("a session's listeners for loading are not known of")
-def loads_are_not_heard() -> AbstractContextManager[object]:
-    return mock.patch.object(preload, "is_listened_to", _always(False))
+@contextmanager
+def loads_are_not_heard() -> Iterator[None]:
+    with (
+        mock.patch.object(preload, "is_listened_to", _always(False)),
+        mock.patch.object(job_entities, "is_listened_to", _always(False)),
+    ):
+        yield
 
 
 @plant("values are given as the driver reads them")
@@ -280,16 +285,16 @@ def jobs_are_turned_round() -> AbstractContextManager[object]:
 
 @plant("a session whose rows were loaded ahead does not join the connection before it is used")
 def sessions_join_late() -> AbstractContextManager[object]:
-    entity = _SharedRun._entity
+    attach = job_entities.attach
 
-    def unjoined(self: Any, session: Any, *named: Any) -> object:
+    def unjoined(session: Any, entity: object) -> object:
         session.connection = lambda: None
         try:
-            return entity(self, session, *named)
+            return attach(session, entity)
         finally:
             del session.connection
 
-    return mock.patch.object(_SharedRun, "_entity", unjoined)
+    return mock.patch.object(job_entities, "attach", unjoined)
 
 
 @plant("a session that has sent nothing may be rolled back")
@@ -346,12 +351,13 @@ def arounds_come_late() -> AbstractContextManager[object]:
 
 @plant("rows that were loaded ahead are given to a session that an around has used")
 def used_sessions_take_rows() -> AbstractContextManager[object]:
-    given = _SharedRun._given
+    load = _SharedRun._load_entity
 
-    def given_to_any(self: Any, opened: Any, *known: Any) -> dict[str, object]:
-        return given(self, SimpleNamespace(made=None, session=opened.session), *known)
+    def take_or_load(self: Any, opened: Any, name: str, key: Any) -> object:
+        entity = None if self._is_unsure else self._rows.take(key) or self._load_ahead() or self._rows.take(key)
+        return load(self, opened, name, key) if entity is None else shared_batch.put(opened, entity)
 
-    return mock.patch.object(_SharedRun, "_given", given_to_any)
+    return mock.patch.object(_SharedRun, "_load_entity", take_or_load)
 
 
 @plant("an outcome that an around gives counts as done")

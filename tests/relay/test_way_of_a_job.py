@@ -42,7 +42,7 @@ CORE_BOUNDS = {
     "lines of the core that mention rates": 0,
     "lines of the core that mention callback batches": 0,
     "lines of the core that mention unique jobs": 0,
-    "lines of execution/": 7_045,
+    "lines of execution/": 7_100,
     "lines of relay/ without maintenance/": 7_820,
     "lines of statements/ of claims and outcomes": 2_083,
 }

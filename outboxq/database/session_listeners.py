@@ -34,7 +34,7 @@ def is_class_listened_to(kind: Any, events: Listeners) -> bool:
 @lru_cache(64)
 def _of_class(kind: Any, events: Listeners) -> tuple[tuple[object, ...], tuple[Iterable[object], ...]]:
     """The objects that stand for listeners of all sessions, and the lists of these, which stay the same objects."""
-    found: tuple[Any, ...] = events(kind.dispatch._for_class(kind))  # noqa: SLF001  # what a session without listeners has
+    found: tuple[Any, ...] = events(kind.dispatch._for_class(kind))  # noqa: SLF001  # nothing public makes one
     return found, tuple(each.parent_listeners for each in found)
 
 

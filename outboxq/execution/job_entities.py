@@ -21,6 +21,7 @@ from outboxq.database.sessions import binds_of
 from outboxq.execution.invoke import HandlerSession, JobSession, Watch
 from outboxq.execution.read_rows import attach
 from outboxq.execution.write_buffer import (
+    FLUSH_EVENTS,
     RowChange,
     are_few,
     as_flushed,
@@ -33,9 +34,7 @@ from outboxq.handlers.unlocked import UnlockedChanges
 
 # Users' listeners for these see a session begin, flush and end, and entities come into it and leave it.
 _WHILE_OPEN: Listeners = attrgetter(
-    *("after_transaction_create", "after_begin", "before_attach", "after_attach", "detached_to_persistent"),
-    *("before_flush", "after_flush", "after_flush_postexec", "before_commit", "after_commit", "after_rollback"),
-    *("after_soft_rollback", "after_transaction_end", "persistent_to_detached", "pending_to_transient"),
+    *FLUSH_EVENTS, "before_attach", "after_attach", "detached_to_persistent", "persistent_to_detached"
 )
 # SQLAlchemy's own begin at 1.
 _ids = count(-1, -1)

@@ -36,12 +36,13 @@ RowId: TypeAlias = tuple[int, tuple[object, ...]]
 IsLocked: TypeAlias = Callable[[type[object], tuple[object, ...]], bool]
 
 # Users' listeners for these see a session begin, flush or commit, or fail to, and may change what it writes.
-_AT_FLUSH: Listeners = attrgetter(
+FLUSH_EVENTS = (
     *("after_begin", "before_flush", "after_flush", "after_flush_postexec", "before_commit", "after_commit"),
     *("after_transaction_create", "after_transaction_end", "after_rollback", "after_soft_rollback"),
     # New jobs are objects until they are sent.
     "pending_to_transient",
 )
+_AT_FLUSH: Listeners = attrgetter(*FLUSH_EVENTS)
 _MISSING = object()
 # The most changed rows of a lone job that are sent by statements of their own.
 _SENT_ONE_BY_ONE = 3

@@ -211,7 +211,7 @@ def test_a_change_that_needs_a_flush_is_not_lost_with_its_entity(way: str, engin
 
 @TWO_WAYS
 def test_entities_are_detached_behind_their_job(way: str, engine: Engine) -> None:
-    """As a session that is closed leaves them; a change is nobody's."""
+    """Close detaches them, and a later change is written nowhere."""
     left = list[Any]()
 
     def act(_ctx: Any, book: Any) -> None:
@@ -289,9 +289,11 @@ SESSION_EVENTS = [
     pytest.mark.parametrize("name", SESSION_EVENTS),
 )
 def test_listeners_on_all_sessions_are_told(way: str, when: str, name: str, engine: Engine) -> None:
-    """What they are told of a job, they are told as if SQLAlchemy had loaded its entity."""
+    """They receive the same events of a job as when SQLAlchemy loads its entity."""
     told, begun = list[str](), list[bool]()
-    heard: Callable[..., None] = lambda *_: told.append(name)  # noqa: E731  # a listener is known by its identity
+
+    def heard(*_: object) -> None:
+        told.append(name)
 
     def act(_ctx: Any, book: Any) -> None:
         begun.append(bool(told))
@@ -369,7 +371,7 @@ def test_a_job_whose_session_could_not_be_opened_is_not_done(way: str, engine: E
         event.listen(HandlerSession, "after_begin", fail)
         try:
             with suppress(ZeroDivisionError):
-                book.shelf  # noqa: B018  # looks at the session
+                repr(book.shelf)
         finally:
             event.remove(HandlerSession, "after_begin", fail)
 
@@ -383,7 +385,7 @@ def test_a_task_that_is_left_does_not_open_the_session(way: str, engine: Engine)
     tasks, met = list[asyncio.Task[None]](), list[str]()
 
     async def look(book: Any) -> None:
-        await asyncio.sleep(0)
+        # Its first step comes after the handler's last one.
         try:
             async_object_session(book)
         except InvalidRequestError as error:

@@ -875,7 +875,7 @@ MUTANTS = (
         (f"{_ENTITIES}a_session_that_is_reached_is_open",),
     ),
     Mutant(
-        "the end of a session that nobody has looked at",
+        "the detaching of entities whose session was never opened",
         "outboxq/execution/job_entities.py",
         "                state.session_id = state._strong_obj = None",
         "                state._strong_obj = None",

@@ -1,4 +1,4 @@
-"""For the tests of the package and for those of the examples."""
+"""Fixtures and hooks for the tests of the package and of the examples."""
 
 import gc
 import os
@@ -17,10 +17,10 @@ from tests.support.rewriting import rewrite_share
 Collected: TypeAlias = pytest.Item | pytest.Collector | list[pytest.Item | pytest.Collector] | None
 _EXAMPLES = Path(__file__).parent / "examples"
 
-# Of all that the tests start: a crash shows its stacks. pytest does it for its own process.
+# For all processes that the tests start: a crash shows its stacks. pytest does it for its own process.
 os.environ["PYTHONFAULTHANDLER"] = "1"
 
-# A script's background jobs ignore SIGINT, and so would all that the tests start and interrupt.
+# A script's background jobs ignore SIGINT, and so would all processes that the tests start and interrupt.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -33,7 +33,7 @@ def pytest_collection(session: pytest.Session) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_pycollect_makeitem() -> Generator[None, Collected, Collected]:
-    """Of a test marked `each_value`, mark as wide the cases that the values of its arguments do not need."""
+    """Mark those cases of a test marked `each_value` as wide that the values of its arguments do not need."""
     made = yield
     cases = [case for case in made if isinstance(case, pytest.Function)] if isinstance(made, list) else []
     if cases and cases[0].get_closest_marker("each_value"):
@@ -46,16 +46,16 @@ def pytest_pycollect_makeitem() -> Generator[None, Collected, Collected]:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Which of the wide cases are meant."""
+    """Add the option that selects wide cases."""
     parser.addoption("--part", metavar="N/M", help="of the wide cases only every M-th one, from the N-th (modulo M) on")
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark the tests of the examples as large, whose files are as users copy them; take one part of the wide cases.
+    """Mark the tests of the examples as large, because their files stay as users copy them; select wide cases.
 
-    The longest, which have a time-out of their own, come first in the workers' shares: begun last, one of them would
-    keep one worker for minutes after the others have ended.
+    The longest, which have a time-out of their own, come first in the workers' shares: if it began last, such a test
+    would keep one worker busy for minutes after the others have ended.
     """
     for item in items:
         if item.path.is_relative_to(_EXAMPLES):
@@ -71,27 +71,27 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _seconds(item: pytest.Item, config: pytest.Config) -> float:
-    """A test's own time-out; 0 if it has the one of all tests, or a shorter one."""
+    """Return a test's own time-out; 0 if it has the one of all tests, or a shorter one."""
     mark = item.get_closest_marker("timeout")
     seconds = 0.0 if mark is None else float(mark.args[0])
     return seconds if seconds > float(config.getini("timeout")) else 0.0
 
 
 def pytest_collection_finish() -> None:
-    """What thousands of tests are made of stays to the end: the collector need not walk through it again and again."""
+    """Freeze the collected objects, which stay to the end: the garbage collector need not walk them again and again."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _forked_processes() -> Iterator[None]:
-    """What tests start by `python -m`, they start by a fork."""
+    """Start by a fork all processes that tests start by `python -m`."""
     with forking():
         yield
 
 
 @pytest.fixture
 def fresh_processes() -> Iterator[None]:
-    """This test's processes are interpreters of their own from the start."""
+    """Start this test's processes as new interpreters."""
     with fresh():
         yield

@@ -21,14 +21,14 @@ from benchmarks.svg import write_plots
 from outboxq.errors import OutboxqError
 
 _ROOT = Path(__file__).parent.parent
-# What is asked of the other queues for a scenario of ours.
+# The other queues' scenario that each scenario of outboxq is compared with.
 _OF_PEERS = {"peers": ("noop", "update", "orm", "kill"), "latency": ("latency",), "large": ("noop", "snapshot")}
 # What cannot be measured costs its own line, and no other.
 _EXPECTED = (MeasurementFailed, PgbenchFailed, OutboxqError, subprocess.SubprocessError)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the scenarios that are asked for; 0 where all could be measured, whatever their ratios."""
+    """Run the scenarios that were chosen; 0 if all could be measured, whether their ratios meet the targets or not."""
     options = _parser().parse_args(arguments)
     if options.list:
         sys.stdout.write("".join(f"{each.number:>3}  {each.name:<10} {each.title}\n" for each in SCENARIOS))
@@ -96,7 +96,7 @@ def _run(options: argparse.Namespace) -> tuple[Run, bool]:
 
 
 def _measure(bench: Bench, peers: Peers, scenario: Scenario, run: Run) -> bool:
-    """Add the scenario's lines; whether it could be measured."""
+    """Add the scenario's lines; return True if it could be measured."""
     say_on_stderr(f"{scenario.number} {scenario.name}: {scenario.title}")
     try:
         run.lines += scenario.measure(bench, peers)

@@ -1,4 +1,4 @@
-"""What every scenario is given: a server, databases with jobs in them, and the sizes of this run."""
+"""The things that every scenario receives: a server, databases with jobs in them, and the sizes of this run."""
 
 import os
 import platform
@@ -50,14 +50,14 @@ class MeasurementFailed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """How much is measured.
+    """The size of a measurement.
 
     Attributes:
         seconds: How long one repeat is to measure, about.
         warm_up_seconds: How long a relay works before that.
         waiting: Jobs in a large queue.
         scheduled: Scheduled jobs of higher priority beside a small queue.
-        drained: Jobs that are done behind a held snapshot.
+        drained: Jobs that are done while another session holds a snapshot.
     """
 
     name: str
@@ -92,7 +92,7 @@ class Workbench:
             yield connection
 
     def fill(self, count: int, *, scheduled: int = 0) -> None:
-        """Nothing but `count` jobs that are ready, and `scheduled` ones of higher priority for tomorrow.
+        """Fill the table with `count` ready jobs, `scheduled` ones of higher priority for tomorrow, and nothing else.
 
         Vacuumed and analyzed, as a table is that has lived for a while.
         """
@@ -104,7 +104,7 @@ class Workbench:
             connection.execute("VACUUM (ANALYZE) account")
 
     def write_out(self) -> None:
-        """Have the pages of what was filled on the disk, where they would be written while something is measured.
+        """Write the filled pages to the disk now; later they would be written while something is measured.
 
         Left out where the role may not; pg_checkpoint is the right to it.
         """
@@ -112,7 +112,7 @@ class Workbench:
             connection.execute("CHECKPOINT")
 
     def count_jobs(self) -> int:
-        """How many there are, of any state; the dead are an error.
+        """Count the jobs of all states; dead letters are an error.
 
         Raises:
             MeasurementFailed: jobs failed.
@@ -126,7 +126,7 @@ class Workbench:
             return self._number(connection, "SELECT count(*) FROM outboxq.job")
 
     def balance(self) -> int:
-        """What the accounts hold together, in cents."""
+        """Return the sum of all accounts, in cents."""
         with self.connected() as connection:
             return self._number(connection, "SELECT sum(balance)::bigint FROM account")
 
@@ -140,7 +140,7 @@ class Workbench:
     def _insert(connection: psycopg.Connection, count: int, state: str, priority: int, delay: str) -> None:
         values = {"accounts": ACCOUNTS, "cents": CENTS, "priority": priority, "state": state, "delay": delay}
         with connection.transaction():
-            # Nobody sleeps here; and the trigger need not look at millions of rows.
+            # No relay sleeps here, and the trigger need not look at millions of rows.
             connection.execute("SET LOCAL outboxq.notify = 'off'")
             connection.execute(_FILL.replace(" % %(", " %% %("), {**values, "count": count})
 
@@ -193,7 +193,7 @@ class Bench:
         return batch * run_pgbench(self.pgbench, workbench.url, script, clients=clients, transactions=transactions)
 
     def rows(self, rate: float) -> int:
-        """How many jobs are worked off at `rate` in a repeat, its warm-up and its stop."""
+        """Return the number of jobs that are worked off at `rate` in a repeat, its warm-up and its stop."""
         return int(rate * (self.size.seconds + self.size.warm_up_seconds)) + 1_000
 
     def alternate(self, what: Mapping[str, Callable[[], float]], unit: str) -> dict[str, Series]:
@@ -206,7 +206,7 @@ class Bench:
         return {name: Series(tuple(found), unit) for name, found in values.items()}
 
     def surroundings(self) -> Surroundings:
-        """Where this is measured."""
+        """Describe the machine and server of this run."""
         with psycopg.connect(conninfo(self.server.url)) as connection:
             query = "SELECT name, current_setting(name) FROM pg_settings WHERE name = ANY (%s)"
             settings: dict[str, str] = dict(connection.execute(query, [list(_REPORTED)]).fetchall())

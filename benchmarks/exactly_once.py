@@ -37,7 +37,7 @@ class Effects:
 def effects_after_kills(
     url: str, start: Callable[[], AbstractContextManager[object]], unfinished: str, jobs: int, kills: int
 ) -> Effects:
-    """Work off all jobs by one worker after the other, of which each is killed when it has done its share.
+    """Work off all jobs by one worker after the other. Each is killed when it has done its share.
 
     Args:
         start: Starts a worker, which is killed (SIGKILL) at the end of the block.

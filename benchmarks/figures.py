@@ -1,4 +1,4 @@
-"""What is measured, as values: repeats with their median, and a comparison of ours with its limit."""
+"""The measured values: repeats with their median, and a comparison of outboxq with its limit."""
 
 import statistics
 from collections.abc import Sequence
@@ -38,7 +38,7 @@ class Series:
 
 
 class Better(Enum):
-    """Which way a figure improves."""
+    """The direction in which a figure improves."""
 
     higher = "higher"
     lower = "lower"
@@ -56,12 +56,12 @@ class Comparison:
     Attributes:
         number: The scenario's, which sorts the table.
         scenario: Its name on the command line.
-        what: What was measured.
-        limit_name: What the limit is, in words; empty without one.
-        notes: What a reader must know: sizes that were run, settings, round trips that were seen.
+        what: The thing that was measured.
+        limit_name: The limit in words; empty without one.
+        notes: Facts that a reader must know: sizes that were run, settings, round trips that were seen.
         others: What else is like the limit, by name: other queues that were slower.
         plot: In which picture it is drawn, by default the scenario's.
-        is_paired: Whether each repeat of ours was made by turns with the limit's of the same place.
+        is_paired: True if each repeat of outboxq alternated with the limit's repeat of the same number.
     """
 
     number: int
@@ -94,7 +94,7 @@ class Comparison:
 
     @property
     def is_met(self) -> bool | None:
-        """Whether the target is reached; None where there is nothing to compare."""
+        """True if the target is reached; None if there is nothing to compare."""
         compared = self.ours.median if self.limit is None else self.ratio
         if self.target is None or compared is None:
             return None
@@ -113,7 +113,7 @@ class Unsupported:
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
-    """Where a run took place."""
+    """The place of a run: machine, server, versions."""
 
     outboxq: str
     python: str
@@ -141,6 +141,6 @@ class Run:
 
 
 def drift_percent(drift: tuple[Series, Series]) -> float:
-    """How much faster (positive) or slower the machine was at the end than at the beginning."""
+    """Return by how many percent the machine was faster (positive) or slower at the end than at the beginning."""
     first, last = drift
     return (last.median / first.median - 1) * 100

@@ -45,7 +45,7 @@ class Watch:
         self._thread.start()
 
     def stop(self) -> Held:
-        """End the thread; the most that it saw."""
+        """End the thread; return the highest values that it saw."""
         percent = 100 * (processor_seconds(self._pid) - self._ticks) / (time.monotonic() - self._begun)
         self._stopping.set()
         self._thread.join()

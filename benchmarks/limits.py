@@ -42,8 +42,8 @@ def claim_and_update_one() -> str:
 def update_and_claim_the_next(jobs: int, accounts: int) -> str:
     """One job a transaction in two round trips: the UPDATE, and COMMIT with the next claim; `jobs` of them.
 
-    A script may not end within a transaction: the last COMMIT has a round trip of its own. Nor does a pipeline give
-    values to the statements behind it: the accounts are drawn.
+    A script may not end within a transaction: the last COMMIT has a round trip of its own. Nor does a pipeline pass
+    values to later statements: the accounts are drawn at random.
     """
     claim = f"BEGIN;\n{claim_and_delete(1)}\\endpipeline\n"
     update = f"\\set account random(1, {accounts})\n{_ADD}:account;\n"
@@ -78,7 +78,7 @@ def claim_and_update_set(batch: int) -> str:
 
 
 def lease_and_delete(batch: int) -> str:
-    """`batch` jobs are leased in one transaction, and deleted in another, each by its token."""
+    """Lease `batch` jobs in one transaction, and delete them in another, each by its token."""
     claim = _PICKED.format(limit=batch) + (
         f", claimed AS ({_LEASE})\n"
         "SELECT array_agg(id)::text AS ids, array_agg(lease_token)::text AS tokens, array_agg(args) AS args "

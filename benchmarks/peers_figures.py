@@ -1,4 +1,4 @@
-"""What `python -m benchmarks.peers --json FILE` found, read for the comparison with ours."""
+"""The output of `python -m benchmarks.peers --json FILE`, read for the comparison with outboxq."""
 
 import json
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Runs pgbench: where it is, and what its last lines say."""
+"""Runs pgbench: finds the program, and reads its last lines."""
 
 import os
 import re
@@ -16,7 +16,7 @@ _TIMEOUT_SECONDS = 600.0
 
 
 class PgbenchFailed(Exception):
-    """pgbench is not there, or a script of ours failed in it."""
+    """pgbench was not found, or one of the benchmark's scripts failed in it."""
 
 
 def find_pgbench() -> Path:
@@ -38,7 +38,7 @@ def find_pgbench() -> Path:
 
 
 def pgbench_version(program: Path) -> str:
-    """What it says of itself."""
+    """Return the version that pgbench reports."""
     return subprocess.run([program, "--version"], check=True, capture_output=True, text=True).stdout.strip()
 
 

@@ -135,7 +135,7 @@ def _ask_for_stamps(source: socket.socket) -> None:
 
 
 def _receive(source: socket.socket) -> tuple[bytes, float]:
-    """What came in, and when it did (monotonic): as the kernel says, where it says so."""
+    """Return the received bytes and their time (monotonic), from the kernel if it reports it."""
     data, extra, _, _ = source.recvmsg(_RECEIVE_BYTES, _STAMP_BYTES)
     now, clock = time.monotonic(), time.time()
     for level, kind, content in extra:
@@ -154,7 +154,7 @@ def _wait_until(due: float) -> None:
 
 
 def _sleep_exactly() -> None:
-    # Linux lets a sleep last 50 µs longer, for each thread, unless it is told not to.
+    # Linux lets each thread's sleep last up to 50 µs longer, unless this is set.
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, 1, 0, 0, 0)
 

@@ -25,12 +25,12 @@ _LEASE = "BEGIN; EXECUTE lease; COMMIT"
 _RESULTS_BEFORE_LEASE = 4
 
 _Row: TypeAlias = tuple[object, ...]
-# `call_one_by_one` and `await_one_by_one`: for how many seconds at most.
+# The options of `call_one_by_one` and `await_one_by_one`: the seconds that they run at most.
 Run: TypeAlias = Callable[[Workbench, float], Counted]
 
 
 def call_one_by_one(workbench: Workbench, seconds: float) -> Counted:
-    """Plain calls, until nothing waits or the time is over."""
+    """Plain calls, until no job waits or the time has ended."""
     done = 0
     with psycopg.connect(conninfo(workbench.url), autocommit=True, prepare_threshold=None) as connection:
         for statement in _PREPARE:

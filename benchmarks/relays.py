@@ -26,7 +26,7 @@ _SETTLE_SECONDS = 0.03
 
 @dataclass(frozen=True, slots=True)
 class RelayOptions:
-    """How a relay is started."""
+    """The options with which a relay is started."""
 
     app: str
     batch_size: int = 1
@@ -44,7 +44,7 @@ class RelayOptions:
 
     @property
     def claimable(self) -> int:
-        """How many jobs may be claimed at the same time."""
+        """Return the number of jobs that may be claimed at the same time."""
         return self.batch_size * self.slots * self.processes
 
 
@@ -90,18 +90,18 @@ class RunningRelay:
         """
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
-            # Where it stands still it notices nothing else.
+            # While the process is stopped it notices nothing else.
             self.process.send_signal(signal.SIGCONT)
         code = self.process.wait(_STOP_SECONDS)
         if code != 0:
             raise MeasurementFailed(f"the relay ended with {code}: {self.log()[-2000:]}")
 
     def stand_still(self) -> None:
-        """In the middle of whatever it does, until its next turn or its stop. Not for several processes."""
+        """Stop the process (SIGSTOP) at any point, until its next turn or its stop. Only for a relay of one process."""
         self.process.send_signal(signal.SIGSTOP)
 
     def take_turn(self, seconds: float) -> Counted:
-        """Let it go on for so long, and stand still again."""
+        """Continue the process (SIGCONT) for this time, and stop it again."""
         self.process.send_signal(signal.SIGCONT)
         time.sleep(_SETTLE_SECONDS)
         begun, before = time.monotonic(), sum(self.counts())
@@ -111,7 +111,7 @@ class RunningRelay:
         return found
 
     def log(self) -> str:
-        """What it said."""
+        """Return its output."""
         return (self._directory / "log").read_text()
 
     def wait_until(self, is_so: Callable[[], bool], what: str, timeout_seconds: float = _START_SECONDS) -> None:
@@ -131,7 +131,7 @@ class RunningRelay:
 def running_relay(
     url: str, options: RelayOptions, environment: Mapping[str, str] | None = None
 ) -> Iterator[RunningRelay]:
-    """Start it; at the end it is stopped, by force where an error came first."""
+    """Start a relay; at the end of the block it is stopped, by force if an error came first."""
     with tempfile.TemporaryDirectory(prefix="outboxq-benchmark-") as name:
         directory = Path(name)
         own = {DATABASE_URL_VARIABLE: url, DIRECTORY_VARIABLE: name, **(environment or {})}
@@ -171,7 +171,7 @@ def working_relay(
 
     Args:
         url: The way to the database, where it is not the direct one.
-        updates: Whether each job adds its cents to an account, which is then held against the jobs that are gone.
+        updates: True if each job adds its cents to an account; the sum is then compared with the jobs that are gone.
 
     Raises:
         MeasurementFailed: jobs failed, or are not as many fewer as were counted.

@@ -1,4 +1,4 @@
-"""What a run found, as JSON for programs and as a Markdown table for the README."""
+"""The result of a run, as JSON for programs and as a Markdown table for the README."""
 
 import json
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""What this version of outboxq can do, as far as a scenario needs to know."""
+"""The features of this version of outboxq, as far as a scenario needs to know them."""
 
 import importlib
 
@@ -8,7 +8,7 @@ from outboxq.errors import OutboxqError
 
 
 def missing(app: str, *methods: str) -> str | None:
-    """Why an application cannot run with this version: an option is refused, or the context has no such method."""
+    """The reason why an application cannot run with this version: a refused option, or a missing method."""
     absent = [name for name in methods if not hasattr(Context, name)]
     if absent:
         return f"not supported by this version: a context has no {', '.join(absent)}"

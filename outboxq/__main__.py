@@ -1,4 +1,4 @@
-"""`outboxq` and `python -m outboxq`."""
+"""The command line of outboxq: `outboxq`, or `python -m outboxq`."""
 
 import logging
 import os
@@ -15,10 +15,10 @@ _END_SECONDS = 10.0
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command line; ends with `SystemExit`.
+    """Run the command line, and end with `SystemExit`.
 
     Args:
-        arguments: Used instead of `sys.argv`; the process then need not end with the command.
+        arguments: The command and its options, in place of `sys.argv`. If given, the process may go on afterwards.
     """
     if arguments is None and sys.argv[1:2] == ["relay"]:
         end_in_order_until_begun()
@@ -31,7 +31,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _end_in_time(code: object) -> None:
-    """Bound the shutdown: Python waits for threads that handlers have left, such as those of `to_thread`."""
+    """End the process with this exit code after 10 seconds, if it has not ended by then.
+
+    Python waits at its exit for threads that handlers have left, such as those of `to_thread`.
+    """
 
     def end() -> None:
         time.sleep(_END_SECONDS)

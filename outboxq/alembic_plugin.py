@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def setup(_: "Plugin") -> None:
-    """Register the operations; Alembic calls this once."""
+    """Register `op.outboxq_upgrade` and `op.outboxq_downgrade`; Alembic calls this once."""
     from alembic.operations import Operations
 
     class _Steps:
@@ -40,7 +40,7 @@ def setup(_: "Plugin") -> None:
 
 
 class _PluginModule(ModuleType):
-    """This module, which Alembic before 1.20.1 iterates over instead of taking it as the plugin."""
+    """The class of this module, which makes it iterable: Alembic before 1.20.1 iterates over a plugin module."""
 
     def __iter__(self) -> Iterator[ModuleType]:
         yield self

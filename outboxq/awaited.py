@@ -1,6 +1,6 @@
-"""Coroutines of ours that a test made and never awaited: each looks like a check or a call, and does nothing.
+"""Coroutines of outboxq that a test made and never awaited: each looks like a check or a call, and does nothing.
 
-Counted while pytest runs one phase of a test (`outboxq.pytest_plugin`), which then fails and names them.
+They are counted while pytest runs one phase of a test (`outboxq.pytest_plugin`); then the test fails and names them.
 """
 
 import inspect
@@ -10,13 +10,13 @@ from typing import Any
 
 
 class Awaited:
-    """The coroutines made since a phase of a test began; outside of one they are not counted."""
+    """The coroutines that outboxq has made since the present phase of a test began; between phases none is counted."""
 
     def __init__(self) -> None:
         self._made: dict[Coroutine[Any, Any, Any], str] | None = None
 
     def note(self, call: str, coroutine: Coroutine[Any, Any, Any]) -> None:
-        """Count a coroutine, by the call that made it."""
+        """Count a coroutine until the phase ends; `call` is the text of the call that made it, for the error."""
         if self._made is not None:
             self._made[coroutine] = call
 
@@ -25,7 +25,7 @@ class Awaited:
         """Count the coroutines that are made in the block.
 
         Raises:
-            AssertionError: at its end, if one of them was not begun.
+            AssertionError: one of them was not awaited; raised at the end of the block.
         """
         before, self._made = self._made, {}
         try:
@@ -38,12 +38,12 @@ class Awaited:
 
 
 def close_unawaited(made: Mapping[Coroutine[Any, Any, Any], str]) -> str:
-    """Close the coroutines that were not begun; the calls that made them, in words."""
+    """Close the coroutines that were never awaited; return the texts of their calls, or "" if there are none."""
     forgotten = [each for each in made if inspect.getcoroutinestate(each) == inspect.CORO_CREATED]
     if not forgotten:
         return ""
     for coroutine in forgotten:
-        # Otherwise Python warns of it wherever it is collected.
+        # Otherwise Python warns of the coroutine at the place where it is collected.
         coroutine.close()
     return ", ".join(sorted({made[each] for each in forgotten}))
 

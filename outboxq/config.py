@@ -1,4 +1,4 @@
-"""Settings: frozen, checked when they are made. The only place that reads the environment."""
+"""Settings: frozen, and checked when they are made. No other module reads the environment."""
 
 import os
 import pwd
@@ -26,11 +26,11 @@ ACTOR_VARIABLE = "OUTBOXQ_ACTOR"
 NO_SCHEDULES_VARIABLE = "OUTBOXQ_NO_SCHEDULES"
 DASHBOARD_TOKEN_VARIABLE = "OUTBOXQ_DASHBOARD_TOKEN"  # noqa: S105  # its name
 
-# How long messages and effects are remembered.
+# The time for which messages and effects are remembered.
 DEFAULT_RETENTION = timedelta(days=30)
 MIN_RETENTION, MAX_RETENTION = timedelta(seconds=1), timedelta(days=3_653)
 MAX_SLOTS = 200
-# Of async handlers under a lease, which hold no connection while they wait.
+# The most slots of async handlers under a lease, which hold no connection while they wait.
 MAX_ASYNC_CALLS = 2_000
 MAX_BATCH_SIZE = 1_000
 
@@ -54,10 +54,10 @@ def database_urls(given: Sequence[str] | None = None) -> dict[str, URL]:
     """The databases to work on: `given`, else those of `OUTBOXQ_DATABASE_URL`, with spaces between them.
 
     Returns:
-        Each URL, as a psycopg one, by a name of its own: the database's, with its host if another one has that name.
+        Each URL, for psycopg, by a name: that of the database, with its host if another one of these has the same name.
 
     Raises:
-        ConfigError: none is set, one is no PostgreSQL URL, or one is named twice. The message holds none of them.
+        ConfigError: none is set, one is no PostgreSQL URL, or one is named twice. The message contains no URL.
     """
     texts = given or _several(os.environ.get(DATABASE_URL_VARIABLE, ""))
     if not texts:
@@ -86,7 +86,7 @@ def listen_url(given: str | None = None) -> str | None:
 
 
 def _several(text: str) -> list[str]:
-    # The name of a database may hold a space: only one before another URL separates two.
+    # The name of a database may contain a space, so a space separates two URLs only before another URL.
     return [url for url in re.split(r"\s+(?=[A-Za-z][A-Za-z0-9+.-]*://)", text.strip()) if url]
 
 
@@ -99,20 +99,20 @@ def _psycopg_urls(texts: Sequence[str]) -> list[URL]:
             if len(texts) == 1:
                 raise
             raise ConfigError(f"URL {number} of {len(texts)}: {error}") from error
-        # Else it would be taken for a part of the database's name, which messages repeat with all that it holds.
+        # Otherwise the second URL would be taken for a part of the database's name, which messages repeat in full.
         if re.search(r"://[^/?]*[/?].*\s.*[:@]", text, re.DOTALL):
             raise ConfigError(
-                f"what stands behind URL {number} and a space is no PostgreSQL URL: each begins with "
+                f"the text after URL {number} and a space is no PostgreSQL URL: each begins with "
                 "postgresql://, and spaces separate several"
             )
     return urls
 
 
 def listen_urls(given: Sequence[str] | None, databases: int) -> list[str | None]:
-    """The direct URLs for LISTEN to several databases, in their order; None for each if there are none.
+    """Return for each of `databases` databases the direct URL for LISTEN: `given`, else `OUTBOXQ_LISTEN_URL`, or None.
 
     Raises:
-        ConfigError: not one for each, or one that is not a PostgreSQL URL.
+        ConfigError: their number differs from that of the databases, or one is not a PostgreSQL URL.
     """
     texts = given or _several(os.environ.get(LISTEN_URL_VARIABLE, ""))
     if texts and len(texts) != databases:
@@ -123,15 +123,16 @@ def listen_urls(given: Sequence[str] | None, databases: int) -> list[str | None]
 
 
 def read_urls(given: Sequence[str] | None, databases: Sequence[str], *, by_environment: bool) -> dict[str, URL]:
-    """The replicas to read at, by the names of their databases: `given`, else those of `OUTBOXQ_READ_URL`, if any.
+    """Return the replicas to read from, by the names of their databases: `given`, else `OUTBOXQ_READ_URL`, if set.
 
     Of several hosts a standby is preferred, unless the URL says otherwise.
 
     Args:
-        by_environment: The environment names the databases: of others it knows no replica.
+        by_environment: True if `OUTBOXQ_DATABASE_URL` names the databases; if they are given otherwise,
+            `OUTBOXQ_READ_URL` is ignored.
 
     Raises:
-        ConfigError: not one for each, or one that is not a PostgreSQL URL.
+        ConfigError: their number differs from that of the databases, or one is not a PostgreSQL URL.
     """
     texts = given or (_several(os.environ.get(READ_URL_VARIABLE, "")) if by_environment else [])
     if texts and len(texts) != len(databases):
@@ -152,7 +153,7 @@ def database_label() -> str | None:
 
 
 def test_database_url() -> str | None:
-    """The server that tests are to use, if one is set."""
+    """The URL of the server that tests are to use; None if it is not set."""
     return os.environ.get(TEST_DATABASE_URL_VARIABLE) or None
 
 
@@ -162,7 +163,7 @@ def local_binaries() -> str | None:
 
 
 def actor_name() -> str:
-    """The name of who runs a command, for the audit: `OUTBOXQ_ACTOR`, else the user of the operating system."""
+    """Return the name of the person who runs a command, for the audit: `OUTBOXQ_ACTOR`, else the system's user."""
     given = os.environ.get(ACTOR_VARIABLE)
     if given:
         return given
@@ -184,22 +185,31 @@ def dashboard_token() -> str | None:
 
 
 def parent_pipe() -> int | None:
-    """The pipe whose end of file stops a supervised relay, if there is a supervisor. Only the first call returns it."""
+    """Return the descriptor of the pipe whose end of file stops a supervised relay; None without a supervisor.
+
+    Only the first call returns it.
+    """
     return _inherited_pipe(PARENT_PIPE_VARIABLE)
 
 
 def heartbeat_pipe() -> int | None:
-    """The pipe for a supervised relay's heartbeats, if its supervisor wants them. Only the first call returns it."""
+    """Return the descriptor of the pipe for a supervised relay's heartbeats; None if its supervisor wants none.
+
+    Only the first call returns it.
+    """
     return _inherited_pipe(HEARTBEAT_PIPE_VARIABLE)
 
 
 def metrics_socket() -> int | None:
-    """The socket by which a supervised relay sends its metrics, if they are wanted. Only the first call returns it."""
+    """Return the descriptor of the socket by which a supervised relay sends its metrics; None if they are not wanted.
+
+    Only the first call returns it.
+    """
     return _inherited_pipe(METRICS_SOCKET_VARIABLE)
 
 
 def _inherited_pipe(variable: str) -> int | None:
-    # Removed from the environment: processes that handlers start inherit neither the pipe nor its number.
+    # Removed from the environment: a handler's child processes inherit neither the pipe nor its number.
     given = os.environ.pop(variable, "")
     try:
         pipe = int(given)
@@ -210,7 +220,7 @@ def _inherited_pipe(variable: str) -> int | None:
 
 
 def check_retention(retention: timedelta) -> timedelta:
-    """Refuse a window in which nothing, or everything, would be remembered.
+    """Return the time for which keys are remembered, after a check that it is one second to ten years.
 
     Raises:
         ConfigError: not a timedelta, under a second, or over ten years.
@@ -222,7 +232,11 @@ def check_retention(retention: timedelta) -> timedelta:
 
 
 def check_schema(schema: str) -> str:
-    """Refuse a schema name that cannot serve as an identifier, an advisory key and a channel."""
+    """Return the name of a schema, after a check that it can also be part of the names of locks and NOTIFY channels.
+
+    Raises:
+        ConfigError: the name is invalid, over 48 bytes, or begins with `pg_`.
+    """
     try:
         check_name("schema", schema)
     except ArgumentError as error:
@@ -236,7 +250,9 @@ def check_schema(schema: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class SlotGroup:
-    """Slots that serve the same queues: each claims from the first queue that has a job.
+    """Slots, each of which runs one batch of jobs at a time, that serve the same queues.
+
+    Each claims from the first queue that has a job.
 
     `queues` is ordered by precedence; `*` means every queue of the registry that no group names.
 
@@ -309,32 +325,34 @@ class RelayConfig:
             async handlers in lease mode.
         call_connections: The connections that the calls of a group in lease mode share: a call has one only from its
             session's first use to its COMMIT. By default 20, or as many as the group has slots if that is fewer.
-        batch_size: Jobs that a slot claims into one transaction, 1 to 1000. More is faster for tiny handlers, and
-            keeps the row locks of all of them until the batch commits. Not for lease mode, in which each job has a slot
-            of its own.
-        poll_seconds: The longest pause between two polls of an empty queue, by all slots together; pauses grow from
-            10 ms to it. A sleeping relay is also woken by NOTIFY.
+        batch_size: Jobs that a slot claims into one transaction, 1 to 1000. More is faster for tiny handlers, and keeps
+            the row locks of all of them until the batch commits. Not for lease mode, in which each job has a slot of
+            its own.
+        poll_seconds: The longest pause between two polls of an empty queue, by all slots together; pauses grow from 10
+            ms to it. A sleeping relay is also woken by NOTIFY.
         drain_seconds: How long a stopping relay waits for its handlers before it rolls them back.
-        lease_seconds: How long jobs in lease mode, and suspects, stay this relay's after its last sign of life, 1 to
-            3600. Shorter means that others take over sooner, longer that a paused relay may still complete.
+        lease_seconds: How long jobs in lease mode, and jobs that were running when their relay died, stay this relay's
+            after its last sign of life, 1 to 3600. Shorter means that others take over sooner, longer that a paused
+            relay may still complete.
         heartbeat_seconds: How often the lease is extended, and expired ones are searched for; by default a sixth of
             `lease_seconds`, and at most a third.
-        effect_lease_seconds: How long a call made by `ctx.once` stays its caller's after its last sign of life, 0.5 to
-            3600. After that another run may take over; a call that is under way keeps its own.
-        max_crashes: How often a job may take its relay or its connection with it, while it runs alone, before it is
-            moved to the dead letters.
+        effect_lease_seconds: How long the lock on a call made by `ctx.once` lasts after its caller's last sign of life,
+            0.5 to 3600. After that another run may take over. A call that is under way keeps the value that it began
+            with.
+        max_crashes: How often a job that runs in a transaction of its own may crash its relay, or lose its connection,
+            before it becomes a dead letter.
         prune_seconds: The longest pause between two searches for messages and effects whose retention has ended, 1 to
             86400; 0 is never. A drain searches once, at its end.
-        stats_seconds: The longest pause between two additions to the history, 1 to 3600; what a killed relay has done
-            since the last one is not counted there. 0 is never. The relay is listed all the same.
-        reindex: Whether to rebuild bloated indexes of the table `job` (REINDEX CONCURRENTLY), every ten minutes at the
-            most. Only a relay whose role owns the tables does; never through a pooler, and not in a drain.
-        listen: Whether to LISTEN for new jobs; without, the relay polls. With a transaction pooler, which drops LISTEN
-            silently, turn it off or give `listen_url`.
+        stats_seconds: The longest pause between two additions to the history, 1 to 3600; outcomes of a killed relay
+            since its last one are not counted there. 0 is never; the relay is still listed.
+        reindex: Rebuild bloated indexes of the table `job` (REINDEX CONCURRENTLY), every ten minutes at the most. Only
+            a relay whose role owns the tables does this; never through a pooler, and not in a drain.
+        listen: LISTEN for new jobs; if False, the relay polls. With a transaction pooler, which drops LISTEN silently,
+            turn it off or give `listen_url`.
         listen_url: A direct URL for LISTEN, if the relay's own URL leads to a transaction pooler.
         schema: The PostgreSQL schema that the tables were migrated into.
-        declare_schedules: Whether to store the schedules that the registry declares, when the relay starts, and to
-            disable those that it does not declare any more. Without, stored schedules fire all the same.
+        declare_schedules: When the relay starts, store the schedules that the registry declares, and disable those that
+            it no longer declares. If False, stored schedules still fire.
         allow_asynchronous_commit: Work although `synchronous_commit` is off on the relay's sessions: a crash of the
             server may then undo a job just reported as done, with its rows, and the job runs again.
         allow_one_phase: Work although tables that Citus distributes are committed before outboxq's: a crash in between
@@ -392,15 +410,15 @@ class RelayConfig:
                 raise ConfigError(f'groups takes SlotGroups, such as SlotGroup(("accounts",), 4), got {each!r}')
 
     def call_connections_of(self, slots: int) -> int:
-        """The number of connections that the calls of a group with so many slots share."""
+        """Return the number of connections that the calls in a group of `slots` slots share."""
         return min(slots, _CALL_CONNECTIONS if self.call_connections is None else self.call_connections)
 
     @property
     def beat_seconds(self) -> float:
-        """The interval between two heartbeats."""
+        """The seconds between two heartbeats: a heartbeat extends the relay's leases, and searches for expired ones."""
         return self.lease_seconds / 6 if self.heartbeat_seconds is None else self.heartbeat_seconds
 
 
 def child_environment(extra: Mapping[str, str]) -> dict[str, str]:
-    """This process's environment with `extra`, for a process that it starts."""
+    """Return a copy of this process's environment with `extra`, for a child process."""
     return {**os.environ, **extra}

@@ -1,6 +1,6 @@
-"""Cron texts and intervals: when a schedule is due. Times go in and come out in UTC; its time zone decides the rest.
+"""Cron texts and intervals: the times, in UTC, at which a schedule is due by the clocks of its time zone.
 
-The next time is computed from the last one, and never from now, so that nothing drifts and nothing is left out.
+The next time is computed from the last one, and never from now, so that times do not drift and none is left out.
 """
 
 import difflib
@@ -45,7 +45,7 @@ MIN_EVERY, MAX_EVERY = timedelta(seconds=1), timedelta(days=365)
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 # No time zone has changed its clocks twice within a week since 1970.
 _PROBE = timedelta(days=1)
-# `newest` goes back over one stretch of time, then over longer ones. The first is wider than any change of the clocks.
+# Lengths of time that `newest` goes back, one after the other. The first is longer than any change of the clocks.
 _FIRST_STRETCH, _GROWTH = timedelta(hours=4), 8
 
 
@@ -55,7 +55,7 @@ class Cron:
 
     If the hour and the minute are named (`30 2 * * *`), a time that the clocks skip is due when they have been changed,
     and one that comes twice is due the first time. If one of the two begins with a star (`0 * * * *`), the times are
-    those that a clock on the wall shows: none in the hour that is skipped, and all of them in the one that comes twice.
+    those that a clock on the wall shows: none in the skipped hour, and all of them in both passes of the repeated hour.
     An interval is due at its multiples since 1970 in UTC, also if the clocks change.
 
     Raises:
@@ -79,22 +79,25 @@ class Cron:
             raise ArgumentError(f"the cron text {self.text!r} {_explain(str(error), self._fields)}") from None
 
     def after(self, moment: datetime) -> datetime:
-        """The first time that is later than `moment`."""
+        """Return the first due time after `moment`."""
         for due in self._later(moment):
             return due
         raise ArgumentError(f"the cron text {self.text!r} is not due within 50 years: check its day and its month")
 
     def due_times(self, first: datetime, now: datetime, most: int) -> list[datetime]:
-        """`first`, which is due, and the times that follow it up to `now`, `most` of them together."""
+        """Return `first`, which is due, and the due times after it up to `now`: `most` times at the most."""
         return list(islice(takewhile(lambda due: due <= now, self.times_from(first)), most))
 
     def times_from(self, first: datetime) -> Iterator[datetime]:
-        """`first`, which is due, and all times that follow it."""
+        """Yield `first`, which is due, and all due times that follow it."""
         yield first
         yield from self._later(first)
 
     def newest(self, first: datetime, now: datetime) -> datetime:
-        """The last time up to `now`, and not before `first`, which is due: a few steps, however long ago that was."""
+        """Return the last due time up to `now`, or `first`, which is due itself, if no other one follows it by then.
+
+        Takes few steps, even after years.
+        """
         stretch = _FIRST_STRETCH
         while now - first > stretch:
             found = list(takewhile(lambda due: due <= now, self._later(now - stretch)))
@@ -105,7 +108,7 @@ class Cron:
         return found[-1] if found else first
 
     def local(self, moment: datetime) -> datetime:
-        """A time as the schedule's clocks show it, with their distance from UTC."""
+        """Return a time as the schedule's clocks show it, with their offset from UTC."""
         return moment.astimezone(self._zone)
 
     def _later(self, moment: datetime) -> Iterator[datetime]:
@@ -121,18 +124,18 @@ class Cron:
         return self._shown(last) if "*" in (minute[0], hour[0]) else self._named(last)
 
     def _named(self, last: datetime) -> Iterator[datetime]:
-        """The times after `last` whose hour and minute are named, each day once."""
+        """Yield the due times after `last` for a text that names hour and minute, such as `30 2 * * *`."""
         for found in CronSim(self._fields, last.astimezone(self._zone)):
             due = found.astimezone(UTC)
-            # In the hour that comes twice, the first of the two may be named, which has passed.
+            # In the repeated hour, the first of two equal times may be due, and it has passed.
             if due > last:
                 yield due
                 last = due
 
     def _shown(self, last: datetime) -> Iterator[datetime]:
-        """The times after `last` at which the clocks show what the text says.
+        """Yield the due times after `last` for a text whose hour or minute begins with a star, such as `0 * * * *`.
 
-        From one change of the clocks to the next, they are as far from UTC as at its beginning.
+        Between two changes of the clocks the offset from UTC is constant.
         """
         changed: datetime | None = last
         wall = self._on_the_wall(last)
@@ -142,14 +145,14 @@ class Cron:
                 due = (shown - offset).replace(tzinfo=UTC)
                 changed = self._change(last, due)
                 if changed is not None:
-                    # The moment of the change may be one of the times.
+                    # The moment of the change itself may be due.
                     wall = self._on_the_wall(changed) - timedelta(seconds=1)
                     break
                 yield due
                 last = due
 
     def _change(self, after: datetime, until: datetime) -> datetime | None:
-        """The first change of the clocks after a moment and not after another one, if there is any."""
+        """Return the first change of the clocks later than `after`, and not later than `until`; None without one."""
         offset, after = self._offset(after), after.replace(microsecond=0)
         while after < until:
             probe = min(after + _PROBE, until)
@@ -184,7 +187,7 @@ def every_text(every: timedelta) -> str:
 
 
 def every_of(text: str) -> timedelta | None:
-    """The interval of a text that is stored; None if it is a cron text, or cannot be read here."""
+    """Return the interval that a stored text names; None if it is a cron text, or this version cannot read it."""
     try:
         return _read_every(text)
     except ArgumentError:
@@ -192,7 +195,7 @@ def every_of(text: str) -> timedelta | None:
 
 
 def _read_every(text: str) -> timedelta | None:
-    """The interval that a cron text is short for; None if it is one with fields."""
+    """Return the interval that a text such as `@every 30s` names; None if the text has cron fields."""
     if not isinstance(text, str) or not text.strip().lower().startswith("@every"):
         return None
     found = _EVERY.fullmatch(text.strip())
@@ -214,7 +217,7 @@ def _multiples(every: timedelta, last: datetime) -> Iterator[datetime]:
 
 
 def _explain(refusal: str, fields: str) -> str:
-    """The reason why cronsim refuses a text, whose message names a field as in "Bad day-of-month"."""
+    """Return the reason why cronsim refuses a text; its own message only names a field, as in "Bad day-of-month"."""
     name = refusal.removeprefix("Bad ").replace("-", " ")
     values = dict(zip(_FIELDS, fields.split(), strict=True))
     if name not in values:
@@ -236,7 +239,7 @@ def _is_read(fields: str) -> bool:
 
 
 def cron_of(cron: str | None, every: timedelta | None, time_zone: str) -> Cron:
-    """The times of a schedule, by a cron text or an interval.
+    """Return the `Cron` of a schedule, from a cron text or an interval.
 
     Raises:
         ArgumentError: neither or both are given, or `Cron` refuses it.
@@ -248,7 +251,7 @@ def cron_of(cron: str | None, every: timedelta | None, time_zone: str) -> Cron:
 
 @contextmanager
 def of_schedule(name: str | None) -> Iterator[None]:
-    """Prefix errors about a cron text or its time zone with the name of the schedule, if it is known.
+    """Put the name of the schedule, if it is known, before errors about its cron text or time zone.
 
     Raises:
         ArgumentError: with the name.

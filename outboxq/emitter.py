@@ -1,4 +1,4 @@
-"""The emitter: it hands each event to hooks, and drops the traceback of its exception after the last one."""
+"""The emitter: passes each event to hooks, and after the last one drops the traceback of its exception."""
 
 import logging
 import threading
@@ -26,23 +26,23 @@ class EventQueue(Protocol):
     """Events that wait for hooks in another thread."""
 
     def wants(self, kind: type[Event]) -> bool:
-        """Return True if events of this class are taken."""
+        """Return True if events of this class are accepted."""
         ...
 
     def put(self, event: Event) -> bool:
-        """Take an event, and call `forget` for it after its hooks; False if the event is not taken."""
+        """Accept an event, and call `forget` for it after its hooks; return False if the event is refused."""
         ...
 
 
 class Emitter:
     """Passes events to hooks; a hook that fails is reported to `on_failure` and never breaks a job.
 
-    A hook with an attribute `events`, a set of classes, receives those events; any other all but `CountedEvent`. If it
-    has a method `use_of`, which takes a class and returns a function, events of that class may be left out while the
-    function returns False.
+    A hook with an attribute `events`, a set of classes, receives events of these classes; any other hook receives all
+    but `CountedEvent`. If a hook has a method `use_of`, which takes a class and returns a function, events of that
+    class may be left out while the function returns False.
 
     Args:
-        later: Receives each event after the hooks.
+        later: The queue of hooks in another thread: receives each event after the hooks here were called.
     """
 
     def __init__(
@@ -51,17 +51,17 @@ class Emitter:
         self._hooks = tuple(hooks)
         self._on_failure = on_failure
         self._later = later
-        # By class: the hooks that receive it, and whether it is wanted later.
+        # By class: the hooks that receive it, and True if the queue accepts it.
         self._receivers: dict[type[Event], tuple[tuple[Hook, ...], bool]] = {}
 
     def __call__(self, event: Event) -> None:
-        """Hand `event` to every hook, in order; then drop the traceback of its exception."""
+        """Pass `event` to every hook, in order; then drop the traceback of its exception."""
         hooks, is_wanted_later = self._receivers.get(type(event)) or self._find(type(event))
         for hook in hooks:
             try:
                 call_here(hook, event)
             except BaseException as error:
-                # User code: any error is reported with its traceback. Ctrl-C comes to the main thread alone.
+                # User code: every error is reported with its traceback. Ctrl-C arrives in the main thread only.
                 self._on_failure(hook, event)
                 if isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
                     raise
@@ -69,13 +69,13 @@ class Emitter:
             forget(event)
 
     def use_of(self, kind: type[Event]) -> HasUse:
-        """Return a function that tells if a hook has a use for events of this class now: else they need not be made."""
+        """Return a function to call before an event of this class is made: False means that no hook needs it."""
         hooks, is_wanted_later = self._find(kind)
         uses_of = [getattr(hook, "use_of", None) for hook in hooks]
         if is_wanted_later or None in uses_of:
             return lambda: True
         uses: list[HasUse] = [use_of(kind) for use_of in uses_of if use_of]
-        # Alone, without another call: it is called for each batch.
+        # A single function without nested calls, because it is called for each batch.
         return uses[0] if len(uses) == 1 else lambda: any(has_use() for has_use in uses)
 
     def _find(self, kind: type[Event]) -> tuple[tuple[Hook, ...], bool]:
@@ -90,12 +90,12 @@ def _receives(hook: Hook, kind: type[Event]) -> bool:
 
 
 def hand_to_hooks(options: Mapping[str, object], event: Event) -> None:
-    """Hand an event to the hooks in an engine's or a connection's execution options, in this thread."""
+    """Pass an event to the hooks in the execution options of an engine or connection, in this thread."""
     for hook in cast("Iterable[Hook]", options.get(HOOKS_OPTION, ())):
         try:
             hook(event)
         except Exception:
-            # User code: the caller's work does not depend on its errors.
+            # User code: its errors do not affect the caller's work.
             logger.exception("a hook failed: event=%s", type(event).__name__)
 
 
@@ -106,15 +106,16 @@ def forget(event: Event) -> None:
 
 
 def drop_tracebacks(error: BaseException) -> None:
-    """Drop the tracebacks of an exception and of all that led to it.
+    """Drop the tracebacks of an exception, its causes and its contexts.
 
-    Their frames hold what the handler had in its variables, and, by way of the frames that called them, the exception
-    itself: all of it would stay until the garbage collector runs.
+    Their frames refer to the handler's variables and, through the calling frames, to the exception itself: all of that
+    would stay in memory until the garbage collector runs.
     """
     pending, seen = [error], {id(error)}
     while pending and len(seen) < _LARGEST_FAILURE:
         each = pending.pop()
-        # As Python itself does it: frozen classes refuse it, and users' can give these attributes other meanings.
+        # As Python itself does it: frozen classes refuse assignment, and users' classes may give these attributes other
+        # meanings.
         _OF_EXCEPTIONS["__traceback__"].__set__(each, None)
         before = [_OF_EXCEPTIONS["__cause__"].__get__(each), _OF_EXCEPTIONS["__context__"].__get__(each)]
         if issubclass(type(each), BaseExceptionGroup):

@@ -1,4 +1,4 @@
-"""The record of a failed attempt: its exception with all that led to it, as it is stored, reported and printed."""
+"""The record of a failed attempt: its exception and the causes of it, as they are stored, reported and printed."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -7,7 +7,10 @@ import msgspec
 
 
 class StoredFrame(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A line of a traceback, or `line` frames that were left out, which then have no `path`; `name` says whose."""
+    """One frame of a traceback, or several that were left out.
+
+    If `path` is empty, `line` is the number of frames that were left out, and `name` their package, if they have one.
+    """
 
     path: str
     line: int
@@ -21,15 +24,16 @@ class StoredFrame(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class StoredException(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """An exception without its objects.
+    """An exception as it is stored: names, texts and frames, without references to objects.
 
     Attributes:
         notes: The notes of `add_note`, redacted like the message.
         frames: Its traceback, the innermost frame last.
-        members: If it is a group, its first exceptions, each with those that led to it.
+        members: If it is a group, its first exceptions, each with its causes.
         more_members: How many exceptions of the group were left out.
-        is_context: The exception before it in a chain was raised while this one was handled, not from it.
-        left_out: How many exceptions of the chain between this one and the one before it were left out.
+        is_context: True if the exception before it in the chain was raised while this one was handled, and not `from`
+            it.
+        left_out: How many exceptions of the chain were left out between the previous one and this one.
     """
 
     type: str
@@ -43,12 +47,12 @@ class StoredException(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
 
 
 class ErrorRecord(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One failed attempt, as stored in `errors`.
+    """One failed attempt, as stored in the column `errors` of its job or dead letter.
 
     Attributes:
-        type: The exception's type; `message`: its text, redacted as the handler's `messages` says.
+        type: The exception's type; `message`: its text, redacted by the handler's `messages`.
         where: The innermost frames of the handler's own code.
-        chain: The exception, and those that led to it, the last that was raised first.
+        chain: The exception and its causes, the one that was raised last first.
     """
 
     attempt: int
@@ -67,7 +71,7 @@ class ErrorRecord(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class StoredAttempt(ErrorRecord, frozen=True, omit_defaults=True):
-    """A record as it is read back: `at` is when the attempt was settled."""
+    """A record as read from the database: `at` is the time, as text, at which the database recorded the attempt."""
 
     at: str = ""
 
@@ -102,7 +106,7 @@ def _lines_of(chain: tuple[StoredException, ...]) -> list[str]:
 
 
 def read_attempts(errors: str) -> list[StoredAttempt]:
-    """The stored records of a job's failed attempts, the oldest first; those that cannot be read are left out."""
+    """Read the records of a job's failed attempts, the oldest first; records that cannot be read are left out."""
     try:
         found = msgspec.json.decode(errors.encode(), type=list[msgspec.Raw])
     except (msgspec.DecodeError, RecursionError):

@@ -1,6 +1,6 @@
 """Every error that outboxq raises, in one tree below `OutboxqError`.
 
-Each message says what was expected, what came, and what to do; values that a program may read are attributes.
+Each message says what was expected, what came, and what to do; values for programs are attributes.
 """
 
 import shlex
@@ -13,7 +13,7 @@ class OutboxqError(Exception):
 
 
 class PermanentError(OutboxqError):
-    """Trying again cannot help: a handler that lets it out sends its job to the dead letters at once."""
+    """Trying again cannot help: if a handler raises it, its job becomes a dead letter at once."""
 
 
 class ConfigError(OutboxqError):
@@ -51,7 +51,7 @@ class ArgumentError(EnqueueError, TypeError):
 
 
 class JobTooLarge(EnqueueError):
-    """The arguments of a job exceed the cap, or those of the jobs that follow it in its chain."""
+    """The arguments of a job, or those of all jobs that follow it in its chain, exceed the cap."""
 
     def __init__(self, kind: str, size_bytes: int, max_bytes: int, what: str = "", else_do: str = "") -> None:
         super().__init__(
@@ -90,7 +90,7 @@ class NothingDone(HandlerError, PermanentError):
 
 
 class ResultNotKept(HandlerError, PermanentError):
-    """The value that a handler with `keep_result=True` returned cannot be kept: every attempt would return the like.
+    """The value that a handler with `keep_result=True` returned cannot be kept, and further attempts would not help.
 
     Its rows are undone, and the job becomes a dead letter.
     """
@@ -108,7 +108,10 @@ class TransactionVerbRefused(HandlerError):
 
 
 class TransactionEndedByHandler(HandlerError):
-    """The handler ended the relay's transaction without SQLAlchemy's knowledge; if it committed, its job is dead."""
+    """The handler ended the relay's transaction by a statement that SQLAlchemy did not see.
+
+    If that was a COMMIT, the job is a dead letter.
+    """
 
     def __init__(self) -> None:
         super().__init__(
@@ -129,11 +132,14 @@ class HandlerTimedOut(HandlerError):
 
 
 class DeferError(HandlerError, TypeError):
-    """`ctx.defer` was given something that cannot be sent later, together with others."""
+    """`ctx.defer` received something that cannot be sent later, together with other jobs' statements."""
 
 
 class LeaseLost(OutboxqError):
-    """A job's lease ran out, or was taken, while its handler ran: nothing of that run was committed."""
+    """A job's lease expired, or another run of the job took it over, while its handler ran.
+
+    Nothing of the handler's run was committed.
+    """
 
     def __init__(self, job_id: UUID) -> None:
         super().__init__(f"the lease of job {job_id} was lost while its handler ran")
@@ -141,11 +147,11 @@ class LeaseLost(OutboxqError):
 
 
 class RelayStuck(OutboxqError):
-    """A handler could not be freed within its deadline: this process must be replaced."""
+    """A handler went on after its deadline, or after its cancellation: the process of its relay must be replaced."""
 
 
 class LoginRefused(OutboxqError):
-    """The database has refused the relay's login for too long: it must be started again, with one that works.
+    """The database has refused the relay's login for too long: restart the relay with a login that works.
 
     Attributes:
         reason: The server's reason: "authentication failed", for example.
@@ -193,7 +199,7 @@ class ArgsNotKept(OutboxqError):
 
 
 class ResultUnavailable(OutboxqError):
-    """The result of a job cannot be had. `job_id` names the job."""
+    """The result of a job is not available. `job_id` names the job."""
 
     def __init__(self, job_id: UUID, message: str) -> None:
         super().__init__(f"job {job_id}: {message}")
@@ -205,7 +211,7 @@ class WaitRefused(ResultUnavailable):
 
 
 class JobNotDone(ResultUnavailable):
-    """The job whose result was waited for has ended without being done: `outcome` says how, `reason` why it is dead."""
+    """The job whose result was waited for ended without being done: `outcome` says how, `reason` why if it is dead."""
 
     def __init__(self, job_id: UUID, outcome: str, reason: str | None = None) -> None:
         super().__init__(job_id, f"a dead letter: {reason}" if outcome == "dead" else f"it has no result: {outcome}")
@@ -221,11 +227,11 @@ class ResultTimeout(ResultUnavailable, TimeoutError):
 
 
 class BatchNotFound(OutboxqError):
-    """No open batch has this id: it has ended, and its callback was added as a job of the same id, or it never was."""
+    """No open batch has this id: it has ended, and its callback is a job with the same id, or it never existed."""
 
     def __init__(self, batch_id: UUID) -> None:
         super().__init__(
-            f"no batch with id {batch_id} is open: if it is over, its callback has the same id, see "
+            f"no batch with id {batch_id} is open: if it has ended, its callback has the same id, see "
             f"`outboxq jobs show {batch_id}`"
         )
         self.batch_id = batch_id
@@ -240,7 +246,7 @@ class ScheduleNotFound(OutboxqError):
 
 
 class ScheduleDeclared(OutboxqError):
-    """A schedule that an application's code declares was to be changed from elsewhere.
+    """A schedule that an application's code declares can only be changed there.
 
     `owner`: the name of the registry that declares it, if it is known.
     """
@@ -255,7 +261,7 @@ class ScheduleDeclared(OutboxqError):
 
 
 class ScheduleOwned(ConfigError):
-    """The code of the registry `claimant` declares schedules of these `names`, and so does that of their `owner`."""
+    """The code of the registry `claimant` declares schedules of these `names`, which the code of `owner` declares."""
 
     def __init__(self, names: Sequence[str], owner: str, claimant: str) -> None:
         adopted = shlex.join([*names, "--owner", claimant])
@@ -272,7 +278,7 @@ class InvalidKey(OutboxqError, ValueError):
 
 
 class MessageConflict(PermanentError):
-    """A message has the id of one that was accepted, and another content."""
+    """A message has the id of an accepted message, but other content."""
 
     def __init__(self, consumer: str, message_id: str) -> None:
         super().__init__(
@@ -299,18 +305,18 @@ class EffectInProgress(EffectError):
 
 
 class EffectNotRecorded(EffectError):
-    """The call ended, but its outcome could not be recorded: the next caller finds the effect in doubt."""
+    """The call ended, but its outcome could not be recorded: the next caller does not know if it was applied."""
 
     def __init__(self, scope: str, key: str) -> None:
-        super().__init__(scope, key, "the call came to an end, but the database could not be told what it came to")
+        super().__init__(scope, key, "the call ended, but its outcome could not be recorded in the database")
 
 
 class CallNotApplied(OutboxqError):
-    """Raised by the function given as `call`: the other side did nothing, for sure. It will be called again."""
+    """Raise it in the function given as `call`: the other side surely did nothing. It will be called again."""
 
 
 class CallRefused(OutboxqError):
-    """Raised by the function given as `call`: the other side refused for good. `reason` is stored and replayed."""
+    """Raise it in the function given as `call`: the other side refused for good. `reason` is stored and replayed."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -326,13 +332,13 @@ class EffectFailed(EffectError, PermanentError):
 
 
 class EffectUnknown(EffectError):
-    """It cannot be known if the call was applied: an operator decides."""
+    """It cannot be determined if the call was applied: an operator decides."""
 
     def __init__(self, scope: str, key: str, reason: str) -> None:
         super().__init__(
             scope,
             key,
-            f"nobody knows whether it was applied: {reason}. Ask the other side, then run `outboxq effects resolve` "
+            f"it is not known if it was applied: {reason}. Ask the other side, then run `outboxq effects resolve` "
             "with --applied or --not-applied",
         )
         self.reason = reason
@@ -342,11 +348,11 @@ class EffectConflict(EffectError, PermanentError):
     """The key was used before, with another request."""
 
     def __init__(self, scope: str, key: str) -> None:
-        super().__init__(scope, key, "the key was used before with another request: a key stands for one request")
+        super().__init__(scope, key, "the key was used before with another request: a key is for one request")
 
 
 class EffectLockLost(EffectError):
-    """The call outlasted its lock and another caller took over, or its row is gone: nothing was recorded."""
+    """The call took longer than its lock and another caller took over, or its row is gone: nothing was recorded."""
 
     def __init__(self, scope: str, key: str) -> None:
         super().__init__(
@@ -358,7 +364,7 @@ class EffectLockLost(EffectError):
 
 
 class ResultNotStorable(EffectError, PermanentError):
-    """The effect is done, and will not be called again; its result is lost: JSON cannot hold or give it back."""
+    """The effect is done and will not be called again, but its result is lost: JSON cannot store it, or changes it."""
 
     def __init__(self, scope: str, key: str, reason: str) -> None:
         super().__init__(
@@ -391,9 +397,9 @@ class AuditNotFound(OutboxqError):
 
 
 class RunElsewhere(OutboxqError):
-    """Another process has taken over a change of many rows, or is at a page of it: this one does not go on.
+    """Another process has taken over a change of many rows, or is changing some of them, so this process stops.
 
-    `resumed`: it was taken over, by `outboxq bulk resume`.
+    `resumed`: True if `outboxq bulk resume` took it over.
     """
 
     def __init__(self, entry: UUID, *, resumed: bool) -> None:
@@ -406,7 +412,10 @@ class RunElsewhere(OutboxqError):
 
 
 class RunNotResumable(OutboxqError):
-    """A change that has ended, was none of many rows, or came to more than were agreed to, cannot go on."""
+    """A change of many rows cannot be resumed.
+
+    It has ended, is no such change, or would exceed the number of rows that was agreed to.
+    """
 
     def __init__(self, entry: UUID, reason: str) -> None:
         super().__init__(f"{entry} cannot go on: {reason}")
@@ -419,8 +428,8 @@ class InstallationInUse(OutboxqError):
     def __init__(self, relays: int, calls: int) -> None:
         super().__init__(
             f"the installation is in use: {relays} relays are alive and {calls} calls are under way. Stop its relays, "
-            "and what else calls effects, and try again; those of a database that this one was copied from are over "
-            "when their leases have run out"
+            "and what else calls effects, and try again; those of a database that this one was copied from end "
+            "with their leases"
         )
         self.relays, self.calls = relays, calls
 

@@ -1,4 +1,4 @@
-"""Events: what happened, as frozen values for hooks; logs, metrics and tests read these, never the core's insides.
+"""Events: what happened, as frozen values for hooks; logs, metrics and tests read these, never the core's internals.
 
 Job events are sent after the commit that made them true. A job's payload is not in the `repr` of its event.
 """
@@ -17,22 +17,26 @@ EffectOutcome: TypeAlias = Literal["called", "replayed", "in_progress", "refused
 
 @dataclass(frozen=True, slots=True)
 class EventOfJob:
-    """An event of a claimed job. `seconds`, if it has that, is how long the handler ran in the attempt that counts.
+    """An event of a claimed job.
 
-    Each job of a batch handler has its share of the call; one whose handler was not called has nearly none.
+    In events that have `seconds`, that is the time for which the handler ran in this attempt. A job of a batch handler
+    has its share of the call's time; a job whose handler was not called has nearly 0.
     """
 
     job: Job
 
     @property
     def waited_seconds(self) -> float:
-        """The time that it had waited when it was claimed, from when it was due, by the database's clock."""
+        """The time between the moment at which the job was due and its claim, by the database's clock."""
         return self.job.waited_seconds
 
 
 @dataclass(frozen=True, slots=True)
 class JobDone(EventOfJob):
-    """The handler's rows and the job's disappearance were committed. `result`: what is kept of its value, as JSON."""
+    """The handler's rows and the removal of the job were committed.
+
+    `result`: the value that the handler returned, as JSON; None if its kind keeps no results.
+    """
 
     seconds: float
     result: str | None = field(default=None, repr=False)
@@ -40,7 +44,10 @@ class JobDone(EventOfJob):
 
 @dataclass(frozen=True, slots=True)
 class JobRetried(EventOfJob):
-    """An attempt failed, or requested another; it runs again in `delay_seconds`. The errors are as in `JobDied`."""
+    """An attempt failed, or its handler returned `Retry`; the job runs again in `delay_seconds`.
+
+    `error_type`, `message`, `exception` and `record` describe the error as in `JobDied`.
+    """
 
     error_type: str
     message: str
@@ -55,10 +62,10 @@ class JobRetried(EventOfJob):
 class JobDied(EventOfJob):
     """The job moved to the dead letters.
 
-    `error_type` and `message` are those of its last attempt, `message` as its handler's `messages` wants it kept; both
-    are empty if the handler asked for this, or if no handler ran. `exception` is what the handler raised, with all of
-    its payload: for a service that collects errors. After the hooks were called its traceback is dropped, so that the
-    values in its frames do not outlive the job. `record` is the stored form of it.
+    `error_type` and `message` are those of its last attempt, `message` as its handler's `messages` setting keeps it;
+    both are empty if the handler requested the dead letter, or if no handler ran. `exception` is the handler's
+    exception, with all of its payload: for a service that collects errors. After the hooks were called its traceback is
+    dropped, so that the values in its frames do not outlive the job. `record` is the stored form of it.
     """
 
     reason: str
@@ -72,7 +79,7 @@ class JobDied(EventOfJob):
 
 @dataclass(frozen=True, slots=True)
 class JobSnoozed(EventOfJob):
-    """The handler requested to run later, without an attempt counted."""
+    """The handler requested a later run, and no attempt was counted."""
 
     delay_seconds: float
     seconds: float = 0.0
@@ -88,7 +95,7 @@ class JobDiscarded(EventOfJob):
 
 @dataclass(frozen=True, slots=True)
 class JobCancelled(EventOfJob):
-    """An operator cancelled the job: its handler's rows were rolled back, or it was not called.
+    """An operator cancelled the job: its handler was not called, or the handler's rows were rolled back.
 
     A job that is cancelled into the dead letters has the event `JobDied` instead, with the reason "cancelled".
     """
@@ -105,9 +112,9 @@ class JobExpired(EventOfJob):
 
 @dataclass(frozen=True, slots=True)
 class JobsCoalesced:
-    """`count` other jobs that waited with the key of `job` were removed: its run, with the newest arguments, is theirs.
+    """`count` jobs that waited with the key of `job` were removed: one run, with the newest arguments, serves all.
 
-    Sent in addition to the event of the run itself: once it is committed, and under a lease before it begins.
+    Sent in addition to the event of the run itself: after its commit, or under a lease before it begins.
     """
 
     job: Job
@@ -124,7 +131,7 @@ class FollowerSuppressed(EventOfJob):
 
 @dataclass(frozen=True, slots=True)
 class JobsClaimed:
-    """A claim took `count` jobs of a queue, in a round trip of `seconds`, in which a COMMIT may have gone along."""
+    """A claim took `count` jobs of a queue, in a round trip of `seconds` that may have included a COMMIT."""
 
     queue: str
     count: int
@@ -149,7 +156,11 @@ class ClaimsFailed:
 
 @dataclass(frozen=True, slots=True)
 class EffectCalled:
-    """A `once` has ended: by a call ("called"), an earlier one ("replayed") or an error (`EffectFailed`: "refused")."""
+    """A call of `once` has ended.
+
+    `outcome` is "called" if the other side was called, and "replayed" if the result of an earlier call was returned.
+    After errors it is "refused" (`EffectFailed`), "in_progress", "conflict", "unknown", or "failed" (any other error).
+    """
 
     scope: str
     outcome: EffectOutcome
@@ -157,7 +168,10 @@ class EffectCalled:
 
 @dataclass(frozen=True, slots=True)
 class MessageSeen:
-    """An inbox received a message; an accepted one is reported after COMMIT."""
+    """An inbox received a message.
+
+    If it accepted the message in a session, the event is sent after COMMIT, otherwise at once.
+    """
 
     consumer: str
     outcome: Literal["accepted", "duplicate", "conflict"]
@@ -174,7 +188,7 @@ class JobsEnqueued:
 
 @dataclass(frozen=True, slots=True)
 class JobsParked:
-    """Jobs of kinds that this relay does not know, or that are paused, were put off."""
+    """`count` jobs of kinds that this relay does not know, or that are paused, were put back, to be claimed later."""
 
     queue: str
     kinds: tuple[str, ...]
@@ -183,7 +197,10 @@ class JobsParked:
 
 @dataclass(frozen=True, slots=True)
 class JobsSuspected:
-    """Jobs whose last claim died: they run alone, one at a time, so that one that kills its relay is found."""
+    """The claim of `count` jobs was lost without an outcome, as when a relay dies.
+
+    Each job now runs in a transaction of its own, to find a job that kills its relay.
+    """
 
     queue: str
     count: int
@@ -191,7 +208,10 @@ class JobsSuspected:
 
 @dataclass(frozen=True, slots=True)
 class JobCrashed:
-    """A relay died, stalled or lost its connection while it ran this job, which runs again, alone, or is dead now."""
+    """A relay died, stalled or lost its connection while it ran this job.
+
+    The job runs again, in a transaction of its own; or, if `dead_letter` is True, it has become a dead letter.
+    """
 
     id: UUID
     queue: str
@@ -202,7 +222,7 @@ class JobCrashed:
 
 @dataclass(frozen=True, slots=True)
 class JobSetAside:
-    """A job whose row no claim can take became a dead letter, without having run; `reason` says why."""
+    """A job whose row no claim can take became a dead letter without having run; `reason` says why."""
 
     id: UUID
     queue: str
@@ -212,12 +232,12 @@ class JobSetAside:
 
 @dataclass(frozen=True, slots=True)
 class JobLeaseLost(EventOfJob):
-    """A handler ended after its job's lease was lost: its rows were rolled back, and another run counts."""
+    """A handler ended after its job's lease was lost: its rows were rolled back; only another run of the job counts."""
 
 
 @dataclass(frozen=True, slots=True)
 class JobInterrupted(EventOfJob):
-    """A stopping relay did not wait any longer for this job: it was rolled back, and waits again, uncharged."""
+    """A stopping relay gave up waiting for this job: it was rolled back and waits again, without a counted attempt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,9 +253,9 @@ class RelayStarted:
 
     Args:
         slots: How many jobs it runs at once.
-        connections: How many it holds at most while all of its slots work, `ctx.once` apart.
-        call_slots: Those of the slots that are in lease mode, and hold no connection while their handlers wait.
-        call_connections: Those of the connections that the calls in these slots share.
+        connections: The most connections that it holds while all of its slots work, without those of `ctx.once`.
+        call_slots: The number of its slots in lease mode, which hold no connection while their handlers wait.
+        call_connections: The number of its connections that the calls in `call_slots` share.
     """
 
     queues: tuple[str, ...]
@@ -286,7 +306,7 @@ class DatabaseBack:
 
 @dataclass(frozen=True, slots=True)
 class BatchRolledBack:
-    """A batch was rolled back as a whole for `error`; its jobs wait again as they were."""
+    """All jobs of one claim were rolled back because of `error`; they wait again, unchanged."""
 
     queue: str
     jobs: int
@@ -295,10 +315,7 @@ class BatchRolledBack:
 
 @dataclass(frozen=True, slots=True)
 class BatchFinished:
-    """No job of a batch (`jobs.batch`) is left, and its callback was added, under the batch's id, to `queue`.
-
-    `failed`: how many of its jobs are dead letters.
-    """
+    """All jobs of a batch (`jobs.batch`) have ended, and its callback was added, under the batch's id, to `queue`."""
 
     id: UUID
     queue: str
@@ -308,7 +325,10 @@ class BatchFinished:
 
 @dataclass(frozen=True, slots=True)
 class Pruned:
-    """Expired rows were deleted; each number is one of rows. `batches`: callbacks that no relay had added."""
+    """Expired rows were deleted; each field is a number of rows.
+
+    `batches`: batches of jobs that had ended before, and whose callbacks were added only now.
+    """
 
     messages: int
     effects: int
@@ -319,7 +339,7 @@ class Pruned:
 
 @dataclass(frozen=True, slots=True)
 class DeadLettersPruned:
-    """Dead letters of a queue that keeps them for a time were deleted, because it has passed."""
+    """Dead letters of a queue were deleted because the time to keep them has passed."""
 
     queue: str
     jobs: int
@@ -336,10 +356,10 @@ class IndexRebuilt:
 
 @dataclass(frozen=True, slots=True)
 class ScheduleFired:
-    """A schedule's job was added, because its time has come.
+    """A schedule was due, and its job was added, unless `added` is False.
 
-    `fire_time`: when it was due, as the schedule's clocks show it. `late_seconds`: how much later it was added.
-    `added`: False if another job has its unique key, and so this one was not.
+    `fire_time`: when it was due, as the schedule's clocks show it. `late_seconds`: how much later the job was added.
+    `added`: False if the job was not added because another job has its unique key.
     """
 
     name: str
@@ -354,7 +374,7 @@ class ScheduleFired:
 class ChildDied:
     """A relay process of the supervisor ended by itself; another starts in `restart_seconds`.
 
-    `database`: its name, if the supervisor keeps relays of several.
+    `database`: the name of its database, if the supervisor keeps relays of several databases.
     """
 
     pid: int
@@ -373,7 +393,7 @@ class ChildStuck:
 
 @dataclass(frozen=True, slots=True)
 class ChildUnresponsive:
-    """A relay process of the supervisor showed no life for `silent_seconds`; it is killed, and `ChildDied` follows."""
+    """A relay process of the supervisor showed no sign of life for `silent_seconds`: it is killed, then `ChildDied`."""
 
     pid: int
     silent_seconds: float
@@ -382,7 +402,7 @@ class ChildUnresponsive:
 
 @dataclass(frozen=True, slots=True)
 class ChildStopTimedOut:
-    """A relay process of the supervisor did not end in `stopping_seconds`; it is killed, and `ChildDied` follows."""
+    """A relay process of the supervisor did not end in `stopping_seconds`: it is killed, and `ChildDied` follows."""
 
     pid: int
     stopping_seconds: float
@@ -396,11 +416,11 @@ RelayEvent: TypeAlias = (
     LeaseExtensionFailed | RelayStarted | RelayStopping | RelayStopped | DatabaseLost | DatabaseBack | BatchRolledBack
 )
 UpkeepEvent: TypeAlias = Pruned | DeadLettersPruned | IndexRebuilt | ScheduleFired
-# For hooks that name them, and for no other.
+# Received only by hooks that name them.
 CountedEvent: TypeAlias = JobsClaimed | ClaimsEmpty | ClaimsFailed | EffectCalled | MessageSeen | JobsEnqueued
-# For the hooks of engines with the option `outboxq_hooks`, and for those of no relay.
+# For hooks of engines with the option `outboxq_hooks`, and not for hooks of a relay.
 ProducerEvent: TypeAlias = MessageSeen | JobsEnqueued
-# Of the process that keeps the relays of `outboxq relay --processes N` running: it logs them, and calls no hook.
+# Events of the process that supervises `outboxq relay --processes N`: it logs them, and calls no hook.
 SupervisorEvent: TypeAlias = ChildDied | ChildStuck | ChildUnresponsive | ChildStopTimedOut
 Event: TypeAlias = (
     JobEvent | CountedEvent | JobsEvent | LostJobEvent | RelayEvent | BatchFinished | UpkeepEvent | SupervisorEvent

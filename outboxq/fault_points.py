@@ -1,4 +1,4 @@
-"""Fault points: named steps of a job's way at which a test may kill, stop or cut. Free when unused."""
+"""Fault points: named steps in a job's life at which a test may kill, stop or cut. They cost nothing when unused."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,9 +16,9 @@ EffectFaultPoint: TypeAlias = Literal["before-call", "after-call", "after-record
 ResultFaultPoint: TypeAlias = Literal["before-look", "after-look"]
 # In the order in which a job passes them. In lease mode the claim is committed at "after-claim".
 FAULT_POINTS: tuple[JobFaultPoint, ...] = get_args(JobFaultPoint)
-# The steps of a call of `ctx.once`: its claim is committed before the first, its result between the last two.
+# The steps of a call of `ctx.once`: its claim is committed before the first one, its result between the last two.
 EFFECT_FAULT_POINTS: tuple[EffectFaultPoint, ...] = get_args(EffectFaultPoint)
-# Around each poll of a wait for results: its flag is up.
+# Before and after each poll of a wait for results, while its flag is set.
 RESULT_FAULT_POINTS: tuple[ResultFaultPoint, ...] = get_args(ResultFaultPoint)
 
 FaultPoint: TypeAlias = JobFaultPoint | EffectFaultPoint | ResultFaultPoint
@@ -27,7 +27,7 @@ _action: Callable[[FaultPoint], None] | None = None
 
 
 def fault_point(name: FaultPoint) -> None:
-    """Run the action that a test has set for the steps of a job's way, if any."""
+    """Call the action that a test has set by `fault_action`, if any, with the name of the step that is passed now."""
     if _action is not None:
         _action(name)
 

@@ -1,9 +1,9 @@
-"""Forks: the child that users' code forks from a process of ours runs their code, and nothing of ours.
+"""Forks: a child that users' code forks from one of outboxq's processes runs their code, and none of outboxq's.
 
-Such a child has copies of everything: connections, whose sockets are its parent's too; locks, whose owners are threads
-that it lacks; an event loop, with the tasks of others. So as it begins, its connections are cut off, and when it
-returns from the call in which it was forked, it ends as by `os._exit`: the interpreter's work at its end would be done
-twice.
+Such a child has copies of everything: connections, whose sockets it shares with its parent; locks, whose owners are
+threads that it lacks; an event loop, with the parent's tasks. So when it begins, its connections are cut off, and when
+it returns from the call in which it was forked, it ends as by `os._exit`: else the interpreter's exit handlers would
+run twice.
 """
 
 import os
@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 class Forgetting(Protocol):
-    """An object of the parent's of which a child keeps nothing."""
+    """An object that forgets the parent's state in a child."""
 
     def forget(self) -> None:
         """Return to the initial state."""
@@ -36,9 +36,9 @@ class _HasFile(Protocol):
 
 _forgetting = weakref.WeakSet[Forgetting]()
 _files = weakref.WeakSet[_HasFile]()
-# How many forks lie between the first process and this one: to ask the kernel for its number costs a microsecond.
+# The number of forks between the first process and this one: asking the kernel for the process id takes a microsecond.
 _depth = 0
-# By the thread that runs it.
+# The event loop of a relay, by the thread that runs it.
 _loops = weakref.WeakValueDictionary[int, "asyncio.AbstractEventLoop"]()
 
 
@@ -48,21 +48,21 @@ def forget_in_children(owner: Forgetting) -> None:
 
 
 def cut_off_in_children(owner: _HasFile) -> None:
-    """Point the descriptor of a connection, or of another socket, at nothing in each child.
+    """Redirect the descriptor of a connection or other socket to nothing in each child.
 
-    Statements of the child on it fail, instead of mixing with those of its parent. A child that outlives its
-    parent keeps no transaction of it open, and no port.
+    The child's statements on it then fail, instead of mixing with the parent's. A child that outlives its parent keeps
+    none of its transactions or ports open.
     """
     _files.add(owner)
 
 
 def runs_here(loop: "asyncio.AbstractEventLoop") -> None:
-    """Record that the calling thread runs this event loop of a relay: in a child it runs nothing more."""
+    """Record that the calling thread runs this event loop of a relay: a child must not go on with it."""
     _loops[threading.get_ident()] = loop
 
 
 def call_here(function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
-    """Call users' code. A child that was forked in it ends when it returns, also by an error."""
+    """Call users' code. A child that is forked in it ends when the call returns or raises."""
     depth = _depth
     try:
         returned = function(*args, **kwargs)
@@ -76,7 +76,7 @@ def call_here(function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) ->
 
 
 async def await_here(awaitable: Awaitable[T]) -> T:
-    """Await users' code. A child that was forked in it ends when it returns, also by an error."""
+    """Await users' code. A child that is forked in it ends when the awaited code returns or raises."""
     depth = _depth
     try:
         returned = await awaitable
@@ -90,7 +90,7 @@ async def await_here(awaitable: Awaitable[T]) -> T:
 
 
 def _end_raising(error: BaseException) -> NoReturn:
-    """End this child with the code that its interpreter would have ended with."""
+    """End this child because its code raised an error, with the exit code that Python would have given it."""
     code = 1
     if isinstance(error, SystemExit):
         code = error.code if type(error.code) is int else int(error.code is not None)
@@ -98,7 +98,7 @@ def _end_raising(error: BaseException) -> NoReturn:
 
 
 def _end(how: str, code: int) -> NoReturn:
-    # Not by the log, nor through sys.stderr: a thread that this process lacks may hold their locks.
+    # Not by logging, nor through sys.stderr: a thread that this process lacks may hold their locks.
     with suppress(OSError):
         os.write(2, f"outboxq: process {os.getpid()}, forked by users' code, {how} and was ended\n".encode())
     os._exit(code & 0xFF)
@@ -110,16 +110,16 @@ def _begin_child() -> None:
     nowhere, other_end = socket.socketpair()
     other_end.close()
     for file in list(_files):
-        # A connection that is closed has no descriptor.
+        # A closed connection has no descriptor.
         with suppress(Exception):
             os.dup2(nowhere.fileno(), file.fileno(), inheritable=False)
     nowhere.close()
     loop = _loops.get(threading.get_ident())
     if loop is not None and not loop.is_closed():
         loop.call_soon(_end, "awaited", 1)
-        # Before the steps of other tasks, unless the loop names its queue otherwise.
+        # Before the steps of other tasks, unless the loop has another name for its queue.
         getattr(loop, "_ready", deque[object]()).rotate(1)
-    # Last: an error here is printed, and goes no further.
+    # Last: an error here is printed, and not raised.
     for owner in list(_forgetting):
         owner.forget()
 

@@ -37,7 +37,7 @@ Messages: TypeAlias = Mapping[str, object] | Iterable[str | tuple[str, object]]
 MAX_CONSUMER_BYTES = 63
 MAX_BATCH_MESSAGES = 10_000
 
-# The second round sees what the first waited for; a third is for a message that was forgotten between the two.
+# The second round sees messages that the first waited for; a third is for a message forgotten between the two.
 _ROUNDS = 5
 
 
@@ -54,7 +54,7 @@ class Acceptance(Enum):
 
 @dataclass(frozen=True, slots=True)
 class AcceptedBatch:
-    """The outcome of the messages of `accept_all`: their ids, in the order given.
+    """The outcomes of `accept_all`: the ids of the messages, in the given order.
 
     `conflicts` have the id of a message that was accepted, or that is in the same batch, with other content; they are
     not accepted, and the caller decides what to do about them.
@@ -70,15 +70,16 @@ class Inbox:
     """The messages that one consumer has accepted.
 
     An application that has a registry makes its inboxes with `jobs.inbox("payments")`: at its start a relay then checks
-    that no retry outlives what they remember. `Inbox("payments")` is for a receiver without a registry.
+    that no handler retries after a message id was forgotten. `Inbox("payments")` is for a receiver without a registry.
 
     Args:
-        consumer: A name of yours that never changes, of 1 to 63 bytes: under another name every message is new.
-        retention: How long an id is remembered, from 1 second to 10 years. Make it longer than the sender repeats.
+        consumer: A name of your choice that never changes, of 1 to 63 bytes: under another name every message is new.
+        retention: How long an id is remembered, from 1 second to 10 years. It must be longer than the time for which
+            the sender repeats.
 
     Raises:
-        InvalidKey: such a consumer cannot be stored.
-        ConfigError: a retention that is no time from 1 second to 10 years.
+        InvalidKey: the consumer's name is invalid.
+        ConfigError: the retention is no time from 1 second to 10 years.
     """
 
     consumer: str
@@ -97,12 +98,13 @@ class Inbox:
     def accept(
         self, session: SyncTarget | AsyncTarget, message_id: str, *, payload: object = None
     ) -> bool | Coroutine[Any, Any, bool]:
-        """Accept a message in this transaction; False for a duplicate. Await it on an async session.
+        """Accept a message in this transaction; return False for a duplicate. Await it on an async session.
 
         Waits for a transaction that is accepting the same message: False if that commits, True if it rolls back.
 
         Args:
-            payload: Its content: bytes, or what JSON can hold. Only a fingerprint of it is stored. None: not compared.
+            payload: The message's content: bytes, or a value that JSON can hold. Only its fingerprint is stored. None:
+                content is not compared.
 
         Raises:
             MessageConflict: it was accepted with other content; nothing was written.
@@ -144,16 +146,16 @@ class Inbox:
     def accept_all(
         self, session: SyncTarget | AsyncTarget, messages: Messages
     ) -> AcceptedBatch | Coroutine[Any, Any, AcceptedBatch]:
-        """Accept many messages by one statement; await it on an async session. All are checked before the first.
+        """Accept many messages by one statement; await it on an async session. All ids are checked first.
 
-        A conflict is returned and not raised, because others of the batch may have been accepted. Batches that overlap
-        do not deadlock, each in a transaction of its own.
+        A conflict is returned and not raised, because others of the batch may have been accepted. Overlapping batches
+        do not deadlock if each has its own transaction.
 
         Args:
             messages: 1 to 10,000 ids, or pairs of ids and contents, or a mapping of ids to contents.
 
         Raises:
-            InvalidKey: none or too many, or an id that cannot be stored.
+            InvalidKey: there are none or too many messages, or an id cannot be stored.
             ArgumentError, EnqueueError, SchemaError: as `accept`.
         """
         given, conflicts = _distinct(messages)
@@ -191,7 +193,8 @@ class Inbox:
             if isinstance(target, Connection):
                 raise ArgumentError("accept_job takes a session and not a connection: the job is one of its rows")
             connection = outbox_connection(target, "accept_job")
-            # A job of an entity that has no key yet may be refused only now; the savepoint then undoes the acceptance.
+            # A job of an entity without a key may be refused only at this point; the savepoint then undoes the
+            # acceptance.
             with connection.begin_nested() if job.was_pending() else nullcontext():
                 return add_jobs(target, [job])[0] if self._accept(target, connection, given) else None
 
@@ -208,7 +211,7 @@ class Inbox:
         self, target: Session | Connection, connection: Connection, given: Mapping[str, bytes | None]
     ) -> Acceptance:
         try:
-            # A rollback to the savepoint puts the lock_timeout back, too.
+            # A rollback to the savepoint also restores the lock_timeout.
             with connection.begin_nested():
                 before = connection.execute(statements.shorten_lock_timeout()).scalar_one()
                 accepted = self._accept(target, connection, given)
@@ -234,7 +237,10 @@ class Inbox:
         return AcceptedBatch(*(tuple(id_ for id_ in given if outcomes[id_] == outcome) for outcome in wanted))
 
     def _tell(self, target: Session | Connection, connection: Connection, outcomes: Iterable[Outcome]) -> None:
-        """Send events to the engine's hooks, if any: for accepted messages after the session's COMMIT, else at once."""
+        """Send a `MessageSeen` for each outcome to the engine's hooks, if any.
+
+        For a message that was accepted in a session it is sent after COMMIT, for any other at once.
+        """
         options = connection.get_execution_options()
         if not options.get(HOOKS_OPTION):
             return
@@ -245,7 +251,10 @@ class Inbox:
                 hand_to_hooks(options, MessageSeen(self.consumer, outcome))
 
     def _outcomes(self, connection: Connection, given: Mapping[str, bytes | None]) -> dict[str, Outcome]:
-        """The outcome of each message, by one statement, and another one for those that it had to wait for."""
+        """Accept messages; return the outcome of each by its id.
+
+        One statement accepts them; a second one finds the outcomes of messages for which the first had to wait.
+        """
         outcomes: dict[str, Outcome] = {}
         for _ in range(_ROUNDS):
             asked = {message_id: digest for message_id, digest in given.items() if message_id not in outcomes}
@@ -265,13 +274,13 @@ def _given(message_id: str, payload: object) -> dict[str, bytes | None]:
 
 
 def _distinct(messages: Messages) -> tuple[dict[str, bytes | None], set[str]]:
-    """Each id once, in the order given, and those that came with more than one content."""
+    """Return the fingerprint of each id's content, in the given order, and the ids that came with several contents."""
     if isinstance(messages, str | bytes):
         raise InvalidKey(
             f"accept_all takes an iterable of ids or a mapping, got one {type(messages).__name__}: use accept"
         )
     items = messages.items() if isinstance(messages, Mapping) else messages
-    # An endless generator is refused too.
+    # An endless generator is also refused.
     drawn = list(islice(items, MAX_BATCH_MESSAGES + 1))
     if not 1 <= len(drawn) <= MAX_BATCH_MESSAGES:
         got = "more" if drawn else "none"
@@ -288,5 +297,5 @@ def _distinct(messages: Messages) -> tuple[dict[str, bytes | None], set[str]]:
 
 
 def _pair(item: object) -> tuple[Any, object]:
-    # check_key refuses anything that is no id.
+    # check_key refuses values that are no ids.
     return item if isinstance(item, tuple) and len(item) == 2 else (item, None)

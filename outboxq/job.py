@@ -1,4 +1,4 @@
-"""A claimed job, and what its headers say."""
+"""A claimed job, and the meaning of its headers."""
 
 import re
 from datetime import datetime
@@ -7,35 +7,37 @@ from uuid import UUID
 
 import msgspec
 
-# Headers of outboxq's own, whose names begin like this: the rest of a job's chain; and for the callback of a batch its
-# id, and how many of its jobs became dead letters.
+# Outboxq's own headers, whose names begin like this: the later jobs of a chain; for the callback of a batch, its id,
+# and the number of its jobs that became dead letters.
 THEN_HEADER = "outboxq.then"
 BATCH_HEADER = "outboxq.batch"
 BATCH_FAILED_HEADER = "outboxq.batch_failed"
 UNIQUE_HEADER = "outboxq.unique"
-# The length of the windows in each of which a coalesced job may run once, in microseconds.
+# The length, in microseconds, of the windows in each of which a coalesced job may run once.
 EVERY_HEADER = "outboxq.every"
-# The `seq` with which a coalesced job was added, once its row has another one.
+# The `seq` with which a coalesced job was added, if its row has another one by now.
 ADDED_HEADER = "outboxq.added"
-# Longer headers, which no producer of ours writes, leave no room for it.
+# Longer headers, which outboxq's producers never write, leave no room for it.
 MAX_STAMPED_BYTES = 1_000_000
 _NUMBER = re.compile("[0-9]{1,18}")
 # https://www.w3.org/TR/trace-context/#traceparent-header: version, trace-id, parent-id, flags.
 _TRACEPARENT = re.compile(r"(?!ff)[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}(?:-.*)?")
-# Headers that belong to one job alone: a copy would make another job followed, called back or unique as this one.
+# Headers that belong to one job only: a copy would be followed, called back or unique like the original.
 OWN_HEADERS = frozenset({THEN_HEADER, BATCH_HEADER, BATCH_FAILED_HEADER, UNIQUE_HEADER, EVERY_HEADER, ADDED_HEADER})
 
 
-# A struct, as a claim makes one for each of its jobs: in a third of a frozen dataclass's time, and nothing that the
-# garbage collector has to walk.
+# A struct, because a claim makes one for each of its jobs: it takes a third of a frozen dataclass's time, and the
+# garbage collector need not walk it.
 class Job(msgspec.Struct, frozen=True, gc=False):
-    """A claimed job, as its handler sees it in `ctx.job`. Its payload and its errors are not in its `repr`.
+    """A claimed job, as a handler sees it in `ctx.job`. Payload and errors are not in its `repr`.
 
     `attempt` counts from 1 and includes this run. `args` is the stored JSON text; handlers receive it decoded.
-    `max_attempts` is None if the handler's own retry policy decides. `crashes` counts the deaths of its relay while it
-    ran alone, before this run. `expires_at` is None for a job that never expires, `lease_token` in transaction mode,
-    `claimed_at` before a relay has claimed it. `batch_id` is that of the batch that it was added to (`jobs.batch`).
-    Times are the database's, in UTC; `claimed_at` as far as the relay's clock can tell.
+    `max_attempts` is None if the handler's own retry policy decides. `crashes` is the number of earlier runs of the
+    job, in a transaction of its own, that ended with the death of its relay. `parked` counts how often a relay put the
+    job back, because the relay did not know its kind or the kind was paused. `expires_at` is None if the job never
+    expires, `lease_token` is None in transaction mode, and `claimed_at` is None before a relay has claimed the job.
+    `batch_id` is the id of the batch that it was added to (`jobs.batch`). Times are the database's, in UTC;
+    `claimed_at` is estimated by the relay.
     """
 
     id: UUID
@@ -61,13 +63,13 @@ class Job(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def waited_seconds(self) -> float:
-        """The time for which the job waited: from when it was due until it was claimed, by the database's clock."""
+        """The time between the moment at which the job was due and its claim, by the database's clock."""
         at, due = self.claimed_at, self.run_at
         return 0.0 if at is None or at < due else (at - due).total_seconds()
 
     @property
     def added_order(self) -> tuple[int, int]:
-        """Its place among the jobs of its coalescing key, by the order in which they were added."""
+        """A pair that sorts the jobs of one coalescing key by the order in which they were added."""
         return added_order(self.headers, self.seq)
 
     def __repr__(self) -> str:
@@ -75,22 +77,22 @@ class Job(msgspec.Struct, frozen=True, gc=False):
         return f"{type(self).__name__}({', '.join(f'{name}={getattr(self, name)!r}' for name in shown)})"
 
 
-# What few jobs have: the keys that others share with them, their callback batch, and a time when they expire.
+# Fields that few jobs use: keys that they share with other jobs, their callback batch, and their expiry.
 EXTRAS = ("unique_key", "group_key", "batch_id", "expires_at")
 extras_of = attrgetter(*EXTRAS)
 NO_EXTRAS = (None, None, None, None)
 
 
 def number_in(headers: str, name: str) -> int | None:
-    """The number in a header of a job; None if it has none, or one that no producer of ours has set.
+    """Return the number in a header of a job; None if the header is missing, or has a value that outboxq never writes.
 
-    As the statements of `statements/added.py` read it.
+    The statements of `statements/added.py` read it in the same way.
     """
     # Most jobs have no headers.
     if name not in headers:
         return None
     try:
-        # The others as they are: one may hold a number that no float can.
+        # Other headers are left unread: one may hold a number that no float can.
         found = msgspec.json.decode(msgspec.json.decode(headers, type=dict[str, msgspec.Raw])[name])
     except (KeyError, ValueError, RecursionError):
         return None
@@ -100,13 +102,20 @@ def number_in(headers: str, name: str) -> int | None:
 
 
 def added_order(headers: str, seq: int) -> tuple[int, int]:
-    """The place of a job with these headers, by which the newest of a coalescing key is found."""
+    """Return a pair that sorts the jobs of one coalescing key by the order in which they were added.
+
+    `seq` numbers the rows of jobs in the order of their INSERTs. The first item is the `seq` of the job's first row,
+    which a header keeps; the second is that of the present row.
+    """
     added = number_in(headers, ADDED_HEADER)
     return (seq if added is None else added), seq
 
 
 def with_added_order(headers: str, seq: int) -> str:
-    """The headers of a coalesced job with its place, of which its next row has no other trace."""
+    """Return a coalesced job's headers with its `seq`, the number of its row, unless they have one.
+
+    So the job keeps its place among those of its key if it is stored again, as a row with another `seq`.
+    """
     if number_in(headers, ADDED_HEADER) is not None or not headers.startswith("{") or len(headers) > MAX_STAMPED_BYTES:
         return headers
     rest = headers[1:].lstrip()

@@ -1,7 +1,4 @@
-"""libpq, PostgreSQL's client library, which psycopg needs: the first import of psycopg names it if it is missing.
-
-The packages whose modules import psycopg import this module first.
-"""
+"""libpq, PostgreSQL's client library, which psycopg needs: importing this module raises `LibpqMissing` without it."""
 
 from outboxq.errors import LibpqMissing
 

@@ -1,4 +1,4 @@
-"""Names and keys, as PostgreSQL, a channel and the command line can carry them; the names of options."""
+"""Checks of names and keys, which PostgreSQL, a channel and the command line must accept, and of option names."""
 
 import difflib
 import functools
@@ -21,7 +21,7 @@ _CONTROL_CHARACTER = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 
 
 def with_article(noun: str) -> str:
-    """The noun after "a" or "an", as in English: "an actor", "a unique key", "an int"."""
+    """Return the noun with its article: "an actor", "a unique key", "an int"."""
     return f"{'an' if noun[:1] in 'aeioAEIO' else 'a'} {noun}"
 
 
@@ -31,10 +31,10 @@ def check_keywords(
     known: Collection[str],
     elsewhere: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
-    """Refuse a keyword argument that a function does not take, as Python does, and say which ones there are.
+    """Refuse an unknown keyword argument as Python does, in a message that lists the known ones.
 
     Args:
-        elsewhere: For options that users expect here: what to do instead.
+        elsewhere: By name, advice for options that users expect here and that belong to another function.
 
     Raises:
         TypeError: one of `given` is not in `known`.
@@ -50,7 +50,7 @@ def check_keywords(
 
 
 def named_options(function: Callable[P, T]) -> Callable[P, T]:
-    """Make a function that lists its options refuse an unknown one as `check_keywords` does."""
+    """Decorate a function so that it refuses an unknown option as `check_keywords` does."""
     positional_only = inspect.Parameter.POSITIONAL_ONLY
     parameters = inspect.signature(function).parameters.values()
     known = frozenset(each.name for each in parameters if each.kind is not positional_only) - {"self"}
@@ -65,17 +65,17 @@ def named_options(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def named_fields(cls: type[T]) -> type[T]:
-    """Make a class refuse an unknown field as `check_keywords` does; above the decorator of a dataclass."""
+    """Decorate a class so that it refuses an unknown field as `check_keywords` does; written above `@dataclass`."""
     construct: Any = cls.__init__
     cls.__init__ = named_options(construct)  # type: ignore[method-assign]  # the dataclass made it
     return cls
 
 
 def check_name(what: str, name: str) -> str:
-    """Refuse names that PostgreSQL, a channel or the command line could not carry.
+    """Return a name, after a check that PostgreSQL, a NOTIFY channel and the command line accept it.
 
     Raises:
-        ArgumentError: not 1 to 63 bytes of UTF-8, or with control characters (NUL included).
+        ArgumentError: the name is not 1 to 63 bytes of UTF-8, or has control characters (NUL included).
     """
     if not isinstance(name, str):
         raise ArgumentError(f"{with_article(what)} name is a string, got {type(name).__name__}")
@@ -95,10 +95,10 @@ def check_name(what: str, name: str) -> str:
 
 
 def check_key(what: str, key: str, max_bytes: int = MAX_KEY_BYTES) -> str:
-    """Refuse a consumer, a message id, a scope or a key that its column could not hold.
+    """Return a consumer, a message id, a scope or a key, after a check that its column can hold it.
 
     Raises:
-        InvalidKey: not a string, empty, over `max_bytes` of UTF-8, or with control characters (NUL included).
+        InvalidKey: the key is no string, empty, over `max_bytes` of UTF-8, or has control characters (NUL included).
     """
     if not isinstance(key, str):
         raise InvalidKey(f"{with_article(what)} is a string, got {type(key).__name__}: give str(...) of it")

@@ -1,4 +1,4 @@
-"""A job that is not enqueued yet."""
+"""New jobs, which are not enqueued yet."""
 
 from collections.abc import Callable, Mapping
 from datetime import datetime, timedelta
@@ -12,9 +12,9 @@ from outboxq.errors import ArgumentError, EnqueueError, JobTooLarge
 
 
 class JobEnvelope(msgspec.Struct, frozen=True, eq=False, gc=False):
-    """The fields that the jobs of a kind with its options share: one object for all of them.
+    """The fields that all jobs of a kind with the same options share: one object for all of them.
 
-    `keeps_result`: True if results of the kind are kept; None if its handler is elsewhere.
+    `keeps_result`: True if results of the kind are kept; None if its handler is in another application.
     """
 
     kind: str
@@ -30,9 +30,9 @@ class JobEnvelope(msgspec.Struct, frozen=True, eq=False, gc=False):
 
 
 class UniqueKey(msgspec.Struct, frozen=True, gc=False):
-    """The key of a job that is added only if no other job has it, and for how long it is kept in any case.
+    """The unique key of a job, which is added only if no other job has the key.
 
-    `key` begins with the kind.
+    `key` begins with the kind; `kept` is the minimum time to keep it, even if the job is done sooner.
     """
 
     key: str
@@ -40,9 +40,10 @@ class UniqueKey(msgspec.Struct, frozen=True, gc=False):
 
 
 class JobKeys(msgspec.Struct, frozen=True, gc=False):
-    """The keys of a job: to coalesce it (with its kind), its group, its unique key; and its batch's id in hex.
+    """The keys of a job; None for each that it does not have.
 
-    None for those that it does not have. `opens_batch`: it is added when the batch that has its id has ended.
+    `coalesce` begins with the kind. `batch` is the id, in hex, of the batch that the job is in. `opens_batch`: the job
+    is the callback of a batch, and is added when the batch with the job's own id has ended.
     """
 
     coalesce: str | None = None
@@ -52,23 +53,23 @@ class JobKeys(msgspec.Struct, frozen=True, gc=False):
     opens_batch: bool = False
 
 
-# A struct, as a bulk makes one for each job: in a third of a dataclass's time, and unless it has entities nothing
-# that the garbage collector has to walk.
+# A struct, because a bulk makes one for each job: it takes a third of a dataclass's time, and unless it has entities,
+# the garbage collector need not walk it.
 class NewJob(msgspec.Struct, frozen=True, eq=False):
     """A job that is not enqueued yet. Make one with `kind.job(...)`.
 
-    Its arguments are those of the call: changing a list afterwards does not change the job.
+    Its arguments are encoded at the call: changing a list afterwards does not change the job.
     """
 
     envelope: JobEnvelope
-    # A JSON object of all arguments but the entities that had no primary key at the call.
+    # A JSON object of all arguments except entities that had no primary key at the call.
     args: str
     entities: Mapping[str, EntityArgument] | None
     # With such an entity, a function of its primary key.
     keys: JobKeys | Callable[[], JobKeys] | None = None
-    # The jobs of its chain that run after it, one after the other; none of these has followers of its own.
+    # The later jobs of its chain, in their order; none of these has followers of its own.
     followers: tuple["NewJob", ...] = ()
-    # Makes `keys` again if the primary key of an entity has changed: all of them but the batch.
+    # Makes `keys` again if an entity's primary key has changed, except for the batch.
     keys_at_flush: Callable[[], JobKeys] | None = None
 
     def __repr__(self) -> str:
@@ -83,11 +84,11 @@ class NewJob(msgspec.Struct, frozen=True, eq=False):
         return self.envelope.queue
 
     def pending_entities(self) -> list[object]:
-        """The entities whose primary keys are known only after a flush."""
+        """Return the arguments that are entities without a primary key, which only a flush will assign."""
         return [argument.entity for argument in (self.entities or {}).values() if argument.is_pending()]
 
     def was_pending(self) -> bool:
-        """Return True if an entity had no primary key at the call, so that the job was not checked as a whole."""
+        """Return True if an entity had no primary key at `kind.job(...)`, so that the job was not fully checked."""
         return any(argument.key is None for argument in (self.entities or {}).values())
 
     def has_entities(self) -> bool:
@@ -95,7 +96,7 @@ class NewJob(msgspec.Struct, frozen=True, eq=False):
         return bool(self.entities) or any(each.entities for each in self.followers)
 
     def complete(self) -> "NewJob":
-        """The job and its followers with the primary keys that their entities have now; every one must have its own.
+        """Return the job and its followers with the present primary keys of their entities, which must have one each.
 
         Raises:
             EnqueueError: an entity was deleted, and its parameter does not allow None.
@@ -135,15 +136,15 @@ class NewJob(msgspec.Struct, frozen=True, eq=False):
         return msgspec.structs.replace(self.keys_at_flush(), batch=keys.batch, opens_batch=keys.opens_batch)
 
     def then(self, follower: "NewJob", /) -> "NewJob":
-        """The same job, and after it another one: it is added in the transaction in which this one is done.
+        """Return the same job with a follower, which is added in the transaction in which this job is done.
 
-        `a.then(b).then(c)` and `a.then(b.then(c))` are the same chain. Only a job that is done is followed: not one
-        that is discarded, cancelled or among the dead letters.
+        `a.then(b).then(c)` and `a.then(b.then(c))` are the same chain. Only a done job is followed, not one that is
+        discarded, cancelled or a dead letter.
 
         Raises:
-            ArgumentError: no job, one of a batch, or one with an entity that has no primary key yet; or it would
-                follow a coalesced job, or one that follows another and has a unique key.
-            JobTooLarge: the jobs that follow have more than 256 KiB, headers included.
+            ArgumentError: `follower` is no job, is in a batch, or has an entity without a primary key; or it would
+                follow a coalesced job, or a follower with a unique key.
+            JobTooLarge: the followers have more than 256 KiB, headers included.
         """
         if not isinstance(follower, NewJob):
             raise ArgumentError(f"then takes a job made by kind.job(...), got {type(follower).__name__}")
@@ -154,10 +155,10 @@ class NewJob(msgspec.Struct, frozen=True, eq=False):
         return NewJob(self.envelope, self.args, self.entities, self.keys, followers, self.keys_at_flush)
 
     def in_batch(self, batch: str) -> "NewJob":
-        """The same job as a member of a batch, by its id in hex, and with it those that follow it.
+        """Return the same job, with its followers, as a member of the batch with this id in hex.
 
         Raises:
-            ArgumentError: one of them is coalesced.
+            ArgumentError: the job, or a follower, is coalesced.
         """
         for each in (self, *self.followers):
             refuse_coalesced(each, "in a batch")
@@ -168,7 +169,7 @@ class NewJob(msgspec.Struct, frozen=True, eq=False):
 
 
 def _refuse_unique_between(followers: "tuple[NewJob, ...]") -> None:
-    """Refuse a chain that would silently end at a follower that is not added because another job has its key."""
+    """Refuse a chain that could silently end at a follower that is not added because another job has its key."""
     for each in followers[:-1]:
         if has_unique_key(each):
             raise ArgumentError(
@@ -178,12 +179,12 @@ def _refuse_unique_between(followers: "tuple[NewJob, ...]") -> None:
 
 
 def refuse_coalesced(new: NewJob, what: str) -> None:
-    """Refuse a job that the run of another one may replace, and with it the things that belong to this one.
+    """Refuse a coalesced job: another job's run may replace it, and its followers or batch would be lost.
 
     Raises:
-        ArgumentError: it is coalesced; `what` says what it cannot be.
+        ArgumentError: it is coalesced; `what` names the role that it cannot have.
     """
-    # Keys that depend on the primary keys of pending entities are checked when these are known.
+    # Keys that depend on primary keys of pending entities are checked when these are known.
     if not callable(new.keys) and new.keys is not None and new.keys.coalesce is not None:
         raise ArgumentError(
             f"{new.kind!r} is coalesced, and cannot be {what}: the run of another job may stand for it. Leave one out"
@@ -192,7 +193,7 @@ def refuse_coalesced(new: NewJob, what: str) -> None:
 
 # The number of a chain's kinds that an error names.
 _NAMED = 5
-# The bytes that a job takes in addition to its arguments and headers.
+# The bytes that a job needs in addition to its arguments and headers.
 _EACH_BYTES = 512
 
 
@@ -223,7 +224,7 @@ def _check_chain(kind: str, followers: tuple[NewJob, ...]) -> None:
 
 
 class UniqueAnswer:
-    """The outcome of adding a unique job, given when its key is taken: by the flush, or in a handler by the COMMIT."""
+    """The outcome of adding a unique job, known when its key is taken: at the flush, or in a handler at COMMIT."""
 
     __slots__ = ("added", "existing_id")
 
@@ -232,24 +233,24 @@ class UniqueAnswer:
         self.existing_id: UUID | None = None
 
     def give(self, *, added: bool, existing_id: UUID | None = None) -> None:
-        """Record whether the job was added, and the id of the job that has its key instead."""
+        """Record that the job was added, or else the id of the job that has its key instead."""
         self.added, self.existing_id = added, None if added else existing_id
 
 
 class UniqueJob(NewJob, frozen=True, eq=False, kw_only=True):
-    """A job that waits in a session, and may have a unique key: that may depend on keys of pending entities."""
+    """A job in a session that has a unique key, or that may get one when its entities have primary keys."""
 
     answer: UniqueAnswer
 
     @property
     def key(self) -> UniqueKey:
-        """Its unique key, which it must have."""
+        """The job's unique key; only for a complete job that has one."""
         assert isinstance(self.keys, JobKeys)
         assert self.keys.unique is not None
         return self.keys.unique
 
     def complete(self) -> NewJob:
-        """The job with all of its arguments; no `UniqueJob` any more if it has no unique key."""
+        """Return the job with all of its arguments: as a plain `NewJob` if it turns out to have no unique key."""
         completed = super().complete()
         keys = completed.keys
         if callable(keys) or keys is None or keys.unique is None:
@@ -259,12 +260,12 @@ class UniqueJob(NewJob, frozen=True, eq=False, kw_only=True):
 
 
 def has_unique_key(new: NewJob) -> bool:
-    """Return True if a job has a unique key, or may have one once the keys of pending entities are known."""
+    """Return True if a job has a unique key, or if that is not known because its entities have no primary keys yet."""
     return callable(new.keys) or (new.keys is not None and new.keys.unique is not None)
 
 
 def with_answer(new: NewJob) -> UniqueJob:
-    """A job that has a unique key, with a place for its outcome: its own, as one `NewJob` may be added twice."""
+    """Return the job as a `UniqueJob` with its own place for the outcome, because one `NewJob` may be added twice."""
     if isinstance(new, UniqueJob):
         return new
     return _unique(new, UniqueAnswer())
@@ -275,7 +276,11 @@ def _unique(new: NewJob, answer: UniqueAnswer) -> UniqueJob:
 
 
 def check_size(kind: str, args: str) -> str:
-    """Refuse arguments over the cap."""
+    """Return the arguments of a job, as JSON text, unchanged, after a check of their size.
+
+    Raises:
+        JobTooLarge: they exceed 256 KiB.
+    """
     size_bytes = len(args) if args.isascii() else len(args.encode())
     if size_bytes > MAX_ARGS_BYTES:
         raise JobTooLarge(kind, size_bytes, MAX_ARGS_BYTES)

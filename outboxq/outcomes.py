@@ -9,20 +9,20 @@ from datetime import timedelta
 from outboxq.errors import ConfigError
 from outboxq.names import named_fields
 
-# A hundred years: a timestamp of PostgreSQL can still add it to now.
+# A hundred years: PostgreSQL can still add this to the present time.
 MAX_DELAY = timedelta(days=36_500)
 
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """The handler finished: its rows commit together with the disappearance of the job. Returning None means this."""
+    """The handler finished: its rows are committed together with the removal of the job. Returning None means this."""
 
 
 @dataclass(frozen=True, slots=True)
 class Retry:
     """Run again after `delay` (None: the handler's backoff). Counts as an attempt; the handler's rows are undone.
 
-    Past the last attempt the job becomes a dead letter, as after an error.
+    After the last attempt the job becomes a dead letter, as after an error.
     """
 
     delay: timedelta | None = None
@@ -60,9 +60,9 @@ class Discard:
 def _plain(outcome: str, delay: timedelta) -> timedelta:
     if not isinstance(delay, timedelta):
         raise ConfigError(f"{outcome} takes a timedelta, such as timedelta(seconds=60), got {type(delay).__name__}")
-    # Of a subclass, whose methods are the user's, only the value is used.
+    # If it is a subclass, whose methods are the user's, only the value is used.
     delay = timedelta.__pos__(delay)
-    # Below zero, as after "the deadline minus now", means at once.
+    # Below zero, as in "the deadline minus now", means at once.
     if abs(delay) > MAX_DELAY:
         raise ConfigError(f"{outcome} takes a delay of up to {MAX_DELAY.days:,} days, got {delay}")
     return delay
@@ -76,9 +76,9 @@ Outcome = Done | Retry | Snooze | DeadLetter | Discard
 class Backoff:
     """Exponential backoff with jitter and a cap.
 
-    The pause after failed attempt n is `first_seconds * factor ** (n - 1)`, capped at `cap_seconds`, then moved by up
-    to `jitter` (a fraction from 0 to 1) downwards, so that jobs which failed together do not return together and no
-    pause exceeds the cap.
+    The pause after failed attempt n is `first_seconds * factor ** (n - 1)`, capped at `cap_seconds`, then shortened by
+    up to `jitter` (a fraction from 0 to 1), so that jobs which failed together do not return together, and no pause
+    exceeds the cap.
 
     The defaults give up after 15 attempts, about four hours.
     """
@@ -110,12 +110,12 @@ class Backoff:
     def horizon(self, max_attempts: int | None = None, timeout_seconds: float | None = None) -> timedelta:
         """The longest time from the start of the first attempt to the end of the last; at most a hundred years.
 
-        All pauses in full, without jitter, and every attempt as long as its deadline. Not in it, because it cannot be
-        known: the time that a due job waits for a slot, the pauses that a handler asks for itself (`Retry(delay)`,
-        `Snooze`), and a dead letter that is taken back.
+        It counts all pauses in full, without jitter, and every attempt with its deadline. It cannot count unknown
+        times: how long a due job waits for a slot, pauses that a handler requests (`Retry(delay)`, `Snooze`), and
+        retried dead letters.
 
         Args:
-            max_attempts: Of a job that has its own; by default the policy's.
+            max_attempts: The job's own number; by default the policy's.
             timeout_seconds: The deadline of an attempt; None, for a handler without one, counts as 0.
         """
         attempts = self.max_attempts if max_attempts is None else max_attempts
@@ -127,7 +127,7 @@ class Backoff:
         total_seconds = 0.0
         for made in range(count):
             pause_seconds = self._pause_seconds(made + 1)
-            # All later pauses are alike.
+            # All later pauses are equal.
             if self.factor == 1 or pause_seconds in (0.0, self.cap_seconds):
                 return total_seconds + pause_seconds * (count - made)
             total_seconds += pause_seconds
@@ -137,5 +137,5 @@ class Backoff:
         try:
             return min(self.cap_seconds, self.first_seconds * float(self.factor) ** (attempt - 1))
         except OverflowError:
-            # An overflow, as of 2.0 ** 5000: the cap was reached long before.
+            # An overflow, as of 2.0 ** 5000, means that the cap was reached long before.
             return self.cap_seconds if self.first_seconds else 0.0

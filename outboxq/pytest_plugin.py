@@ -1,6 +1,6 @@
 """Fixtures for users' tests: a PostgreSQL server per test session, a database with outboxq's tables per test.
 
-pytest imports this module in every project where outboxq is installed, so the rest is imported by the fixtures.
+pytest imports this module in every project where outboxq is installed, so the fixtures import everything else.
 
 To have your own tables in each database, override the session fixture `outboxq_prepare`:
 
@@ -39,14 +39,14 @@ def outboxq_server(request: pytest.FixtureRequest) -> "Iterator[Server]":
     with find_server(configured_url=config.test_database_url(), binaries=config.local_binaries()) as server:
         source = f"PostgreSQL {server.version} from {server.source}"
         request.config.stash[_SOURCE] = source
-        # A worker of pytest-xdist, whose summary is not shown, passes the source to the process that prints one.
+        # A worker of pytest-xdist prints no summary, so it passes the source to the process that prints one.
         getattr(request.config, "workeroutput", {})[_WORKER_SOURCE] = source
         yield server
 
 
 @pytest.fixture(scope="session")
 def outboxq_prepare() -> Callable[[str], None]:
-    """Fills the template that every test's database is copied from: by default with outboxq's tables alone."""
+    """Return a function that fills the template of every test's database: by default only with outboxq's tables."""
     from sqlalchemy import create_engine
 
     from outboxq.migrations.runner import migrate
@@ -68,7 +68,7 @@ def outboxq_template(outboxq_server: "Server", outboxq_prepare: Callable[[str], 
 
 @pytest.fixture
 def outboxq_database(outboxq_server: "Server", outboxq_template: str) -> "Iterator[Database]":
-    """A database of this test's own, a copy of the template; `.url` is SQLAlchemy's URL for psycopg."""
+    """A database for this test only, a copy of the template; `.url` is SQLAlchemy's URL for psycopg."""
     with outboxq_server.create_database(template=outboxq_template) as database:
         yield database
 
@@ -82,21 +82,21 @@ def pytest_runtest_setup() -> Generator[None, object, object]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call() -> Generator[None, object, object]:
-    """Fail a test that does so."""
+    """Fail a test that calls a helper of `outboxq.testing` without the `await` that it needs."""
     with awaited.counting():
         return (yield)
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_teardown() -> Generator[None, object, object]:
-    """Fail its teardown."""
+    """Fail the teardown of a test that calls a helper of `outboxq.testing` without the `await` that it needs."""
     with awaited.counting():
         return (yield)
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: _WorkerNode) -> None:
-    """Take over the source that a worker of pytest-xdist found."""
+    """Record the PostgreSQL that a worker of pytest-xdist has used, for this process's summary."""
     source = getattr(node, "workeroutput", {}).get(_WORKER_SOURCE)
     if isinstance(source, str):
         node.config.stash[_SOURCE] = source

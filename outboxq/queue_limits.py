@@ -1,4 +1,4 @@
-"""The limits of a queue: jobs that run at a time, jobs that begin in a time, and how long its dead letters are kept."""
+"""The limits of a queue: how many jobs run at a time and begin in each period, and how long dead letters are kept."""
 
 import json
 import re
@@ -24,7 +24,10 @@ _BURST_SECONDS = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Rate:
-    """At most `burst` + n * `jobs` jobs begin in n * `seconds`."""
+    """A limit on the jobs that begin: `jobs` in each `seconds`, and up to `burst` at once.
+
+    In any time of n * `seconds` at most `burst` + n * `jobs` jobs begin.
+    """
 
     jobs: int
     seconds: float
@@ -32,7 +35,7 @@ class Rate:
 
     @property
     def seconds_each(self) -> float:
-        """The time from one job to the next, if jobs begin at this rate."""
+        """The seconds between two jobs that begin at this rate."""
         return self.seconds / self.jobs
 
     def __str__(self) -> str:
@@ -45,7 +48,7 @@ class Rate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueueLimits:
-    """The limits of a queue: jobs that run at a time, in all and of each group, and jobs that begin in a time.
+    """The limits of a queue: jobs that run at a time, in all and of each group, and jobs that begin in a period.
 
     None for no limit; `rate_jobs`, `rate_seconds` and `rate_burst` are those of a `Rate`, all three or none.
     """
@@ -64,7 +67,7 @@ class QueueLimits:
         return Rate(self.rate_jobs, self.rate_seconds, self.rate_burst)
 
     def or_else(self, other: "QueueLimits") -> "QueueLimits":
-        """These limits, and for those that are None the limits of `other`."""
+        """Return these limits, with the limits of `other` for those that are None here."""
         ours = {field.name: getattr(self, field.name) for field in fields(self)}
         return QueueLimits(**{n: getattr(other, n) if value is None else value for n, value in ours.items()})
 
@@ -81,17 +84,18 @@ class QueueLimits:
 def make_limits(
     *, running: int | None = None, per_group: int | None = None, rate: str | None = None, burst: int | None = None
 ) -> QueueLimits:
-    """Limits of a queue as users write them.
+    """Return the limits of a queue, from numbers and the text of a rate, as users write them.
 
     Args:
         running: How many jobs run at a time, 1 to 10,000.
         per_group: How many jobs of each group run at a time, 1 to 1,000.
-        rate: How many jobs begin in a time, as `100/min`: a number, and `s`, `min`, `h`, `day`, or several of them
-            as in `5/30s`.
-        burst: How many jobs may begin at once after a pause; by default those of a tenth of a second, at least 1.
+        rate: How many jobs begin in a time, such as `100/min`: a number, and `s`, `min`, `h` or `day`, or a multiple of
+            these as in `5/30s`.
+        burst: How many jobs may begin at once after a pause; by default as many as the rate allows in a tenth of a
+            second, at least 1.
 
     Raises:
-        ArgumentError: a number out of its range, no such rate, or a burst without a rate.
+        ArgumentError: a number is out of its range, the rate is invalid, or there is a burst without a rate.
     """
     _check("the limit of jobs that run at a time", running, MAX_RUNNING)
     _check("the limit of jobs of a group that run at a time", per_group, MAX_PER_GROUP)
@@ -112,12 +116,12 @@ _NONE = QueueLimits()
 
 
 def limits_text(limits: Mapping[str, QueueLimits]) -> str:
-    """The limits of queues as the JSON text of a list: a name and numbers each."""
+    """Return the limits of queues as the JSON text of a list of objects, each with the queue's name and the limits."""
     return json.dumps([{"name": name, **asdict(each)} for name, each in limits.items()])
 
 
 def read_limits(rows: Iterable[Any]) -> dict[str, QueueLimits]:
-    """The limits of queues, from rows that have a name and numbers each."""
+    """Return the limits of queues, by name, from rows that have the name and the fields of `QueueLimits`."""
     names = [field.name for field in fields(QueueLimits)]
     return {row.name: QueueLimits(**{name: getattr(row, name) for name in names}) for row in rows}
 
@@ -125,13 +129,13 @@ def read_limits(rows: Iterable[Any]) -> dict[str, QueueLimits]:
 def limits_in_force(
     by_operators: Mapping[str, QueueLimits], declared: Mapping[str, QueueLimits]
 ) -> dict[str, QueueLimits]:
-    """The limits in force: as operators have set them, limit by limit, and else as the application declares them."""
+    """Return the limits in force: each as operators have set it, else as the application declares it."""
     names = by_operators.keys() | declared.keys()
     return {name: by_operators.get(name, _NONE).or_else(declared.get(name, _NONE)) for name in names}
 
 
 def _parse_rate(text: str) -> tuple[int, int]:
-    """The jobs and the seconds of a rate."""
+    """Return the number of jobs and the seconds that the text of a rate names, such as 5 and 30 for `5/30s`."""
     found = _RATE.fullmatch(text.strip()) if isinstance(text, str) else None
     if found is None:
         raise ArgumentError(
@@ -157,10 +161,10 @@ def _check(what: str, given: int | None, most: int) -> None:
 
 
 def parse_keep(text: str) -> float:
-    """The time for which dead letters are kept, in seconds: `30d`, `12h`, `90m`; 0 for `forever`.
+    """Return the time for which dead letters are kept, in seconds, from `30d`, `12h`, `90m` or the like; 0: `forever`.
 
     Raises:
-        ArgumentError: no such time, or one below a minute or over 3,653 days.
+        ArgumentError: the text is no time, or the time is below a minute or over 3,653 days.
     """
     if text == FOREVER:
         return 0.0
@@ -175,7 +179,7 @@ def parse_keep(text: str) -> float:
 
 
 def keep_text(seconds: float) -> str:
-    """The time for which dead letters are kept, as `parse_keep` reads it."""
+    """Return the time for which dead letters are kept, given in seconds, as a text for `parse_keep`."""
     for unit, size in _KEPT_SECONDS.items():
         if seconds and seconds % size == 0:
             return f"{seconds / size:.0f}{unit}"
@@ -183,7 +187,7 @@ def keep_text(seconds: float) -> str:
 
 
 def kept_in_words(seconds: float | None) -> str:
-    """The words after the name of a queue that say how long it keeps dead letters; None as the application declares."""
+    """Return the words after a queue's name that say how long it keeps dead letters; None: the declared time."""
     if seconds is None:
         return "keeps dead letters as the application declares"
     return f"keeps dead letters {f'for {keep_text(seconds)}' if seconds else 'for ever'}"

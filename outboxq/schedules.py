@@ -1,8 +1,8 @@
-"""Schedules of an application's own: made, changed and removed in its transactions, such as one for each tenant.
+"""Schedules that an application makes, changes and removes in its own transactions, such as one for each tenant.
 
 Every function takes a session or a connection, sync or async, and works in its transaction: a rollback undoes it. With
-an async one, await the result. A relay sees a new schedule within its next heartbeat (`heartbeat_seconds`, five seconds
-by default).
+an async session or connection, await the result. A relay sees a new schedule within its next heartbeat
+(`heartbeat_seconds`, five seconds by default).
 
     schedules.put(session, "report-7", report.job(tenant=7), cron="30 2 * * *", time_zone="Europe/Berlin")
 """
@@ -62,13 +62,13 @@ def put(
 ) -> Schedule | Coroutine[Any, Any, Schedule]:
     """Make a schedule, or change the one of this name.
 
-    A schedule that is paused stays paused. Its next due time changes only if `cron`, `every` or `time_zone` does, or
-    if it is later than it can be: then the database's clock was ahead when it was computed.
+    A paused schedule stays paused. Its next due time changes only if `cron`, `every` or `time_zone` does, or if it is
+    later than it can be, because the database's clock was ahead when it was computed.
 
     Args:
         name: 1 to 255 bytes.
-        job: The job to add when it is due, made by `kind.job(...)`. An argument that is `FIRE_TIME` is replaced by the
-            time that it is due, in the schedule's time zone.
+        job: The job to add when it is due, made by `kind.job(...)`. An argument `FIRE_TIME` is replaced by the time
+            that the job is due, in the schedule's time zone.
         cron: Five fields (minute, hour, day of month, month, day of week), or `@hourly`, `@daily`, `@weekly`,
             `@monthly`, `@yearly`.
         every: In place of `cron`, an interval of whole seconds, from a second to 365 days: due at its multiples since
@@ -79,7 +79,7 @@ def put(
         jitter: Each job runs later by a random time of up to this much, 24 hours at most, and less than `every`.
 
     Raises:
-        ArgumentError: an argument has another form or value than these, or the job has a `run_at`.
+        ArgumentError: an argument is invalid, or the job has a `run_at`.
         InvalidKey: the name is empty, over 255 bytes, or cannot be stored.
         ScheduleDeclared: an application's code declares this schedule: change it there.
     """
@@ -98,9 +98,9 @@ def remove(connection: AsyncTarget, *names: str) -> Coroutine[Any, Any, tuple[st
 
 
 def remove(connection: SyncTarget | AsyncTarget, *names: str) -> tuple[str, ...] | Coroutine[Any, Any, tuple[str, ...]]:
-    """Delete schedules; the jobs that they added stay. Returns the names of those that were there.
+    """Delete schedules; the jobs that they added stay. Returns the names that existed, and so were deleted.
 
-    One that an application's code declares comes back when its relay starts again.
+    A schedule that an application's code declares comes back when its relay starts again.
     """
     return run_on(connection, lambda it: admin.remove(it, names), "schedules.remove(...)")
 
@@ -114,7 +114,10 @@ def pause(connection: AsyncTarget, *names: str) -> Coroutine[Any, Any, tuple[str
 
 
 def pause(connection: SyncTarget | AsyncTarget, *names: str) -> tuple[str, ...] | Coroutine[Any, Any, tuple[str, ...]]:
-    """Keep schedules from adding jobs, until they are resumed. Returns the names of those that were not paused."""
+    """Keep schedules from adding jobs, until they are resumed.
+
+    Returns the names that this call has paused; names that do not exist, or were paused already, are left out.
+    """
     return run_on(connection, lambda it: admin.pause(it, names), "schedules.pause(...)")
 
 
@@ -129,7 +132,7 @@ def resume(connection: AsyncTarget, *names: str) -> Coroutine[Any, Any, tuple[st
 def resume(connection: SyncTarget | AsyncTarget, *names: str) -> tuple[str, ...] | Coroutine[Any, Any, tuple[str, ...]]:
     """End the pause of schedules, from their next time on: times that passed while they were paused are skipped.
 
-    Returns the names of those that were paused.
+    Returns the names whose pause this call has ended; names that do not exist, or were not paused, are left out.
     """
     return run_on(connection, lambda it: admin.resume(it, names), "schedules.resume(...)")
 
@@ -143,7 +146,7 @@ def run_now(connection: AsyncTarget, name: str) -> Coroutine[Any, Any, JobHandle
 
 
 def run_now(connection: SyncTarget | AsyncTarget, name: str) -> JobHandle | Coroutine[Any, Any, JobHandle]:
-    """Add a schedule's job once more, now, also if it is paused; its next time stays as it is.
+    """Add a schedule's job once more, now, even if the schedule is paused; its next time stays as it is.
 
     Raises:
         ScheduleNotFound: no schedule has this name.

@@ -7,13 +7,13 @@ from outboxq.errors import ArgumentError
 
 
 def shard_of(key: str, shards: Sequence[str]) -> str:
-    """The shard, of those with these names, that a key belongs to: the same in every process and every version.
+    """Return the name of the shard that a key belongs to: the same in every process and every version.
 
     Rendezvous hashing (Thaler and Ravishankar, 1996): each shard draws a number for the key, and the highest wins. If a
-    shard is added, only keys that move to it change their shard; if one is taken away, only its own keys do.
+    shard is added, only keys that move to it change their shard; if one is removed, only its own keys do.
 
     Raises:
-        ArgumentError: no shards, a name twice, or a key or a name that is no text.
+        ArgumentError: there are no shards, a name appears twice, or a key or a name is no text.
     """
     if not isinstance(key, str) or not all(isinstance(name, str) for name in shards) or isinstance(shards, str):
         raise ArgumentError("shard_of takes a text and the names of the shards: shard_of(str(tenant_id), ['a', 'b'])")
@@ -23,6 +23,6 @@ def shard_of(key: str, shards: Sequence[str]) -> str:
 
 
 def _drawn(name: str, key: str) -> bytes:
-    # The lengths keep name and key apart, with any content.
+    # The lengths separate name and key, with any content.
     parts = name.encode(), key.encode()
     return hashlib.sha256(b"".join(len(part).to_bytes(8) + part for part in parts)).digest()

@@ -1,6 +1,6 @@
-"""How many jobs this process has run, where the benchmark can read it at any moment without asking the database.
+"""The number of jobs that this process has run; the benchmark can read it at any moment without a query.
 
-Asking the database would disturb what is measured. Whether the jobs are gone is checked against the table at the end.
+A query would disturb the measurement. At the end the table shows if the jobs are gone.
 """
 
 import mmap

@@ -1,4 +1,4 @@
-"""An ordinary ORM handler: it is given an entity and changes a column. The jobs of a batch share what they may."""
+"""An ordinary ORM handler: it receives an entity and changes a column. The jobs of a batch share what they may."""
 
 from benchmarks.apps.accounts import Account
 from benchmarks.apps.counting import COUNTER

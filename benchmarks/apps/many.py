@@ -23,7 +23,7 @@ jobs = Jobs(lifespan=_written_at_the_end)
 
 
 def queue_name(place: int) -> str:
-    """Of the queue at this place, in alphabetical order too."""
+    """The name of the queue at this place; alphabetical order is the same."""
     return f"queue {place:03}"
 
 

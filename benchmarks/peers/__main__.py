@@ -111,7 +111,7 @@ def _server(url: str | None) -> Server:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.peers", description="Other job queues, same work.")
     commands = parser.add_subparsers(dest="command", required=True)
-    for name, text in (("install", "make the environments anew"), ("run", "measure what is installed")):
+    for name, text in (("install", "make the environments from nothing"), ("run", "measure what is installed")):
         command = commands.add_parser(name, help=text)
         command.add_argument("peers", nargs="*", metavar="PEER", choices=[*PEERS, []], help=", ".join(PEERS))
         command.add_argument("--directory", type=Path, default=default_directory(), help="of the environments")

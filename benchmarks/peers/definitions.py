@@ -12,11 +12,11 @@ Settings = Mapping[str, int | float | bool | str]
 
 
 class Scenario(StrEnum):
-    """What a peer does.
+    """The work of a peer.
 
     Jobs that do nothing; jobs that update a row each; jobs that change an ORM entity each; the same while their worker
-    is killed again and again; a few jobs a second, timed; jobs that do nothing, at the end of a long drain behind a
-    snapshot that a session holds.
+    is killed again and again; a few jobs a second, timed; jobs that do nothing, at the end of a long drain while a
+    session holds a snapshot.
     """
 
     noop = "noop"
@@ -31,7 +31,7 @@ _WITHOUT_ORM = (Scenario.noop, Scenario.update, Scenario.latency, Scenario.snaps
 
 
 class Language(StrEnum):
-    """What a peer and its driver are written in."""
+    """The language of a peer and its driver."""
 
     python = "python"
     node = "node"
@@ -43,7 +43,7 @@ class Peer:
 
     Attributes:
         package: The folder of its driver and of its environment; two peers may share it.
-        settings: What the driver is told, and what is printed.
+        settings: The settings that the driver receives and the report prints.
         unfinished: A query that counts the jobs that are not done.
         jobs: How many are enqueued before each run of a scenario.
         python: The interpreter's minor versions that it runs on, best first; empty for the one that runs this.
@@ -105,7 +105,7 @@ _PROCRASTINATE = Peer(
 )
 
 # worker.graphile.org/docs/performance: the configuration under "Quick stats", which is for throughput. Statements are
-# prepared unless told otherwise.
+# prepared by default.
 _GRAPHILE_WORKER = Peer(
     "graphile-worker",
     "graphile-worker",

@@ -1,4 +1,4 @@
-"""Driver processes of the peers: started, told when to go and to stop, and what they print."""
+"""Driver processes of the peers: start them, send them "go" and "stop", and read what they print."""
 
 import contextlib
 import json
@@ -23,7 +23,7 @@ Sample = tuple[int, int]
 
 
 class DriverFailed(Exception):
-    """A driver ended before its time, said what it may not, or did not do in time what it was told."""
+    """A driver ended too early, printed an unknown line, or did not answer in time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How many handlers of this process have ended, at a time of the monotonic clock in ns."""
+    """The number of handlers of this process that have ended, at a time of the monotonic clock in ns."""
 
     at: int
     executed: int
@@ -96,7 +96,7 @@ class Driver:
 
     @property
     def executed(self) -> int:
-        """How many handlers had ended when it last said so."""
+        """Return the number of ended handlers in its last report."""
         return self.samples[-1].executed if self.samples else 0
 
     @property
@@ -188,7 +188,7 @@ class Driver:
 
 @contextlib.contextmanager
 def running(drivers: Sequence[Driver]) -> Iterator[Sequence[Driver]]:
-    """Have all of them ready, let them go, and end them at the end of the block."""
+    """Start all of them, wait until they are ready, let them work, and end them at the end of the block."""
     with contextlib.ExitStack() as stack:
         for driver in drivers:
             stack.enter_context(driver)
@@ -203,7 +203,7 @@ def wait_executed(drivers: Sequence[Driver], jobs: int, seconds: float) -> None:
     """Wait until they have executed so many together.
 
     Raises:
-        DriverFailed: one of them ended, or the time is over.
+        DriverFailed: one of them ended, or the time has ended.
     """
     deadline = time.monotonic() + seconds
     while (executed := sum(driver.executed for driver in drivers)) < jobs:

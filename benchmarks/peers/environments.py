@@ -16,7 +16,7 @@ class InstallFailed(Exception):
 
 
 def default_directory() -> Path:
-    """Where environments are unless told otherwise: under the user's cache directory."""
+    """The directory of the environments by default: under the user's cache directory."""
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(cache) / "outboxq-benchmarks" / "peers"
 
@@ -27,18 +27,18 @@ def environment(peer: Peer, directory: Path) -> Path:
 
 
 def is_installed(peer: Peer, directory: Path) -> bool:
-    """Whether its environment is there, with what its definition file asks for today."""
+    """Return True if its environment exists, with what its definition file requires today."""
     mark = environment(peer, directory) / _MARK
     return mark.is_file() and mark.read_text() == peer.definition.read_text()
 
 
 def not_installed(peer: Peer) -> str:
-    """What is said of a peer without an environment."""
+    """The message about a peer without an environment."""
     return f"not installed: python -m benchmarks.peers install {peer.name}"
 
 
 def install(peer: Peer, directory: Path) -> Path:
-    """Make its environment anew, and return where it is.
+    """Make its environment from nothing, and return where it is.
 
     Raises:
         InstallFailed: an interpreter or npm is missing, or installing failed.
@@ -57,7 +57,7 @@ def install(peer: Peer, directory: Path) -> Path:
 
 
 def driver_command(peer: Peer, directory: Path) -> list[str]:
-    """What starts its driver, without arguments. Node's packages are found from the working directory."""
+    """Return the command that starts its driver, without arguments. Node finds packages from the working directory."""
     home = environment(peer, directory)
     if peer.language is Language.python:
         return [str(home / "bin" / "python"), str(peer.directory / "driver.py")]

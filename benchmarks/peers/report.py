@@ -1,4 +1,4 @@
-"""What a run of the peers found, as JSON and as a Markdown table."""
+"""The findings of a run of the peers, as JSON and as a Markdown table."""
 
 import json
 import statistics

@@ -189,7 +189,7 @@ class Bench:
 
 @contextlib.contextmanager
 def _held_snapshot(url: str) -> Iterator[None]:
-    """Keeps vacuum from whatever is deleted meanwhile."""
+    """Hold a snapshot, so that vacuum cannot remove the rows that are deleted in this block."""
     with psycopg.connect(url) as connection:
         connection.isolation_level = psycopg.IsolationLevel.REPEATABLE_READ
         connection.execute("SELECT 1 FROM business_row LIMIT 1")

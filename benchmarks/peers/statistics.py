@@ -9,7 +9,7 @@ from benchmarks.peers.drivers import Progress
 
 # Connecting, compiling and filling caches come before; a process that has run dry, and batches half full, after.
 STEADY = (0.1, 0.9)
-# Of a long drain: where most of it lies behind.
+# The part of a long drain after most of its jobs are done.
 LAST_PART = (0.8, 0.95)
 
 

@@ -1,4 +1,4 @@
-"""The scenarios: what each measures, and the function that does."""
+"""The scenarios: the thing that each measures, and its function."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Row 20: what it costs to look behind each COMMIT whether a job was the last one of its batch."""
+"""Row 20: the cost of looking, after each COMMIT, if a job was the last one of its batch."""
 
 import time
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Row 16: what a key costs the producer, and the relay if no other job has it."""
+"""Row 16: the cost of a coalescing key, for the producer, and for the relay if no other job has it."""
 
 import time
 from collections.abc import Callable

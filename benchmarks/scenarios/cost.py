@@ -1,4 +1,4 @@
-"""Row 14: what a relay costs that has nothing to do, and how soon it works."""
+"""Row 14: the cost of a relay that has nothing to do, and how soon it works."""
 
 import subprocess
 import sys
@@ -50,7 +50,7 @@ def _start_seconds(workbench: Workbench) -> float:
 
 
 def _idle(bench: Bench, workbench: Workbench) -> tuple[Series, Series]:
-    """Megabytes, and statements a second as a proxy counts them: whatever is sent, on every connection."""
+    """Measure megabytes, and statements a second as a proxy counts them: all that are sent, on every connection."""
     workbench.fill(_JOBS)
     seconds = 1.0 if bench.size.name == "quick" else 10.0
     megabytes: list[float] = []

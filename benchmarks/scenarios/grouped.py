@@ -1,4 +1,4 @@
-"""Row 18: what groups cost a relay, with as many groups as jobs, with a hundred, and with one."""
+"""Row 18: the cost of groups for a relay, with as many groups as jobs, with a hundred, and with one."""
 
 import time
 from collections.abc import Callable

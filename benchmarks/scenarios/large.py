@@ -1,6 +1,6 @@
 """Row 12: scenarios 1 and 6 where the table is large, against themselves on a small one.
 
-The two tables are in databases of one server, and so are two relays, of which one stands still while the other goes on.
+The two tables are in databases of one server, and so are two relays, one of which is stopped while the other goes on.
 They change places twice a second, so that a machine that is slow for a while, or busy with its disk, is slow for both.
 """
 
@@ -27,12 +27,12 @@ _LEAST_TURN_SECONDS = 0.25
 
 @dataclass(frozen=True, slots=True)
 class _Turns:
-    """How two relays change places.
+    """The turns of two relays.
 
     Attributes:
         small_seconds: The length of a turn of the small table's relay.
         large_seconds: That of the large table's.
-        is_refilled: Whether the small table is filled again for each repeat, and has a new relay. Else there are no
+        is_refilled: True if the small table is filled again for each repeat, and has a new relay. Else there are no
             pauses between the repeats.
     """
 
@@ -42,8 +42,9 @@ class _Turns:
 
 
 _ALIKE = _Turns(0.5, 0.5, is_refilled=True)
-# A relay sweeps by the clock, which goes on while it stands still. Behind a snapshot sweeps cost something: hardly more
-# of them are to fall into a turn than into as much time of a relay that always goes on, and none into a pause.
+# A relay sweeps by the clock, which goes on while it is stopped. While a snapshot is held, sweeps cost something:
+# hardly more of them are to fall into a turn than into as much time of a relay that always goes on, and none into a
+# pause.
 _MOSTLY_LARGE = _Turns(0.25, 1.0, is_refilled=False)
 
 

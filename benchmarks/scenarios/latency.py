@@ -1,4 +1,4 @@
-"""Row 11: how long after its COMMIT a job starts, when there is little to do."""
+"""Row 11: the time from a job's COMMIT to its start, when there is little to do."""
 
 import tempfile
 import time

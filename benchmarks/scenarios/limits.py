@@ -1,4 +1,4 @@
-"""Row 17: what the limit of a queue adds to a claim, in both modes."""
+"""Row 17: the cost that the limit of a queue adds to a claim, in both modes."""
 
 import statistics
 import time

@@ -1,4 +1,4 @@
-"""Row 21: what it costs to know what happened: the history, metrics, and finished jobs that are kept."""
+"""Row 21: the cost of knowing what happened: the history, metrics, and finished jobs that are kept."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -18,7 +18,7 @@ _HUNDREDS = Ours("no-op, batches of 100, one process", RelayOptions("noop", 100)
 
 @dataclass(frozen=True, slots=True)
 class _Pair:
-    """A relay, the same one without what is measured, and the ratio that we want."""
+    """A relay, the same one without the measured feature, and the ratio that we want."""
 
     what: str
     ours: RelayOptions

@@ -1,4 +1,4 @@
-"""Rows 8 and 9: what enqueueing costs the producer."""
+"""Rows 8 and 9: the cost of enqueueing for the producer."""
 
 import json
 import time

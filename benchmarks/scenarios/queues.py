@@ -24,7 +24,7 @@ _WARM_UP_JOBS = 10
 
 
 def queues(bench: Bench) -> list[Comparison | Unsupported]:
-    """How long jobs take that are committed at once, and how soon one starts where there is little to do."""
+    """Measure how long jobs take that are committed at once, and how soon one starts when there is little to do."""
     one, many = f"{_JOBS} jobs in one queue of {_MANY}", f"{_JOBS} jobs over {_MANY} queues"
     few, most = (f"COMMIT to the handler's start with {number} queues, p50" for number in (_FEW, _MOST))
     with bench.database() as workbench:

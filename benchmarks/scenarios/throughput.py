@@ -1,4 +1,4 @@
-"""Rows 1 to 7: how many jobs a second a relay works off, beside pgbench with the same statements."""
+"""Rows 1 to 7: the number of jobs a second that a relay works off, beside pgbench with the same statements."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ Lines = list[Comparison | Unsupported]
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """A pgbench script, and how it is driven."""
+    """A pgbench script, and the options with which it runs."""
 
     name: str
     script: str
@@ -25,11 +25,11 @@ class Limit:
 
 @dataclass(frozen=True, slots=True)
 class Ours:
-    """A relay, what it is held against, and the ratio that we want.
+    """A relay, the limit that it is compared with, and the ratio that we want.
 
     Attributes:
-        share: What part of the limit's rate it surely does not exceed: so many jobs are made for it.
-        updates: Whether each job adds to an account, which is then checked.
+        share: A part of the limit's rate that it surely does not exceed: so many jobs are made for it.
+        updates: True if each job adds to an account, which is then checked.
     """
 
     what: str

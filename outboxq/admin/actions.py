@@ -1,7 +1,9 @@
-"""Operators' actions, each with its row in the audit; called by the command line, the dashboard and your own code.
+"""Operators' actions, each recorded in the audit, a table of who did what, when and why.
 
-Methods that take `begin` run their own transactions, a page of 200 rows each. The others do their work in the
-caller's transaction, and the audit's row is committed or rolled back with it.
+The command line, the dashboard and your own code call them.
+
+Methods that take `begin` run their own transactions, each for a page of 200 rows at most. The other methods work in the
+caller's transaction, which also commits or rolls back the audit's row.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -41,13 +43,15 @@ from outboxq.queue_limits import QueueLimits
 
 
 class Actions:
-    """The actions of one actor, for one reason.
+    """The actions of one operator; each is recorded in the audit with this operator (`actor`) and this reason.
 
-    Without the table `audit`, or the right to write it, they are done all the same, and `warn` is called once.
+    If the table `audit` is missing or this role may not write it, actions are done without a record, and `warn` is
+    called once.
 
     Args:
         reason: Why, in the actor's words: up to 2,000 bytes, kept in the audit.
-        warn: Called with a sentence that says what could not be written or taken back.
+        warn: Called with a sentence if the audit cannot be written, or if a rolled back change leaves marks in jobs'
+            rows that make these jobs run alone for once.
 
     Raises:
         ArgumentError: a reason that cannot be stored.
@@ -70,25 +74,27 @@ class Actions:
         most: int | None = None,
         on_page: Callable[[Total], None] = lambda _: None,
     ) -> Total:
-        """Retry or discard dead letters, cancel or change jobs: those of a filter, or of ids.
+        """Retry or discard dead letters, cancel or change jobs: all that match a filter, or have these ids.
 
-        Rows that others hold are passed over. An error leaves what was committed; the audit's row says how far it
-        came, and `resume` goes on.
+        Rows that another transaction has locked are not changed (`Total.held`). After an error the changes of the
+        committed pages stay; the audit's row records the progress, and `resume` continues from there.
 
         Args:
             begin: Begins a transaction at READ COMMITTED, committed at the end of its block.
-            action: A filter goes by way of `preview`, which keeps the action from rows that come later.
-            check: Called with each kind that is meant, and the arguments that it is given, such as `check_args` of a
-                resolved registry.
-            entry: The id that its row in the audit is to have; an action whose id is there already is refused by the
-                table's primary key, before it has changed anything.
-            expected: How many rows an earlier preview has counted; a `Preview` says so itself.
-            most: It ends before a page by which it may change more rows than these.
-            on_page: Called after each page.
+            action: The action. For an action with a filter pass the result of `preview` instead: it excludes rows that
+                are added later.
+            check: Checks new arguments: called with each kind of the chosen jobs and the arguments, such as
+                `check_args` of a resolved registry.
+            entry: The id for the action's row in the audit. If a row has this id already, the table's primary key
+                refuses the action before it has changed anything.
+            expected: The number of rows that an earlier preview counted; not needed if `action` is a `Preview`.
+            most: The most rows that the action may change; None for no bound.
+            on_page: Called after each page (200 rows or fewer) with the totals so far.
 
         Raises:
-            RunElsewhere: another process has taken it over.
-            AuditNotFound: its row was deleted from the audit in the meantime.
+            RunElsewhere: another process has taken the action over.
+            RunNotResumable: the next page might change more rows than `most`.
+            AuditNotFound: the action's row was deleted from the audit in the meantime.
             PayloadError, UnknownKind: `check` has refused the arguments; nothing was done.
         """
         wanted = action.action if isinstance(action, Preview) else action
@@ -110,26 +116,30 @@ class Actions:
         most: int | None = None,
         on_page: Callable[[Total], None] = lambda _: None,
     ) -> Total:
-        """Go on with what was stopped or cut off, after the last page that the audit has.
+        """Go on with an action of `run` that was stopped or cut off, after its last committed page.
 
-        A process that still works on it ends at its next page.
+        A process that still works on the action ends at its next page, with `RunElsewhere`.
 
         Args:
-            args: The arguments that it gives jobs, if it gives some: the audit does not keep them.
+            entry: The id of the action's row in the audit.
+            args: The new arguments, if the action changes arguments: the audit does not keep them.
             check: As `run` takes it.
-            most: As `run` takes it; what was changed before counts too.
+            most: As `run` takes it; rows that the action has changed before count too.
 
         Raises:
             AuditNotFound: no action has this id.
-            RunNotResumable: it has ended, was not a change of many rows, or may change more than `most`.
-            RunElsewhere: a page of it is under way, or another process has taken it over.
-            ArgumentError: it gives arguments, and `args` does not, or the other way round.
+            RunNotResumable: the action has ended, was not a change of many rows, or may change more than `most`.
+            RunElsewhere: another process is changing a page of the action, or has taken it over.
+            ArgumentError: the action changes arguments and `args` is missing, or the reverse.
         """
         run = bulk.resume(begin, self._journal, entry, args=args, check=check, warn=self._warn, most=most)
         return run.run(on_page)
 
     def stop(self, connection: Connection, entry: UUID) -> bulk.Stopped:
-        """Stop what `run` does before its next page, when the transaction commits.
+        """Stop an action of `run` before its next page, once the transaction commits.
+
+        Returns:
+            `stopped`; `stopped already`, if an operator had stopped it before; `over`, if it has ended by itself.
 
         Raises:
             AuditNotFound: no action has this id.
@@ -137,10 +147,10 @@ class Actions:
         return bulk.stop(connection, self._journal, entry)
 
     def terminate(self, begin: Begin, job_id: UUID, outcome: cancellation.CancelOutcome = "discard") -> bool:
-        """End the backend whose transaction runs a job, as `cancellation.terminate` does.
+        """End the backend whose transaction runs a job, or end its lease; return True if either was done.
 
-        No rollback takes that back, so the audit's row is committed before: without a `finished_at` it says that the
-        backend may have been ended.
+        No rollback can undo this, so the audit's row is committed before the backend is ended: a row without
+        `finished_at` means that the backend may have been ended.
         """
         with begin() as connection:
             entry = self._journal.announce(connection, "job.terminate", str(job_id), {"outcome": outcome})
@@ -155,13 +165,13 @@ class Actions:
         return self._journal.may_write(connection)
 
     def pause_queues(self, connection: Connection, names: Sequence[str]) -> tuple[str, ...]:
-        """Pause queues, as `queues.pause` does."""
+        """Keep relays from claiming jobs of these queues; return the queues that were not paused already."""
         changed = queues.pause(connection, names)
         self._record(connection, "queue.pause", names, len(changed))
         return changed
 
     def resume_queues(self, connection: Connection, names: Sequence[str]) -> tuple[str, ...]:
-        """Resume queues, as `queues.resume` does."""
+        """Allow relays to claim jobs of these queues again; return the queues that this call has resumed."""
         changed = queues.resume(connection, names)
         self._record(connection, "queue.resume", names, len(changed))
         return changed
@@ -169,51 +179,63 @@ class Actions:
     def set_limits(
         self, connection: Connection, names: Sequence[str], limits: QueueLimits, drop: Collection[queues.Limit] = ()
     ) -> tuple[str, ...]:
-        """Set limits of queues, as `queues.set_limits` does."""
+        """Set limits of queues, and remove those of `drop`; return the queues whose limits have changed.
+
+        The arguments are those of `queues.set_limits`.
+        """
         changed = queues.set_limits(connection, names, limits, drop)
         change = {name: getattr(limits, name) for name in limits.__slots__}
         self._record(connection, "queue.set", names, len(changed), {**change, "no": sorted(drop) or None})
         return changed
 
     def keep_dead(self, connection: Connection, names: Sequence[str], seconds: float | None) -> tuple[str, ...]:
-        """Set how long queues keep dead letters, as `queues.keep_dead` does."""
+        """Set for how long relays keep dead letters of these queues; return the queues whose setting has changed.
+
+        `seconds`: 0 for ever, None as the application declares; the range is that of `queues.keep_dead`.
+        """
         changed = queues.keep_dead(connection, names, seconds)
         self._record(connection, "queue.keep_dead", names, len(changed), {"seconds": seconds})
         return changed
 
     def pause_kinds(self, connection: Connection, queue: str, names: Sequence[str]) -> tuple[str, ...]:
-        """Pause kinds of a queue, as `kinds.pause` does."""
+        """Keep relays from running jobs of these kinds of a queue; return the kinds that were not paused already."""
         changed = kinds.pause(connection, queue, names)
         self._record(connection, "kind.pause", names, len(changed), {"queue": queue})
         return changed
 
     def resume_kinds(self, connection: Connection, queue: str, names: Sequence[str]) -> tuple[str, ...]:
-        """Resume kinds of a queue, as `kinds.resume` does; call `kinds.bring_back` after that."""
+        """Allow relays to run jobs of these kinds again.
+
+        Call `kinds.bring_back` after the commit, so that jobs that relays have put off need not wait longer.
+
+        Returns:
+            The kinds that this call has resumed.
+        """
         changed = kinds.resume(connection, queue, names)
         self._record(connection, "kind.resume", names, len(changed), {"queue": queue})
         return changed
 
     def put_schedule(self, connection: Connection, new: schedules.NewSchedule) -> schedules.Schedule:
-        """Make or change a schedule, as `schedules.put` does."""
+        """Make a schedule, or change the schedule of this name; return it as stored."""
         made, changed = schedules.put_and_count(connection, new)
         change = {"kind": made.kind, "queue": made.queue, "cron": made.cron, "time_zone": made.time_zone}
         self._record(connection, "schedule.put", [made.name], changed, {**change, "args": "not kept"})
         return made
 
     def pause_schedules(self, connection: Connection, names: Sequence[str]) -> tuple[str, ...]:
-        """Pause schedules, as `schedules.pause` does."""
+        """Keep relays from adding jobs of these schedules; return the schedules that no operator had paused already."""
         changed = schedules.pause(connection, names)
         self._record(connection, "schedule.pause", names, len(changed))
         return changed
 
     def resume_schedules(self, connection: Connection, names: Sequence[str]) -> tuple[str, ...]:
-        """Resume schedules, as `schedules.resume` does."""
+        """Make relays add jobs of these schedules again; return the schedules that this call has resumed."""
         changed = schedules.resume(connection, names)
         self._record(connection, "schedule.resume", names, len(changed))
         return changed
 
     def remove_schedules(self, connection: Connection, names: Sequence[str]) -> tuple[str, ...]:
-        """Delete schedules, as `schedules.remove` does."""
+        """Delete schedules; the jobs that they added stay. Returns the names of the deleted schedules."""
         changed = schedules.remove(connection, names)
         self._record(connection, "schedule.remove", names, len(changed))
         return changed
@@ -221,20 +243,24 @@ class Actions:
     def adopt_schedules(
         self, connection: Connection, names: Sequence[str], owner: str | None = None
     ) -> tuple[str, ...]:
-        """Give schedules to an application's code, or to operators, as `schedule_owners.adopt` does."""
+        """Make the registry `owner`, or operators if it is None, the owner of these schedules.
+
+        Returns:
+            The names of the schedules whose owner has changed.
+        """
         changed = schedule_owners.adopt(connection, names, owner)
         self._record(connection, "schedule.adopt", names, len(changed), {"owner": owner})
         return changed
 
     def run_schedule(self, connection: Connection, name: str) -> JobHandle:
-        """Add a schedule's job now, as `schedules.run_now` does."""
+        """Add a job of this schedule now, even if the schedule is paused; its next due time stays as it is."""
         added = schedules.run_now(connection, name)
         made = {"job": added.id} if added.added else {"existing": added.existing_id}
         self._record(connection, "schedule.run_now", [name], int(added.added), made)
         return added
 
     def run_again(self, connection: Connection, job_id: UUID) -> UUID:
-        """Add a new job like a finished one, as `finished.run_again` does."""
+        """Add a new job with the kind, queue, arguments and headers of a finished one; return the new job's id."""
         added = finished.run_again(connection, job_id)
         self._record(connection, "done.run_again", [str(job_id)], 1, {"job": added})
         return added
@@ -248,7 +274,11 @@ class Actions:
         *,
         keep: timedelta = DEFAULT_RETENTION,
     ) -> effects.EffectRecord:
-        """Settle an effect, as `effects.resolve_effect` does. The audit keeps the verdict without the result."""
+        """Record an operator's verdict on a call with an unknown outcome: the other side applied it, or did not.
+
+        Returns the effect as it is now. The audit keeps the verdict without the result. Errors are those of
+        `effects.resolve_effect`.
+        """
         found = effects.resolve_effect(connection, scope, key, verdict, keep=keep)
         self._record(connection, "effect.resolve", [f"{scope}/{key}"], 1, _verdict(verdict))
         return found
@@ -261,7 +291,7 @@ class Actions:
         *,
         keep: timedelta = DEFAULT_RETENTION,
     ) -> effects.Resolved:
-        """Settle several effects by one verdict, as `effects.resolve_effects` does: one row in the audit."""
+        """Record the same verdict on several effects, with one row in the audit; see `effects.resolve_effects`."""
         done = effects.resolve_effects(connection, named, verdict, keep=keep)
         targets = [f"{each.scope}/{each.key}" for each in done.resolved]
         if targets:
@@ -269,18 +299,21 @@ class Actions:
         return done
 
     def forget_messages(self, connection: Connection, consumer: str, message_ids: Sequence[str]) -> messages.Forgotten:
-        """Forget messages of a consumer, as `messages.forget_messages` does."""
+        """Delete the records of accepted messages of a consumer: if delivered again, they are accepted again."""
         done = messages.forget_messages(connection, consumer, message_ids)
         changed, held = len(done.forgotten), len(done.held)
         self._record(connection, "message.forget", message_ids, changed, {"consumer": consumer}, held=held)
         return done
 
     def prune_audit(self, begin: Begin, age: timedelta) -> int:
-        """Delete the rows of the audit that are older, as `audit.prune` does."""
+        """Delete rows of the audit that are older than `age`; return the number of deleted rows.
+
+        A transaction deletes up to 1,000 rows. Rows of bulk changes that have not ended stay.
+        """
         return audit.prune(begin, self._journal, age)
 
     def renew_installation(self, connection: Connection) -> installation.NewInstallation:
-        """Give a copied database an id of its own, as `installation.renew_installation` does."""
+        """Give a copied database a new installation id, so that its calls to other services use new keys."""
         made = installation.renew_installation(connection)
         self._record(connection, "installation.renew", [str(made.id)], made.forgotten + made.doubted)
         return made
@@ -295,12 +328,19 @@ class Actions:
         *,
         held: int = 0,
     ) -> None:
-        """Name one thing as the target, and several in the filter."""
+        """Write a finished action into the audit, in the caller's transaction, which also does the action.
+
+        Args:
+            targets: The changed things: a single one goes into the column `target`, several go into `filter`.
+            changed: The number of changed things.
+            change: The new values.
+            held: The number of things that another transaction had locked.
+        """
         named = list(dict.fromkeys(targets))
         target, several = (named[0], None) if len(named) == 1 else (None, {"names": named})
         self._journal.record(connection, action, target, changed=changed, held=held, filter=several, change=change)
 
 
 def _verdict(verdict: effects.Verdict) -> dict[str, object]:
-    """The part of a verdict that the audit keeps."""
+    """Return the part of a verdict that the audit keeps: applied or not. The result, users' data, is left out."""
     return {"verdict": "applied" if isinstance(verdict, effects.WasApplied) else "not applied"}

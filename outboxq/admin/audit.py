@@ -1,7 +1,7 @@
-"""The audit: who did what, when and why, written in the transaction of what was done.
+"""The audit: a table of who did what, when and why. Each row is written in the transaction of the action.
 
-A row is there if and only if the change is. It names what was meant, and holds no arguments, results, headers or error
-texts of jobs.
+A row exists if and only if the change does. It names the changed things, and contains no arguments, results, headers or
+error texts of jobs.
 """
 
 import logging
@@ -46,11 +46,11 @@ _UNWRITTEN = {
 
 @dataclass(frozen=True, slots=True)
 class Actor:
-    """The actor of a change: a name, a role if the application knows roles, and the way it came.
+    """The person or program that acts: name, role in the application (if it has roles), and interface (`via`).
 
     Raises:
         InvalidKey: a name or a role that is empty, over 255 bytes, or has control characters.
-        ArgumentError: another way than "cli", "web" or "api".
+        ArgumentError: `via` is not "cli", "web" or "api".
     """
 
     name: str
@@ -67,14 +67,16 @@ class Actor:
 
 @dataclass(frozen=True, slots=True)
 class AuditEntry:
-    """An action that was done.
+    """A row of the audit: an action that an operator did or began.
 
     Attributes:
-        finished_at: None while a change of many rows goes on, and if it was stopped or cut off.
+        finished_at: None for a change of many rows that goes on, was stopped or was cut off, and for an action that may
+            have been done.
         action: Such as `dead.retry`.
-        target: What it was done to, if that is one thing or a few names.
-        expected: How many rows the preview counted; None without one.
-        changed: How many rows were changed; `held`, how many were passed over because others held them.
+        target: The changed thing, such as a job's id; None for several things, which are in `AuditDetail.filter`.
+        expected: How many rows the preview counted; None without a preview.
+        changed: How many rows were changed; `held`, how many were left unchanged because another transaction had locked
+            them.
         error: Why a change of many rows ended early, if it did: the type of the error and its SQLSTATE.
     """
 
@@ -97,13 +99,13 @@ class AuditEntry:
 
 @dataclass(frozen=True, slots=True)
 class AuditDetail:
-    """Everything that is stored of an action; `filter` and `change` are JSON text.
+    """A row of the audit with all of its columns; `filter` and `change` are JSON text.
 
     Attributes:
-        position: The last row that a change of many rows has read.
-        resumed: The number of times that it was resumed.
-        filter: The rows that were meant.
-        change: The change of them; instead of arguments it says that they are not kept.
+        position: The id of the last row that a change of many rows has read; a resumed change goes on after it.
+        resumed: How many times the change was resumed.
+        filter: The filter, ids or names by which the operator chose the changed things.
+        change: The new values; in place of new arguments of jobs there is a note that they are not kept.
     """
 
     entry: AuditEntry
@@ -114,9 +116,10 @@ class AuditDetail:
 
 
 class Journal:
-    """Writes what one actor does into the audit.
+    """Writes the actions of one actor into the audit.
 
-    If the table is missing, or the role may not write it, `warn` is called once, and actions go on without.
+    If the table `audit` is missing, or this role may not write it, `warn` is called once, and actions are done without
+    a record.
 
     Args:
         reason: Why, in the actor's words: up to 2,000 bytes.
@@ -133,7 +136,10 @@ class Journal:
         self._may_write: bool | None = None
 
     def may_write(self, connection: Connection) -> bool:
-        """Return True if this role may write an audit; the database is queried once."""
+        """Return True if this role may write the audit.
+
+        The first call queries the database, and calls `warn` if the role may not.
+        """
         if self._may_write is None:
             found: str = connection.execute(statements.may_write(mapped_schema(connection))).scalar_one()
             self._may_write = found == "yes"
@@ -152,7 +158,10 @@ class Journal:
         filter: Mapping[str, object] | None = None,  # noqa: A002  # the column's name
         change: Mapping[str, object] | None = None,
     ) -> None:
-        """Write down something that was done as a whole, in its transaction."""
+        """Write a finished action into the audit, in the caller's transaction, which also does the action.
+
+        Does nothing if this role cannot write the audit.
+        """
         if self.may_write(connection):
             counts = {"changed": changed, "held": held}
             self.write(connection, new_entry_id(), action, target, filter, change, counts, finished=True)
@@ -160,7 +169,11 @@ class Journal:
     def announce(
         self, connection: Connection, action: Action, target: str | None, change: Mapping[str, object] | None = None
     ) -> UUID | None:
-        """Write down something that no rollback takes back, in a transaction before it; None if nothing is written."""
+        """Write an action that no rollback can undo into the audit, before it is done; `finish` completes the row.
+
+        Returns:
+            The id of the audit's row, for `finish`; None if this role cannot write the audit.
+        """
         if not self.may_write(connection):
             return None
         entry = new_entry_id()
@@ -168,7 +181,7 @@ class Journal:
         return entry
 
     def finish(self, connection: Connection, entry: UUID, *, changed: int) -> None:
-        """Write down what became of it."""
+        """Complete the row that `announce` wrote: set its `finished_at`, and the number of changed things."""
         connection.execute(statements.count_page(entry, changed=changed, held=0, position=None, finished=True))
 
     def write(
@@ -183,7 +196,14 @@ class Journal:
         *,
         finished: bool,
     ) -> None:
-        """Add a row of this id, for something that has ended or that goes on."""
+        """Add a row with the id `entry` to the audit.
+
+        Args:
+            filter: The filter, ids or names by which the changed things were chosen.
+            change: The new values.
+            counts: Values of the columns `expected`, `changed` and `held`.
+            finished: False for an action that goes on in later transactions.
+        """
         values = {
             "id": entry,
             "actor": self._actor.name,
@@ -201,19 +221,22 @@ class Journal:
 
 
 def new_entry_id() -> UUID:
-    """The id of a row that is to be written."""
+    """Make a new id, a UUIDv7, for a row of the audit."""
     return UUID(uuid7s(1)[0])
 
 
 @missing_tables_explained()
 def list_audit(connection: Connection, wanted: AuditFilter | None = None, *, limit: int = 50) -> list[AuditEntry]:
-    """The actions that were done, the latest first."""
+    """Return the actions in the audit that match, the latest first, `limit` at most."""
     rows = connection.execute(statements.select_entries(wanted or AuditFilter(), limit=limit))
     return [AuditEntry(*row) for row in rows]
 
 
 def last_action_on(connection: Connection, target: str) -> AuditEntry | None:
-    """The last action that changed this one thing, if it is among the last 10,000; None if the audit cannot be read."""
+    """Return the latest action on `target`, alone or with others; None if the last 10,000 actions have none.
+
+    Also None if this role may not read the audit.
+    """
     if not connection.execute(statements.may_read(mapped_schema(connection))).scalar_one():
         return None
     row = connection.execute(statements.last_on(target)).one_or_none()
@@ -222,7 +245,7 @@ def last_action_on(connection: Connection, target: str) -> AuditEntry | None:
 
 @missing_tables_explained()
 def show_audit(connection: Connection, entry: UUID) -> AuditDetail:
-    """One action with what was meant.
+    """Return the audit's row with this id, with its filter and its new values.
 
     Raises:
         AuditNotFound: no action has this id.
@@ -235,10 +258,10 @@ def show_audit(connection: Connection, entry: UUID) -> AuditDetail:
 
 @missing_tables_explained()
 def prune(begin: Begin, journal: Journal, age: timedelta) -> int:
-    """Delete the rows that are older, a page of 1,000 in a transaction; the number of them.
+    """Delete rows of the audit that are older than `age`, 1,000 in a transaction; return the number of deleted rows.
 
-    Rows of changes that have not ended stay, because these can be resumed. It has a row of its own, in which each page
-    is counted.
+    Rows of changes that have not ended stay, because these can be resumed. The deletion has a row in the audit too,
+    which counts the deleted rows.
     """
     with begin() as connection:
         before = database_clock(connection) - age
@@ -258,7 +281,7 @@ def prune(begin: Begin, journal: Journal, age: timedelta) -> int:
 
 
 def detail_of(row: Row[Any]) -> AuditDetail:
-    """A row of `select_entry` or `lock_entry`."""
+    """Make an `AuditDetail` from a row that `select_entry` or `lock_entry` returned."""
     summary = len(statements.SUMMARY_COLUMNS)
     return AuditDetail(AuditEntry(*row[:summary]), *row[summary:])
 
@@ -276,7 +299,7 @@ def _check_reason(reason: str) -> str:
 
 
 def _json(given: Mapping[str, object] | None) -> str | None:
-    """The JSON of what was given, without what is None."""
+    """Return the JSON of these values, without those that are None."""
     if given is None:
         return None
     return msgspec.json.encode({name: value for name, value in given.items() if value is not None}).decode()

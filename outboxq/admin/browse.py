@@ -1,7 +1,7 @@
-"""Pages of lists of jobs, dead letters and records for people: newest first, each in a bounded time.
+"""Lists of jobs, dead letters and other records, page by page, newest first, for a person to browse.
 
-A page is searched among the next 50,000 rows: a filter that matches little does not read a whole table. Every function
-is one query or two in the caller's transaction, and locks nothing.
+A page is searched among the next 50,000 rows only, so that a filter that matches little does not read a whole table.
+Every function is one query or two in the caller's transaction, and locks nothing.
 """
 
 import json
@@ -42,11 +42,11 @@ BULK_ACTIONS = ("dead.retry", "dead.discard", "job.cancel", "job.cancel_running"
 
 @dataclass(frozen=True, slots=True)
 class Found(Generic[Thing]):
-    """A page.
+    """A page of a list, and the id after which the next page begins.
 
     Attributes:
-        before: The next page begins after this id; None if there is none.
-        is_cut: The page ended because enough rows were read, and not because enough were found.
+        before: The next page begins after this id; None if this page is the last.
+        is_cut: True if the search had read `depth` rows before the page was full: the next page may have more.
     """
 
     rows: Sequence[Thing]
@@ -56,7 +56,10 @@ class Found(Generic[Thing]):
 
 @dataclass(frozen=True, slots=True)
 class Gauge:
-    """The state of a queue in a minute, or of all queues together. `at`: in seconds since 1970."""
+    """The number of jobs in each state at one minute, of one queue or of all queues together.
+
+    `at`: the minute, in seconds since 1970. `oldest_seconds`: the wait of the oldest waiting job.
+    """
 
     at: float
     ready: int
@@ -70,7 +73,11 @@ class Gauge:
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """The database's time, whether its server takes no changes, and if it is a standby, how old its data is."""
+    """The database's time, and the state of its server.
+
+    `is_read_only`: the server accepts no changes. `standby_delay_seconds`: the age of a standby's data; None for a
+    primary.
+    """
 
     now: datetime
     is_read_only: bool
@@ -79,27 +86,29 @@ class Moment:
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """A value in the arguments of jobs: a path of names, and the values wanted there."""
+    """A search in the arguments of jobs: the path to a value, by names of JSON objects, and the values that match."""
 
     path: tuple[str, ...]
     values: tuple[object, ...]
 
     @property
     def documents(self) -> list[str]:
-        """JSON objects of which the arguments contain one."""
+        """The search as JSON objects, one for each value: a job matches if its arguments contain (`@>`) one of them."""
         return [_nested(self.path, value) for value in self.values]
 
 
 def read_moment(connection: Connection) -> Moment:
-    """The database's time, and the properties of its server."""
+    """Read the database's time, and the state of its server."""
     return Moment(database_clock(connection), is_read_only(connection), standby_delay_seconds(connection))
 
 
 def read_wanted(text: str) -> Wanted:
-    """A search such as `order_id:7` or `customer.id:"7"`; a word is also searched as a number, or true or false.
+    """Parse a search such as `order_id:7` or `customer.id:"7"`.
+
+    A value without quotes is searched as text, and also as the number, true or false that it spells.
 
     Raises:
-        ArgumentError: it has no colon, or no name before it.
+        ArgumentError: the text has no colon, no name before the colon, or a path of more than 10 names.
     """
     name, colon, value = text.partition(":")
     path = tuple(name.strip().removeprefix("args.").split("."))
@@ -128,7 +137,14 @@ def find_jobs(
     limit: int = 50,
     depth: int = DEPTH,
 ) -> Found[tuple[WaitingJob, str | None]]:
-    """The newest jobs that match, each with its arguments as JSON text; None if they are longer than `args_bytes`."""
+    """Find a page of the newest jobs that match, each with its arguments as JSON text, or None if that is too long.
+
+    Args:
+        contains: Only jobs whose arguments match this search.
+        args_bytes: The arguments of a job are returned if they have no more bytes than this.
+        before: Only jobs with lower ids: `before` of the last page.
+        depth: The most rows to read.
+    """
     documents = [] if contains is None else contains.documents
     statement = jobs.newest_jobs(
         wanted, contains=documents, args_bytes=args_bytes, before=before, limit=limit + 1, depth=depth
@@ -146,12 +162,14 @@ def find_seen(
     limit: int,
     depth: int = DEPTH,
 ) -> Found[Thing]:
-    """The rows that may be seen among those that `find` returns, and nothing that gives the others away.
+    """Return a page of those rows that the viewer may see, so that the page does not reveal that other rows exist.
 
-    The next page begins after a row of this one, or at the end of the walk, and never after one that is left out.
+    For that, the next page begins after a visible row, or after exactly `depth` rows, and never after a row because it
+    was hidden.
 
     Args:
-        find: The rows before an id.
+        find: Returns a page of rows, visible or not, with ids below the given one.
+        sees: Returns True if the viewer may see a row.
         of: The table of the rows.
     """
     end: UUID | None = connection.execute(statements.end_of_walk(_ROWS[of], before=before, depth=depth)).scalar()
@@ -172,25 +190,28 @@ def find_seen(
 def read_documents(
     connection: Connection, of: Listed, ids: Sequence[UUID], *, most_bytes: int = SHORT_BYTES
 ) -> dict[UUID, tuple[str, str]]:
-    """The arguments and headers of rows that are there, but for those that are longer."""
+    """Return `{id: (arguments, headers)}` of jobs or dead letters, as JSON texts.
+
+    Left out are rows that do not exist any more, and rows with arguments or headers of more than `most_bytes`.
+    """
     rows = connection.execute(statements.documents_of(_ROWS[of], ids, most_bytes=most_bytes))
     return {row_id: (args, headers) for row_id, args, headers in rows}
 
 
 def next_jobs(connection: Connection, queue: str, *, limit: int = 20) -> list[WaitingJob]:
-    """The jobs of a queue that are to run next, in the order of claims."""
+    """Return the first `limit` ready jobs of a queue, in the order in which relays claim them."""
     return [WaitingJob(*row) for row in connection.execute(jobs.next_jobs(queue, limit=limit))]
 
 
 def next_scheduled(connection: Connection, queue: str, *, limit: int = 20) -> list[WaitingJob]:
-    """The jobs of a queue whose time comes next."""
+    """Return the first `limit` scheduled jobs of a queue, in the order of the times at which they are due."""
     return [WaitingJob(*row) for row in connection.execute(jobs.next_scheduled(queue, limit=limit))]
 
 
 def find_dead(
     connection: Connection, wanted: DeadFilter, *, before: UUID | None = None, limit: int = 50, depth: int = DEPTH
 ) -> Found[DeadJob]:
-    """The dead letters that match, those of the newest jobs first."""
+    """Return a page of the dead letters that match, in the order in which their jobs were added, the newest first."""
     statement = statements.newest_dead(wanted, before=before, limit=limit + 1, depth=depth)
     return _page(connection, statement, lambda row: DeadJob(*row), dead_job, before, limit, depth)
 
@@ -199,7 +220,7 @@ def find_dead(
 def find_done(
     connection: Connection, wanted: DoneFilter, *, before: UUID | None = None, limit: int = 50, depth: int = DEPTH
 ) -> Found[FinishedJob]:
-    """The finished jobs that match, the last added first."""
+    """Return a page of the finished jobs that match, in the order in which the jobs were added, the newest first."""
     statement = statements.newest_done(wanted, before=before, limit=limit + 1, depth=depth)
     return _page(connection, statement, lambda row: FinishedJob(*row), done_job, before, limit, depth)
 
@@ -214,7 +235,7 @@ def find_entries(
     limit: int = 50,
     depth: int = DEPTH,
 ) -> Found[AuditEntry]:
-    """The actions that match, the latest first; with `only_bulk`, those on many rows."""
+    """Return a page of the audit's rows that match, the latest first; with `only_bulk`, only changes of many rows."""
     actions = BULK_ACTIONS if only_bulk else ()
     statement = statements.newest_entries(wanted, actions, before=before, limit=limit + 1, depth=depth)
     return _page(connection, statement, lambda row: AuditEntry(*row), audit, before, limit, depth)
@@ -228,7 +249,10 @@ def find_effects(
     limit: int = 50,
     depth: int = DEPTH,
 ) -> list[EffectRecord]:
-    """The effects that match, by scope and key, those after `after`."""
+    """Return a page of the effects that match, ordered by scope and key.
+
+    `after`: the scope and key of the last effect of the page before.
+    """
     rows = connection.execute(statements.effects_after(wanted, after=after, limit=limit, depth=depth))
     return [EffectRecord(*row) for row in rows]
 
@@ -236,7 +260,7 @@ def find_effects(
 def latest_messages(
     connection: Connection, wanted: MessageFilter, *, limit: int = 50, depth: int = DEPTH
 ) -> list[Message]:
-    """The latest messages that match."""
+    """Return up to `limit` of the accepted messages that match, the latest first, among the latest `depth` messages."""
     rows = connection.execute(statements.latest_messages(wanted, limit=limit, depth=depth))
     return [
         Message(consumer, message_id, None if digest is None else digest.hex(), seen_at, expires_at)
@@ -246,7 +270,10 @@ def latest_messages(
 
 @missing_tables_explained()
 def read_gauges(connection: Connection, queue: str | None = None, *, seconds: float = 3_600.0) -> list[Gauge]:
-    """The state of a queue, or of all queues together, in each minute, the oldest first."""
+    """Return the numbers of jobs by state at each minute of the last `seconds`, the oldest first.
+
+    They are those of one queue, or with None those of all queues together.
+    """
     return [Gauge(*row) for row in connection.execute(statements.gauges_since(queue, seconds_ago=seconds))]
 
 

@@ -1,9 +1,9 @@
-"""Change many rows by a filter: preview them, then go on page by page, each a transaction with its part of the audit.
+"""Change many rows by a filter: preview the change, then do it page by page, each page in its own transaction.
 
-A page changes its rows, and counts them in the audit's row, in one transaction: if the process ends, or the answer to a
-COMMIT is lost, the audit says what was done, and where to go on. It also keeps two processes from working on one
-change: each one that goes on with it raises a number in the row, and one that finds another number than its own, in the
-transaction of its next page, ends.
+The transaction of a page (200 rows or fewer) also updates the change's row in the audit: if the process ends, or the
+answer to a COMMIT is lost, that row shows the finished part, and the row after which to go on. The audit's row also
+keeps two processes from working on one change: a process that takes the change over increases the number `resumed`, and
+the former process, which finds another number than it knows, ends at its next page.
 """
 
 import contextlib
@@ -44,13 +44,13 @@ Stopped: TypeAlias = Literal["stopped", "stopped already", "over"]
 
 @dataclass(frozen=True, slots=True)
 class Preview:
-    """The rows that an action would change.
+    """The rows that an action would change, counted and sampled, before the action is run.
 
     Attributes:
-        action: The action as it is to be run: without what comes from now on.
+        action: The action to run: the previewed one, restricted to rows that existed at the preview.
         kinds: How many rows it would change, by queue and kind.
-        is_capped: True if there are more, which were not counted.
-        samples: Some of the rows.
+        is_capped: True if more rows match than the argument `most` of `preview`, so that not all were counted.
+        samples: Some of the rows, to be shown to the operator.
     """
 
     action: BulkAction
@@ -60,21 +60,22 @@ class Preview:
 
     @property
     def count(self) -> int:
-        """The number of rows that were counted."""
+        """The number of rows that were counted; more match if `is_capped`."""
         return sum(each.count for each in self.kinds)
 
 
 @dataclass(slots=True)
 class Total:
-    """The outcomes of the rows of all pages.
+    """The totals of an action over its pages so far: the number of changed rows, and the ids of rows not changed.
 
     Attributes:
-        refused: Rows that cannot be changed so.
-        key_taken: Dead letters whose unique key a living job has.
-        not_found: Ids that are not there.
-        requested: Changed rows whose jobs run, and whose end was requested from their relays.
-        is_stopped: An operator has stopped it before its end.
-        entry: The row of the audit; None if none is written.
+        held: Rows that were not changed, because another transaction had locked them.
+        refused: Rows that cannot be changed in this way, such as a job of a group that was to get another priority.
+        key_taken: Dead letters that were not retried, because a job that waits or runs has their unique key.
+        not_found: Chosen ids that no row has.
+        requested: Jobs that run, counted in `changed`, for which a cancellation was requested from their relays.
+        is_stopped: True if an operator has stopped the action before its end.
+        entry: The id of the action's row in the audit; None if none is written.
     """
 
     changed: int = 0
@@ -87,7 +88,7 @@ class Total:
     entry: UUID | None = None
 
     def add(self, page: Page) -> None:
-        """Add the outcomes of a page."""
+        """Add the outcome of one page to the totals."""
         self.changed += len(page.changed)
         self.held += page.held
         self.refused += page.refused
@@ -103,15 +104,15 @@ def preview(
     samples: int = SAMPLES,
     seconds: float = math.inf,
 ) -> Preview:
-    """Preview what an action would change. Reads only, and locks nothing.
+    """Count the rows that an action would change, and return some of them. Reads only, and locks nothing.
 
     Args:
-        most: Count up to so many rows; None for all.
+        most: The most rows to count; None for all.
         samples: How many rows to show.
-        seconds: How long to count.
+        seconds: The time after which counting is given up.
 
     Raises:
-        TimeoutError: it was not counted in so many seconds.
+        TimeoutError: the count took longer than `seconds`.
     """
     with our_settings(connection):
         if action.ids is None:
@@ -119,21 +120,21 @@ def preview(
         kinds = action.count(connection, None if most is None else most + 1, time.monotonic() + seconds)
         count = sum(each.count for each in kinds)
         is_capped = most is not None and count > most
-        # No more than there are, for which all rows would be read once more.
+        # The limit is no higher than the number of rows: else all rows would be read once more.
         shown = action.sample(connection, min(samples, count)) if samples and count else ()
     return Preview(action, kinds, is_capped, shown)
 
 
 class BulkRun:
-    """An action on its way through its pages.
+    """An action on many rows that is to be run page by page, with its row in the audit.
 
     Args:
-        begin: Begins a transaction; called for each page, and for each search for the next one.
-        action: As a preview has it, so that nothing newer is touched.
+        begin: Begins a transaction; called for each search for the next page's rows, and for each change of a page.
+        action: The action, as in `Preview.action`: it excludes rows that were added after the preview.
         expected: How many rows the preview has counted.
-        follows: The row of the audit of an action that was begun before, to be resumed.
-        entry: The id of its row in the audit, if that was chosen before: an action begins once by it.
-        most: How many rows it may change, those from before it was taken over included; None for all.
+        follows: The audit's row of the interrupted action that is to be resumed; None for a new action.
+        entry: The id for the action's row in the audit; a second action with the same id is refused.
+        most: The most rows that the action may change, including those changed before it was resumed; None for all.
     """
 
     def __init__(
@@ -164,15 +165,15 @@ class BulkRun:
         self._ids = None if action.ids is None else sorted(dict.fromkeys(action.ids))
 
     def run(self, on_page: Callable[[Total], None] = lambda _: None) -> Total:
-        """Change page after page until nothing matches, or an operator stops it; each page commits by itself.
+        """Change page after page, each in its own transaction, until no row is left or an operator stops the action.
 
-        An error leaves what was committed, and is recorded in the audit. One that takes the answer to the first COMMIT
-        away has the id of the audit's row in a note of its own.
+        After an error the committed pages stay, and the error is recorded in the audit's row. If the answer to the
+        first COMMIT is lost, a note on the error has the id of the audit's row.
 
         Raises:
-            RunElsewhere: another process has taken it over.
+            RunElsewhere: another process has taken the action over.
             AuditNotFound: the row of the audit was deleted.
-            RunNotResumable: with its next page it may change more rows than it may.
+            RunNotResumable: the next page might change more rows than `most`.
         """
         try:
             while True:
@@ -193,7 +194,10 @@ class BulkRun:
             raise
 
     def _find(self) -> Sequence[UUID]:
-        """The next rows. Found before they are locked, so that it is known which marks are to be cleared."""
+        """Return the ids of the next page's rows, in a transaction before the one that changes them.
+
+        If the change is rolled back, these ids show which rows may have been left with marks.
+        """
         after = self._position
         if self._ids is not None:
             return [each for each in self._ids if after is None or each > after][:MAX_PAGE_ROWS]
@@ -209,7 +213,7 @@ class BulkRun:
             )
 
     def _change(self, ids: Sequence[UUID], *, is_last: bool) -> bool:
-        """Change a page; False if an operator has stopped it."""
+        """Change the rows of one page; return False, without a change, if an operator has stopped the action."""
         entry = self.total.entry
         touched: list[UUID] = []
         with unmarked(self._begin, touched, self._warn, run=entry), self._begin() as connection:
@@ -237,7 +241,7 @@ class BulkRun:
         return True
 
     def _write(self, connection: Connection, entry: UUID) -> None:
-        """Write the row of the audit, in the transaction of the first page."""
+        """Add the action's row to the audit, in the transaction that changes the first page."""
         ids = self._action.ids
         target = str(ids[0]) if ids is not None and len(ids) == 1 else None
         wanted = fields_of(self._action.wanted)
@@ -266,11 +270,13 @@ class BulkRun:
 
 
 def check_args(connection: Connection, action: BulkAction, check: CheckArgs) -> None:
-    """Call `check` with the arguments that an action gives, for each kind that is meant.
+    """Check an action's new arguments: call `check` with each kind of the chosen jobs and the arguments.
+
+    Does nothing if the action has no new arguments.
 
     Raises:
-        PayloadError: they do not fit a handler.
-        UnknownKind: a kind has none.
+        PayloadError: the arguments do not fit a kind's handler.
+        UnknownKind: a kind has no handler.
     """
     if action.args is not None:
         for kind in sorted({each.kind for each in action.count(connection, None, math.inf)}):
@@ -279,9 +285,13 @@ def check_args(connection: Connection, action: BulkAction, check: CheckArgs) -> 
 
 @missing_tables_explained()
 def stop(connection: Connection, journal: Journal, entry: UUID) -> Stopped:
-    """Stop a change of many rows before its next page, when the caller's transaction commits.
+    """Stop a change of many rows before its next page; it takes effect when the caller's transaction commits.
 
-    Waits for the page that is under way.
+    Waits for the end of a page that is being changed.
+
+    Returns:
+        `stopped` if this call stops the change, `stopped already` if an operator had stopped it before, `over` if it
+        had ended.
 
     Raises:
         AuditNotFound: no action has this id.
@@ -303,19 +313,20 @@ def resume(
     warn: Callable[[str], None],
     most: int | None = None,
 ) -> BulkRun:
-    """Take over a change of many rows that was stopped or cut off, to go on after its last page.
+    """Take over a change of many rows that was stopped or cut off; call `run` of the result to go on with it.
 
-    A process that still works on it ends at its next page.
+    It goes on after the last committed page. A process that still works on the change ends at its next page.
 
     Args:
-        args: The arguments that it gives, if it gives some: the audit does not keep them.
-        check: Called with each kind and these arguments. `most` is that of `BulkRun`.
+        args: The new arguments, if the action changes arguments: the audit does not keep them.
+        check: Checks `args`: called with each kind of the chosen jobs and `args`.
+        most: As `BulkRun` takes it.
 
     Raises:
         AuditNotFound: no action has this id.
-        RunNotResumable: it has ended, or was not a change of many rows.
-        RunElsewhere: a page of it is under way.
-        ArgumentError: it gives arguments, and `args` does not, or the other way round.
+        RunNotResumable: the change has ended, or was not a change of many rows.
+        RunElsewhere: another process is changing a page at this moment.
+        ArgumentError: the action changes arguments and `args` is missing, or the reverse.
     """
     with begin() as connection:
         row = connection.execute(statements.lock_entry(entry, skip_locked=True)).one_or_none()

@@ -1,4 +1,4 @@
-"""Actions on many rows: each finds its next rows, changes them, and says what the audit keeps of it."""
+"""Actions on many rows: each finds its next rows, changes them, and describes its change for the audit."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -23,7 +23,7 @@ NOT_KEPT = "not kept"
 
 @dataclass(frozen=True, slots=True)
 class _OfDead:
-    """The part of actions on dead letters that finds and shows them."""
+    """Base of the actions on dead letters: finds, counts and samples the chosen dead letters."""
 
     wanted: DeadFilter
 
@@ -32,31 +32,34 @@ class _OfDead:
 
     @property
     def ids(self) -> tuple[UUID, ...] | None:
-        """The ids, if these are meant and no filter."""
+        """The chosen ids; None if a filter chooses the rows."""
         return self.wanted.ids
 
     def until(self, moment: datetime) -> Self:
-        """The action without what dies from now on."""
+        """Return the same action, restricted to dead letters that died before `moment`."""
         return replace(self, wanted=replace(self.wanted, died_before=moment))
 
     def find(self, connection: Connection, after: UUID | None) -> tuple[UUID, ...]:
-        """The next dead letters, in order."""
+        """Return the ids of the next dead letters that match, in the order of ids, after the id `after`."""
         return dead_letters.find_ids(connection, self.wanted, after=after)
 
     def count(self, connection: Connection, most: int | None, give_up_at: float) -> tuple[KindCount, ...]:
-        """The number of rows by queue and kind, as `count_matching` counts."""
+        """Count the dead letters that match, by queue and kind, `most` of them at most.
+
+        `give_up_at`: the time of `time.monotonic()` at which to raise `TimeoutError`.
+        """
         return dead_letters.count_matching(
             connection, self.wanted, to_retry=self.to_retry, most=most, give_up_at=give_up_at
         )
 
     def sample(self, connection: Connection, limit: int) -> Sequence[DeadJob]:
-        """Some of them."""
+        """Return up to `limit` of the dead letters that match, to be shown."""
         return dead_letters.sample(connection, self.wanted, limit)
 
 
 @dataclass(frozen=True, slots=True)
 class RetryDead(_OfDead):
-    """Make dead letters ready jobs again, with other arguments if `args` gives some."""
+    """Turns dead letters into ready jobs again, with new arguments if `args` is given."""
 
     args: str | None = field(default=None, repr=False)
 
@@ -64,31 +67,31 @@ class RetryDead(_OfDead):
     to_retry: ClassVar[bool] = True
 
     def run(self, connection: Connection, ids: Sequence[UUID]) -> Page:
-        """Retry those of these that still match."""
+        """Turn these dead letters into ready jobs, except those that no longer match; return the outcome by ids."""
         return dead_letters.retry_page(connection, replace(self.wanted, ids=tuple(ids)), limit=len(ids), args=self.args)
 
     @property
     def change(self) -> dict[str, object] | None:
-        """The part of the change that the audit keeps."""
+        """The description of the change for the audit: a note that `args` are not kept; None without `args`."""
         return None if self.args is None else {"args": NOT_KEPT}
 
 
 @dataclass(frozen=True, slots=True)
 class DiscardDead(_OfDead):
-    """Delete dead letters for good."""
+    """Deletes dead letters for good."""
 
     name: ClassVar[Action] = "dead.discard"
     args: ClassVar[None] = None
     change: ClassVar[None] = None
 
     def run(self, connection: Connection, ids: Sequence[UUID]) -> Page:
-        """Discard those of these that still match."""
+        """Delete these dead letters, except those that no longer match; return the outcome by ids."""
         return dead_letters.discard_page(connection, replace(self.wanted, ids=tuple(ids)), limit=len(ids))
 
 
 @dataclass(frozen=True, slots=True)
 class _OfJobs:
-    """The part of actions on jobs that finds and shows them."""
+    """Base of the actions on jobs: finds, counts and samples the chosen jobs."""
 
     wanted: JobFilter
 
@@ -96,36 +99,39 @@ class _OfJobs:
 
     @property
     def ids(self) -> tuple[UUID, ...] | None:
-        """The ids, if these are meant and no filter."""
+        """The chosen ids; None if a filter chooses the rows."""
         return self.wanted.ids
 
     def until(self, moment: datetime) -> Self:
-        """The action without what is added from now on."""
+        """Return the same action, restricted to jobs that were added before `moment`."""
         return replace(self, wanted=replace(self.wanted, created_before=moment))
 
     def find(self, connection: Connection, after: UUID | None) -> tuple[UUID, ...]:
-        """The next jobs, in order, without locking any."""
+        """Return the ids of the next jobs that match, in the order of ids, after the id `after`. Locks no row."""
         return jobs.find_ids(connection, self.wanted, after=after)
 
     def count(self, connection: Connection, most: int | None, give_up_at: float) -> tuple[KindCount, ...]:
-        """The number of rows by queue and kind, as `count_matching` counts."""
+        """Count the jobs that match, by queue and kind, `most` of them at most.
+
+        `give_up_at`: the time of `time.monotonic()` at which to raise `TimeoutError`.
+        """
         return jobs.count_matching(connection, self.wanted, most=most, give_up_at=give_up_at)
 
     def sample(self, connection: Connection, limit: int) -> Sequence[WaitingJob]:
-        """Some of them."""
+        """Return up to `limit` of the jobs that match, to be shown."""
         return jobs.sample(connection, self.wanted, limit)
 
 
 @dataclass(frozen=True, slots=True)
 class CancelJobs(_OfJobs):
-    """Delete jobs that wait."""
+    """Cancels jobs by deleting their rows; a job that a transaction runs is not cancelled."""
 
     name: ClassVar[Action] = "job.cancel"
     args: ClassVar[None] = None
     change: ClassVar[None] = None
 
     def run(self, connection: Connection, ids: Sequence[UUID]) -> Page:
-        """Cancel those of these that still match."""
+        """Delete the rows of these jobs, except those that no longer match; return the outcome by ids."""
         if self.wanted == JobFilter(ids=self.wanted.ids):
             done = jobs.cancel_jobs(connection, ids)
             return Page(changed=done.cancelled, held=done.running)
@@ -134,9 +140,10 @@ class CancelJobs(_OfJobs):
 
 @dataclass(frozen=True, slots=True)
 class CancelRunning(_OfJobs):
-    """Delete jobs that wait, and have the relays of those that run end them.
+    """Cancels jobs, running ones too: deletes waiting jobs, and requests relays to end the jobs that they run.
 
-    Of a filter also those that no longer match since they were found: they began to run, for example.
+    A job that matched the filter when it was found, and no longer does, such as one that has begun to run, is cancelled
+    too.
     """
 
     outcome: CancelOutcome = "discard"
@@ -145,19 +152,19 @@ class CancelRunning(_OfJobs):
     args: ClassVar[None] = None
 
     def run(self, connection: Connection, ids: Sequence[UUID]) -> Page:
-        """Cancel these, or request it from their relays."""
+        """Delete those of these jobs that wait, and request the relays of the running ones to end them."""
         done = cancellation.cancel_running(connection, ids, self.outcome)
         return Page(changed=(*done.cancelled, *done.requested), held=(), requested=done.requested)
 
     @property
     def change(self) -> dict[str, object]:
-        """The part of the change that the audit keeps."""
+        """The description of the change for the audit: `outcome`, the end of the jobs (discarded or dead letters)."""
         return {"outcome": self.outcome}
 
 
 @dataclass(frozen=True, slots=True)
 class ChangeJobs(_OfJobs):
-    """Change jobs that wait."""
+    """Changes the priority, the due time or the arguments of jobs that wait."""
 
     to: JobChange
 
@@ -165,16 +172,16 @@ class ChangeJobs(_OfJobs):
 
     @property
     def args(self) -> str | None:
-        """The arguments that they are given, if any."""
+        """The new arguments, as JSON text; None if the jobs keep theirs."""
         return self.to.args
 
     def run(self, connection: Connection, ids: Sequence[UUID]) -> Page:
-        """Change those of these that still match."""
+        """Change these jobs, except those that no longer match; return the outcome by ids."""
         return jobs.change_page(connection, replace(self.wanted, ids=tuple(ids)), self.to, limit=len(ids))
 
     @property
     def change(self) -> dict[str, object]:
-        """The part of the change that the audit keeps."""
+        """The description of the change for the audit: the new values, and a note that new arguments are not kept."""
         to = self.to
         found = {"priority": to.priority, "run_at": to.run_at, "run_now": to.run_now or None}
         return {**found, **({} if to.args is None else {"args": NOT_KEPT})}
@@ -184,18 +191,21 @@ BulkAction: TypeAlias = RetryDead | DiscardDead | CancelJobs | CancelRunning | C
 
 
 def fields_of(wanted: DeadFilter | JobFilter) -> dict[str, object]:
-    """A filter as it was given, by the names of its fields."""
+    """Return all fields of a filter, by their names, for the audit's column `filter`."""
     return {each.name: getattr(wanted, each.name) for each in fields(wanted)}
 
 
 def read_action(name: str, wanted: str | None, change: str | None, args: str | None) -> BulkAction | None:
-    """The action that the audit keeps by these texts; None if it is not one on many rows.
+    """Rebuild an action on many rows from its row in the audit; return None if `name` is not such an action.
 
     Args:
-        args: The arguments, which the audit does not keep.
+        name: The action's name, such as `dead.retry`.
+        wanted: The filter, as JSON text.
+        change: The new values, as JSON text.
+        args: The new arguments, as JSON text, from the operator: the audit does not keep them.
 
     Raises:
-        ArgumentError: the action gives arguments, and `args` does not, or the other way round.
+        ArgumentError: the action changes arguments and `args` is missing, or the reverse.
     """
     if name not in ("dead.retry", "dead.discard", "job.cancel", "job.cancel_running", "job.change"):
         return None

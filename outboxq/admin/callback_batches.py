@@ -1,4 +1,8 @@
-"""Open batches (`jobs.batch`), for operators to list and show. A batch that is over is gone, and its callback a job."""
+"""Open batches (`jobs.batch`), for operators to list and show.
+
+A batch is a set of jobs with a callback, a job that is added when all of the set's jobs have ended. Then the batch's
+row is deleted.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -13,15 +17,15 @@ from outboxq.statements import callback_batches as statements
 
 @dataclass(frozen=True, slots=True)
 class OpenBatch:
-    """A batch whose callback was not added yet.
+    """A batch that has not finished: its callback, the job that follows its other jobs, was not added yet.
 
     Attributes:
-        id: Also the id that the callback's job will have.
-        queue: That of the callback.
-        kind: That of the callback.
-        members: How many of its jobs wait or run; 10,000 for more.
-        failed: How many of its jobs are dead letters; 10,000 for more.
-        parent_id: The batch that the callback is a member of.
+        id: The batch's id, which will also be the id of the callback.
+        queue: The queue of the callback.
+        kind: The kind of the callback.
+        members: How many of the batch's jobs wait or run; counted up to 10,000.
+        failed: How many of the batch's jobs are dead letters; counted up to 10,000.
+        parent_id: The id of another batch that the callback is a job of; None without one.
     """
 
     id: UUID
@@ -35,7 +39,10 @@ class OpenBatch:
 
 @dataclass(frozen=True, slots=True)
 class BatchDetail:
-    """A batch, its callback as JSON text, and its members by their states: up to 10,000 of those that are left."""
+    """An open batch, its callback as JSON text, and the number of its remaining jobs in each state.
+
+    At most 10,000 jobs are counted.
+    """
 
     batch: OpenBatch
     states: Mapping[str, int]
@@ -43,15 +50,15 @@ class BatchDetail:
 
 
 def list_batches(connection: Connection, *, limit: int = 50) -> list[OpenBatch]:
-    """The oldest open batches."""
+    """Return up to `limit` open batches, the oldest first."""
     return [OpenBatch(*row) for row in connection.execute(statements.select_batches(limit=limit))]
 
 
 def show_batch(connection: Connection, batch_id: UUID) -> BatchDetail:
-    """One open batch.
+    """Return one open batch, with its callback and the states of its jobs.
 
     Raises:
-        BatchNotFound: it is over, or was never there.
+        BatchNotFound: the batch has finished, or never existed.
     """
     row = connection.execute(statements.select_batch(batch_id)).one_or_none()
     if row is None:

@@ -1,6 +1,6 @@
-"""Cancel running jobs, for operators: request it, follow the request, and end the backend of a job by force.
+"""Cancel running jobs, for operators: request it from the job's relay, see if it was done, or end the job by force.
 
-Every function reads or changes in the caller's transaction; a request takes effect when that is committed.
+Every function works in the caller's transaction; a request reaches the relay when that transaction commits.
 """
 
 from collections.abc import Sequence
@@ -18,38 +18,48 @@ from outboxq.tables import mapped_schema
 
 
 class Sharing(NamedTuple):
-    """The number of other jobs that share a transaction; if that is not exact, there may be more that are far away."""
+    """The number of other jobs in the transaction of a running job: a forced end of that job rolls them back too.
+
+    `is_exact`: False if there may be more, because only 10,000 jobs before and after it in the queue are read.
+    """
 
     jobs: int
     is_exact: bool
 
 
 def cancel_running(connection: Connection, ids: Sequence[UUID], outcome: CancelOutcome = "discard") -> Requested:
-    """Cancel jobs by id, those that run too; 200 a transaction are a good measure.
+    """Cancel jobs by id, including running ones; pass about 200 ids in a transaction.
 
-    Waiting jobs are gone at once; running ones are ended by their relays, as `progress` reports.
+    Waiting jobs end in this transaction. Running jobs are ended by their relays after it commits; `progress` shows if
+    that was done.
+
+    `outcome`: "discard" to delete the cancelled jobs, "dead" to make them dead letters.
     """
     return cancel_or_request(connection, list(dict.fromkeys(ids)), outcome)
 
 
 def progress(connection: Connection, ids: Sequence[UUID]) -> dict[UUID, str]:
-    """The state of the cancellation of each of these jobs.
+    """Return the state of each of these jobs, whose cancellation was requested by `cancel_running`.
 
-    `running`: it runs on; `waiting`: it waits, and its next claim ends it; `cancelled`; `dead`: it is a dead letter;
-    `over`: it ended by itself, before its relay received the request, also if a later job has its id.
+    `running`: the job still runs. `waiting`: it waits again, and the relay that claims it next ends it. `cancelled`: it
+    was ended. `dead`: it is a dead letter. `over`: it ended by itself before its relay received the request; this is
+    also returned if a later job has the same id.
     """
     return {row.id: row.state for row in connection.execute(statements.progress(ids))}
 
 
 def end_returned(connection: Connection, ids: Sequence[UUID], outcome: CancelOutcome) -> tuple[UUID, ...]:
-    """End jobs whose cancellation was requested and that wait now, without waiting for their next claim."""
+    """End jobs whose cancellation was requested and that wait again, instead of the next relay that claims them.
+
+    Such a job came back to the queue when its transaction or its relay ended. Returns the ids of the ended jobs.
+    """
     return tuple(end_waiting(connection, ids, outcome, asked=True))
 
 
 def count_sharing(connection: Connection, job_id: UUID) -> Sharing:
-    """Count the other jobs that share the transaction of this one: they are rolled back with it, and run again.
+    """Count the other jobs in the transaction of a running job: if the job is cancelled by force, they run again.
 
-    Up to 10,000 jobs on each side of it are read, in the order of claims.
+    Up to 10,000 jobs before it and 10,000 after it are read, in the order in which relays claim jobs.
     """
     ((jobs, is_exact),) = run_script(connection, statements.sharing(mapped_schema(connection), job_id))
     assert isinstance(jobs, int)
@@ -57,11 +67,13 @@ def count_sharing(connection: Connection, job_id: UUID) -> Sharing:
 
 
 def terminate(connection: Connection, job_id: UUID, outcome: CancelOutcome = "discard") -> bool:
-    """End the backend whose transaction runs a job, or take the job from its lease; True if there was one.
+    """End a running job by force: end the backend of its transaction or, in lease mode, end the job's lease.
 
-    For a relay that does not answer; the request has to be committed before. All jobs of the transaction are rolled
-    back, and each runs again by itself; the cancelled one is ended by its next claim, or by `end_returned`. A handler
-    under a lease goes on, and what it wrote is refused.
+    Use it if the relay does not answer a request of `cancel_running` that was committed before. All jobs of the
+    transaction are rolled back, and run again one at a time; the cancelled job is ended by the relay that claims it
+    next, or by `end_returned`. The handler of a leased job goes on, and its writes are refused.
+
+    Returns True if the backend, or the leased job, was ended.
     """
     ended = run_script(connection, statements.terminate(mapped_schema(connection), job_id))
     if ended:

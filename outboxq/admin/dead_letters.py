@@ -1,6 +1,7 @@
-"""Dead letters: jobs that were given up, for operators to list, retry or discard.
+"""Dead letters, jobs that failed for good and are kept in a table, for operators to list, retry or discard.
 
-Every function reads or changes in the caller's transaction, and none waits for a row lock, but for a unique key's.
+Every function reads or changes in the caller's transaction. None waits for a row lock, but `retry_page` may wait for a
+transaction that is adding a job of the same unique key.
 """
 
 import math
@@ -25,7 +26,7 @@ from outboxq.tables import dead_job
 
 @dataclass(frozen=True, slots=True)
 class DeadJob:
-    """A dead letter and why it is one."""
+    """A dead letter: a job that failed for good, with the reason; without its arguments and errors."""
 
     id: UUID
     queue: str
@@ -40,7 +41,7 @@ class DeadJob:
 
 @dataclass(frozen=True, slots=True)
 class DeadDetail:
-    """Everything that is stored of a dead letter; `args`, `headers` and `errors` are JSON text."""
+    """A dead letter with all of its columns; `args`, `headers` and `errors` are JSON text."""
 
     dead: DeadJob
     priority: int
@@ -52,7 +53,7 @@ class DeadDetail:
 
 
 def list_dead(connection: Connection, wanted: DeadFilter | None = None, *, limit: int = 50) -> list[DeadJob]:
-    """The dead letters that match, the latest first."""
+    """Return up to `limit` dead letters that match, those that died last first."""
     wanted = wanted or DeadFilter()
     found = latest_rows(
         connection,
@@ -67,10 +68,10 @@ def list_dead(connection: Connection, wanted: DeadFilter | None = None, *, limit
 
 
 def show_dead(connection: Connection, job_id: UUID) -> DeadDetail:
-    """One dead letter, its arguments and errors included.
+    """Return one dead letter, with its arguments and errors.
 
     Raises:
-        JobNotFound: retried, discarded, or never there.
+        JobNotFound: the dead letter was retried or discarded, or never existed.
     """
     row = connection.execute(statements.select_dead_letter(job_id)).one_or_none()
     if row is None:
@@ -92,34 +93,44 @@ def count_matching(
     most: int | None = None,
     give_up_at: float = math.inf,
 ) -> tuple[KindCount, ...]:
-    """Count the dead letters that match, by queue and kind; with `most`, up to so many in all.
+    """Count the dead letters that match, by queue and kind; with `most`, at most that many in total.
 
     Args:
-        to_retry: Count those that `retry_page` would not refuse.
-        give_up_at: A time of the monotonic clock.
+        to_retry: True to leave out dead letters that `retry_page` would not retry.
+        most: The number at which counting ends; None to count all.
+        give_up_at: The time of `time.monotonic()` at which to raise `TimeoutError`.
 
     Raises:
-        TimeoutError: it was not done at that time.
+        TimeoutError: the count was not finished at that time.
     """
     count = partial(statements.count_matching, wanted, to_retry=to_retry)
     return count_rows(connection, _all_dead(connection, wanted, give_up_at), count, most)
 
 
 def sample(connection: Connection, wanted: DeadFilter, limit: int) -> list[DeadJob]:
-    """Some of the dead letters that match, not the latest, for which all would be read in the order of their time."""
+    """Return up to `limit` dead letters that match, as examples.
+
+    They are not the latest ones, because finding those could read the whole table.
+    """
     some = first_rows(connection, _all_dead(connection, wanted), partial(statements.select_some, wanted), limit)
     return list_dead(connection, replace(wanted, ids=tuple(row.id for row in some)), limit=limit)
 
 
 def _all_dead(connection: Connection, wanted: DeadFilter, give_up_at: float = math.inf) -> Iterable[Stretch]:
-    """The table by its blocks; if dead letters are named by their ids, one stretch with all of them."""
+    """Return SQL conditions; each selects a part of the table `dead_job` (some of its blocks), together all rows.
+
+    If the filter has ids, there is one part without a condition, because a query by ids is fast.
+    """
     return [[]] if wanted.ids is not None else stretches_of_blocks(connection, dead_job, give_up_at=give_up_at)
 
 
 def find_ids(
     connection: Connection, wanted: DeadFilter, *, after: UUID | None = None, limit: int = MAX_PAGE_ROWS
 ) -> tuple[UUID, ...]:
-    """The ids of the next dead letters that match; continue with `after` the last one. Costs what that of jobs does."""
+    """Return the next ids of dead letters that match, up to `limit`, in order; continue with `after=` the last one.
+
+    All pages together read the table once in the order of ids, up to three blocks a row.
+    """
     start = [] if after is None else [dead_job.c.id > after]
     behind = stretches_of(connection, wanted.ids, dead_job.c.id, *start, first=limit)
     return tuple(row.id for row in first_rows(connection, behind, partial(statements.select_ids, wanted), limit))
@@ -133,15 +144,15 @@ def retry_page(
     limit: int = MAX_PAGE_ROWS,
     args: str | None = None,
 ) -> Page:
-    """Turn the next dead letters that match into ready jobs; continue with `after=page.last` until that is None.
+    """Turn up to `limit` dead letters that match into ready jobs; continue with `after=page.last` until it is None.
 
-    A dead letter is refused if a job that waits or runs has its id, or, in `page.key_taken`, if a living job has its
-    unique key. Ids that are not in the page do not exist. Another transaction that is just adding a job of the same
-    unique key is waited for. Retried ones keep their id, arguments and error history, and begin again with attempt and
-    crashes at 0.
+    A dead letter stays if a job that waits or runs has its id (`page.refused`) or its unique key (`page.key_taken`).
+    Ids of the filter that are in no list of the page do not exist. The call waits for a transaction that is just adding
+    a job of the same unique key. Retried jobs keep their id, arguments and error history, and their attempts and
+    crashes are counted from 0 again.
 
     Args:
-        args: Other arguments than they have, as the text of a JSON object.
+        args: New arguments for all of the jobs, as the text of a JSON object; None to leave theirs unchanged.
 
     Raises:
         ArgumentError: arguments that are too long.
@@ -158,5 +169,5 @@ def retry_page(
 def discard_page(
     connection: Connection, wanted: DeadFilter, *, after: UUID | None = None, limit: int = MAX_PAGE_ROWS
 ) -> Page:
-    """Delete the next dead letters that match; continue with `after=page.last` until that is None."""
+    """Delete up to `limit` dead letters that match; continue with `after=page.last` until it is None."""
     return read_page(connection.execute(statements.discard_page(wanted, after=after, limit=limit)))

@@ -1,4 +1,4 @@
-"""Effects, for operators: listing calls and their outcomes, and settling those with an unknown outcome.
+"""Effects, recorded calls to other services, for operators: list them, and settle those with an unknown outcome.
 
 Every function is one query or one change in the caller's transaction, and none waits for a row lock.
 """
@@ -30,10 +30,11 @@ _NOT_APPLIED = "resolved as not applied by an operator"
 
 @dataclass(frozen=True, slots=True)
 class EffectRecord:
-    """A call to the outside, and what is known of it.
+    """An effect: a recorded call to another service, and what is known of its outcome.
 
-    `in_doubt`: an earlier call may have been applied. `provider_key`: what the other side was given as idempotency key.
-    `locked_until`: no other caller calls before, while it is `started`. `expires_at`: when it may be forgotten.
+    `in_doubt`: True if an earlier attempt at the call may have been applied. `provider_key`: the idempotency key sent
+    to the other side. `locked_until`: while the status is `started`, a caller is making the call, and no other does
+    before this time. `expires_at`: the time after which the record may be deleted.
     """
 
     scope: str
@@ -51,10 +52,10 @@ class EffectRecord:
 
 @dataclass(frozen=True, slots=True)
 class EffectDetail:
-    """Everything that is stored of an effect. `fingerprint` is hexadecimal, `result` JSON text.
+    """An effect with all of its columns. `fingerprint` is hexadecimal, `result` JSON text.
 
-    `is_locked`: a caller holds it at this moment, by the database's clock. `can_be_resolved`: `resolve_effect` takes a
-    verdict, one with a result.
+    `is_locked`: True if a caller is making the call: `locked_until` is in the future by the database's clock.
+    `can_be_resolved`: True if `resolve_effect` would accept a verdict with a result.
     """
 
     effect: EffectRecord
@@ -66,19 +67,26 @@ class EffectDetail:
 
 @dataclass(frozen=True, slots=True)
 class WasApplied:
-    """The other side has applied the call. Without `result`, JSON text, a caller that needs one is refused."""
+    """The verdict that the other side has applied the call; `result` is its result as JSON text.
+
+    Without `result`, a later caller that needs the result gets an error.
+    """
 
     result: str | None = field(default=None, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
 class WasNotApplied:
-    """The other side has not applied the call, and never will: the next caller calls again."""
+    """The verdict that the other side has not applied the call and never will: the next caller makes it again."""
 
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
-    """The outcome of resolving several effects. `left`: settled, called or locked by another since they were found."""
+    """The outcome of `resolve_effects`.
+
+    `resolved`: the effects with the new verdict. `left`: effects that were not changed, because they were settled,
+    called again or locked by a transaction since they were read.
+    """
 
     resolved: tuple[EffectRecord, ...]
     left: tuple[EffectRecord, ...]
@@ -88,17 +96,17 @@ Verdict: TypeAlias = WasApplied | WasNotApplied
 
 
 def list_effects(connection: Connection, wanted: EffectFilter | None = None, *, limit: int = 50) -> list[EffectRecord]:
-    """The effects that match: the unknown ones first, then others that are not settled, then those kept longest.
+    """Return effects that match: unknown outcomes first, then others that are not settled, then settled ones.
 
-    In each part the latest first: the latest change, the latest lock, the last to expire. Without their results, which
-    are the users' data.
+    Up to `limit` of them. The three parts are ordered by `changed_at`, `locked_until` and `expires_at`, each with the
+    latest first. Results are left out, because they are users' data.
     """
     wanted = wanted or EffectFilter()
     found: dict[tuple[str, str], EffectRecord] = {}
     for part in statements.PARTS:
         if wanted.status is None or wanted.status in part.statuses:
             select = partial(statements.select_effects, wanted, part)
-            # One that is settled in the meantime is in two parts, and shown as it was first seen.
+            # An effect that is settled while this runs is in two parts, and is shown as it was first seen.
             for row in latest_rows(connection, part.by, *part.where, select=select, limit=limit):
                 found.setdefault((row.scope, row.key), EffectRecord(*row))
         if len(found) >= limit:
@@ -107,10 +115,10 @@ def list_effects(connection: Connection, wanted: EffectFilter | None = None, *, 
 
 
 def show_effect(connection: Connection, scope: str, key: str) -> EffectDetail:
-    """One effect, its result included.
+    """Return one effect, with its result.
 
     Raises:
-        EffectNotFound: never called, or forgotten.
+        EffectNotFound: the call was never made, or its effect was forgotten.
         InvalidKey: a scope or a key that no effect can have.
     """
     row = connection.execute(statements.select_effect(*_checked(scope, key))).one_or_none()
@@ -120,7 +128,7 @@ def show_effect(connection: Connection, scope: str, key: str) -> EffectDetail:
 
 
 def find_unresolved(connection: Connection, wanted: EffectFilter) -> list[EffectRecord]:
-    """All effects that match and that `resolve_effect` takes a verdict for, without their results."""
+    """Return all effects that match and whose outcome an operator could settle by `resolve_effect`, without results."""
     found: dict[tuple[str, str], EffectRecord] = {}
     for part in statements.PARTS[:2]:
         for stretch in stretches(connection, part.by, *part.where):
@@ -132,7 +140,11 @@ def find_unresolved(connection: Connection, wanted: EffectFilter) -> list[Effect
 def resolve_effects(
     connection: Connection, named: Sequence[EffectRecord], verdict: Verdict, *, keep: timedelta = DEFAULT_RETENTION
 ) -> Resolved:
-    """Record one verdict of several effects, as `resolve_effect` does of one; those settled in the meantime stay.
+    """Record the same verdict on several effects; those that are settled or being called by now stay as they are.
+
+    Args:
+        named: The effects, as `find_unresolved` returns them.
+        keep: The time for which the settled effects are remembered.
 
     Raises:
         ArgumentError: a result that JSON, or jsonb, cannot hold.
@@ -147,20 +159,21 @@ def resolve_effects(
 def resolve_effect(
     connection: Connection, scope: str, key: str, verdict: Verdict, *, keep: timedelta = DEFAULT_RETENTION
 ) -> EffectRecord:
-    """Record what the other side says of a call that is unknown, in doubt, or whose caller died.
+    """Settle a call whose outcome is not known, by an operator's verdict: the other side has applied it, or has not.
 
-    An effect that is done, and whose result was not kept, can be given its result. A caller that was suspended and
-    resumes later cannot overwrite the record.
+    This is for calls that are `unknown` or in doubt, or whose caller died, and to add the result of a done call that
+    was not kept. A caller that was suspended and resumes later cannot overwrite the verdict.
 
     Args:
-        keep: How long it is remembered.
+        keep: The time for which the settled effect is remembered.
 
     Returns:
         The effect as it is now.
 
     Raises:
-        EffectNotFound: never called, or forgotten.
-        EffectError: there is nothing to resolve, a call is under way, or another transaction has the row.
+        EffectNotFound: the call was never made, or its effect was forgotten.
+        EffectError: the outcome is known already, a caller is making the call, or another transaction has locked the
+            row.
         ArgumentError: a result that JSON, or jsonb, cannot hold.
         InvalidKey: a scope or a key that no effect can have.
     """
@@ -196,11 +209,11 @@ def _refusal(row: Row[Any]) -> str:
 
 
 def _check_json(text: str) -> str:
-    """Return the text itself, which decoding could change, after a check that it can be stored and read again."""
+    """Check that a JSON text can be stored and read again; return the text unchanged."""
     try:
         value = msgspec.json.decode(text.encode())
     except (ValueError, RecursionError):
-        # Without its cause, whose text may quote the value.
+        # Without the exception's cause: its text may quote the value.
         raise ArgumentError(
             "the result is not JSON: give what the call returned, such as '{\"id\": 7}', '\"abc\"' or 'null'"
         ) from None

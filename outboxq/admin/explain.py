@@ -1,8 +1,8 @@
 """Explain why a job, or a queue, does not run: the reasons that hold at this moment, the most important one first.
 
-Every query is READ ONLY, reads one row or the first entries of an index, in a savepoint that is rolled back at once. It
-locks no row, waits 0.2 s at most for a table that is locked, and is given up after 2 s: then the reason `not-known`
-names what was not read.
+Every query only reads one row or the first entries of an index, in a savepoint that is rolled back at once. A query
+locks no row, waits 0.2 s at most for a locked table, and is given up after 2 s: then the reason `not-known` names the
+missing data.
 """
 
 from collections.abc import Iterator
@@ -33,11 +33,11 @@ class Explanation:
     """The reasons why a job or a queue does not run.
 
     Attributes:
-        job_id: The job; of a queue, the one that is to run next, or None if there is none.
-        queue: None for a job that is not in the table.
-        kind: That of the job, if it is in the table.
-        reasons: All that hold at this moment, by their precedence (`CODES`); at least one. Those of a whole queue come
-            before those of its next job, if the queue is explained.
+        job_id: The explained job; if a queue is explained, the job that is to run next there, or None if no job waits.
+        queue: The queue; None for a job that neither waits nor runs.
+        kind: The kind of the job; None like `queue`, or if no job waits.
+        reasons: All reasons that hold at this moment, at least one, the most important first (in the order of `CODES`).
+            If a queue is explained, its own reasons come before those of its next job.
     """
 
     job_id: UUID | None
@@ -52,7 +52,7 @@ class Explanation:
 
 
 def explain_job(connection: Connection, job_id: UUID) -> Explanation:
-    """Explain why a job does not run."""
+    """Return the reasons why a job does not run; if it runs or has ended, the reason says so."""
     looks = Looks(connection)
     job = looks.row(_THE_JOB, statements.job_facts(looks.schema, job_id))
     if job is not None:
@@ -63,7 +63,7 @@ def explain_job(connection: Connection, job_id: UUID) -> Explanation:
 
 
 def explain_queue(connection: Connection, queue: str) -> Explanation:
-    """Explain why a queue does not run: what holds up all of it, and what its next job waits for.
+    """Return the reasons why a queue's jobs do not run: those of the whole queue, then those of its next job.
 
     Raises:
         ArgumentError: a name that no queue can have.

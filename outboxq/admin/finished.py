@@ -1,4 +1,4 @@
-"""Finished jobs of kinds that keep them (`keep=`), for operators to list, show and run again."""
+"""Finished jobs, for operators to list, show and run again: rows that are kept if the job's kind has `keep=`."""
 
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -23,7 +23,7 @@ class FinishedJob:
 
     Attributes:
         outcome: `done`, `discarded`, `cancelled` (while it ran) or `expired`.
-        attempt: The attempt that counts, from 1.
+        attempt: The number of the attempt that finished the job, from 1.
         seconds: How long its handler ran.
     """
 
@@ -40,12 +40,12 @@ class FinishedJob:
 
 @dataclass(frozen=True, slots=True)
 class FinishedDetail:
-    """Everything that is kept of a finished job; `args`, `headers` and `result` are JSON text, None if not kept.
+    """A finished job with all that is kept of it; `args`, `headers` and `result` are JSON text, or None if not kept.
 
     Attributes:
-        relay: The relay that ran it.
-        expires_at: The row is deleted soon after.
-        stands_for: The jobs that its run took along, as it was coalesced with them.
+        relay: The id of the relay that ran the job.
+        expires_at: The time after which relays delete the row.
+        stands_for: The ids of older jobs with the same coalescing key, for which this job ran too.
     """
 
     finished: FinishedJob
@@ -61,9 +61,9 @@ class FinishedDetail:
 def list_finished(
     connection: Connection, wanted: DoneFilter | None = None, *, before: UUID | None = None, limit: int = 50
 ) -> list[FinishedJob]:
-    """The finished jobs that match, the last added first; continue with `before` the last one's id.
+    """Return up to `limit` finished jobs that match, the last added first; continue with `before=` the last one's id.
 
-    Searched as `list_jobs` searches jobs.
+    The newest rows are searched by an index; if too few of them match, the whole table is read once.
     """
     start = [] if before is None else [done_job.c.id < before]
     select = partial(statements.select_done, wanted or DoneFilter())
@@ -73,10 +73,11 @@ def list_finished(
 
 @missing_tables_explained()
 def show_finished(connection: Connection, job_id: UUID) -> FinishedDetail:
-    """One finished job, with what is kept of it.
+    """Return one finished job, with the data that is kept of it.
 
     Raises:
-        JobNotFound: its kind keeps none, its time has ended, or it waits, runs or is dead.
+        JobNotFound: no finished job of this id is kept: its kind keeps none, the row has expired, or the job waits,
+            runs or is dead.
     """
     row = connection.execute(statements.select_finished(job_id)).one_or_none()
     if row is None:
@@ -87,16 +88,16 @@ def show_finished(connection: Connection, job_id: UUID) -> FinishedDetail:
 
 
 def outcome_of(connection: Connection, job_id: UUID) -> str | None:
-    """The outcome of a finished job that is kept; None if it is not kept, or if this role may not read it."""
+    """Return the outcome of a finished job; None if no row is kept of it, or if this role may not read the rows."""
     if not connection.execute(statements.may_read(mapped_schema(connection))).scalar_one():
         return None
     return connection.execute(statements.select_outcome(job_id)).scalar_one_or_none()
 
 
 def run_again(connection: Connection, job_id: UUID) -> UUID:
-    """Add a new job with the kind, the queue, the arguments and the headers of a finished one; returns its id.
+    """Add a new job with the kind, queue, arguments and headers of a finished one; return the new job's id.
 
-    It has no unique key and is in no group or batch, and nothing follows it: it is run for what it does itself.
+    The new job has no unique key and is in no group or batch, and no chained job follows it.
 
     Raises:
         JobNotFound: no finished job has this id.

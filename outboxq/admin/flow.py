@@ -1,4 +1,4 @@
-"""Jobs held back by intent: limits of queues, groups that wait for their first job, kinds that are paused."""
+"""Jobs that are held back on purpose, for operators to list: by limits, by a group's order, by a paused kind."""
 
 from dataclasses import dataclass
 from datetime import datetime
@@ -15,11 +15,14 @@ from outboxq.tables import mapped_schema
 
 @dataclass(frozen=True, slots=True)
 class LimitedQueue:
-    """A queue with a limit.
+    """A queue with at least one limit; None for a limit that the queue does not have.
 
     Attributes:
-        running: How many jobs may run at a time; `per_group`, of one group; `rate`, how many may begin in a time.
-        set_by: `operator`, if an operator has set one of them, else `application`.
+        running: How many jobs of the queue may run at a time.
+        per_group: How many jobs of one group may run at a time.
+        rate: How many jobs may begin in a unit of time, such as `100/min`.
+        burst: How many jobs may begin at once, after a time with fewer jobs than the rate allows.
+        set_by: `operator`, if an operator has set one of the limits, else `application`.
     """
 
     queue: str
@@ -32,12 +35,13 @@ class LimitedQueue:
 
 @dataclass(frozen=True, slots=True)
 class BlockedGroup:
-    """The first job of a group, which others wait for.
+    """A group, whose jobs run in order, with a first job that waits for a later time, so that all others wait too.
 
     Attributes:
-        jobs: How many wait for it; 1,000 for more.
-        parked: How often it was put off because no relay knows its kind, or the kind is paused.
-        due_in_seconds: When it runs again.
+        id: The first job of the group.
+        jobs: How many jobs of the group wait for it; counted up to 1,000.
+        parked: How often relays put the first job off, because they do not know its kind or the kind is paused.
+        due_in_seconds: The time until the first job runs again.
     """
 
     queue: str
@@ -51,7 +55,7 @@ class BlockedGroup:
 
 @dataclass(frozen=True, slots=True)
 class PausedSince:
-    """A kind that is paused in a queue."""
+    """A kind that is paused in a queue, and the time since which it is paused."""
 
     queue: str
     kind: str
@@ -59,7 +63,10 @@ class PausedSince:
 
 
 def list_limits(connection: Connection) -> list[LimitedQueue]:
-    """The queues with limits that hold: as operators have set them, else as living relays' applications declare."""
+    """Return the queues that have limits: those that operators have set, otherwise those that applications declare.
+
+    Declared limits are known while a relay of the application is alive.
+    """
     given = {each.queue: each.limits for each in list_queues(connection)}
     found = limits_in_force(given, read_declared_limits(connection))
     nothing = QueueLimits()
@@ -76,7 +83,7 @@ def _limited(queue: str, limits: QueueLimits, set_by: str) -> LimitedQueue:
 
 
 def list_blocked_groups(connection: Connection) -> list[BlockedGroup]:
-    """The jobs that hold up their groups, those that most others wait for first."""
+    """Return the groups whose first job waits for a later time, those in which the most jobs wait for it first."""
     rows = connection.execute(blocked_groups(mapped_schema(connection)))
     return [
         BlockedGroup(row.queue, UUID(row.id), row.kind, row.attempt, row.parked, row.jobs, row.due_in_seconds)
@@ -85,5 +92,8 @@ def list_blocked_groups(connection: Connection) -> list[BlockedGroup]:
 
 
 def list_paused_kinds(connection: Connection) -> list[PausedSince]:
-    """The kinds that are paused, by queue and name; without counts of their jobs, which take a walk over the table."""
+    """Return the paused kinds, ordered by queue and name.
+
+    Their jobs are not counted, which would read the whole table.
+    """
     return [PausedSince(*row) for row in connection.execute(kinds.paused_names())]

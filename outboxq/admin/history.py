@@ -1,4 +1,4 @@
-"""The history: outcomes of jobs by minutes, by hours or by kinds, with how long they waited and ran."""
+"""The history: how many jobs ended how, and how long they waited and ran, by minute, by hour or by kind."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,17 +16,18 @@ By: TypeAlias = Literal["minute", "hour", "kind"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HistoryRow:
-    """The outcomes of the jobs of a minute or an hour, or of a kind.
+    """The numbers of jobs' outcomes in a minute or an hour, or of one kind.
 
     Args:
-        at: When the minute or the hour began; None by kinds.
-        kind: None by minutes and hours, `queue` too.
-        retried: Attempts that failed, or whose handler requested another one.
-        discarded: Also those that were cancelled, or had expired.
+        at: The beginning of the minute or hour; None in a row of a kind.
+        kind: The kind, and `queue` its queue; both None in a row of a minute or an hour.
+        retried: Attempts after which the job runs again, because they failed or their handler requested it.
+        discarded: Jobs that ended without being done or dead, cancelled and expired ones included.
         crashed: Times that a relay died or stalled while it ran the job.
-        lost: Runs that did not count, because the lease was lost.
-        wait_p50_seconds: Half of the jobs had waited up to so long when they were claimed; None without any.
-        run_p50_seconds: Half of the attempts ran for up to so long.
+        lost: Runs of leased jobs that did not count, because the relay had lost the lease.
+        wait_p50_seconds: Half of the jobs had waited at most this long when they were claimed; None without any job.
+            Also for 95 and 99 percent.
+        run_p50_seconds: Half of the attempts ran for at most this long.
     """
 
     at: datetime | None = None
@@ -55,9 +56,10 @@ def read_history(
     since: timedelta = timedelta(hours=1),
     by: By = "minute",
 ) -> list[HistoryRow]:
-    """The outcomes of jobs since `since`, the oldest first, or by queue and kind.
+    """Return the outcomes of the jobs of the last `since`: by minute or hour, the oldest first, or by queue and kind.
 
-    Minutes are kept for two days, then hours for 35 days: by minutes, an older hour is counted in its first minute.
+    Rows of minutes are kept for two days, rows of hours for 35 days; in a history by minutes, an older hour is one row,
+    at its first minute.
 
     Raises:
         SchemaError: the tables of the history are missing.
@@ -80,10 +82,10 @@ def _buckets(found: dict[str, object], name: str) -> list[int]:
 
 
 def quantile(buckets: Sequence[int], part: float) -> float | None:
-    """The seconds within which this part of the jobs was done, as far as the buckets show; None without any.
+    """Estimate the seconds within which this part (0 to 1) of the counted jobs was done; None if none was counted.
 
-    Within a bucket times are taken to be spread evenly, as Prometheus does. Of a time beyond the last bound only that
-    is known.
+    `buckets`: the number of jobs in each range of times (up to the bounds `BOUNDS`, and beyond). Within a range, times
+    are assumed to be spread evenly, as Prometheus does. For a time beyond the last bound, that bound is returned.
     """
     total = sum(buckets)
     if not total:

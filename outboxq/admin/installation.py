@@ -1,7 +1,7 @@
-"""Giving an installation another id: a copy of a database that talks to the same services needs keys of its own.
+"""Giving a database another installation id: needed by a copy of a database that calls the same services.
 
-The provider keys of calls are made of the id, so two databases with one id give the same key to different calls, and a
-service that honours keys answers one of them with the result of the other.
+The idempotency keys of calls are made of this id. Two databases with the same id would send one key for different
+calls, and the service would answer one call with the result of the other.
 """
 
 from dataclasses import dataclass
@@ -20,10 +20,11 @@ _OPEN = "it was open when the installation got a new id; its provider key is the
 
 @dataclass(frozen=True, slots=True)
 class NewInstallation:
-    """An installation that got another id, and what became of the calls that were not settled.
+    """The new id of an installation, its former id, and the numbers of its unsettled calls.
 
-    `doubted`: they may have been applied, and are `unknown` now. `forgotten`: they were certainly not applied, and are
-    called with a key of the new id. `unknown`: all effects that are unknown now, earlier ones included.
+    `doubted`: the number of calls that may have been applied, and were made `unknown`. `forgotten`: the number of calls
+    that were certainly not applied, and whose records were deleted, so that the next caller uses a new key. `unknown`:
+    the number of all effects that are `unknown` now.
     """
 
     id: UUID
@@ -34,13 +35,13 @@ class NewInstallation:
 
 
 def renew_installation(connection: Connection) -> NewInstallation:
-    """Give the installation another id, in the caller's transaction: no call is made with a key of the former one.
+    """Give the database another installation id, in the caller's transaction: later calls use keys made of the new id.
 
-    Processes read the id once and go on with it: all must be stopped before, and started again. Relays in transaction
-    mode, and other processes between two calls, are not seen.
+    Stop all processes before, and start them again after it, because each reads the id only once. Not every running
+    process is noticed: not a relay in transaction mode, nor another process that makes no call at this moment.
 
     Raises:
-        InstallationInUse: a relay in lease mode is alive, or a call is under way.
+        InstallationInUse: a relay in lease mode is alive, or a process is making a call.
     """
     former_id: UUID = connection.execute(statements.lock_installation()).scalar_one()
     used = connection.execute(statements.select_use()).one()

@@ -3,8 +3,9 @@
 Every function reads or changes in the caller's transaction. None waits for a row lock: a job that a relay runs is
 locked by that relay's transaction, and is reported instead. Reading locks nothing.
 
-A cancellation or a change that is rolled back leaves marks in the jobs' rows, as a relay that dies with them does: each
-would run by itself, once. `clear_marks` takes them away, if it is committed.
+A cancellation or a change that is rolled back leaves marks in the jobs' rows, as if a relay had died while it ran them:
+each job would run alone the next time, to find out if it kills relays. `clear_marks` removes the marks, if the caller
+commits it.
 """
 
 import math
@@ -53,16 +54,19 @@ _BEHIND_MILLISECOND = 80
 
 @dataclass(frozen=True, slots=True)
 class WaitingJob:
-    """A job in the table.
+    """A job that waits or runs, as a row of the table `job`.
 
     Attributes:
         state: `ready`; `grouped`, if it waits for its turn in its group; `scheduled`; `due`, if the time of a scheduled
-            one has come; `running`, if a transaction has it; `leased`; `orphaned`, if the relay that leased it is not
-            alive; `suspect`. The names of `QueueStats`.
+            one has come; `running`, if a transaction runs it; `leased`, if a living relay runs it in lease mode;
+            `orphaned`, if the relay that leased it is not alive; `suspect`, if a relay died while it had the job, so
+            that it runs alone the next time.
         pid: The backend whose transaction runs it; None if it only waits.
-        expires_at: It is dropped if its handler is not called before; None for never.
-        running_seconds: How long that transaction has been open; None also if the role may not read it.
-        progress: How far its handler is, from 0 to 1, by the last note of its `ctx.progress`; `note` is the text of it.
+        expires_at: The time at which the job is dropped if its handler was not called before; None if it never expires.
+        running_seconds: How long the transaction of `pid` has been open; None without a transaction, or if this role
+            may not read it.
+        progress: The progress that its handler has last reported with `ctx.progress`, from 0 to 1; `note` is the text
+            of that report.
     """
 
     id: UUID
@@ -85,10 +89,11 @@ class WaitingJob:
 
 @dataclass(frozen=True, slots=True)
 class JobDetail:
-    """Everything that is stored of a job; `args`, `headers` and `errors` are JSON text.
+    """A job with all of its columns; `args`, `headers` and `errors` are JSON text.
 
     Attributes:
-        waits_behind: The first job of its group, if that is another one.
+        waits_behind: The id of the first job of the job's group, for which this job waits; None if this job is the
+            first, or in no group.
     """
 
     job: WaitingJob
@@ -102,7 +107,7 @@ class JobDetail:
 
 @dataclass(frozen=True, slots=True)
 class Cancelled:
-    """The jobs to be cancelled: gone, held by the transaction that runs them, or not there."""
+    """The outcome of `cancel_jobs`, as ids: cancelled jobs, jobs that run and were left, and ids without a job."""
 
     cancelled: tuple[UUID, ...]
     running: tuple[UUID, ...]
@@ -112,12 +117,11 @@ class Cancelled:
 def list_jobs(
     connection: Connection, wanted: JobFilter | None = None, *, running: bool = False, limit: int = 50
 ) -> list[WaitingJob]:
-    """The oldest jobs that match; with `running`, only those that a transaction or a living relay's lease holds.
+    """Return up to `limit` jobs that match, the oldest first; with `running`, only those that a relay runs.
 
-    Jobs that relays hold are searched among the first 10,000 that they would claim, of each queue and each index, as
-    `collect_stats` does. Others are searched among the oldest 12,700 (more for a `limit` over 100), and if that does
-    not suffice in the whole table, each block of which is then read once. One that is changed while the table is read
-    may be missing.
+    Running jobs are searched among the first 10,000 jobs of each queue in the orders in which relays claim them. Other
+    jobs are searched among the oldest 12,700 (more for a `limit` over 100), and then, if too few of these match, in the
+    whole table, which is read once. A job that is changed during that may be missing.
     """
     wanted = _of_few(connection, wanted or JobFilter(), ("running", "leased") if running else ())
     found: dict[UUID, Any] = {}
@@ -145,7 +149,14 @@ def _age(row: Any) -> tuple[int, int]:
 
 
 def _of_few(connection: Connection, wanted: JobFilter, states: Sequence[str]) -> JobFilter:
-    """The same filter with the ids of the jobs in these states, or in its own if few jobs are in it at a time."""
+    """Narrow a filter for jobs that a relay runs, or that had a relay that died, to the ids of these jobs.
+
+    This is fast even in a large table: only few jobs are in such a state at a time, and an index finds them. A filter
+    with ids, or for other states, stays as it is.
+
+    Args:
+        states: The states to look for; if empty, the filter's own state decides.
+    """
     states = states or ((wanted.state,) if wanted.state in _HELD else ())
     if not states or wanted.ids is not None:
         return wanted
@@ -163,10 +174,10 @@ def _with_progress(connection: Connection, jobs: list[WaitingJob]) -> list[Waiti
 
 
 def show_job(connection: Connection, job_id: UUID) -> JobDetail:
-    """One job, its arguments included.
+    """Return one job, with its arguments and errors.
 
     Raises:
-        JobNotFound: done, cancelled, dead, or never there.
+        JobNotFound: the job is done, cancelled or dead, or never existed.
     """
     row = connection.execute(statements.select_job(job_id)).one_or_none()
     if row is None:
@@ -181,10 +192,10 @@ def show_job(connection: Connection, job_id: UUID) -> JobDetail:
 
 
 def cancel_jobs(connection: Connection, ids: Sequence[UUID]) -> Cancelled:
-    """Delete jobs by id; 200 a transaction are a good measure.
+    """Cancel jobs by id, by deleting their rows; pass about 200 ids in a transaction.
 
-    A job in transaction mode that runs is not cancelled: only its relay, or the end of its backend, can stop it. One
-    under a lease is: its handler runs to its end, and what it wrote is refused and rolled back.
+    A job that a transaction runs is not cancelled: only its relay, or the end of its backend, can stop it. A leased job
+    is cancelled: its handler runs to its end, and its writes are refused and rolled back.
     """
     first = cancel_page(connection, JobFilter(ids=tuple(ids)), limit=len(ids))
     # Once more, because a job may have been done, or put back to be retried, while the first statement ran.
@@ -198,10 +209,10 @@ def cancel_jobs(connection: Connection, ids: Sequence[UUID]) -> Cancelled:
 def find_ids(
     connection: Connection, wanted: JobFilter, *, after: UUID | None = None, limit: int = MAX_PAGE_ROWS
 ) -> tuple[UUID, ...]:
-    """The ids of the next jobs that match; continue with `after` the last one.
+    """Return the next ids of jobs that match, up to `limit`, in order; continue with `after=` the last one.
 
-    In the order of the ids, which no change of a job alters, so that none is missed. All pages together cost one walk
-    through the table in that order: up to three blocks a job, if jobs lie in another order than their ids.
+    No change of a job alters its id, so no job is missed. All pages together read the table once in the order of ids:
+    up to three blocks a job, if the rows are stored in another order.
     """
     start = [] if after is None else [job.c.id > after]
     behind = stretches_of(connection, wanted.ids, job.c.id, *start, first=limit)
@@ -209,10 +220,11 @@ def find_ids(
 
 
 def clear_marks(connection: Connection, ids: Sequence[UUID]) -> bool:
-    """Take away the marks that a cancellation which was rolled back left in these jobs' rows, if any.
+    """Remove marks that a rolled back cancellation or change left in these jobs' rows (see the module).
 
     Returns:
-        True if all were taken away; False while a transaction still holds some: the cancelling one, or a relay's.
+        True if no mark is left; False while a transaction has locked some of the rows: the one that is being rolled
+        back, or a relay's.
     """
     cleared = run_script(connection, clearing(mapped_schema(connection), [str(job_id) for job_id in ids]))
     waiting: object = connection.execute(statements.select_waiting(ids)).scalar_one()
@@ -222,13 +234,13 @@ def clear_marks(connection: Connection, ids: Sequence[UUID]) -> bool:
 def count_matching(
     connection: Connection, wanted: JobFilter, *, most: int | None = None, give_up_at: float = math.inf
 ) -> tuple[KindCount, ...]:
-    """Count the jobs that match, by queue and kind, running ones included; with `most`, up to so many in all.
+    """Count the jobs that match, by queue and kind, running ones included; with `most`, at most that many in total.
 
     Args:
-        give_up_at: A time of the monotonic clock.
+        give_up_at: The time of `time.monotonic()` at which to raise `TimeoutError`.
 
     Raises:
-        TimeoutError: it was not done at that time.
+        TimeoutError: the count was not finished at that time.
     """
     return count_rows(
         connection, _all_jobs(connection, wanted, give_up_at), partial(statements.count_matching, wanted), most
@@ -236,20 +248,26 @@ def count_matching(
 
 
 def sample(connection: Connection, wanted: JobFilter, limit: int) -> list[WaitingJob]:
-    """Some of the jobs that match: of an unordered table not the oldest, for which all of it would be read by ids."""
+    """Return up to `limit` jobs that match, as examples.
+
+    They are not the oldest ones, because finding those could read the whole table.
+    """
     some = first_rows(connection, _all_jobs(connection, wanted), partial(statements.select_some, wanted), limit)
     return list_jobs(connection, replace(wanted, ids=tuple(row.id for row in some)), limit=limit)
 
 
 def _all_jobs(connection: Connection, wanted: JobFilter, give_up_at: float = math.inf) -> Iterable[Stretch]:
-    """The table by its blocks; if jobs are named by their ids, one stretch with all of them."""
+    """Return SQL conditions; each selects a part of the table `job` (some of its blocks), together all rows.
+
+    If the filter has ids, there is one part without a condition, because a query by ids is fast.
+    """
     return [[]] if wanted.ids is not None else stretches_of_blocks(connection, job, give_up_at=give_up_at)
 
 
 def cancel_page(
     connection: Connection, wanted: JobFilter, *, after: UUID | None = None, limit: int = MAX_PAGE_ROWS
 ) -> Page:
-    """Delete the next jobs that match; continue with `after=page.last` until that is None."""
+    """Cancel up to `limit` jobs that match, by deleting them; continue with `after=page.last` until it is None."""
     return read_page(connection.execute(statements.cancel_page(wanted, after=after, limit=limit)))
 
 
@@ -261,14 +279,14 @@ def change_page(
     after: UUID | None = None,
     limit: int = MAX_PAGE_ROWS,
 ) -> Page:
-    """Change the next jobs that match and wait; continue with `after=page.last` until that is None.
+    """Change up to `limit` waiting jobs that match; continue with `after=page.last` until it is None.
 
-    Jobs keep their place among those of their priority, and the keys that they were added with. Relays are woken when
-    the transaction commits.
+    A changed job keeps its place among the jobs of its priority, and its unique, group and coalescing keys. Relays are
+    woken up when the transaction commits.
 
     Returns:
-        `held` are the jobs that run, which stay as they are; `refused` those of a group, if a priority or a time is
-        given: a group's jobs run in the order in which they were added.
+        The page: `held` are jobs that run, which stay as they are; `refused` are jobs of a group, if a priority or a
+        time is given: a group's jobs run in the order in which they were added.
 
     Raises:
         ArgumentError: nothing is to be changed, or a value that no job can have.

@@ -1,8 +1,9 @@
-"""Kinds, for operators to pause and resume: the other kinds of a queue go on.
+"""Kinds (types of jobs), for operators to pause and resume in one queue, while the queue's other kinds go on.
 
-Jobs of a paused kind can be added, and those that run already go on. Relays receive a change at once if they listen,
-else at the next beat of their lease; a relay that claims a job of a paused kind puts it off, for five seconds at first
-and five minutes in the end, without counting an attempt.
+Jobs of a paused kind can be added, and those that run already go on. Relays learn of a change at once if they listen
+for notifications, otherwise at the next UPDATE by which they renew their lease. A relay that claims a job of a paused
+kind puts it off: it makes the job due five seconds later, each time longer up to five minutes, without counting an
+attempt.
 """
 
 from collections.abc import Sequence
@@ -25,7 +26,7 @@ from outboxq.tables import job, mapped_schema
 
 @dataclass(frozen=True, slots=True)
 class PausedKind:
-    """A kind that is paused in a queue, since when, and how many of its jobs wait or run."""
+    """A kind that is paused in a queue, the time of the pause, and the number of its jobs that wait or run."""
 
     queue: str
     kind: str
@@ -34,7 +35,10 @@ class PausedKind:
 
 
 def list_paused(connection: Connection) -> list[PausedKind]:
-    """The kinds that are paused, by queue and name. If there are any, each block of the jobs is read once."""
+    """Return the paused kinds of all queues, ordered by queue and name.
+
+    If there are any, the whole table of jobs is read to count their jobs.
+    """
     paused = connection.execute(statements.paused_names()).all()
     if not paused:
         return []
@@ -47,7 +51,7 @@ def pause(connection: Connection, queue: str, kinds: Sequence[str]) -> tuple[str
     """Keep relays from running these kinds of a queue, when the transaction commits.
 
     Returns:
-        Those that were not paused before.
+        The kinds that this call has paused, without those that were paused already.
 
     Raises:
         ArgumentError: a name that no queue or kind can have.
@@ -57,10 +61,12 @@ def pause(connection: Connection, queue: str, kinds: Sequence[str]) -> tuple[str
 
 
 def resume(connection: Connection, queue: str, kinds: Sequence[str]) -> tuple[str, ...]:
-    """Allow relays to run these kinds again, when the transaction commits; call `bring_back` after that.
+    """Allow relays to run these kinds again, when the transaction commits.
+
+    Call `bring_back` after the commit, so that jobs that relays have put off do not wait up to five minutes longer.
 
     Returns:
-        Those that were paused.
+        The kinds that this call has resumed, without those that were not paused.
 
     Raises:
         ArgumentError: a name that no queue or kind can have.
@@ -70,10 +76,16 @@ def resume(connection: Connection, queue: str, kinds: Sequence[str]) -> tuple[st
 
 
 def bring_back(connection: Connection, queue: str, kinds: Sequence[str], ids: Sequence[UUID]) -> Page:
-    """Make those of these jobs that were put off, as `put_off_ids` finds them, run now.
+    """Make jobs of resumed kinds run now that relays had put off during the pause.
 
-    Without it they run when their time has come, within five minutes. A relay that has not received the resumption yet
-    puts them off again, for five seconds.
+    Without this call they run at the time to which they were put off, within five minutes. A relay that does not know
+    of the resumption yet puts them off once more, for five seconds.
+
+    Args:
+        ids: The jobs, as `put_off_ids` returns them.
+
+    Returns:
+        The ids of the changed jobs (`changed`), and of those that another transaction has locked (`held`).
     """
     page = read_page(connection.execute(statements.bring_back_page(queue, kinds, ids)))
     if page.changed:
@@ -85,7 +97,10 @@ def bring_back(connection: Connection, queue: str, kinds: Sequence[str], ids: Se
 def put_off_ids(
     connection: Connection, queue: str, kinds: Sequence[str], *, after: UUID | None = None, limit: int = MAX_PAGE_ROWS
 ) -> tuple[UUID, ...]:
-    """The ids of the next jobs of these kinds that were put off; continue with `after` the last one."""
+    """Return ids of jobs of these kinds that relays have put off (see the module), for `bring_back`.
+
+    The ids are in order, up to `limit` of them. Continue with `after=` the last returned id.
+    """
     start = [] if after is None else [job.c.id > after]
     behind = stretches(connection, job.c.id, *start, first=limit)
     return tuple(row.id for row in first_rows(connection, behind, partial(statements.put_off_ids, queue, kinds), limit))

@@ -1,4 +1,8 @@
-"""Takes away the marks that a change of jobs leaves in their rows if it is rolled back: else they would be suspects."""
+"""Removes the marks that a rolled back change of jobs leaves in their rows.
+
+A marked job looks as if its relay had died while it ran the job, so it would run alone the next time, to find out if
+the job kills relays.
+"""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -15,7 +19,7 @@ from outboxq.statements import audit as statements
 # Begins a transaction at READ COMMITTED that is committed at the end of the block.
 Begin: TypeAlias = Callable[[], AbstractContextManager[Connection]]
 
-# Tries, because the server notices only a moment later that a session was cut off or interrupted.
+# The number of tries: the server notices only a moment later that a session was cut off or interrupted.
 _TRIES, _PAUSE_SECONDS = 40, 0.05
 
 
@@ -23,12 +27,16 @@ _TRIES, _PAUSE_SECONDS = 40, 0.05
 def unmarked(
     begin: Begin, ids: Sequence[UUID], warn: Callable[[str], None], *, run: UUID | None = None
 ) -> Iterator[None]:
-    """Clear the marks of jobs whose change was rolled back: by an error, Ctrl-C, a time-out, or a refused COMMIT.
+    """Run a block that changes jobs; if the change is rolled back, clear the marks that it left in the jobs' rows.
+
+    Causes are an error, Ctrl-C, a time-out or a refused COMMIT; the block's error is raised again. `warn` is called
+    with a sentence if the marks could not be cleared: the jobs would then run one at a time for once.
 
     Args:
-        ids: The jobs; read at the end, so that jobs that were not touched need not be in it.
-        run: The row in the audit of the change of many rows that this is a page of. Another process that goes on with
-            it waits: a job that is locked while its mark is cleared would be passed over.
+        begin: Begins a transaction at READ COMMITTED, committed at the end of its block.
+        ids: The ids of the changed jobs: a list that the block may fill, because it is only read after an error.
+        run: For a page of a change of many rows: the id of that change's row in the audit. The row is locked while
+            marks are cleared, so that another process does not go on with the change and pass over the locked jobs.
     """
     try:
         yield
@@ -52,8 +60,11 @@ def _clear(begin: Begin, ids: Sequence[UUID], run: UUID | None) -> bool:
 
 
 def _lock(connection: Connection, run: UUID) -> bool:
-    """Keep pages of a change of many rows from beginning; False while one is under way."""
+    """Lock a bulk change's row in the audit, so that no process begins a page; return False if one is under way.
+
+    Returns True if there is no such row: the first page was rolled back, so no process goes on with the change.
+    """
     if connection.execute(statements.lock_entry(run, skip_locked=True)).first() is not None:
         return True
-    # Without a row nothing goes on with it: its first page was rolled back.
+    # Without a row no process goes on with the change: its first page was rolled back.
     return connection.execute(statements.select_entry(run)).first() is None

@@ -1,5 +1,7 @@
 """Accepted messages, for operators to list and to forget.
 
+The table `inbox` records messages that a consumer has accepted, so that a repeated delivery is recognized.
+
 Every function is one query or one change in the caller's transaction, and none waits for a row lock. A message that is
 forgotten is accepted again if it is delivered again.
 """
@@ -21,7 +23,7 @@ from outboxq.tables import inbox
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """A message that was accepted, and the time until which it is remembered at least.
+    """A message that a consumer has accepted, and the time until which its record is kept at least.
 
     `fingerprint` is the SHA-256 of its content in hex, or None if it was accepted without one.
     """
@@ -35,7 +37,11 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Forgotten:
-    """The ids, each in the order given: forgotten, held by another transaction, or not there."""
+    """The outcome of `forget_messages`, as ids in the given order.
+
+    `forgotten`: the record was deleted. `held`: it was not, because another transaction has locked it. `not_found`:
+    there is no record.
+    """
 
     forgotten: tuple[str, ...]
     held: tuple[str, ...]
@@ -43,10 +49,10 @@ class Forgotten:
 
 
 def list_messages(connection: Connection, wanted: MessageFilter | None = None, *, limit: int = 50) -> list[Message]:
-    """The messages that match, those first that are kept longest: of one consumer, the latest first.
+    """Return up to `limit` accepted messages that match, those with the latest `expires_at` first.
 
-    They are searched among the first 12,700 of that order (more for a `limit` over 100), and if that does not suffice
-    in the whole table, each block of which is then read once.
+    Of one consumer, this is the order of acceptance, the latest first. Messages are searched among the first 12,700
+    (more for a `limit` over 100), and then, if too few of these match, in the whole table, which is read once.
     """
     wanted = wanted or MessageFilter()
     select = partial(statements.select_messages, wanted)
@@ -57,10 +63,10 @@ def list_messages(connection: Connection, wanted: MessageFilter | None = None, *
 
 
 def show_message(connection: Connection, consumer: str, message_id: str) -> Message:
-    """One message.
+    """Return the record of one accepted message.
 
     Raises:
-        MessageNotFound: forgotten, expired and pruned, or never accepted.
+        MessageNotFound: the message was forgotten, has expired and was pruned, or was never accepted.
     """
     row = connection.execute(statements.select_message(consumer, message_id)).one_or_none()
     if row is None:
@@ -69,9 +75,10 @@ def show_message(connection: Connection, consumer: str, message_id: str) -> Mess
 
 
 def forget_messages(connection: Connection, consumer: str, message_ids: Sequence[str]) -> Forgotten:
-    """Delete messages, so that they are accepted if they come again; those that another transaction holds stay.
+    """Delete the records of accepted messages, so that these are accepted again if they are delivered again.
 
-    A message that is only being accepted counts as not there.
+    A record that another transaction has locked stays. A message that an open transaction is accepting counts as not
+    found.
 
     Raises:
         InvalidKey: an id that no message can have, or one id instead of a sequence; nothing was deleted.

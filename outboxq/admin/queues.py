@@ -41,9 +41,9 @@ _COLUMNS: Mapping[Limit, tuple[str, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class Queue:
-    """A queue, since when it is paused, and its settings by operators.
+    """A queue, the time since which it is paused (None if it is not), and its settings by operators.
 
-    `keep_dead_seconds`: how long its dead letters are kept; 0 for ever, None as the application declares.
+    `keep_dead_seconds`: how long relays keep its dead letters; 0 for ever, None as the application declares.
     """
 
     queue: str
@@ -54,13 +54,17 @@ class Queue:
 
 @dataclass(frozen=True, slots=True)
 class QueueCount:
-    """A queue with the number of its jobs, those that run included, and of its dead letters.
+    """A queue with the number of its jobs (waiting and running), the number of its dead letters, and its limits.
 
-    `limit`, `per_group`, `rate` and `burst` are those that hold: as operators have set them, else as the applications
-    of living relays declare them. `keep_dead` is what operators have set.
+    The limits are those in force: as operators have set them, otherwise as the applications of living relays declare
+    them.
 
     Attributes:
-        set_by: `operator`, if an operator has set one of the limits, else `application`; None without any.
+        limit: How many jobs of the queue may run at a time.
+        rate: How many jobs may begin in a unit of time, such as `100/min`; `burst`: how many may begin at once.
+        per_group: How many jobs of one group may run at a time.
+        keep_dead: How long dead letters are kept, as operators have set it.
+        set_by: `operator`, if an operator has set one of the limits, otherwise `application`; None without any limit.
     """
 
     queue: str
@@ -76,14 +80,17 @@ class QueueCount:
 
 
 def list_queues(connection: Connection) -> list[Queue]:
-    """Every queue that has a job, a dead letter or a setting, or had a setting once, by name."""
+    """Return every queue that has a job or a dead letter, or has or had a setting by operators, ordered by name."""
     found = connection.execute(statements.known_queues()).all()
     limits = read_limits(found)
     return [Queue(row.name, row.paused_at, limits[row.name], row.keep_dead_seconds) for row in found]
 
 
 def known_names(connection: Connection) -> set[str]:
-    """The queues that have a job or a dead letter, or that a living relay serves; a setting may be of a wrong name."""
+    """Return the names of the queues in use: with a job or a dead letter, or served by a living relay.
+
+    A name that only has settings is left out: it may be a misspelt one.
+    """
     known = {row.name for row in connection.execute(statements.known_queues()) if row.is_used}
     schema = mapped_schema(connection)
     if connection.execute(may_read_relays(schema)).scalar_one():
@@ -92,7 +99,10 @@ def known_names(connection: Connection) -> set[str]:
 
 
 def read_declared_limits(connection: Connection) -> dict[str, QueueLimits]:
-    """The limits that applications of living relays declare, of each queue; none if this role may not read them."""
+    """Return the limits that applications of living relays declare, by queue.
+
+    Empty if this role may not read the table `relay_status`.
+    """
     schema = mapped_schema(connection)
     if not connection.execute(may_read_relays(schema)).scalar_one():
         return {}
@@ -100,7 +110,10 @@ def read_declared_limits(connection: Connection) -> dict[str, QueueLimits]:
 
 
 def count_queues(connection: Connection) -> list[QueueCount]:
-    """Every queue that has a job, a dead letter, a setting or a limit, counted. Reads the whole table of jobs."""
+    """Return every queue that has a job, a dead letter, a setting or a limit, with its numbers of jobs.
+
+    A number over 10,000 in a state is an estimate, as in `collect_stats`.
+    """
     counted = {row.queue: row for row in collect_stats(connection).queues}
     known = {each.queue: each for each in list_queues(connection)}
     given = {name: each.limits for name, each in known.items()}
@@ -112,17 +125,17 @@ def count_queues(connection: Connection) -> list[QueueCount]:
         limited = limits.running, rate, limits.rate_burst, limits.per_group
         kept = None if queue.keep_dead_seconds is None else keep_text(queue.keep_dead_seconds)
         set_by = None if limits == QueueLimits() else "application" if queue.limits == QueueLimits() else "operator"
-        # The row of a queue whose settings were all taken away stays, and says nothing.
+        # The row of a queue whose settings were all taken away stays, without meaning.
         if jobs or row.dead or any(setting is not None for setting in (queue.paused_at, *limited, kept)):
             found.append(QueueCount(name, jobs, row.dead, queue.paused_at, *limited, kept, set_by))
     return found
 
 
 def pause(connection: Connection, names: Sequence[str]) -> tuple[str, ...]:
-    """Keep relays from claiming from these queues, whether anything waits in them or not.
+    """Keep relays from claiming from these queues, when the transaction commits; queues without jobs can be paused too.
 
     Returns:
-        Those that were not paused before.
+        The queues that this call has paused, without those that were paused already.
 
     Raises:
         ArgumentError: a name that no queue can have.
@@ -134,17 +147,17 @@ def pause(connection: Connection, names: Sequence[str]) -> tuple[str, ...]:
 def set_limits(
     connection: Connection, names: Sequence[str], limits: QueueLimits, drop: Collection[Limit] = ()
 ) -> tuple[str, ...]:
-    """Set limits of queues, and notify the relays, when the transaction commits. What is None in `limits` stays.
+    """Set limits of queues, and notify the relays, when the transaction commits.
 
     Args:
-        limits: As `make_limits` makes them.
-        drop: Limits to take away: then those that the application declares hold, if it does.
+        limits: The new limits, made by `make_limits`; one that is None stays as it is.
+        drop: Limits of operators to remove: those that the application declares apply then, if any.
 
     Returns:
-        The queues whose limits were others before.
+        The queues whose limits have changed.
 
     Raises:
-        ArgumentError: a name that no queue can have, or nothing to change.
+        ArgumentError: a name that no queue can have, or no limit to set or to remove.
     """
     given: dict[str, object] = {
         "max_running": limits.running,
@@ -164,14 +177,15 @@ def set_limits(
 
 
 def keep_dead(connection: Connection, names: Sequence[str], seconds: float | None) -> tuple[str, ...]:
-    """Make relays delete dead letters of these queues that have been dead for so long, when the transaction commits.
+    """Set the age at which relays delete dead letters of these queues; it applies when the transaction commits.
 
     Args:
-        seconds: 60 to 315,619,200; 0 to keep them for ever, also if the application declares a time; None to keep them
-            as it declares, which is for ever if it declares nothing.
+        seconds: The age, from 60 to 315,619,200 seconds (ten years); 0 to keep dead letters for ever, even if the
+            application declares a time; None to keep them as the application declares, which is for ever if it declares
+            nothing.
 
     Returns:
-        The queues that kept them otherwise before.
+        The queues whose setting has changed.
 
     Raises:
         ArgumentError: a name that no queue can have, or seconds out of their range.
@@ -190,7 +204,7 @@ def resume(connection: Connection, names: Sequence[str]) -> tuple[str, ...]:
     """Allow relays to claim from these queues again, and wake those that sleep, when the transaction commits.
 
     Returns:
-        Those that were paused.
+        The queues that this call has resumed, without those that were not paused.
 
     Raises:
         ArgumentError: a name that no queue can have.

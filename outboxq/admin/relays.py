@@ -1,4 +1,4 @@
-"""Relays: those that live, their queues, and their long-running jobs."""
+"""Relays, the processes that run jobs, for operators to list: their states, queues, and long-running jobs."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -17,11 +17,11 @@ from outboxq.tables import mapped_schema
 
 @dataclass(frozen=True, slots=True)
 class ConnectionWait:
-    """The wait of a job in lease mode for a connection.
+    """The wait of a running job in lease mode for a database connection, because all that its queue has are in use.
 
     Args:
-        calls: How many jobs of its relay wait for one, this one among them.
-        connections: How many connections the jobs in the slots of its queue share.
+        calls: The number of jobs of the same relay that wait for a connection, this one included.
+        connections: The number of connections that the running jobs of the queue share in this relay.
     """
 
     calls: int
@@ -30,12 +30,13 @@ class ConnectionWait:
 
 @dataclass(frozen=True, slots=True)
 class RunningJob:
-    """A job that has run for longer than a second.
+    """A job that a relay has run for longer than a second.
 
     Args:
-        pid: The backend of its transaction, if it has one by now.
-        progress: How far its handler is, from 0 to 1, by the last note of its `ctx.progress`; `note` is the text of it.
-        waits: Its wait for a connection, if it is in lease mode and all connections of its queue were used.
+        pid: The process id of the backend of its transaction; None if it has begun none.
+        progress: The progress that its handler has last reported with `ctx.progress`, from 0 to 1; `note` is the text
+            of that report.
+        waits: Its wait for a connection, in lease mode; None if it does not wait.
     """
 
     id: UUID
@@ -51,13 +52,13 @@ class RunningJob:
 
 @dataclass(frozen=True, slots=True)
 class RelaySummary:
-    """A relay.
+    """A relay, as it last described itself in the table `relay_status`.
 
     Args:
-        state: serving, draining, stopping; or dead, if it has written nothing for a minute.
-        busy: How many of its slots had claimed jobs when it was last seen.
-        schema_step: The step of the tables when it started.
-        running: The jobs that had run for longer than a second then, 50 at most.
+        state: `serving`, `draining`, `stopping`, or `dead` if the relay has written nothing for a minute.
+        busy: How many of its slots were running jobs when it last wrote.
+        schema_step: The migration step of the tables when the relay started.
+        running: The jobs that had run for longer than a second when the relay last wrote, 50 at most.
     """
 
     id: UUID
@@ -77,17 +78,20 @@ class RelaySummary:
 
     @property
     def free(self) -> int:
-        """The number of its slots that were free."""
+        """The number of the relay's slots that ran no job when it last wrote."""
         return max(0, self.slots - self.busy)
 
     @property
     def waiting(self) -> int:
-        """The number of its leased jobs that waited for a connection, if one had run for longer than a second."""
+        """The number of the relay's jobs in lease mode that waited for a connection when it last wrote.
+
+        0 if none of them had run for longer than a second.
+        """
         return waiting_calls(self.running)
 
     @property
     def longest(self) -> str | None:
-        """The kind of the job that runs longest, and since when."""
+        """The kind and the time of the relay's longest-running job, such as `send_mail for 12 s`; None without one."""
         job = max(self.running, key=lambda each: each.seconds, default=None)
         return None if job is None else f"{job.kind} for {job.seconds:.0f} s"
 
@@ -96,7 +100,7 @@ _Running: TypeAlias = tuple[RunningJob, ...]
 
 
 def decode_running(running: str) -> _Running:
-    """The jobs that `relay_status.running` names; none if it cannot be read, such as one of a newer relay."""
+    """Decode the running jobs in the column `relay_status.running`; empty if a newer relay wrote it in another form."""
     try:
         return msgspec.json.decode(running, type=_Running)
     except (msgspec.MsgspecError, RecursionError):
@@ -104,7 +108,10 @@ def decode_running(running: str) -> _Running:
 
 
 def waiting_calls(running: Sequence[RunningJob]) -> int:
-    """The number of calls of a relay that wait for a connection, by its running jobs."""
+    """Return the number of a relay's jobs that wait for a connection.
+
+    Each waiting job in `running` contains this number; 0 if none waits.
+    """
     return max((job.waits.calls for job in running if job.waits is not None), default=0)
 
 
@@ -113,7 +120,10 @@ def _with_progress(job: RunningJob, noted: Progress | None) -> RunningJob:
 
 
 def kinds_nobody_knows(connection: Connection, queue: str, kinds: Sequence[str]) -> tuple[str, ...]:
-    """The kinds that no living relay of the queue knows; none if no relay serves it, or relays cannot be seen."""
+    """Return those of these kinds for which no living relay of the queue has a handler.
+
+    Empty if no living relay serves the queue, or if this role may not read `relay_status`.
+    """
     schema = mapped_schema(connection)
     if not kinds or not connection.execute(statements.may_read_relays(schema)).scalar_one():
         return ()
@@ -122,9 +132,9 @@ def kinds_nobody_knows(connection: Connection, queue: str, kinds: Sequence[str])
 
 
 def list_relays(connection: Connection, *, limit: int = 50) -> list[RelaySummary]:
-    """The relays that were seen within a day, in the order of their starts. One that ended in order is gone.
+    """Return up to `limit` relays that were seen within a day, the first started first, without those stopped in order.
 
-    If there are more than `limit`, those that were seen last: the living are among them, also if many have died.
+    If there are more, those that were seen last are returned, so the living ones are among them.
 
     Raises:
         SchemaError: the table of relays is missing.

@@ -1,9 +1,10 @@
-"""A least-privilege set of database roles: the rights that each part needs, as data and as SQL.
+"""Database roles that have no more rights than their part of a system (such as a producer or a relay) needs.
 
-Each role is a group without login that is granted to the roles which log in. The SQL checks which tables exist, so that
-it fits every migration step, and may be run again at any time. It takes rights on every column away that earlier
-versions gave, if only some columns are needed: INSERT from producers, INSERT and UPDATE on the audit from operators;
-but not from a role that may delete rows, and so is more than that.
+The rights are data (`RIGHTS`) and SQL (`roles_sql`). Each role is a group without login, to be granted to the roles
+that log in. The SQL checks which tables exist, so that it fits every migration step, and may be run again at any time.
+Earlier versions granted rights on all columns: INSERT to producers, INSERT and UPDATE on the audit to operators. The
+SQL reduces these rights to the needed columns, except for a role that may delete rows, which therefore has other tasks
+too.
 """
 
 from collections.abc import Iterable, Mapping
@@ -19,22 +20,22 @@ Part: TypeAlias = Literal["producer", "unique_producer", "receiver", "relay", "r
 PARTS: tuple[Part, ...] = get_args(Part)
 
 _DOLLAR_QUOTE = "$outboxq$"
-# PostgreSQL takes these for a keyword even in double quotes.
+# PostgreSQL takes these names for keywords even in double quotes.
 _RESERVED = ("public", "none")
 
 
 @dataclass(frozen=True, slots=True)
 class Rights:
-    """The rights that one part needs.
+    """The rights that one part of a system needs, such as a producer or a relay.
 
     Args:
-        purpose: The commands and calls that it is for.
-        tables: Rights by table; a table that a later migration step makes is passed over until it is there.
-        inserts: Columns by table that it may give a value, and no others.
-        selects: Columns by table that it may read, and no others.
-        updates: Columns by table that it may change, and no others.
-        reads_all: SELECT on every table of the schema.
-        calls_functions: EXECUTE on the functions of the schema, for SQL's `add_job`.
+        purpose: The commands and calls that need these rights.
+        tables: Rights by table; a table of a later migration step is skipped until it exists.
+        inserts: Columns by table that the role may set in an INSERT, and no others.
+        selects: Columns by table that the role may read, and no others.
+        updates: Columns by table that the role may change, and no others.
+        reads_all: True for SELECT on every table of the schema.
+        calls_functions: True for EXECUTE on the functions of the schema, such as `add_job`.
     """
 
     purpose: str
@@ -48,8 +49,7 @@ class Rights:
 
 _CHANGE = ("SELECT", "INSERT", "UPDATE", "DELETE")
 
-# What add_job writes, in Python and in SQL. The others are the relays' own accounts of a job: of attempts, crashes and
-# leases.
+# The columns that add_job writes, in Python and in SQL. Relays write the others: attempts, crashes and leases.
 _JOB_COLUMNS = (
     "id", "queue", "kind", "args", "headers", "priority", "max_attempts", "state", "run_at", "unique_key", "group_key",
     "batch_id", "expires_at",
@@ -66,7 +66,8 @@ RIGHTS: Mapping[Part, Rights] = {
         "all that a producer does, also for jobs with a unique key",
         {"unique_key": ("SELECT", "INSERT", "UPDATE")},
         inserts={"job": _JOB_COLUMNS, "batch": ("id", "callback", "parent_id")},
-        # Whether the job that has a key is still there, and if it has expired, whether it runs.
+        # A producer of unique jobs reads if the job that has a key still exists and, if it has expired, whether it
+        # runs.
         selects={"job": ("id", "state", "expires_at", "xmax")},
         calls_functions=True,
     ),
@@ -79,7 +80,7 @@ RIGHTS: Mapping[Part, Rights] = {
         },
     ),
     "relay": Rights(
-        "runs `outboxq relay`; its handlers need rights on their own tables besides",
+        "runs `outboxq relay`; its handlers also need rights on their own tables",
         {
             "job": _CHANGE,
             # UPDATE: a job that dies a second time replaces its dead letter. DELETE: queues may keep dead letters for a
@@ -98,7 +99,7 @@ RIGHTS: Mapping[Part, Rights] = {
             "inbox": _CHANGE,
             "effect": _CHANGE,
             "deployment": ("SELECT",),
-            # What it adds to the history, and prunes.
+            # A relay adds rows to the history, and prunes them.
             "relay_status": _CHANGE,
             "stat": _CHANGE,
             "gauge": _CHANGE,
@@ -124,7 +125,7 @@ RIGHTS: Mapping[Part, Rights] = {
             "cancel_request": ("INSERT", "UPDATE", "DELETE"),
             "paused_kind": ("INSERT", "DELETE"),
         },
-        # Who did what, when and why is written once.
+        # Entries of the audit are never changed.
         inserts={"audit": WRITTEN_COLUMNS},
         updates={"audit": PROGRESS_COLUMNS},
         reads_all=True,
@@ -156,8 +157,8 @@ _GRANT_ON_TABLE = """\
     GRANT {rights} ON {table} TO {role};
   END IF;"""
 
-# Every part that inserts into other columns deletes rows too: a role without DELETE needs these columns, and no more.
-# Only a direct grant is searched, because an inherited one cannot be revoked from the role.
+# Every part that inserts into other columns also deletes rows: so a role without DELETE needs these columns only. Only
+# direct grants are searched, because an inherited right cannot be revoked from the role.
 _REVOKE_ON_TABLE = """\
   IF to_regclass({table_literal}) IS NOT NULL THEN
     IF NOT has_table_privilege({role_literal}, {table_literal}, 'DELETE') AND EXISTS (
@@ -171,7 +172,7 @@ _REVOKE_ON_TABLE = """\
     END IF;
   END IF;"""
 
-# A column that a later step adds is passed over until it is there.
+# A column of a later step is skipped until it exists.
 _GRANT_ON_COLUMNS = """\
   IF to_regclass({table_literal}) IS NOT NULL THEN
     EXECUTE 'GRANT {right} (' || (
@@ -182,17 +183,17 @@ _GRANT_ON_COLUMNS = """\
 
 
 def default_names() -> dict[Part, str]:
-    """The names that are used if none is given."""
+    """Return the default name of each part's role, such as `outboxq_relay`, by part."""
     return {part: f"outboxq_{part}" for part in PARTS}
 
 
 def roles_sql(names: Mapping[Part, str], schema: str = "outboxq") -> str:
-    """The SQL that makes the roles that are missing, and gives all of them their rights.
+    """Return SQL that creates those of these roles that are missing, and grants all of them their rights.
 
-    To be run by the owner of the tables, who may create roles unless they are there already.
+    Run it as the owner of the tables, who needs the right to create roles unless all of them exist.
 
     Args:
-        names: Which parts, and the role of each. Parts may share a role.
+        names: The parts, each with the name of its role. Parts may share a role.
 
     Raises:
         ConfigError: a name that cannot be a role or a schema.
@@ -246,7 +247,10 @@ def _grants(rights: Rights, name: str, schema: str) -> Iterable[str]:
 
 
 def _on_columns(right: str, can: str | None, table: str, columns: tuple[str, ...], name: str) -> Iterable[str]:
-    """A right on columns; with `can`, its name in a notice, a role that has it on the whole table loses it there."""
+    """Yield SQL that grants a role the right `right` (such as INSERT) on these columns of a table only.
+
+    If `can` is given, the SQL also revokes the right on the whole table, and says so in a notice with the words `can`.
+    """
     table_literal, role = quote_literal(table), quote_identifier(name)
     if can is not None:
         yield _REVOKE_ON_TABLE.format(

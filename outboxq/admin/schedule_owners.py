@@ -1,7 +1,7 @@
 """Owners of schedules: the registry whose code declares them, or operators.
 
-Relays of a registry store what it declares when they start, and disable what it declared once: such a schedule is
-paused, until its owner's code declares it again.
+When relays of a registry start, they store the schedules that its code declares, and disable those that it declared
+earlier and no longer does: a disabled schedule is paused until its owner's code declares it again.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -17,9 +17,9 @@ from outboxq.statements import schedules as statements
 
 @dataclass(frozen=True, slots=True)
 class Gone:
-    """A schedule that an application's code declared once, and that this code does not declare.
+    """A schedule that an application's code declared earlier, and no longer declares.
 
-    `owner`: None if code of a version before declared it.
+    `owner`: the name of the registry that declared it; None if an older version of outboxq stored it, without an owner.
     """
 
     name: str
@@ -29,20 +29,22 @@ class Gone:
 
 
 def declare(connection: Executor, schedules: Sequence[NewSchedule], *, with_owners: bool = True) -> None:
-    """Make or change the schedules that an application's code declares; those that were disabled add jobs again.
+    """Store the schedules that an application's code declares: new ones, changed ones, and ones that were disabled.
 
-    Many relays may do so at once. What operators have paused stays paused.
+    A disabled schedule (its owner's code no longer declared it) adds jobs again.
+
+    Many relays may call this at once. Schedules that operators have paused stay paused.
 
     Args:
-        with_owners: True if the tables have a column for owners.
+        with_owners: True if the table `schedule` has the column `owner`, which older tables lack.
 
     Raises:
-        ScheduleOwned: other code declares one of a name.
+        ScheduleOwned: another registry's code declares a schedule of the same name.
     """
     if not schedules:
         return
     now = clock_of(connection)
-    # In their order: relays that start at the same time lock the rows in the same order.
+    # Sorted: relays that start at the same time lock the rows in the same order.
     wanted = {new.name: new for new in sorted(schedules, key=attrgetter("name"))}
     rows = [new.as_row(now, declared=True) | ({"owner": new.owner} if with_owners else {}) for new in wanted.values()]
     connection.execute(statements.put(rows, keep_declared=False))
@@ -51,10 +53,10 @@ def declare(connection: Executor, schedules: Sequence[NewSchedule], *, with_owne
 
 
 def _refuse_those_of_others(connection: Executor, wanted: Mapping[str, NewSchedule]) -> None:
-    """Refuse schedules that were not changed because they belong to another registry; names the first of several.
+    """Raise an error if one of these schedules belongs to another registry, which keeps `declare` from changing it.
 
     Raises:
-        ScheduleOwned: with its name.
+        ScheduleOwned: the message names the schedules of one such registry.
     """
     claims: dict[tuple[str, str], list[str]] = {}
     for row in connection.execute(statements.select_owners(wanted)):
@@ -66,23 +68,35 @@ def _refuse_those_of_others(connection: Executor, wanted: Mapping[str, NewSchedu
 
 
 def find_gone(connection: Executor, schedules: Sequence[NewSchedule], owners: Collection[str]) -> tuple[Gone, ...]:
-    """The schedules of these owners, or of code whose name is not known, that are not among `schedules`."""
+    """Return the schedules that code declared earlier and that are not among `schedules`.
+
+    Only schedules that are not paused, and whose owner is one of `owners` or not known.
+
+    Args:
+        owners: The names of registries.
+    """
     wanted = {new.name for new in schedules}
     found = connection.execute(statements.select_declared(owners))
     return tuple(sorted((Gone(*row) for row in found if row.name not in wanted), key=attrgetter("name")))
 
 
 def disable(connection: Executor, gone: Gone) -> bool:
-    """Keep a schedule from being fired until code declares it again; True if it was disabled by this call."""
+    """Disable a schedule: relays add none of its jobs until its owner's code declares it again.
+
+    Returns False if another call had disabled it already, if an operator has paused it, or if its owner has changed.
+    """
     assert gone.owner is not None
     return connection.execute(statements.disable(gone.name, gone.owner)).one_or_none() is not None
 
 
 def adopt(connection: Executor, names: Sequence[str], owner: str | None = None) -> tuple[str, ...]:
-    """Give schedules to the registry of a name, whose code is to declare them, or to operators; those that changed.
+    """Make the registry `owner`, or operators if it is None, the owner of these schedules.
+
+    Returns:
+        The names of the schedules whose owner has changed.
 
     Raises:
-        SchemaError: the tables are older than the step that brings owners.
+        SchemaError: the tables are older than the migration step that adds owners.
     """
     if owner is not None:
         check_key("name of the registry", owner, MAX_SCOPE_BYTES)

@@ -1,7 +1,8 @@
 """Schedules, jobs that relays add when their time comes: make, change, list and run them.
 
-Every function works in the caller's transaction, on a connection or a session: `outboxq.schedules` has them for async
-ones too. A change waits for a relay that fires the schedule at this moment, which takes some milliseconds.
+Every function works in the caller's transaction, on a connection or a session; `outboxq.schedules` has the same
+functions for async ones. To fire a schedule is to add its job at a due time. A change waits for a relay that is just
+firing the schedule, for some milliseconds.
 """
 
 import math
@@ -48,10 +49,10 @@ _SHOWN_FIRES = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NewSchedule:
-    """A schedule as code or an operator gives it, checked.
+    """A schedule that code or an operator wants to store; making the object checks its values.
 
     Raises:
-        ArgumentError: an impossible value, or options of the job that make no sense for one that is due again.
+        ArgumentError: an impossible value, or job options that make no sense for a job that recurs.
         InvalidKey: no schedule can have this name.
     """
 
@@ -60,7 +61,7 @@ class NewSchedule:
     cron: Cron
     missed: Missed = "one"
     jitter: timedelta = timedelta(0)
-    # The registry that declares it.
+    # The name of the registry that declares it.
     owner: str | None = None
 
     def __post_init__(self) -> None:
@@ -84,8 +85,7 @@ class NewSchedule:
             raise ArgumentError("a job of a group runs when its turn comes: leave out the group or the jitter")
         if self.job.envelope.every is not None:
             raise ArgumentError(
-                "a job with every= runs when its part of the clock is over: leave out the every= of its handler or the "
-                "jitter"
+                "a job with every= runs when its window has ended: leave out the every= of its handler or the jitter"
             )
         if self.cron.every is not None and self.jitter >= self.cron.every:
             raise ArgumentError(
@@ -102,7 +102,10 @@ class NewSchedule:
             )
 
     def as_row(self, now: datetime, *, declared: bool) -> dict[str, object]:
-        """The schedule as a row, due for the first time after `now`."""
+        """Return the schedule as a row of the table `schedule`, due for the first time after `now`.
+
+        `declared`: True if an application's code declares it, False for an operator's.
+        """
         stored = dump(self.job)
         fields = msgspec.json.decode(_json(stored.pop("args")), type=dict[str, msgspec.Raw])
         fire_time = [name for name, value in fields.items() if bytes(value) == _STANDS_FOR_FIRE_TIME]
@@ -126,17 +129,20 @@ class NewSchedule:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """A schedule.
+    """A stored schedule, without its job's arguments and options.
 
     Attributes:
         cron: Its cron text, or its interval, such as "@every 30s".
-        missed: What to do about times at which no relay ran.
+        missed: The jobs to add for due times that passed while no relay ran: "skip" for none, "one" for the latest due
+            time, "all" for each.
         declared: True if an application's code declares it.
-        next_at: When it is due next. `last_at`: the newest time that was fired.
-        paused_at: Since when it adds no job: an operator paused it, or it is disabled.
-        owner: The name of the registry that declares it; None if operators made it, or code of a version before.
+        next_at: The next time at which relays add its job. `last_at`: the latest such time for which they did; None if
+            there is none.
+        paused_at: The time since which it adds no jobs: an operator paused it, or it is disabled. None if it is
+            neither.
+        owner: The name of the registry that declares it; None if operators made it, or code of an older version.
         every_seconds: The length of its interval, if it has one.
-        disabled: Why it is disabled; None if it is not.
+        disabled: The reason why relays disabled it: its owner's code no longer declares it. None if it is not disabled.
     """
 
     name: str
@@ -160,8 +166,8 @@ class Schedule:
 class ScheduleDetail:
     """A schedule with its job; `args` and `options` are JSON text.
 
-    `next_fires`: the times that it is due next, as its own clocks show them; none if it cannot be read here, which
-    `unreadable` says.
+    `next_fires`: its next five due times, as ISO texts in its own time zone. If this process cannot read the schedule,
+    there are none, and `unreadable` has the reason.
     """
 
     schedule: Schedule
@@ -173,10 +179,13 @@ class ScheduleDetail:
 
 @dataclass(frozen=True, slots=True)
 class StoredSchedule:
-    """A schedule as it is stored, with the job that it adds.
+    """A schedule that was read from the database, with its due times and the job that it adds.
+
+    Attributes:
+        fire_time: The names of the job's arguments that are set to the due time.
 
     Raises:
-        ArgumentError, PayloadError: this relay cannot read it: its time zone is not known here, perhaps.
+        ArgumentError, PayloadError: this process cannot read the schedule: for example, it does not know the time zone.
     """
 
     schedule: Schedule
@@ -186,7 +195,7 @@ class StoredSchedule:
 
     @classmethod
     def of(cls, row: Row[Any]) -> "StoredSchedule":
-        """Read a row of `lock_due` or `select_schedule`."""
+        """Make a `StoredSchedule` from a row of the statements `lock_due` or `select_schedule`."""
         found = _schedule(row)
         options = msgspec.json.decode(row.options, type=dict[str, msgspec.Raw])
         names = msgspec.json.decode(options.pop("fire_time", b"[]"), type=tuple[str, ...])
@@ -194,7 +203,7 @@ class StoredSchedule:
         return cls(found, Cron(found.cron, found.time_zone), job, names)
 
     def jobs_at(self, due_times: Iterable[datetime]) -> dict[str, NewJob]:
-        """A job for each time, by ids of their own."""
+        """Make the job that the schedule adds, once for each of these due times; return `{new job id: job}`."""
         made = [self._job_at(due) for due in due_times]
         jobs = [with_answer(new) if has_unique_key(new) else new for new in made]
         return dict(zip(uuid7s(len(jobs)), jobs, strict=True))
@@ -217,19 +226,19 @@ class StoredSchedule:
 
 
 def put(connection: Executor, new: NewSchedule) -> Schedule:
-    """Make a schedule, or change the one of this name, which stays paused if it is.
+    """Make a schedule, or change the schedule of this name; a paused one stays paused.
 
     Raises:
-        ScheduleDeclared: code declares it.
+        ScheduleDeclared: an application's code declares the schedule, so only that code can change it.
     """
     return put_and_count(connection, new)[0]
 
 
 def put_and_count(connection: Executor, new: NewSchedule) -> tuple[Schedule, int]:
-    """Make or change a schedule as `put` does; also returns the number that were changed: 0 if it was there like this.
+    """Make or change a schedule as `put` does; also return the number of changed rows: 0 if it already was like this.
 
     Raises:
-        ScheduleDeclared: code declares it.
+        ScheduleDeclared: an application's code declares the schedule, so only that code can change it.
     """
     row = new.as_row(clock_of(connection), declared=False)
     changed = len(connection.execute(statements.put([row], keep_declared=True)).all())
@@ -240,23 +249,28 @@ def put_and_count(connection: Executor, new: NewSchedule) -> tuple[Schedule, int
 
 
 def remove(connection: Executor, names: Sequence[str]) -> tuple[str, ...]:
-    """Delete schedules; the jobs that they added stay. Returns the names of those that were there.
+    """Delete schedules; the jobs that they added stay. Returns the names of the deleted ones, without unknown names.
 
-    One that an application's code declares comes back when its relay starts again.
+    A schedule that an application's code declares is stored again when a relay of that application starts.
     """
     return tuple(sorted(connection.execute(statements.remove(sorted_names(names))).scalars()))
 
 
 def pause(connection: Executor, names: Sequence[str]) -> tuple[str, ...]:
-    """Keep schedules from being fired, until they are resumed; returns the names of those that were not paused."""
+    """Pause schedules: relays add none of their jobs until they are resumed.
+
+    Returns:
+        The names of the schedules that this call has paused. Names that do not exist, or that an operator had paused
+        already, are left out.
+    """
     return tuple(sorted(connection.execute(statements.pause(sorted_names(names))).scalars()))
 
 
 def resume(connection: Executor, names: Sequence[str]) -> tuple[str, ...]:
-    """Fire schedules again, from their next time on: what was due while they were paused is not made up for.
+    """Resume schedules: relays add their jobs again. Due times that passed during the pause are skipped.
 
     Returns:
-        The names of those that were paused.
+        The names of the schedules that this call has resumed. Names that do not exist or were not paused are left out.
     """
     resumed: list[str] = []
     for name in sorted_names(names):
@@ -269,7 +283,7 @@ def resume(connection: Executor, names: Sequence[str]) -> tuple[str, ...]:
 
 
 def run_now(connection: Executor, name: str) -> JobHandle:
-    """Add a schedule's job once more, now, also if it is paused; when it is due next stays as it is.
+    """Add a job of this schedule now, even if the schedule is paused; its next due time stays as it is.
 
     Raises:
         ScheduleNotFound: no schedule has this name.
@@ -284,13 +298,13 @@ def run_now(connection: Executor, name: str) -> JobHandle:
 def list_schedules(
     connection: Executor, *, queue: str | None = None, kind: str | None = None, limit: int | None = None
 ) -> list[Schedule]:
-    """The schedules, of this queue or kind, by name."""
+    """Return the schedules, ordered by name; with `queue` or `kind`, only those whose job has this queue or kind."""
     rows = connection.execute(statements.select_schedules(queue=queue, kind=kind, limit=limit))
     return [_schedule(row) for row in rows]
 
 
 def show_schedule(connection: Executor, name: str) -> ScheduleDetail:
-    """One schedule with its job and its next times.
+    """Return one schedule with its job and its next due times.
 
     Raises:
         ScheduleNotFound: no schedule has this name.
@@ -306,23 +320,39 @@ def show_schedule(connection: Executor, name: str) -> ScheduleDetail:
 
 
 def is_ahead(cron: Cron, next_at: datetime, last_at: datetime | None, now: datetime) -> bool:
-    """Return True if a schedule is due later than it can be: the database's clock was ahead when that was computed."""
+    """Return True if `next_at` is wrong: it is later than the due time that follows from `now`, the database's clock.
+
+    That happens if `next_at` was computed while that clock was ahead; the schedule would add no jobs until then.
+    """
     return next_at > cron.after(_counted_from(now, last_at))
 
 
 def _counted_from(now: datetime, last_at: datetime | None) -> datetime:
-    """The moment after which a schedule is due next: what it has fired is not fired again by a clock that went back."""
+    """Return the moment from which a schedule's next due time is computed: `now`, or `last_at` if that is later.
+
+    `last_at` is later if the database's clock was set back; counting from it keeps a due time from being used twice. A
+    `last_at` that is later by more than `CLOCK_STEP` is ignored.
+    """
     return last_at if last_at is not None and now < last_at <= now + statements.CLOCK_STEP else now
 
 
 def _cron_of(row: Row[Any]) -> Cron:
-    """The times of a stored schedule; this process may not know its time zone."""
+    """Make a `Cron`, which computes due times, from the row of a schedule.
+
+    Raises:
+        ArgumentError: this process cannot read the row's values: for example, it does not know the time zone.
+    """
     with of_schedule(row.name):
         return Cron(row.cron, row.time_zone)
 
 
 def seconds_to_next(connection: Executor, without: Iterable[str] = ()) -> float:
-    """The seconds until the next schedule is due, negative if one is late; infinite if there is none."""
+    """Return the seconds until the first due time of all schedules that are not paused.
+
+    Negative if that time has passed; infinite if there is no such schedule.
+
+    `without`: the names of schedules that are left out.
+    """
     found: float | None = connection.execute(statements.seconds_to_next(tuple(without))).scalar_one_or_none()
     return math.inf if found is None else found
 
@@ -346,12 +376,12 @@ def _transaction(connection: Executor) -> Connection:
 
 
 def clock_of(connection: Executor) -> datetime:
-    """The database's time."""
+    """Return the database's present time."""
     return database_clock(_transaction(connection))
 
 
 def sorted_names(names: Sequence[str]) -> list[str]:
-    """Names of schedules, each once and checked, in the order in which their rows are locked."""
+    """Check names of schedules; return each name once, sorted, so that all transactions lock the rows in one order."""
     if isinstance(names, str):
         raise ArgumentError(f"schedules are named by a list of names, got one text: [{names!r}]")
     return sorted({check_key("schedule name", name, MAX_SCOPE_BYTES) for name in names})

@@ -1,7 +1,7 @@
-"""Sections: parts of one read of the database; one that is refused or slow leaves the others intact.
+"""Sections: the parts of an overview, read one by one; if one is refused or slow, only that part is missing.
 
-Each is read in a savepoint that is rolled back, and its settings with it. It locks no row, waits 0.2 s at the most for
-a table that is locked, and is given up after 2 s.
+Each section is read in a savepoint that is rolled back, which also undoes its settings. A section locks no row, waits
+0.2 s at most for a locked table, and is given up after 2 s.
 """
 
 import math
@@ -30,25 +30,25 @@ from outboxq.statements import by_index
 Part = TypeVar("Part")
 
 _SETTINGS = f"{SET_OURS}SET LOCAL statement_timeout = '2s'; SET LOCAL lock_timeout = '200ms'"
-# Otherwise a walk over the first 10,000 jobs of a queue would read, and sort, all of them, as soon as the planner
-# thinks that they are few.
+# Without these settings a walk over the first 10,000 jobs of a queue would read and sort all its jobs, whenever the
+# planner thinks that they are few.
 BY_INDEX = "; ".join(by_index.BY_INDEX)
 
 
 @dataclass(frozen=True, slots=True)
 class NotKnown:
-    """A section that is empty, and why."""
+    """A section that could not be read: its name, and the reason."""
 
     part: str
     reason: str
 
 
 class Sections:
-    """The sections of one read, in the caller's transaction, which they leave as it was.
+    """Reads an overview section by section, in the caller's transaction, whose settings and locks stay as they were.
 
     Args:
-        settings: Statements for each section, after its bounds.
-        seconds: What all sections together may take: those that come later are not read.
+        settings: SQL with more settings, executed before each section.
+        seconds: The time for all sections together; sections after that are not read.
     """
 
     def __init__(self, connection: Connection, *, settings: str = "", seconds: float = math.inf) -> None:
@@ -58,7 +58,10 @@ class Sections:
         self.refused: list[NotKnown] = []
 
     def at(self, name: str, look: Callable[[], Part]) -> Part | None:
-        """The result of `look`; None if the database refuses it.
+        """Read the section `name` by calling `look`; return its result.
+
+        If the database refuses a query, or the time for all sections is used up, return None and add the reason to
+        `refused`.
 
         Raises:
             DBAPIError: the connection is lost.
@@ -84,7 +87,7 @@ class Sections:
 
 
 def _why_refused(error: DBAPIError | psycopg.Error) -> str:
-    """The reason why a section is empty, in a sentence: a missing right, or what is in the way."""
+    """Return the reason why a section could not be read, in a sentence, such as a missing right or a time-out."""
     sqlstate = sqlstate_of(error)
     if sqlstate == INSUFFICIENT_PRIVILEGE:
         original = error.orig if isinstance(error, DBAPIError) else error

@@ -1,7 +1,7 @@
-"""A snapshot: the state of queues, kinds and relays at this moment, and recent causes of death, in one read.
+"""A snapshot: the state of queues, kinds and relays at this moment, and recent causes of dead letters, in one read.
 
-It takes some milliseconds, however many jobs wait, locks no row, and gives up a part that takes longer than two
-seconds.
+That takes some milliseconds, however many jobs wait, and locks no row. A part that takes longer than two seconds is
+left out.
 """
 
 from collections import Counter
@@ -21,21 +21,22 @@ from outboxq.statements.paging import database_clock
 from outboxq.statements.server import standby_delay_seconds
 from outboxq.tables import mapped_schema
 
-# Rates are those of the last five minutes that began, and of the one that goes on.
+# Rates cover the last five full minutes, and the minute that goes on.
 RATE_MINUTES = 5
-# Dead letters are grouped among those of the newest jobs.
+# Dead letters are grouped among those of this many newest jobs.
 NEWEST_DEAD = 1_000
 _MOST_GROUPS, _MOST_RELAYS = 100, 1_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueueSnapshot(QueueStats):
-    """One queue: its jobs by state, and their outcomes.
+    """One queue: the number of its jobs in each state, its relays, and how many jobs ended in the last five minutes.
 
     Args:
-        relays: How many relays that live serve it.
-        done_per_minute: Jobs that were done, in the last five minutes.
-        failed_per_minute: Attempts that failed, also the last ones of jobs that died, in the last five minutes.
+        relays: The number of living relays that serve the queue.
+        done_per_minute: Jobs done per minute, over the last five minutes.
+        failed_per_minute: Attempts that failed per minute, over the last five minutes, including the last attempts of
+            jobs that became dead letters.
     """
 
     relays: int = 0
@@ -45,11 +46,11 @@ class QueueSnapshot(QueueStats):
 
 @dataclass(frozen=True, slots=True)
 class DeadGroup:
-    """Dead letters of the same cause.
+    """Dead letters with the same cause: queue, kind, error and line.
 
     Args:
-        error: The type of the last error, or the reason up to its first colon if there was none.
-        line: The innermost line of the handler's own code, if it is known.
+        error: The type of the last error; if there was none, the dead letter's reason up to its first colon.
+        line: The innermost line of the handler's own code in the error's traceback; None if not known.
     """
 
     queue: str
@@ -66,11 +67,11 @@ class Snapshot:
     """The result of `take_snapshot`.
 
     Args:
-        at: By the database's clock.
+        at: The time of the snapshot, by the database's clock.
         kinds: The outcomes of the jobs of each kind in the last five minutes.
-        dead_groups: Of the dead letters of the 1,000 newest jobs among them, the largest group first.
-        not_known: Parts that the database refused or did not return in two seconds, and that therefore are empty.
-        standby_delay_seconds: How old this is, if the server is a standby.
+        dead_groups: Dead letters, the 1,000 whose jobs were added last, grouped by cause, the largest group first.
+        not_known: Parts that are empty because the database refused them or took longer than two seconds.
+        standby_delay_seconds: The age of the data, if the server is a standby; None for a primary.
     """
 
     at: datetime
@@ -84,10 +85,10 @@ class Snapshot:
 
 
 def take_snapshot(connection: Connection, *, queue: str | None = None) -> Snapshot:
-    """Read queues, kinds, relays and dead letters, in the caller's transaction, which it leaves as it was.
+    """Read the state of queues, kinds, relays and dead letters, in the caller's transaction, which stays as it was.
 
     Args:
-        queue: Count the jobs of this queue alone, which costs less if there are many queues.
+        queue: If given, only the jobs of this queue are counted, which costs less if there are many queues.
     """
     looks = Sections(connection)
     now = database_clock(connection)
@@ -109,7 +110,10 @@ def take_snapshot(connection: Connection, *, queue: str | None = None) -> Snapsh
 
 
 def find_dead_groups(connection: Connection, *, newest: int = NEWEST_DEAD) -> list[DeadGroup]:
-    """The dead letters of the newest jobs grouped by their causes, the largest group first; 100 groups at most."""
+    """Group dead letters by cause: the `newest` ones whose jobs were added last; return up to 100 groups.
+
+    The largest group comes first.
+    """
     statement = group_newest(mapped_schema(connection), newest=newest, limit=_MOST_GROUPS)
     return [DeadGroup(*row) for row in connection.execute(statement)]
 
@@ -117,7 +121,10 @@ def find_dead_groups(connection: Connection, *, newest: int = NEWEST_DEAD) -> li
 def _queues(
     stats: Stats, kinds: Sequence[HistoryRow], relays: Sequence[RelaySummary], minutes: float
 ) -> tuple[QueueSnapshot, ...]:
-    """Each queue that has a job, a dead letter or a history, or that a relay serves, by name."""
+    """Return the queues, ordered by name: all that have a job, a dead letter, a recent outcome or a living relay.
+
+    `minutes`: the length of the time that the outcomes in `kinds` are from.
+    """
     counted = {queue.queue: queue for queue in stats.queues}
     done: Counter[str] = Counter()
     failed: Counter[str] = Counter()

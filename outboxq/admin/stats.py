@@ -1,7 +1,7 @@
-"""Stats: the number of jobs that wait, run and died, per queue, and of unknown effects.
+"""Stats: for each queue the number of jobs in each state and of dead letters; and the number of unknown effects.
 
-By default at most 10,000 jobs of a queue are counted in each state; what is more is estimated, by the statistics of the
-planner. So it takes some milliseconds, however many jobs wait.
+By default at most 10,000 jobs of a queue are counted in each state; a higher number is an estimate from PostgreSQL's
+statistics of the table. So this takes some milliseconds, however many jobs wait.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,27 +17,30 @@ from outboxq.statements.server import standby_delay_seconds
 from outboxq.tables import mapped_schema
 
 COUNTED_MOST = 10_000
-# A walk's jobs are usually in the state of its name, but for these.
+# A walk's jobs are in the state of its name, except for these walks.
 _STATES_OF_WALKS = {"group_waiting": "scheduled"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueueStats:
-    """One queue. Every job is counted once, but for `parked`, which is a part of `scheduled` and `due`.
+    """The number of a queue's jobs in each state, and of its dead letters.
+
+    Every job is counted once, except that `parked` jobs are also in `scheduled` or `due`.
 
     Args:
-        ready: Wait for a relay.
-        grouped: Wait for their turn in their group, or for a job that is put off.
-        running: Held by a transaction that is open at this moment.
-        scheduled: Wait for their time, a retry's included.
-        due: Their time has come, and they wait for a relay.
-        parked: Put off, because no relay that saw them knows their kind.
-        leased: Held by a lease, of a relay that is alive.
-        orphaned: Held by a lease of a relay that is not alive; another relay takes them back.
-        suspect: Their claim, or their relay, died; they run alone or in company, under a lease.
-        dead: Among the dead letters.
-        oldest_waiting_seconds: How long the oldest that is ready or due has waited; None if none does.
-        paused_at: Since when relays do not claim from it.
+        ready: Jobs that wait for a relay.
+        grouped: Jobs that wait for another job of their group to end.
+        running: Jobs that are run by a transaction that is open at this moment.
+        scheduled: Jobs that wait for their time, such as that of a retry.
+        due: Scheduled jobs whose time has come, and that wait for a relay.
+        parked: Jobs that were put off, because no relay that claimed them knows their kind.
+        leased: Jobs that a living relay runs in lease mode.
+        orphaned: Jobs in lease mode whose relay is not alive any more; another relay puts them back into the queue.
+        suspect: Jobs that a relay had when it or its transaction died; they run alone or with few others the next time,
+            to find out which of them caused that.
+        dead: Dead letters.
+        oldest_waiting_seconds: The time that the oldest ready or due job has waited; None if there is none.
+        paused_at: The time since which relays do not claim from the queue; None if it is not paused.
         exact: True if all jobs were counted. If not, `estimated` names the states whose number is an estimate.
     """
 
@@ -60,7 +63,10 @@ class QueueStats:
 
 @dataclass(frozen=True, slots=True)
 class ParkedKind:
-    """Jobs of a kind that no relay which saw them knows; relays claim them again from `next_look_at` on."""
+    """A kind whose jobs relays have put off until later, because no relay that claimed them has a handler for it.
+
+    `next_look_at`: the time at which relays claim the first of these jobs again.
+    """
 
     queue: str
     kind: str
@@ -70,10 +76,10 @@ class ParkedKind:
 
 @dataclass(frozen=True, slots=True)
 class Stats:
-    """The result of `collect_stats`: queues by name, and kinds that wait for a relay that knows them.
+    """The result of `collect_stats`: queues by name, and kinds that wait for a relay with a handler for them.
 
-    `unknown_effects` wait for an operator, who resolves them. `standby_delay_seconds` says how old this is, if the
-    server is a standby.
+    `unknown_effects`: the number of calls with an unknown outcome, which an operator has to resolve.
+    `standby_delay_seconds`: the age of the data, if the server is a standby.
     """
 
     queues: tuple[QueueStats, ...]
@@ -83,25 +89,29 @@ class Stats:
 
 
 def count_left(connection: Connection, served: Sequence[str]) -> dict[str, int]:
-    """Count the jobs that are left when a relay of these queues has nothing to run in them, each once.
+    """Count the jobs that are left in the tables after a relay of the queues `served` has been drained, by the reason.
+
+    A drained relay has run all that it could. Each job is counted once.
 
     Returns:
-        Numbers above 0: `in_backoff` (the last attempt failed, and the next one has its time), `later`, `parked` (of
-        kinds that no relay which saw them knows), `paused` (in queues of its own), `behind` (after another job of their
-        group), `elsewhere` (held by other relays or transactions, or new), `not_served` (in queues that are not its
-        own).
+        The number of jobs for each reason that occurs: `in_backoff` (the last attempt failed, and the time of the next
+        one has not come), `later` (the time of the first attempt has not come), `parked` (put off, because no relay
+        that claimed them knows their kind), `paused` (in a served queue that is paused), `behind` (they wait for
+        another job of their group), `elsewhere` (run by other relays or locked by transactions, or added since),
+        `not_served` (in other queues).
     """
     return {row.sort: row.jobs for row in connection.execute(statements.count_left(served))}
 
 
 def collect_stats(connection: Connection, *, exact: bool = False, queue: str | None = None) -> Stats:
-    """Count the jobs, in the caller's transaction.
+    """Count the jobs of each queue by state, in the caller's transaction.
 
-    The oldest job, the parked ones and those that run are searched among the first 10,000 that relays would claim.
+    Unless `exact`, oldest, parked and running jobs are searched among the first 10,000 jobs of a queue, in the orders
+    in which relays claim them.
 
     Args:
-        exact: Count every job. That reads the whole tables, so its cost grows with the backlog.
-        queue: Count those of this queue alone, if they are not all counted.
+        exact: True to count every job, which reads the whole tables.
+        queue: Count only the jobs of this queue; ignored if `exact`.
     """
     with our_settings(connection):
         found = _count_all(connection) if exact else _count_first(connection, queue)
@@ -134,17 +144,22 @@ def _count_first(connection: Connection, only: str | None) -> Stats:
 def _estimate(
     connection: Connection, walk: str, walked: Mapping[str, Mapping[str, int]], only: str | None
 ) -> dict[str, int]:
-    """Estimate the number of jobs of a walk in those queues of which it has not counted all.
+    """Estimate the number of jobs that one index walk would count, for each queue with more than the walk counts.
 
-    The planner knows how many jobs of all queues have a state, and how the queues share the table. The counted jobs of
-    the other queues are taken off first.
+    A walk reads up to `COUNTED_MOST` jobs of each queue, in one of the orders in which relays claim them. PostgreSQL's
+    planner estimates the number of the walk's jobs in all queues; the jobs that were counted in other queues are
+    subtracted, and the rest is divided by the planner's estimates for single queues.
+
+    Args:
+        walked: By queue and walk, the number of counted jobs.
+        only: The one queue that was counted; None for all.
     """
     full = [name for name, counts in walked.items() if counts[walk] > COUNTED_MOST]
     if not full:
         return {}
     schema = mapped_schema(connection)
     if only is not None:
-        # The others were not counted, so that nothing can be taken off.
+        # The other queues were not counted, so that nothing can be subtracted.
         return {only: _plan_rows(connection, statements.estimate_jobs(schema, only, walk))}
     counted = sum(counts[walk] for name, counts in walked.items() if name not in full)
     left = _plan_rows(connection, statements.estimate_jobs(schema, None, walk)) - counted
@@ -153,12 +168,16 @@ def _estimate(
 
 
 def _with_estimates(counts: QueueStats, more: Mapping[str, int]) -> QueueStats:
-    """The numbers of a queue with the estimates of walks; the state that most jobs of a walk are in takes the rest."""
+    """Return a queue's numbers with estimates in place of counts that reached their limit.
+
+    `more`: estimates by index walk. A walk's jobs can be in several states; its estimate raises the state that most of
+    them are in.
+    """
     found: dict[str, Any] = {}
     for walk, estimate in more.items():
         state = _STATES_OF_WALKS.get(walk, walk)
         if walk == "scheduled" and not counts.scheduled:
-            # Walked in the order of their times: all that were counted are due.
+            # This walk goes in the order of the jobs' times: all counted jobs are due.
             state = "due"
         others = COUNTED_MOST + 1 - getattr(counts, state) if walk != "dead" else 0
         found[state] = max(getattr(counts, state), estimate - max(0, others))

@@ -1,4 +1,8 @@
-"""Search a large table for the first rows that match, or count them: a stretch at a time."""
+"""Search a large table for the first rows that match, or count matching rows, by stretches.
+
+A stretch is a bounded part of a table, given as SQL conditions. One short query for each stretch replaces one long
+query of the whole table.
+"""
 
 import math
 from collections import Counter
@@ -15,26 +19,33 @@ from outboxq.statements.stretches import sorted_apart, stretches, stretches_of_b
 
 Stretch: TypeAlias = Sequence[ColumnElement[bool]]
 
-# By an index each row may cost a block of its own, and one more to find the end of its stretch: a list reads the first
-# stretches of a table so, 12,700 rows (more for a limit over 100), and then the table by its blocks, each of them once.
+# By an index each row may cost a block of its own, and one more to find the end of its stretch. So a list reads only
+# the first stretches of a table by index: 12,700 rows (more for a limit over 100). After that it reads the table by its
+# blocks, each once.
 STRETCHES_BY_INDEX = 7
 _FIRST_STRETCH_ROWS = 100
 
 
 class FindRows(Protocol):
-    """A statement that finds the first `limit` rows of a stretch."""
+    """A function that makes a statement for the first `limit` matching rows of a stretch (a part of a table)."""
 
     def __call__(self, stretch: Stretch, /, *, limit: int) -> Executable: ...
 
 
 class SelectRows(Protocol):
-    """A statement that selects the first `limit` rows of a stretch in the order of a column, with that column."""
+    """A function that makes a SELECT of the first `limit` matching rows of a stretch (a bounded part of a table).
+
+    The rows are in the order of one column, and contain that column.
+    """
 
     def __call__(self, stretch: Stretch, /, *, limit: int) -> Select[Any]: ...
 
 
 class CountRows(Protocol):
-    """A statement that counts the rows of a stretch, by queue and kind; with `most`, up to so many in all."""
+    """A function that makes a statement that counts the matching rows of a stretch (a bounded part of a table).
+
+    The statement returns rows of queue, kind and number; with `most`, it counts at most that many rows.
+    """
 
     def __call__(self, stretch: Stretch, /, *, most: int | None) -> Executable: ...
 
@@ -48,7 +59,15 @@ def stretches_of(
     first: int | None = None,
     give_up_at: float = math.inf,
 ) -> Iterable[Stretch]:
-    """The stretches of a table, as `stretches` has them; if rows are named by their ids, one with all of them."""
+    """Divide a table into stretches, bounded parts in the order of `column`; return their SQL conditions one by one.
+
+    Args:
+        ids: The wanted ids, if the caller searches by id: then the only stretch is `where`, and the caller's query
+            selects by the ids.
+        where: Conditions that every stretch includes.
+        first: The number of rows in the first stretch; later ones are larger.
+        give_up_at: The time of `time.monotonic()` at which to raise `TimeoutError`.
+    """
     if ids is not None:
         return [where]
     return stretches(connection, column, *where, is_backwards=is_backwards, first=first, give_up_at=give_up_at)
@@ -62,7 +81,12 @@ def stretches_by_index(
     limit: int,
     is_backwards: bool = False,
 ) -> Iterable[Stretch]:
-    """The stretches with which a list of `limit` rows begins: if it needs all of these, `of_blocks` has the others."""
+    """Return the first `STRETCHES_BY_INDEX` stretches of `stretches_of`, for a list of `limit` rows.
+
+    They are in the order of the indexed `column`. Reading by an index is fast if matches are frequent. If these
+    stretches have too few, `of_blocks` then reads the whole table, which is cheaper than to read all of it by the
+    index.
+    """
     first = max(limit, _FIRST_STRETCH_ROWS)
     return islice(
         stretches_of(connection, ids, column, *where, is_backwards=is_backwards, first=first), STRETCHES_BY_INDEX
@@ -78,13 +102,15 @@ def of_blocks(
     *,
     is_backwards: bool = False,
 ) -> list[Any]:
-    """The first `limit` rows of a table in the order of a key. Reads each block once.
+    """Return the first `limit` matching rows of a table in the order of `key`, by reading each block of the table once.
 
-    A row that is moved in the table in the meantime may be missing, or be there twice: good for lists, and not for
-    finding rows that are to be changed.
+    A row that is updated in the meantime may move to another block, and be missing or appear twice: use this for lists,
+    not to find rows to change.
 
     Args:
-        find: The first rows of a stretch, in the same order.
+        find: Makes the statement for the first `limit` rows of a part of the table, in the order of `key`.
+        key: Returns the value of a row to sort by.
+        is_backwards: True to return the rows with the greatest keys, the greatest first.
     """
     found: list[Any] = []
     for stretch in stretches_of_blocks(connection, table):
@@ -102,14 +128,16 @@ def latest_rows(
     ids: Sequence[UUID] | None = None,
     indexed: ColumnElement[Any] | None = None,
 ) -> list[Any]:
-    """The `limit` rows that match with the greatest values of a column.
+    """Return the `limit` rows that match with the greatest values of a column, the greatest first.
 
-    Reads the table as `STRETCHES_BY_INDEX` has it, so that a rare match costs no more than the table's size.
+    Reads a first part of the table (12,700 rows, more for a `limit` over 100) by an index. If that has too few matches,
+    each block of the table is read once, so that even a rare match costs no more than one pass over the table.
 
     Args:
-        where: As `stretches` takes it; `select` has it in addition to what it is to match.
-        ids: Rows that are named by these, if they are; `select` has them too.
-        indexed: The expression that has an index in the column's order, if that is not the column itself.
+        where: Conditions of every query; `select` receives them, and adds those of its own filter.
+        select: Makes the query for the rows of a part of the table.
+        ids: The ids of the wanted rows, if the caller names them; `select` has to filter by them itself.
+        indexed: The indexed expression with the order of `column`, if the index is not on the column itself.
     """
     by = column if indexed is None else indexed
     found: list[Any] = []
@@ -130,7 +158,10 @@ def latest_rows(
 
 
 def first_rows(connection: Connection, stretches: Iterable[Stretch], find: FindRows, limit: int) -> list[Any]:
-    """The first `limit` rows of all stretches."""
+    """Query one stretch (a bounded part of a table) after the other, until `limit` rows were found; return these.
+
+    `find` makes the statement for a stretch.
+    """
     found: list[Any] = []
     for stretch in stretches:
         found += connection.execute(find(stretch, limit=limit - len(found))).all()
@@ -142,7 +173,10 @@ def first_rows(connection: Connection, stretches: Iterable[Stretch], find: FindR
 def count_rows(
     connection: Connection, stretches: Iterable[Stretch], count: CountRows, most: int | None
 ) -> tuple[KindCount, ...]:
-    """Count the rows of all stretches, by queue and kind; with `most`, up to so many in all."""
+    """Count the matching rows of all stretches (bounded parts of a table), by queue and kind.
+
+    `count` makes the statement for a stretch. With `most`, counting ends at that many rows in total.
+    """
     counts = Counter[tuple[str, str]]()
     for stretch in stretches:
         left = None if most is None else most - counts.total()

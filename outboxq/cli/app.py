@@ -1,4 +1,4 @@
-"""The commands, put together."""
+"""The command `outboxq`: all commands and groups of commands, put together."""
 
 from collections.abc import Mapping, Sequence
 from typing import Annotated, ClassVar
@@ -33,7 +33,7 @@ from outboxq.cli.help import Commands, PlainGroup
 
 
 class _Root(PlainGroup):
-    """Every command, grouped by purpose."""
+    """The group of all commands; its help lists every command, grouped by purpose."""
 
     sections: ClassVar[Mapping[str, Sequence[str]]] = {
         "Start": ("demo", "torture", "migrate", "roles"),

@@ -1,4 +1,4 @@
-"""Options of commands that give jobs other arguments, which a registry checks."""
+"""Options of commands that give jobs new arguments, and the check of these arguments."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -32,7 +32,10 @@ Unchecked = Annotated[bool, typer.Option("--unchecked", help="Take the arguments
 
 @dataclass(frozen=True, slots=True)
 class GivenArguments:
-    """Arguments, and the options of the registry that checks them."""
+    """New arguments for jobs, and the options that say how they are checked.
+
+    `--app` names a registry, whose handlers they have to fit; with `--unchecked` they are not checked.
+    """
 
     args: str | None
     app: str | None
@@ -42,7 +45,7 @@ class GivenArguments:
         """Refuse options that do not go together, and arguments that are not a JSON object.
 
         Raises:
-            WrongUsage: with what to do.
+            WrongUsage: the options do not fit; the message says what to do.
         """
         import msgspec
 
@@ -61,7 +64,10 @@ class GivenArguments:
             raise WrongUsage("--args takes a JSON object, such as '{\"user_id\": 7}'") from error
 
     def checker(self) -> "CheckArgs | None":
-        """The function that refuses arguments that do not fit the handler of a kind."""
+        """Import the application, and return a function that refuses arguments that do not fit the handler of a kind.
+
+        Return None if `--app` is not given.
+        """
         if self.app is None:
             return None
         from outboxq.errors import PayloadError, UnknownKind
@@ -78,10 +84,13 @@ class GivenArguments:
         return check
 
     def check_kinds(self, kinds: "Iterable[KindCount]") -> None:
-        """Refuse arguments that do not fit the handlers of the kinds that are meant.
+        """Refuse the arguments if they do not fit the handler of one of these kinds.
+
+        Args:
+            kinds: The kinds of the rows that the user has chosen.
 
         Raises:
-            WrongUsage: they do not fit.
+            WrongUsage: the arguments do not fit.
         """
         check = self.checker()
         if check is not None and self.args is not None:

@@ -103,7 +103,7 @@ def show_audit(connection: "Connection", entry: OneId) -> object:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PruneOptions(ActingOptions):
-    """A field per option."""
+    """The options of `outboxq audit prune`."""
 
     older_than: Annotated[
         str, typer.Option("--older-than", metavar="TIME", help="Older than so many days, such as 400d.")
@@ -132,10 +132,10 @@ def prune_audit(options: PruneOptions) -> None:
 
 
 def read_age(given: str) -> timedelta:
-    """A number of days, such as 400d.
+    """Return the duration that is written as a number of days, such as `400d`.
 
     Raises:
-        WrongUsage: something else, or none, or over 3,653.
+        WrongUsage: the text is no number of days, or the number is 0 or over 3,653.
     """
     found = re.fullmatch(r"(\d{1,4})d", given, re.ASCII)
     if found is None or not 1 <= int(found[1]) <= 3_653:
@@ -145,7 +145,7 @@ def read_age(given: str) -> timedelta:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StopOptions(ActingOptions):
-    """A field per option."""
+    """The options of `outboxq bulk stop`."""
 
     entry: OneId
 
@@ -170,7 +170,7 @@ def stop(options: StopOptions) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ResumeOptions(ActingOptions):
-    """A field per option."""
+    """The options of `outboxq bulk resume`."""
 
     entry: OneId
     args: Args = None
@@ -201,7 +201,7 @@ def resume(options: ResumeOptions) -> None:
     else:
         typer.echo(f"changed {several(total.changed, 'row', 'rows')}")
     if total.requested:
-        notice(f"{several(len(total.requested), 'job runs', 'jobs run')} until the relays hear of it")
+        notice(f"{several(len(total.requested), 'job runs', 'jobs run')} until the relays receive the request")
     for job_id in total.held:
         notice(f"not changed, because another transaction holds it: {job_id}")
     for job_id in (*total.refused, *total.key_taken):

@@ -1,4 +1,4 @@
-"""Change many rows: check the selection, ask first, and go on page by page with a transaction each."""
+"""Changing many rows: check the selection, ask the user, and change page after page, with a transaction each."""
 
 import inspect
 import sys
@@ -28,7 +28,7 @@ _UNASKED = 100
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChangeOptions(ActingOptions):
-    """The options of every command that changes many rows; a subclass brings its filters."""
+    """The options of every command that changes many rows; a subclass adds its filters as fields."""
 
     ids: Annotated[
         list[UUID] | None,
@@ -42,19 +42,21 @@ class ChangeOptions(ActingOptions):
 
     @property
     def filters(self) -> dict[str, str | None]:
-        """The values of the filters, by name."""
+        """The values of the filters (the fields that the subclass adds) by name; None for one that is not given."""
         return {name: getattr(self, name) for name in inspect.get_annotations(type(self))}
 
     @property
     def distinct_ids(self) -> tuple[UUID, ...] | None:
-        """The ids, each once; None if there are none."""
+        """The given ids, each once; None if no ids are given."""
         return tuple(dict.fromkeys(self.ids)) if self.ids else None
 
     def check_selection(self) -> None:
-        """Refuse a selection that is empty or ambiguous, and one of everything if there is no terminal to ask at.
+        """Refuse a choice of rows that is empty or ambiguous: it takes ids, or filters, or `--all`.
+
+        Refuse `--all` too if the user would have to confirm it and there is no terminal.
 
         Raises:
-            WrongUsage: with what to do.
+            WrongUsage: the selection is refused; the message says what to do.
         """
         given = [value for value in self.filters.values() if value is not None]
         options = ", ".join(f"--{name}" for name in self.filters)
@@ -70,11 +72,16 @@ class ChangeOptions(ActingOptions):
     def ask(
         self, verb: str, done: str, things: str, counted: "Sequence[KindCount]", there: "Sequence[KindCount]"
     ) -> None:
-        """Ask before all rows, or over 100, are changed; with --dry-run, print what would be done, and end.
+        """Ask the user to confirm a change of all rows, or of over 100 that a filter finds; return if it was confirmed.
+
+        With `--dry-run`, print instead how many rows would be changed, and end the command.
 
         Args:
-            counted: The rows that would be changed.
-            there: Those of the ids that exist, if ids are given.
+            verb: The change as a verb, such as retry.
+            done: The change as a participle, such as retried.
+            things: A noun for the rows.
+            counted: The number of rows that would be changed, by queue and kind.
+            there: If ids are given: the number of rows that have one of them, by queue and kind.
 
         Raises:
             WrongUsage: there is no terminal to ask at.
@@ -105,9 +112,13 @@ class ChangeOptions(ActingOptions):
 
 
 def change_all(options: ChangeOptions, begin: "Begin", found: "Preview", verb: str) -> "Total":
-    """Change page after page until nothing matches, and show the progress.
+    """Make a change of many rows, page after page, and show the progress; return the numbers of rows by outcome.
 
-    An error or Ctrl-C leaves what was committed, and says so.
+    After an error or Ctrl-C the committed pages stay, and a notice says so.
+
+    Args:
+        found: The rows to change, and the change.
+        verb: The change as a participle, such as retried, for the progress.
     """
     with showing(verb) as show:
         total = options.actions().run(begin, found, on_page=show)
@@ -117,13 +128,13 @@ def change_all(options: ChangeOptions, begin: "Begin", found: "Preview", verb: s
 
 
 def exit_code_of(total: "Total") -> int:
-    """Return 1 if something that was requested did not happen."""
+    """Return the exit code of a change of many rows: 1 if some of the chosen rows were not changed, otherwise 0."""
     not_done = total.held or total.refused or total.key_taken or total.not_found or total.is_stopped
     return 1 if not_done else 0
 
 
 def in_groups(ids: Sequence[UUID]) -> Iterator[list[UUID]]:
-    """The ids, each once, in pieces that one transaction takes."""
+    """Yield the ids without duplicates, in groups of up to 200, the most for one transaction."""
     distinct = list(dict.fromkeys(ids))
     for start in range(0, len(distinct), IDS_PER_TRANSACTION):
         yield distinct[start : start + IDS_PER_TRANSACTION]
@@ -131,7 +142,13 @@ def in_groups(ids: Sequence[UUID]) -> Iterator[list[UUID]]:
 
 @contextmanager
 def showing(verb: str) -> "Iterator[Callable[[Total], None]]":
-    """The progress of a change of many rows, and a notice of how far it came if it does not come to its end."""
+    """Yield a function that shows the progress of a change of many rows; call it after each page of rows.
+
+    If the change ends early, because of an error, Ctrl-C or an operator, a notice says how far it came.
+
+    Args:
+        verb: The change as a participle, such as retried.
+    """
     last: list[Total] = []
     try:
         with _progress(verb) as show:
@@ -152,7 +169,7 @@ def showing(verb: str) -> "Iterator[Callable[[Total], None]]":
 
 
 def _notes_of(error: BaseException) -> list[str]:
-    """The notes for operators that a change of many rows has added to an error."""
+    """Return the notes that a change of many rows has added to its error, to tell the user how to go on."""
     from outboxq.admin.bulk import NOTE
 
     notes: Sequence[str] = getattr(error, "__notes__", ())

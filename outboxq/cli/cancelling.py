@@ -22,12 +22,12 @@ if TYPE_CHECKING:
     from outboxq.outbox.cancel import CancelOutcome
 
 _LOOK_SECONDS = 0.2
-# The time to wait for a backend that was requested to end.
+# The time to wait for a backend to end, after that was requested.
 _FORCED_SECONDS = 10.0
 
 
 class Wanted(Protocol):
-    """The options for jobs that run."""
+    """The options of `outboxq jobs cancel` that concern running jobs."""
 
     @property
     def outcome(self) -> "CancelOutcome": ...
@@ -42,9 +42,14 @@ class Wanted(Protocol):
 
 @dataclass(slots=True)
 class Became:
-    """The outcomes of the jobs; those of `over` ended by themselves before they could be cancelled.
+    """The outcomes of the jobs that were to be cancelled.
 
-    `is_stopped`: an operator has stopped it before all of them were reached.
+    Attributes:
+        cancelled: The number of jobs that were cancelled.
+        over: The jobs that came to their own end before they could be cancelled.
+        running: The jobs that still run.
+        not_found: The ids that no job has.
+        is_stopped: True if an operator stopped the change before it reached all jobs.
     """
 
     cancelled: int = 0
@@ -55,7 +60,10 @@ class Became:
 
 
 def await_ends(begin: "Begin", options: Wanted, total: "Total") -> Became:
-    """Wait for the relays of the jobs that run, and with --force end the sessions of those that run on."""
+    """Wait until the jobs whose cancellation was requested have ended; return the outcomes of all jobs.
+
+    With --force, end the database sessions of jobs that still run after the time to wait.
+    """
     became = Became(
         cancelled=total.changed - len(total.requested), not_found=total.not_found, is_stopped=total.is_stopped
     )
@@ -68,7 +76,10 @@ def await_ends(begin: "Begin", options: Wanted, total: "Total") -> Became:
 
 
 def _await(begin: "Begin", pending: Sequence[UUID], options: Wanted, became: Became, seconds: float) -> list[UUID]:
-    """Poll until each of these jobs has ended, or the time has run out; the ids of those that run on."""
+    """Check repeatedly until all of these jobs have ended, or the time is up; return the ids of those that still run.
+
+    The outcomes of those that have ended are added to `became`.
+    """
     deadline = time.monotonic() + seconds
     left = list(pending)
     with _progress(len(left)) as show:
@@ -95,7 +106,7 @@ def _look(begin: "Begin", ids: Sequence[UUID], outcome: "CancelOutcome", became:
             gone = cancellation.end_returned(connection, returned, outcome)
     counted = Counter(states.values())
     became.cancelled += counted["cancelled"] + len(gone)
-    # A dead letter was requested, or the job became one by itself.
+    # Either the dead letter was requested, or the job became one by itself.
     became.cancelled += counted["dead"] if outcome == "dead" else 0
     over = ("over",) if outcome == "dead" else ("over", "dead")
     became.over += [job_id for job_id, state in states.items() if state in over]
@@ -125,7 +136,10 @@ def _confirm(job_id: UUID) -> None:
 
 
 def report_cancelled(became: Became, *, as_json: bool) -> NoReturn:
-    """Print the outcomes of the jobs, and end with 1 if one runs on or was not found."""
+    """Print the outcomes of the jobs, and end the command.
+
+    The exit code is 1 if a job still runs, was not found or was not reached.
+    """
     if as_json:
         print_json(
             {
@@ -142,7 +156,7 @@ def report_cancelled(became: Became, *, as_json: bool) -> NoReturn:
     for job_id in became.over:
         notice(f"came to its end before it was cancelled: {job_id}")
     for job_id in became.running:
-        notice(f"still runs, and ends when its relay hears of it: {job_id} (--force ends its database session)")
+        notice(f"still runs until its relay receives the request: {job_id} (--force ends its database session)")
     raise typer.Exit(1 if became.running or became.not_found or became.is_stopped else 0)
 
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NewValues(ChangeOptions):
-    """The new values."""
+    """The options of `outboxq jobs change` that hold new values."""
 
     run_now: Annotated[bool, typer.Option("--run-now", help="Run them as soon as a relay is free.")] = False
     run_at: Annotated[
@@ -45,14 +45,14 @@ class NewValues(ChangeOptions):
 
     @property
     def arguments(self) -> GivenArguments:
-        """The arguments that they are given."""
+        """The new arguments, with the options that say what checks them."""
         return GivenArguments(self.args, self.app, self.unchecked)
 
     def check_values(self) -> None:
         """Refuse options that do not go together.
 
         Raises:
-            WrongUsage: with what to do.
+            WrongUsage: the options do not fit; the message says what to do.
         """
         if not self.run_now and self.run_at is None and self.priority is None and self.args is None:
             raise WrongUsage("change what? Give --run-now, --run-at, --priority or --args")
@@ -63,7 +63,7 @@ class NewValues(ChangeOptions):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobsChangeOptions(NewValues):
-    """The jobs to change."""
+    """The options of `outboxq jobs change`: the new values, and filters that choose the jobs."""
 
     queue: QueueFilter = None
     kind: KindFilter = None

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DashboardOptions:
-    """A field per option."""
+    """The options of `outboxq dashboard`."""
 
     listen: Annotated[
         str,
@@ -230,7 +230,7 @@ def _auth(options: DashboardOptions, role: "Role") -> "TokenLogin | PasswordLogi
 
 
 def _engines(options: DashboardOptions) -> "tuple[dict[str, Engine], dict[str, Engine]]":
-    """The engines of databases, and those of their replicas, by the same names."""
+    """Return the engines of the databases, and those of their replicas, both by the names of the databases."""
     from outboxq.cli.database import named_databases
     from outboxq.database.engines import make_engine
 

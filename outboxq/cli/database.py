@@ -1,4 +1,4 @@
-"""The connection of a command: one, with short transactions that give up soon if a table is locked."""
+"""The connection of a command: one at a time, with short transactions that fail soon if a table is locked."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -23,7 +23,7 @@ def open_database(database_url: str | None, schema: str) -> Iterator[Begin]:
 
     Raises:
         ConfigError: no URL, or one that cannot be used.
-        DatabaseUnreachable: no server answers, or it refuses us.
+        DatabaseUnreachable: no server answers, or it refuses the connection.
         SchemaError: the tables are missing or too old.
     """
     from outboxq import config
@@ -52,11 +52,13 @@ def open_database(database_url: str | None, schema: str) -> Iterator[Begin]:
 
 @contextmanager
 def connect(url: "URL") -> "Iterator[Connection]":
-    """Open a connection; an error names the server that did not answer.
+    """Yield an open connection, which is closed at the end of the `with` block.
+
+    If it cannot be opened, the error names the server that did not answer.
 
     Raises:
         ConfigError: an option in the URL that libpq does not know.
-        DatabaseUnreachable: no server answers, or it refuses us.
+        DatabaseUnreachable: no server answers, or it refuses the connection.
     """
     from sqlalchemy.exc import DBAPIError
 
@@ -79,10 +81,12 @@ def connect(url: "URL") -> "Iterator[Connection]":
 
 
 def named_databases(given: "Sequence[str] | None", urls: "Sequence[str] | None") -> "dict[str, URL]":
-    """Databases by their names: those of --database NAME=URL, else of --database-url or OUTBOXQ_DATABASE_URL.
+    """Return the URLs of databases by name.
+
+    They come from --database NAME=URL; if that is not given, from --database-url or OUTBOXQ_DATABASE_URL.
 
     Raises:
-        ConfigError: none is named, or one twice.
+        ConfigError: no database is given, or an option is malformed or names one twice.
     """
     from outboxq import config
     from outboxq.database.urls import psycopg_url
@@ -102,11 +106,11 @@ def named_databases(given: "Sequence[str] | None", urls: "Sequence[str] | None")
 
 @contextmanager
 def naming(database: str | None) -> Iterator[None]:
-    """Begin errors in the block with the name of their database, if there are several.
+    """Add a database's name in front of the message of an error in the block; without a name, change no error.
 
     Raises:
-        ConfigError: for what ends a command with 2.
-        CommandFailed: for what ends it with 1.
+        ConfigError: for errors whose exit code is 2.
+        CommandFailed: for errors whose exit code is 1.
     """
     try:
         yield
@@ -119,7 +123,7 @@ def naming(database: str | None) -> Iterator[None]:
 
 
 def address(url: "URL") -> str:
-    """Host and port, without role and password; each of several."""
+    """Return the host and port in a URL, or all of them if it has several, without role and password."""
     from outboxq.database.urls import host_names
 
     hosts = host_names(url) or ("the local socket",)
@@ -131,7 +135,10 @@ def address(url: "URL") -> str:
 
 
 def _reason(error: Exception, url: "URL") -> str:
-    """The last message of libpq, which distinguishes a refused connection from a refused password."""
+    """Return the line of libpq's error message that says why a connection failed, such as a wrong password.
+
+    The password is masked.
+    """
     lines = [line.strip() for line in str(getattr(error, "orig", error)).splitlines() if line.strip()]
     # Advice, such as "Is the server running", may follow on a line of its own.
     complaints = [line.rpartition("failed: ")[2] for line in lines if "failed: " in line] or lines

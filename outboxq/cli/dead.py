@@ -88,7 +88,7 @@ def show_dead(connection: "Connection", job_id: OneId) -> object:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NewArguments(ChangeOptions):
-    """The arguments that retried dead letters are given."""
+    """The options of `outboxq dead retry` that give dead letters new arguments."""
 
     args: Args = None
     app: App = None
@@ -97,7 +97,7 @@ class NewArguments(ChangeOptions):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RetryOptions(NewArguments):
-    """The dead letters to change."""
+    """The options of `outboxq dead retry`: new arguments, and filters that choose the dead letters."""
 
     queue: QueueFilter = None
     kind: KindFilter = None
@@ -131,7 +131,7 @@ def retry_dead(options: RetryOptions) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DiscardOptions(ChangeOptions):
-    """The dead letters to change."""
+    """The options of `outboxq dead discard`: filters that choose the dead letters."""
 
     queue: QueueFilter = None
     kind: KindFilter = None

@@ -22,7 +22,7 @@ _HEADINGS = {"problem": "Problems", "warning": "Warnings", "info": "Good to know
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DoctorOptions(DatabaseOptions):
-    """A field per option."""
+    """The options of `outboxq doctor`."""
 
     target: Annotated[
         str | None,
@@ -115,7 +115,7 @@ def doctor(options: DoctorOptions) -> None:
 
 
 def examine(options: DoctorOptions) -> "dict[str, list[Finding]]":
-    """The findings of each database, by its name."""
+    """Run the doctor on each database of the options; return the findings by the databases' names."""
     from outboxq import config
     from outboxq.cli.database import naming
     from outboxq.handlers.loading import load_jobs

@@ -85,7 +85,7 @@ def show_done(connection: "Connection", job_id: OneId) -> object:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AgainOptions(ActingOptions):
-    """The job to run again."""
+    """The options of `outboxq done run-again`."""
 
     job_id: OneId
 

@@ -110,7 +110,7 @@ def show_effect(connection: "Connection", scope: Scope, key: Key) -> object:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ResolveOptions(ActingOptions):
-    """A field per option."""
+    """The options of `outboxq effects resolve`."""
 
     scope: Scope
     key: Annotated[
@@ -215,7 +215,7 @@ def _resolve_many(options: ResolveOptions, verdict: "Verdict", keep: "timedelta"
         for first in range(0, len(found), _PER_TRANSACTION):
             with begin() as connection:
                 done = actions.resolve_effects(connection, found[first : first + _PER_TRANSACTION], verdict, keep=keep)
-            # Committed.
+            # The transaction has been committed.
             resolved, left = resolved + len(done.resolved), left + len(done.left)
     if options.as_json:
         print_json({"resolved": resolved, "left": left})
@@ -238,7 +238,7 @@ def _verdict(options: ResolveOptions) -> "Verdict":
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NewInstallationOptions(ActingOptions):
-    """A field per option."""
+    """The options of `outboxq effects new-installation`."""
 
     yes: Yes = False
 

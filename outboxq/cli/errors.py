@@ -15,7 +15,7 @@ _REFUSAL = typer.BadParameter.__mro__[2]
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """The message that the command line prints, and its exit code."""
+    """The message of an error for the user of the command line, and the exit code."""
 
     message: str
     exit_code: int
@@ -24,7 +24,8 @@ class Failure:
 class DatabaseUnreachable(OutboxqError):
     """No connection to the database could be opened.
 
-    `refused`: a server answered, and knows no such database, role or password.
+    Attributes:
+        refused: True if a server answered, but refused the database, the role or the password.
     """
 
     def __init__(self, message: str, *, refused: bool = False) -> None:
@@ -33,15 +34,15 @@ class DatabaseUnreachable(OutboxqError):
 
 
 class WrongUsage(ConfigError):
-    """A command was called with options that contradict one another, or leave out what it needs."""
+    """A command was called with options that contradict one another, or without a required one; its exit code is 2."""
 
 
 class CommandFailed(OutboxqError):
-    """A command could not do its work."""
+    """A command could not do its work; its exit code is 1."""
 
 
 def run_command(words: Sequence[str]) -> int:
-    """Run a command; an error is printed as a line, or, with --json, as a JSON object.
+    """Run a command of the command line. If it fails, print the error as a line or, with --json, as a JSON object.
 
     Returns:
         The exit code.
@@ -53,7 +54,7 @@ def run_command(words: Sequence[str]) -> int:
     with speaking_json(as_json):
         try:
             check_encoding(words)
-            # Otherwise typer prints what it refuses by itself, and ends the process.
+            # Otherwise typer prints its own refusals, and ends the process.
             return int(app(words, prog_name="outboxq", standalone_mode=not as_json) or 0)
         except typer.Abort:
             fail("it was not confirmed, so nothing was changed", 1, "Abort")
@@ -67,10 +68,12 @@ def run_command(words: Sequence[str]) -> int:
 
 
 def check_encoding(arguments: Sequence[str]) -> None:
-    """Refuse bytes that are not UTF-8, which arrive as lone surrogates: no name and no text that is stored has any.
+    """Refuse arguments that are not UTF-8.
+
+    Python turns their invalid bytes into lone surrogates, which no name or text in the database can have.
 
     Raises:
-        WrongUsage: there are some. The message names their place only, for the text may be a secret.
+        WrongUsage: there are such bytes. The message names only their position, because the text may be a secret.
     """
     for number, argument in enumerate(arguments, 1):
         try:
@@ -82,7 +85,7 @@ def check_encoding(arguments: Sequence[str]) -> None:
 
 
 def explain(error: Exception) -> Failure | None:
-    """The message and exit code of `error`; None for a bug in outboxq, which needs its traceback."""
+    """Return the message and exit code of `error`; None for a bug in outboxq, which needs its traceback."""
     if isinstance(error, ConfigError | ArgumentError | InvalidKey):
         return Failure(str(error), 2)
     if isinstance(error, _REFUSAL):

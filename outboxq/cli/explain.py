@@ -20,7 +20,7 @@ _NO_ANSWER = ("not-found", "not-known")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExplainOptions(DatabaseOptions):
-    """A field per option."""
+    """The options of `outboxq explain`."""
 
     job_id: Annotated[UUID | None, typer.Argument(metavar="ID", help="The id of a job.", show_default=False)] = None
     queue: Annotated[
@@ -70,7 +70,7 @@ def _print(found: "Explanation", queue: str | None) -> None:
         print_wrapped(printable(f"queue {queue!r}{following}") + ":")
     _print_reason(found.verdict)
     if found.reasons[1:]:
-        typer.echo("Besides:")
+        typer.echo("Also:")
     for reason in found.reasons[1:]:
         _print_reason(reason)
 

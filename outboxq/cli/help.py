@@ -13,14 +13,17 @@ _WHOLE_SENTENCE = 1_000
 
 
 class PlainCommand(TyperCommand):
-    """A command whose help reads `NAME` and `[ID]...` in its usage, and describes arguments as it does options."""
+    """A command whose help is easier to read than typer's.
+
+    Its usage has `NAME` and `[ID]...` without further brackets, and its arguments are described as options are.
+    """
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
-        """The words of the usage line."""
+        """Called by typer: return the words of the usage line, without braces."""
         return [piece.replace("{", "").replace("}", "") for piece in super().collect_usage_pieces(ctx)]
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        """Write the arguments and the options."""
+        """Called by typer: write the arguments and the options, each with its description."""
         params: list[Any] = self.get_params(ctx)
         arguments = [(param.metavar, param.help) for param in params if _is_argument(param)]
         records = (param.get_help_record(ctx) for param in params if not _is_argument(param))
@@ -35,20 +38,21 @@ class PlainGroup(TyperGroup):
     """A group of commands, each listed with the whole first sentence of its help.
 
     Attributes:
-        sections: Headings, and the commands under each, those of groups by both words; empty to list the group's own.
+        sections: Headings, with the commands under each (`jobs list` for a command of a group); empty to list the
+            group's own.
     """
 
     sections: ClassVar[Mapping[str, Sequence[str]]] = {}
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:  # noqa: ARG002  # the signature that typer calls
-        """Write the sections."""
+        """Called by typer: write the commands under the headings of `sections`."""
         for heading, names in (self.sections or {"Commands": tuple(self.commands)}).items():
             with formatter.section(heading):
                 formatter.write_dl([(name, _first_sentence(self, name)) for name in names])
 
 
 class Commands(typer.Typer):
-    """A group whose commands have plain help."""
+    """A typer app whose commands have plain help."""
 
     def __init__(self, cls: type[PlainGroup] = PlainGroup, **settings: Any) -> None:
         # Plain help: rich's takes twice as long to import. No pretty tracebacks: they print local variables.
@@ -57,7 +61,7 @@ class Commands(typer.Typer):
         )
 
     def command(self, name: str | None = None, **settings: Any) -> Callable[[Any], Any]:
-        """Make a function a command of this name."""
+        """Return a decorator that makes a function a command of this name, with plain help."""
         return super().command(name, cls=PlainCommand, **settings)
 
 

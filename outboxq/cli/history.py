@@ -82,7 +82,7 @@ def _columns(by: str) -> list[Column]:
 
 
 def _with_latencies(row: "HistoryRow") -> SimpleNamespace:
-    """A row whose times are shown in milliseconds, if they are short."""
+    """Return a copy of a row of the history for printing, whose times are printed in milliseconds if they are short."""
     values = {each.name: getattr(row, each.name) for each in fields(row)}
     shown = {name: Latency(value) if isinstance(value, float) else value for name, value in values.items()}
     return SimpleNamespace(**shown)

@@ -78,7 +78,7 @@ def show_message(connection: "Connection", consumer: Consumer, message_id: Messa
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ForgetOptions(ActingOptions):
-    """A field per option."""
+    """The options of `outboxq inbox forget`."""
 
     consumer: Consumer
     message_ids: Annotated[

@@ -114,7 +114,7 @@ app.command("watch")(watch_jobs)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunningOptions(ChangeOptions):
-    """The options for jobs that run."""
+    """The options of `outboxq jobs cancel` that concern running jobs."""
 
     running: Annotated[
         bool, typer.Option("--running", help="Also jobs that run: their relays end them, and undo what they wrote.")
@@ -137,13 +137,13 @@ class RunningOptions(ChangeOptions):
 
     @property
     def outcome(self) -> "CancelOutcome":
-        """The outcome that the jobs are to have."""
+        """The outcome for cancelled jobs: with --dead-letter `dead`, a dead letter; otherwise `discard`, no trace."""
         return "dead" if self.dead_letter else "discard"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CancelOptions(RunningOptions):
-    """The jobs to cancel."""
+    """The options of `outboxq jobs cancel`."""
 
     queue: QueueFilter = None
     kind: KindFilter = None

@@ -44,7 +44,7 @@ def list_kinds(connection: "Connection", *, limit: int) -> "Sequence[object]":
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KindsOptions(ActingOptions):
-    """A field per option of the commands that change kinds."""
+    """The options of the commands that change kinds."""
 
     names: Annotated[list[str], typer.Argument(metavar="KIND", help="The names of kinds.", show_default=False)]
     queue: Annotated[str, typer.Option("--queue", metavar="NAME", help="The queue of the kinds.", show_default=False)]
@@ -84,7 +84,7 @@ def resume(options: KindsOptions) -> None:
     with options.open() as begin:
         with begin() as connection:
             changed = options.actions().resume_kinds(connection, options.queue, options.names)
-        # Committed by now: relays that have received the resumption do not put them off again.
+        # Committed: relays that received the resumption no longer put these jobs off.
         brought = _bring_back(begin, options)
     _report(options, changed, "resumed", "not paused", brought)
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MetricsOptions:
-    """A field per option."""
+    """The options of `outboxq metrics`."""
 
     listen: Annotated[
         str,

@@ -85,7 +85,7 @@ def _run(database_url: str | None, to: int | None, schema: str, discard: list[st
         except DBAPIError as error:
             if sqlstate_of(error) != INSUFFICIENT_PRIVILEGE:
                 raise
-            # No part that `outboxq roles` knows may migrate.
+            # None of the roles of `outboxq roles` may migrate.
             said = getattr(getattr(error.orig, "diag", None), "message_primary", None)
             raise CommandFailed(
                 f"the database refused: {said} (SQLSTATE {INSUFFICIENT_PRIVILEGE}). Migrate as the owner of the "

@@ -21,7 +21,10 @@ Options = TypeVar("Options")
 
 
 def takes(options: type[Options]) -> Callable[[Callable[[Options], None]], Callable[..., None]]:
-    """Turn a function that takes this dataclass into a command with an option for each of its fields."""
+    """Return a decorator that makes a command of a function whose only parameter is an object of this dataclass.
+
+    The command has an option for each field of the dataclass.
+    """
 
     def decorate(function: Callable[[Options], None]) -> Callable[..., None]:
         return as_command(function, parameters_of(options), lambda given: function(options(**given)))
@@ -32,9 +35,10 @@ def takes(options: type[Options]) -> Callable[[Callable[[Options], None]], Calla
 def as_command(
     documented: Callable[..., object], parameters: Sequence[inspect.Parameter], run: Callable[[dict[str, Any]], None]
 ) -> Callable[..., None]:
-    """A command with the docstring of one function, these options, and the work of another function.
+    """Return a command, for typer, that calls `run` with the values of its options, by name.
 
-    Typer reads a command's signature: it is shown one that is made of the parameters.
+    Typer takes the options from a function's signature, and the help from its docstring. So the command gets a
+    signature with these parameters, and the docstring of `documented`.
     """
 
     def command(**given: object) -> None:
@@ -46,7 +50,7 @@ def as_command(
 
 
 def parameters_of(options: type) -> list[inspect.Parameter]:
-    """A parameter for each field of a dataclass, those of its own before the inherited ones."""
+    """Return a keyword parameter for each field of a dataclass: first for its own fields, then the inherited ones."""
     parameters = inspect.signature(options).parameters
     names = dict.fromkeys(name for each in options.__mro__ for name in inspect.get_annotations(each))
     return [parameters[name] for name in names]
@@ -86,7 +90,11 @@ AsJson: TypeAlias = Annotated[bool, typer.Option("--json", help="Print JSON; lat
 
 
 def only(what: str) -> Any:
-    """The option of a filter by name."""
+    """Return an option that narrows a list down to one name, such as `--queue NAME`.
+
+    Args:
+        what: The option's name, without its dashes.
+    """
     return typer.Option(f"--{what}", metavar="NAME", help=f"Only of this {what}.", show_default=False)
 
 
@@ -107,7 +115,7 @@ StateFilter: TypeAlias = Annotated[
 
 
 def read_moment(text: str) -> datetime:
-    """Read a date or a time in ISO 8601, as `--json` prints it too; in UTC if it names no offset."""
+    """Return the time that is written in ISO 8601, maybe as a date alone. A text without an offset is in UTC."""
     try:
         moment = datetime.fromisoformat(text)
     except ValueError:
@@ -121,16 +129,16 @@ _UNITS = {"m": "minutes", "h": "hours", "d": "days"}
 
 @dataclass(frozen=True, slots=True)
 class Since:
-    """The start of a time span: a duration before now, or a moment."""
+    """The start of a time span: a duration before the present time, or a fixed time."""
 
     began: timedelta | datetime
 
     @classmethod
     def parse(cls, text: str) -> "Since":
-        """Read `24h`, `2026-01-31` or `2026-01-31T08:00:00`.
+        """Return the start that is written as `24h`, `2026-01-31` or `2026-01-31T08:00:00`, for example.
 
         Raises:
-            BadParameter: none of these forms.
+            BadParameter: the text has none of these forms.
         """
         if found := _SPAN.fullmatch(text):
             return cls(timedelta(**{_UNITS[found[2]]: int(found[1])}))
@@ -144,12 +152,16 @@ class Since:
             ) from None
 
     def before(self, now: datetime) -> datetime:
-        """The moment when it begins, if the time is `now`."""
+        """Return the start of the time span as a time; if it is a duration, subtract that from `now`."""
         return now - self.began if isinstance(self.began, timedelta) else self.began
 
 
 def since_option(what: str, *, parsed: bool = True) -> Any:
-    """The option `--since` of a command, which says what is from then on."""
+    """Return the option `--since` for a command that lists things.
+
+    Args:
+        what: The beginning of the option's help, such as `Only messages accepted since`.
+    """
     return typer.Option(
         "--since",
         metavar="TIME",
@@ -160,7 +172,7 @@ def since_option(what: str, *, parsed: bool = True) -> Any:
 
 
 def since_in(connection: "Connection", since: Since | None) -> datetime | None:
-    """The moment that is meant, by the database's clock."""
+    """Return the start of the time span as a time by the database's clock; None if `since` is None."""
     from outboxq.statements.paging import database_clock
 
     return None if since is None else since.before(database_clock(connection))
@@ -179,21 +191,21 @@ DEFAULT_SCHEMA = "outboxq"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DatabaseOptions:
-    """The options of a command that queries the database, and the way to it."""
+    """The options of a command that connects to a database, and methods that open the connection."""
 
     as_json: AsJson = False
     schema: Schema = DEFAULT_SCHEMA
     database_url: DatabaseUrl = field(default=None, repr=False)
 
     def open(self) -> "AbstractContextManager[Begin]":
-        """Connect, for several transactions; yields a function that begins one."""
+        """Return a context manager that connects to the database, and yields a function that begins a transaction."""
         from outboxq.cli.database import open_database
 
         return open_database(self.database_url, self.schema)
 
     @contextmanager
     def transaction(self) -> "Iterator[Connection]":
-        """Connect, for one transaction, which is committed at the end."""
+        """Connect, and yield the connection in a transaction, which is committed at the end of the block."""
         with self.open() as begin, begin() as connection:
             yield connection
 
@@ -208,7 +220,7 @@ class ActingOptions(DatabaseOptions):
     ] = None
 
     def actions(self) -> "Actions":
-        """The actions of the user who runs the command."""
+        """Return the object whose methods change things for operators; they write the audit, in this user's name."""
         from outboxq import config
         from outboxq.admin.actions import Actions, Actor
         from outboxq.cli.output import notice

@@ -1,6 +1,6 @@
 """Printing: details for people, JSON for programs, and notices on standard error.
 
-Fields have the names of the JSON's keys. Names and reasons come from the database, and may be made to deceive: they
+Fields have the names of the JSON's keys. Names and reasons come from the database, and may be crafted to deceive: they
 never reach a terminal as control sequences or as markup.
 """
 
@@ -21,16 +21,16 @@ from outboxq.codec.display import in_full, moment
 from outboxq.codec.text import escaped_json, printable
 from outboxq.error_record import read_attempts
 
-# Attributes of things that hold JSON as text.
+# Attributes that hold JSON as text.
 _DOCUMENTS = ("args", "options", "headers", "errors", "result", "filter", "change")
-# Long texts, after the short fields.
+# Long texts, which are printed after the short fields.
 _LONG = ("reason", "error")
 _with_json = ContextVar("with_json", default=False)
 
 
 @contextmanager
 def speaking_json(wanted: bool) -> Iterator[None]:
-    """Print notices within the block as JSON if it is wanted: an object a line, `{"notice": "..."}`."""
+    """In the block, print notices and errors as JSON if `wanted`: one object on each line, as `{"notice": "..."}`."""
     token = _with_json.set(wanted)
     try:
         yield
@@ -39,7 +39,7 @@ def speaking_json(wanted: bool) -> Iterator[None]:
 
 
 def notice(message: str) -> None:
-    """Print a line on standard error, or several at a terminal that is too narrow."""
+    """Print a message on standard error: as JSON with --json; at a terminal, a long one is broken between words."""
     shown = _one_line({"notice": message}) if _with_json.get() else _broken(printable(message), sys.stderr, "", "  ")
     typer.echo(shown, err=True)
 
@@ -67,7 +67,7 @@ def print_json(value: object) -> None:
 
 
 def print_json_line(value: object) -> None:
-    """Print a JSON value on a line of standard output, and flush it."""
+    """Print a JSON value on one line of standard output, and flush it."""
     typer.echo(_one_line(value))
     sys.stdout.flush()
 
@@ -76,13 +76,14 @@ def print_wrapped(text: str, indent: str = "", hanging: str | None = None) -> No
     """Print a line on standard output; at a terminal, a long one is broken between words.
 
     Args:
-        indent: Printed before the first line, `hanging` before the others (without it, `indent` is).
+        indent: The text before the first line.
+        hanging: The text before the other lines; by default `indent`.
     """
     typer.echo(_broken(text, sys.stdout, indent, indent if hanging is None else hanging))
 
 
 def _broken(text: str, stream: TextIO, indent: str, hanging: str) -> str:
-    """The text with line breaks, if it goes to a terminal; never within a word, which may be an id."""
+    """Return the text, with line breaks between words if `stream` is a terminal. Words stay whole: they may be ids."""
     if not stream.isatty():
         return f"{indent}{text}"
     lines = textwrap.wrap(
@@ -97,7 +98,10 @@ def _broken(text: str, stream: TextIO, indent: str, hanging: str) -> str:
 
 
 def print_detail(detail: object, *, as_json: bool) -> None:
-    """Print one thing in full: its fields, those of its summary, and what is stored of it as JSON text."""
+    """Print one thing, such as a `JobDetail`, in full: its fields, with those of the summary in it, then its documents.
+
+    Documents are the parts that are stored as JSON text, such as arguments.
+    """
     fields: dict[str, Any] = {}
     for name, value in asdict(detail).items():  # type: ignore[call-overload]  # a dataclass, whichever the command shows
         fields |= value if isinstance(value, dict) else {name: value}
@@ -115,7 +119,7 @@ def print_detail(detail: object, *, as_json: bool) -> None:
 
 
 def print_fields(fields: Iterable[tuple[str, object]]) -> None:
-    """Print names and values, a line each; those without a value are left out."""
+    """Print names and values, one pair on each line; names without a value are left out."""
     shown = [(name, in_full(value)) for name, value in fields if value is not None]
     width = max(len(name) for name, _ in shown)
     for name, value in shown:
@@ -129,7 +133,7 @@ def _print_document(name: str, json_text: str) -> None:
 
 
 def _indented(json_text: str) -> str:
-    """JSON over several lines; a document that users' SQL nested too deeply to be read stays as it is."""
+    """Return JSON over several lines. A document that is nested too deeply to be read stays as it is."""
     try:
         return msgspec.json.format(json_text, indent=2)
     except RecursionError:
@@ -137,7 +141,10 @@ def _indented(json_text: str) -> str:
 
 
 def _print_attempts(errors: str) -> bool:
-    """Print failed attempts, each with its traceback as Python prints it; False if none can be read."""
+    """Print a job's failed attempts (JSON in `errors`), each with its traceback as Python prints it.
+
+    Return False if the JSON holds none that can be read.
+    """
     attempts = read_attempts(errors)
     if attempts:
         typer.echo("errors:")
@@ -154,7 +161,10 @@ def _print_attempts(errors: str) -> bool:
 
 
 def _with_our_times(errors: str) -> str:
-    """The records of failed attempts, whose times the database wrote in the zone of the relay's session."""
+    """Return the JSON of failed attempts with their times in UTC.
+
+    The database wrote them in the time zone of the relay's session.
+    """
     try:
         records = msgspec.json.decode(errors, type=list[dict[str, object]])
     except (msgspec.DecodeError, RecursionError):

@@ -1,4 +1,4 @@
-"""`outboxq queues`, and `outboxq stats`, which counts what is in them."""
+"""`outboxq queues`, and `outboxq stats`, which counts their jobs."""
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -78,7 +78,7 @@ def list_queues(options: TableOptions) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class QueuesOptions(ActingOptions):
-    """A field per option of the commands that change queues."""
+    """The options of the commands that change queues."""
 
     names: Annotated[list[str], typer.Argument(metavar="NAME", help="The names of queues.", show_default=False)]
 
@@ -115,7 +115,7 @@ def resume(options: QueuesOptions) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LimitOptions(QueuesOptions):
-    """A field per option of the command that limits queues."""
+    """The options of `outboxq queues set`."""
 
     limit: Annotated[
         int | None,
@@ -169,12 +169,15 @@ class LimitOptions(QueuesOptions):
 
     @property
     def are_for_dead(self) -> bool:
-        """Return True if the time that dead letters are kept is set or taken away."""
+        """Return True if the options change how long dead letters are kept."""
         return self.keep_dead is not None or self.no_keep_dead
 
     @property
     def are_for_jobs(self) -> bool:
-        """Return True if a limit is set or taken away; also if nothing is, which is refused."""
+        """Return True if the options set or remove a limit of running jobs, or if no option is given at all.
+
+        In the latter case the command fails later, with the message for limits.
+        """
         given = (self.limit, self.rate, self.burst, self.per_group)
         dropped = self.no_limit or self.no_rate or self.no_per_group
         return dropped or any(each is not None for each in given) or not self.are_for_dead
@@ -223,7 +226,7 @@ def set_limits(options: LimitOptions) -> None:
 
 
 def _limits_in_words(limits: "QueueLimits", drop: "Sequence[Limit]") -> list[str]:
-    """The limits that were set or taken away, as words after the name of a queue."""
+    """Return the changes of a queue's limits as words that follow the queue's name, one for each limit."""
     words: dict[Limit, str] = {
         "running": "limit of jobs at a time",
         "rate": "rate",
@@ -234,7 +237,7 @@ def _limits_in_words(limits: "QueueLimits", drop: "Sequence[Limit]") -> list[str
 
 
 def _refuse_both(options: LimitOptions) -> None:
-    """Refuse a limit that is set and taken away."""
+    """Refuse options that set a limit and remove the same limit."""
     pairs = (
         ("--limit", options.limit is not None, options.no_limit),
         ("--rate", options.rate is not None or options.burst is not None, options.no_rate),
@@ -254,7 +257,14 @@ def _change(
     *,
     said: str | None = None,
 ) -> None:
-    """Change queues, and print for each whether that changed it: by `said`, or else by JSON's word `done`."""
+    """Change queues, and print for each of them if the command has changed it.
+
+    Args:
+        change: Makes the change; returns the names of the queues that it changed.
+        done: The word for a changed queue, such as paused; also the key in the JSON.
+        before: The words for a queue that needed no change, such as paused already.
+        said: The words for a changed queue that people read; by default made from `done`.
+    """
     from outboxq.admin import queues
 
     with options.transaction() as connection:
@@ -373,7 +383,7 @@ def _print_stats(options: StatsOptions, found: "Stats", now: datetime, of_databa
 
 
 class _Shown:
-    """A queue whose estimates are marked as such."""
+    """A queue's numbers for the table of `outboxq stats`; those that are estimates are marked as such."""
 
     def __init__(self, row: "QueueStats") -> None:
         self._row = row
@@ -384,7 +394,7 @@ class _Shown:
 
 
 def _in_words(row: "_Shown", states: Sequence[str], now: datetime) -> str:
-    """A queue for a narrow terminal: `accounts: 5 ready, 2 dead; oldest_waiting 3 m`."""
+    """Return a queue's numbers as text, for a narrow terminal: `accounts: 5 ready, 2 dead; oldest_waiting 3 m`."""
     counts = {state: getattr(row, state) for state in (*states, "dead")}
     said = [", ".join(f"{in_short(number, now)} {state}" for state, number in counts.items() if number) or "0 ready"]
     if row.parked:

@@ -1,4 +1,4 @@
-"""Commands that read: a function that takes a connection becomes one that lists things, or shows one."""
+"""Commands that only read: decorators turn a function that takes a connection into a command that prints its result."""
 
 import inspect
 from collections.abc import Callable, Sequence
@@ -30,11 +30,11 @@ class ListOptions(DatabaseOptions):
 def lists(
     name: str, columns: Sequence[Column], filters: str, *, things: str | None = None
 ) -> Callable[[Callable[..., Sequence[object]]], Callable[..., None]]:
-    """Turn a function that finds things into a command that lists them.
+    """Return a decorator that turns a function into a command that prints the things it returns, as a table or as JSON.
 
     Args:
-        name: That of the list in the JSON.
-        columns: Those of the table.
+        name: The name of the list in the JSON.
+        columns: The columns of the table.
         filters: The options that narrow the list down.
         things: A noun for the rows; without it, the list's name.
     """
@@ -45,7 +45,7 @@ def lists(
 
             options = _take(ListOptions, given)
             with options.transaction() as connection:
-                # One more, to know whether there are more.
+                # One row more than the limit, to know whether there are more.
                 found = find(connection, limit=options.limit + 1, **given)
                 now = database_clock(connection)
             shown, more = found[: options.limit], len(found) > options.limit
@@ -64,7 +64,7 @@ def lists(
 
 
 def shows(find: Callable[..., object]) -> Callable[..., None]:
-    """Turn a function that finds one thing into a command that prints everything of it."""
+    """Turn a function that returns one thing, such as a job, into a command that prints all of the thing's fields."""
 
     def run(given: dict[str, Any]) -> None:
         options = _take(DatabaseOptions, given)
@@ -76,18 +76,21 @@ def shows(find: Callable[..., object]) -> Callable[..., None]:
 
 
 def _options_of(find: Callable[..., object], shared: type[DatabaseOptions]) -> list[inspect.Parameter]:
-    """A parameter for each of the function's other than the connection and the limit, and the shared ones."""
+    """Return the parameters of a command: those of `find` except `connection` and `limit`, then the shared options."""
     own = [each for each in inspect.signature(find).parameters.values() if each.name not in ("connection", "limit")]
     return [*own, *parameters_of(shared)]
 
 
 def _take(shared: type[Shared], given: dict[str, Any]) -> Shared:
-    """Take the values of the shared options out of those that were given."""
+    """Remove the options that several commands share from `given`, and return them as an object of their dataclass."""
     return shared(**{each.name: given.pop(each.name) for each in parameters_of(shared)})
 
 
 def what_became_of(connection: "Connection", job_id: "UUID", unless_known: str) -> str:
-    """The last action of an operator on a job that is gone, by the audit; else `unless_known`."""
+    """Return a sentence about the last action of an operator on a job that is gone, from the audit.
+
+    Return `unless_known` if the audit has none.
+    """
     from outboxq.admin.audit import last_action_on
 
     done = last_action_on(connection, str(job_id))

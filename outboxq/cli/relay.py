@@ -1,4 +1,4 @@
-"""`outboxq relay`: its options, and the command line of each process when it keeps several; `outboxq health`."""
+"""`outboxq relay`, with its options, and the command lines of the processes that it starts; and `outboxq health`."""
 
 import sys
 from dataclasses import dataclass, field
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 LogLevel: TypeAlias = Literal["debug", "info", "warning", "error"]
 LogFormat: TypeAlias = Literal["text", "json"]
 
-# Options that have the name of the setting.
+# Options that have the same names as the settings.
 _NUMBERS = (
     "call_connections", "batch_size", "poll_seconds", "drain_seconds", "lease_seconds", "max_crashes", "prune_seconds",
     "stats_seconds",
@@ -26,7 +26,7 @@ _NUMBERS = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RelayOptions:
-    """A field per option."""
+    """The options of `outboxq relay`."""
 
     target: Annotated[
         str,
@@ -245,7 +245,10 @@ class RelayOptions:
     database_url: DatabaseUrls = field(default=None, repr=False)
 
     def config(self, listen_url: str | None) -> "RelayConfig":
-        """These options as the configuration of the relays of one database, which listen by `listen_url` if they may.
+        """Return the configuration for the relays of one database.
+
+        Args:
+            listen_url: The URL at which the relays listen for new jobs; ignored with --no-listen.
 
         Raises:
             ConfigError: a value that cannot be used.
@@ -265,7 +268,7 @@ class RelayOptions:
         )
 
     def _numbers(self) -> dict[str, Any]:
-        """The numbers that have a value, by the names of their settings."""
+        """Return the numeric options that are given, by the names of their settings in `RelayConfig`."""
         given = {name: getattr(self, name) for name in _NUMBERS}
         return {name: value for name, value in given.items() if value is not None}
 
@@ -273,7 +276,7 @@ class RelayOptions:
         """Refuse --reload together with options that it does not support.
 
         Raises:
-            WrongUsage: with what to do.
+            WrongUsage: the options do not fit; the message says what to do.
         """
         if self.reload_dirs and not self.reload:
             raise WrongUsage("--reload-dir says what --reload watches: add --reload")
@@ -284,7 +287,10 @@ class RelayOptions:
             raise WrongUsage("--reload is for development: leave --metrics out")
 
     def of_one_process(self) -> list[str]:
-        """The command line of one of several processes; without the URLs, which other users could read there."""
+        """Return the command line for each of the relay processes that a supervisor starts.
+
+        Database URLs are not in it, as other users of the machine could read them there.
+        """
         command = [sys.executable, "-m", "outboxq", "relay", self.target]
         command += ["--schema", self.schema, "--log-level", self.log_level]
         command += ["--log-format", self.log_format] if self.log_format else []
@@ -314,10 +320,10 @@ def relay(options: RelayOptions) -> None:
 
     Exit codes: 0 it was stopped, or the queues are drained, with any outcome of the jobs (see `outboxq dead list`); 1
     it failed; 2 it could not start like this; 3 a handler could not be stopped at its deadline, so that the process
-    must be replaced.
+    must be replaced; 4 the server has refused the role, the password or the database for five minutes.
 
     With several databases each has relays of its own, and one that is down, or refuses its relays later, stops no work
-    of another. It ends with 2 if one refuses them at the start, or later all do.
+    of another. It ends with 2 if one refuses them at the start; with 2 or 4 if later all do.
 
     \b
     Examples:

@@ -43,16 +43,19 @@ _log = logging.getLogger("outboxq.relay")
 
 
 def run_relay(options: RelayOptions) -> None:
-    """Run one relay in this process, several in processes of their own, or one that is started again on changes."""
+    """Run a relay in this process, several in processes of their own, or one that restarts when files change.
+
+    The options decide which of these.
+    """
     if options.log_format is not None:
-        # Before the application is imported, so that its own set-up finds this one.
+        # Set up before the application is imported, so that its own logging set-up finds this one.
         _set_up_logging(options)
     try:
         _start(options)
     except Exception as error:
         failure = explain(error) if options.log_format == "json" else None
         if failure is None:
-            # In the process of one of several databases, whose name the log already has.
+            # The process of one of several databases: the log already has the database's name.
             with naming(config.database_label()):
                 raise
         _log.critical("%s", failure.message)
@@ -70,7 +73,7 @@ def _start(options: RelayOptions) -> None:
     if options.processes == 1 and not options.reload and len(databases) == 1:
         _run(options, next(iter(databases)), *first)
         return
-    # Once, for all processes.
+    # Once for all processes.
     for name, (url, settings) in databases.items():
         with naming(name if len(databases) > 1 else None):
             _check_database(url, settings, f"{name}: " if len(databases) > 1 else "")
@@ -82,7 +85,7 @@ def _start(options: RelayOptions) -> None:
 
 
 def _run(options: RelayOptions, name: str, url: URL, settings: RelayConfig) -> None:
-    """Run one relay in this process."""
+    """Run one relay in this process until it has stopped, with logging, metrics, health file and signal handlers."""
     # Before the application's code, which may start processes of its own.
     parent, heartbeat, metrics = config.parent_pipe(), config.heartbeat_pipe(), config.metrics_socket()
     keep_loggers_enabled()
@@ -118,7 +121,13 @@ def _run(options: RelayOptions, name: str, url: URL, settings: RelayConfig) -> N
 def _tell_metrics(
     stack: ExitStack, options: RelayOptions, metrics: int | None, read: Callable[[], dict[str, Reading]]
 ) -> None:
-    """Send what the relay counts to the supervisor, or serve it."""
+    """Send the relay's counters to the supervisor, or serve them over HTTP if there is no supervisor.
+
+    Args:
+        stack: Closes the sender or the server at the end.
+        metrics: The file descriptor of the supervisor's socket; None without a supervisor.
+        read: Returns the present values of the counters.
+    """
     if metrics is not None:
         teller = MetricsTeller(metrics, lambda: next(iter(read().values())))
         stack.callback(teller.finish)
@@ -143,12 +152,12 @@ def _serve_metrics(stack: ExitStack, options: RelayOptions, read: Callable[[], d
     stack.enter_context(serving(parse_address(options.metrics), partial(expose, registry)))
 
 
-# The garbage collector looks at new objects when there are so many more of them.
+# The garbage collector runs only after so many new objects.
 _YOUNG_OBJECTS = 5_000
 
 
 class _SaysThatItWaits:
-    """A hook that logs at the relay's start that it waits for jobs."""
+    """A hook that logs, once the relay has started, that it is ready and waits for jobs."""
 
     events = frozenset({RelayStarted})
 
@@ -157,10 +166,13 @@ class _SaysThatItWaits:
 
 
 def _work(relay: Relay, *, drain: bool) -> RelayReport:
-    """Work until the relay is stopped, or until the queues are drained."""
+    """Run the relay until it is stopped or, to drain its queues, until no job is left; return its report.
+
+    If a handler is stuck, end the process.
+    """
     try:
-        # The garbage collector passes over what was imported, which stays, and comes less often: what a job makes is
-        # freed at its end without it.
+        # The garbage collector skips imported objects, which stay, and runs less often: a job's objects are freed at
+        # its end without it.
         gc.freeze()
         young, *older = gc.get_threshold()
         if young:
@@ -184,12 +196,15 @@ _LEFT = {
 
 
 def _say_what_is_left(url: URL, schema: str, queues: Sequence[str]) -> None:
-    """Print how many jobs of each sort a drain leaves, if any."""
+    """Print how many jobs a drain has left in the queues, by the reason why they were not run.
+
+    Print nothing if none is left.
+    """
     try:
         with open_database(url.render_as_string(hide_password=False), schema) as begin, begin() as connection:
             left = count_left(connection, queues)
     except (DBAPIError, DatabaseUnreachable) as error:
-        # No error: the drain itself is done.
+        # This is no error: the drain itself succeeded.
         notice(f"what is left could not be counted ({type(error).__name__})")
         return
     if left:
@@ -199,7 +214,10 @@ def _say_what_is_left(url: URL, schema: str, queues: Sequence[str]) -> None:
 
 
 def _end_stuck(error: Exception) -> NoReturn:
-    """End without waiting for any thread: Python might wait for the one that is stuck, and it may hold any lock."""
+    """Log the error that a handler is stuck, and end the process without waiting for any thread.
+
+    At a normal exit Python might wait for the stuck thread, which may hold any lock.
+    """
 
     def say() -> None:
         _log.critical("%s", error)
@@ -214,7 +232,7 @@ def _end_stuck(error: Exception) -> NoReturn:
 
 
 def _supervise(options: RelayOptions, databases: Mapping[str, tuple[URL, RelayConfig]]) -> NoReturn:
-    """Keep several relays running, a process each, of each database."""
+    """Keep `--processes` relay processes for each database running until they are stopped, then end the command."""
     several = {
         name: {**_secrets(url, settings), config.DATABASE_LABEL_VARIABLE: name}
         for name, (url, settings) in databases.items()
@@ -242,7 +260,10 @@ def _supervise(options: RelayOptions, databases: Mapping[str, tuple[URL, RelayCo
 
 
 def _child_environment(url: URL, settings: RelayConfig) -> Mapping[str, str]:
-    """The environment of a relay process, with the URLs: other users could read them on a command line."""
+    """Return the environment variables for a relay process, with the URLs of its database.
+
+    On a command line other users of the machine could read the URLs.
+    """
     return config.child_environment(_secrets(url, settings))
 
 
@@ -254,10 +275,13 @@ def _secrets(url: URL, settings: RelayConfig) -> dict[str, str]:
 
 
 def _check_database(url: URL, settings: RelayConfig, of_database: str = "") -> None:
-    """Refuse to start if waiting would not help; if it would, log libpq's message, which the relay does not know.
+    """Refuse to start a relay if the database has an error that waiting would not mend.
+
+    If the database cannot be reached for now, log libpq's message. The relay then waits for the database, but its own
+    log does not have that message.
 
     Args:
-        of_database: Written before what is logged.
+        of_database: The words before each logged message, such as the database's name.
 
     Raises:
         ConfigError: the server knows no such database, role or password; or the tables or a setting do not fit.
@@ -277,10 +301,10 @@ def _check_database(url: URL, settings: RelayConfig, of_database: str = "") -> N
 
 
 def _set_up_logging(options: RelayOptions) -> None:
-    """Log to standard error, unless logging is set up already; the level is ours either way."""
+    """Log to standard error, unless logging is set up already; `--log-level` applies either way."""
     handler = logging.StreamHandler(sys.stderr)
     label = config.database_label()
-    # The name is no format: a percent sign is doubled.
+    # The name is not a format string, so percent signs are doubled.
     place = "%(process)d" if label is None else f"%(process)d {printable(label).replace('%', '%%')}"
     handler.setFormatter(
         JsonFormatter(label)

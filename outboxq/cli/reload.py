@@ -28,7 +28,7 @@ _log = logging.getLogger("outboxq.relay")
 def run_reloading(options: RelayOptions, environment: Mapping[str, str]) -> NoReturn:
     """Run a relay in a process of its own, and restart it after each change of a .py file, until a signal.
 
-    A relay that ends by itself, as over a syntax error, is started again after the next change.
+    A relay that ends by itself, because of a syntax error for example, is started again after the next change.
 
     Raises:
         WrongUsage: watchfiles is not installed, or a directory that is to be watched is not there.
@@ -41,12 +41,12 @@ def run_reloading(options: RelayOptions, environment: Mapping[str, str]) -> NoRe
     missing = [str(path) for path in directories if not path.is_dir()]
     if missing:
         raise WrongUsage(f"--reload-dir takes a directory, and there is none at {', '.join(missing)}")
-    # It logs every change that it sees.
+    # watchfiles logs every change that it sees.
     logging.getLogger("watchfiles").setLevel(logging.WARNING)
     stopping = threading.Event()
     relay = _Relay(options, environment)
     with stop_signals(stopping.set, before_death=relay.kill):
-        # Started within the loop: a change that comes while it is imported is seen.
+        # The process starts inside the loop, so that a change during its import is seen.
         for changes in watch(
             *directories,
             watch_filter=PythonFilter(),
@@ -61,7 +61,10 @@ def run_reloading(options: RelayOptions, environment: Mapping[str, str]) -> NoRe
 
 
 def _directories_of(target: str) -> Iterable[Path]:
-    """The current directory, and that of the registry's top-level package if it lies elsewhere."""
+    """Yield the directories to watch for changes.
+
+    They are the current one and, if it is elsewhere, that of the registry's top-level package.
+    """
     here = Path.cwd()
     yield here
     name = target.partition(":")[0].partition(".")[0]
@@ -72,13 +75,14 @@ def _directories_of(target: str) -> Iterable[Path]:
 
 
 class _Relay:
-    """The relay's process: the one that runs, or that has ended."""
+    """The relay process that `--reload` starts and restarts."""
 
     def __init__(self, options: RelayOptions, environment: Mapping[str, str]) -> None:
         self._command = options.of_one_process()
         if options.health_file is not None:
             self._command += ["--health-file", str(options.health_file)]
-        # A source that is written twice within a second, with as many bytes, would be taken from the first one's cache.
+        # No bytecode cache: if a source is written twice within a second with the same size, Python would use the first
+        # version's cache.
         self._environment = {**environment, "PYTHONDONTWRITEBYTECODE": "1"}
         self._stop_seconds = options.drain_seconds + _GRACE_SECONDS
         self._process: subprocess.Popen[bytes] | None = None
@@ -86,7 +90,10 @@ class _Relay:
         self._write_end = -1
 
     def tend(self, changed: list[str]) -> None:
-        """Start it, restart it after changes, and report that it has ended by itself."""
+        """Start the relay if it was never started, and restart it if files have changed.
+
+        Log once if it has ended by itself.
+        """
         if changed:
             more = f", and {len(changed) - 1:,} more" if len(changed) > 1 else ""
             _log.info("%s has changed%s: starting the relay again", os.path.relpath(min(changed)), more)
@@ -101,28 +108,28 @@ class _Relay:
             _log.error("the relay ended with exit code %d: it starts again when a .py file changes", code)
 
     def stop(self) -> None:
-        """Stop it after its running jobs, and wait for its end."""
+        """Stop the relay and wait for its end, which comes after its running jobs; if that takes too long, kill it."""
         if self._process is None:
             return
         self._process.terminate()
         try:
             self._process.wait(self._stop_seconds)
         except subprocess.TimeoutExpired:
-            # The server rolls back what it had not committed.
+            # The server rolls back uncommitted transactions.
             self.kill()
             self._process.wait()
         os.close(self._write_end)
         self._process = None
 
     def kill(self) -> None:
-        """End it at once."""
+        """Kill the relay's process, if it runs."""
         if self._process is not None:
             self._process.kill()
 
     def _start(self) -> None:
         read_end, self._write_end = os.pipe()
-        # A session of its own, so that Ctrl-C at the terminal reaches this process alone; and a pipe, at whose end it
-        # stops if this process is killed.
+        # A new session, so that Ctrl-C at the terminal reaches this process alone; and a pipe: the relay stops at its
+        # end if this process is killed.
         self._process = subprocess.Popen(  # noqa: S603  # our own command line
             self._command,
             env={**self._environment, PARENT_PIPE_VARIABLE: str(read_end)},

@@ -1,6 +1,6 @@
-"""Reading from a replica: `--read-url`, for the commands that only read, and what they say of its delay.
+"""Reading from a replica: `--read-url` of the commands that only read, and the notice of the replica's delay.
 
-The only module that decides which server a command reads. Changes, and the doctor, go to the database itself.
+This is the only module that decides which server a command reads. Changes and the doctor use the primary database.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -34,7 +34,10 @@ ReadUrls: TypeAlias = Annotated[
 def replicas_of(
     named: "Mapping[str, URL]", read_urls: Sequence[str] | None, given: Sequence[str] | None
 ) -> "dict[str, URL]":
-    """The replicas of databases, by their names; of those that options have `given`, only by an option."""
+    """Return the URLs of replicas, by the names of their databases, from --read-url or from OUTBOXQ_READ_URL.
+
+    The variable counts only if no option names the databases (`given` is empty).
+    """
     from outboxq import config
 
     return config.read_urls(read_urls, list(named), by_environment=not given)
@@ -42,10 +45,12 @@ def replicas_of(
 
 @contextmanager
 def open_reading(url: "URL", replica: "URL | None", schema: str) -> "Iterator[Begin]":
-    """Open the replica, else the database itself.
+    """Open the replica if one is given, otherwise the database; yield a function that begins a transaction.
+
+    There is no fallback: an error of the replica is raised.
 
     Raises:
-        ConfigError, CommandFailed: of a replica, with words that say that it is one.
+        ConfigError, CommandFailed: an error of the replica; the message says that it comes from the replica.
     """
     from outboxq.cli.database import naming, open_database
 
@@ -58,13 +63,13 @@ def open_reading(url: "URL", replica: "URL | None", schema: str) -> "Iterator[Be
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReadingOptions(DatabaseOptions):
-    """The options of a command that reads one database, or its replica."""
+    """The options of a command that reads from one database, or from its replica if --read-url is given."""
 
     read_url: ReadUrls = field(default=None, repr=False)
 
     @contextmanager
     def reading(self) -> "Iterator[Begin]":
-        """Connect, for several transactions that only read."""
+        """Connect to the replica if there is one, otherwise to the database; yield a function to begin transactions."""
         from outboxq import config
 
         url = config.database_url(self.database_url)

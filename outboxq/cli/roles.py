@@ -19,7 +19,7 @@ def _role(option: str, purpose: str) -> Any:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RolesOptions:
-    """A field per option."""
+    """The options of `outboxq roles`."""
 
     sql: Annotated[bool, typer.Option("--sql", help="Print the SQL that makes the roles.")] = False
     producer: Annotated[str | None, _role("--producer", "The role that enqueues.")] = None
@@ -63,7 +63,7 @@ def roles(options: RolesOptions) -> None:
     given: dict[Part, str | None] = {part: getattr(options, part) for part in PARTS}
     named: dict[Part, str] = {part: name for part, name in given.items() if name is not None}
     names = named or default_names()
-    # Made even if it is not printed, so that a wrong name is refused either way.
+    # The SQL is made even if it is not printed, so that a wrong name is refused either way.
     text = roles_sql(names, options.schema)
     if options.sql:
         typer.echo(text, nl=False)
@@ -100,7 +100,7 @@ def _rights_as_json(part: "Part", name: str, rights: "Rights") -> dict[str, obje
 
 
 def rights_in_words(rights: "Rights") -> list[str]:
-    """A line for each combination of rights, with all the tables that it is granted on."""
+    """Return a line for each combination of rights, such as SELECT and INSERT, with the tables that have it."""
     words = ["SELECT on all tables"] if rights.reads_all else []
     words += [f"INSERT ({', '.join(columns)}) on {table}" for table, columns in rights.inserts.items()]
     words += [f"SELECT ({', '.join(columns)}) on {table}" for table, columns in rights.selects.items()]

@@ -80,7 +80,7 @@ def show_schedule(connection: "Connection", name: Name) -> object:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PutOptions(ActingOptions):
-    """A field per option."""
+    """The options of `outboxq schedules put`."""
 
     name: Annotated[str, typer.Argument(metavar="NAME", help="The name of the schedule.", show_default=False)]
     kind: Annotated[str, typer.Option("--kind", metavar="NAME", help="The kind of its job.", show_default=False)]
@@ -191,7 +191,7 @@ def _job(options: PutOptions) -> "NewJob":
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NamesOptions(ActingOptions):
-    """A field per option of the commands that change schedules."""
+    """The options of the commands that change schedules."""
 
     names: Annotated[list[str], typer.Argument(metavar="NAME", help="The names of schedules.", show_default=False)]
 
@@ -236,7 +236,7 @@ def remove(options: NamesOptions) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdoptOptions(NamesOptions):
-    """A field per option of `adopt`."""
+    """The options of `outboxq schedules adopt`."""
 
     owner: Annotated[
         str | None,
@@ -274,7 +274,7 @@ def adopt(options: AdoptOptions) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NameOptions(ActingOptions):
-    """A field per option of `run-now`."""
+    """The options of `outboxq schedules run-now`."""
 
     name: Name
 
@@ -307,7 +307,16 @@ def _change(
     *,
     said: str | None = None,
 ) -> None:
-    """Change schedules, and print for each whether that changed it, by `said` or JSON's word; 1 if one is missing."""
+    """Change schedules, and print for each of them if the command has changed it.
+
+    If one of them does not exist, the exit code is 1.
+
+    Args:
+        change: Makes the change; returns the names of the schedules that it changed.
+        done: The word for a changed schedule, such as paused; also the key in the JSON.
+        before: The words for a schedule that needed no change, such as was paused already.
+        said: The words for a changed schedule that people read; by default made from `done`.
+    """
     from outboxq.admin import schedules
 
     with options.transaction() as connection:

@@ -1,8 +1,8 @@
 """Tables: fitted to a terminal's width, or tab-separated in a pipe.
 
-A terminal gets the columns that have a value and room: those of a high rank make room first, and a long text moves to a
-line of its own below its row. Ids are never cut. Times are ages. A pipe gets every column with its full value, a line
-for each row, so that `cut -f 1` works.
+In a terminal, columns without a value are left out, and if there is no room, those of the highest rank; a long text
+moves to a line of its own below its row. Ids are never cut, and times are printed as ages. A pipe gets every column
+with its full value, a line for each row, so that `cut -f 1` works.
 """
 
 import sys
@@ -26,7 +26,7 @@ _GAP = "  "
 # A text with less room than this gets a line of its own.
 _TEXT_ROOM = 40
 _LEAST_NAME = 10
-# A longer id moves the rest of its own line to the right, and not that of all others.
+# A longer id moves the rest of its own line to the right, and not that of all lines.
 _LONGEST_PADDING = 48
 _ALARMING = ("orphaned", "suspect", "unknown")
 
@@ -36,12 +36,12 @@ class Column:
     """A column of a list.
 
     Args:
-        name: The attribute that it shows, and its key in the JSON.
-        sort: An `id` is never cut, a `name` only if nothing else helps; a `text` is one line of the text that `show`
-            prints whole.
-        rank: 0 is always shown, and 1 unless even shorter names leave no room; from 2 on, the higher it is, the sooner
-            the column makes room for others.
-        if_empty: Shown also if no row has a value.
+        name: The attribute of a row that the column shows, and its key in the JSON.
+        sort: An `id` is never cut, a `name` only if nothing else helps; a `text` is one line of the text that
+            `show` prints whole.
+        rank: A column of rank 0 is always shown; one of rank 1 too, unless even shortened names leave no room. From
+            2 on, columns of the highest rank are left out first.
+        if_empty: True if the column is shown even if no row has a value.
     """
 
     name: str
@@ -51,17 +51,17 @@ class Column:
 
     @property
     def heading(self) -> str:
-        """The key without the unit or the `_at`, which a short value shows by itself: `run_at: in 5 m`."""
+        """The column's name without its unit or `_at`, as the printed values show what they are: `run_at: in 5 m`."""
         return self.name.removesuffix("_at").removesuffix("_seconds").replace("_per_minute", "/min")
 
     def cell(self, value: object, now: datetime | None) -> str:
-        """A value as a table shows it: an id that is a number, as a pid is, has no separators."""
+        """Return a value as text for a table. An id that is a number, such as a pid, has no separators."""
         return in_full(value) if self.sort == "id" else in_short(value, now)
 
 
 @dataclass(slots=True)
 class _Shown:
-    """A column with its cells, as wide as it is shown."""
+    """A column of a table with the texts of its cells, and the width at which it is printed."""
 
     column: Column
     cells: list[str]
@@ -89,7 +89,7 @@ def print_table(
         now: The database's time, from which ages count; without it, times are printed in full.
         wide: Print every column, and every value whole, also if the terminal is too narrow.
         title: A line above it.
-        in_words: A row as a sentence: used for all if the terminal is too narrow for the columns that must be shown.
+        in_words: Formats a row as a sentence; used for all rows if the terminal is too narrow for the required columns.
     """
     rows = list(rows)
     found = [[getattr(row, column.name) for column in columns] for row in rows]
@@ -130,12 +130,15 @@ def _transposed(rows: Sequence[Sequence[object]], width: int) -> list[list[objec
 
 
 def is_number(values: Sequence[object]) -> bool:
-    """Return True if a column is one of numbers, which are aligned at its right edge."""
+    """Return True if all values of a column are numbers or None; such a column is aligned right."""
     return all(value is None or isinstance(value, int | float) for value in values)
 
 
 def _fit(shown: list[_Shown], width: int) -> _Shown | None:
-    """Leave columns out and make others narrower until they fit; returns the one that goes below each row, if any."""
+    """Make a table fit the width: remove columns from the list `shown`, and make others narrower.
+
+    Return the column whose text is printed on a line of its own below each row, if there is one.
+    """
     text = next((each for each in shown if each.column.sort == "text"), None)
     if text is not None:
         shown.remove(text)
@@ -156,7 +159,10 @@ def _fit(shown: list[_Shown], width: int) -> _Shown | None:
 
 
 def _drop(shown: list[_Shown], width: int, least_rank: int) -> None:
-    """Leave out the column of the highest rank, and the next one, until the others fit."""
+    """Remove columns from the list `shown`, the highest rank first, until the table fits the width.
+
+    Columns of a rank below `least_rank` stay.
+    """
     can_go = [each for each in shown if each.column.rank >= least_rank]
     for each in sorted(can_go, key=lambda each: -each.column.rank):
         if _total(shown) <= width:
@@ -203,7 +209,7 @@ def _padded(each: _Shown, value: str, *, is_last: bool) -> "Text":
 
 
 def _width_of(text: str) -> int:
-    """The number of columns of a terminal that it takes: a wide character takes two."""
+    """Return the number of terminal columns that a text takes: a wide character takes two."""
     from rich.cells import cell_len
 
     return cell_len(text)

@@ -85,7 +85,7 @@ def _print_always(options: TopOptions) -> None:
 
 
 def look(begin: "Begin") -> "Snapshot":
-    """A snapshot, in a transaction of its own."""
+    """Read a snapshot of the database (queues, relays, dead letters and more) in a transaction of its own."""
     from outboxq.admin.snapshot import take_snapshot
 
     with begin() as connection:
@@ -93,7 +93,7 @@ def look(begin: "Begin") -> "Snapshot":
 
 
 def print_snapshot(snapshot: "Snapshot", *, wide: bool) -> None:
-    """Print every table that has rows, after the line of `summary`."""
+    """Print a snapshot: the line that `summary` returns, then a table for each part that has rows."""
     from outboxq.cli.top_views import VIEWS
 
     print_wrapped(summary(snapshot))
@@ -106,7 +106,7 @@ def print_snapshot(snapshot: "Snapshot", *, wide: bool) -> None:
 
 
 def not_known(snapshot: "Snapshot") -> list[str]:
-    """The parts that could not be read, a line for each reason."""
+    """Return the parts of a snapshot that could not be read, as lines: for each reason, the names of the parts."""
     parts: dict[str, list[str]] = {}
     for each in snapshot.not_known:
         parts.setdefault(each.reason, []).append(each.part)
@@ -114,7 +114,7 @@ def not_known(snapshot: "Snapshot") -> list[str]:
 
 
 def summary(snapshot: "Snapshot") -> str:
-    """A summary in a line: the relays that live, their slots, and what waits for an operator."""
+    """Return a line about a snapshot: the numbers of relays, slots (each runs one job), dead letters and more."""
     alive = [relay for relay in snapshot.relays if relay.state != "dead"]
     busy, slots = sum(relay.busy for relay in alive), sum(relay.slots for relay in alive)
     said = [several(len(alive), "relay lives", "relays live")]

@@ -1,4 +1,4 @@
-"""The screen of `outboxq top`: a tab for each view, and actions on the row under the cursor.
+"""The screen of `outboxq top`: a tab for each table, and actions on the selected row.
 
 Queries and actions run in threads, each on a connection of its own: a slow database never stops the keyboard.
 """
@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     from outboxq.admin.explain import Explanation
     from outboxq.admin.snapshot import Snapshot
 
-# The interval of the doctor.
+# The seconds between two runs of the doctor.
 _DOCTOR_SECONDS = 60.0
-# After a query that failed.
+# The pause after a query that failed.
 _PAUSE_SECONDS = 2.0
 _STYLE = """
 #summary { height: 1; padding: 0 1; background: $primary-background; }
@@ -48,19 +48,22 @@ Detail VerticalScroll { border: round $primary; padding: 1 2; }
 
 
 class Detail(ModalScreen[bool]):
-    """A text above the tables; y answers a question with yes, and any other key with no."""
+    """A window above the tables, with a text.
+
+    If the text is a question, the window returns True for the key y, and False for any other key.
+    """
 
     def __init__(self, said: str, *, asks: bool = False) -> None:
         super().__init__()
         self._said, self._asks = said, asks
 
     def compose(self) -> ComposeResult:
-        """The text, which is never read as markup."""
+        """Called by Textual: yield the widget of the text, which is never read as markup."""
         with VerticalScroll():
             yield Static(Text(self._said))
 
     def on_key(self, event: Any) -> None:
-        """Close, except for keys that scroll."""
+        """Called by Textual at each key: close the window, except for keys that scroll."""
         if event.key in ("up", "down", "pageup", "pagedown", "home", "end"):
             return
         event.stop()
@@ -68,7 +71,10 @@ class Detail(ModalScreen[bool]):
 
 
 class Top(App[None]):
-    """The tables, which a thread fills again after each query."""
+    """The application of `outboxq top`.
+
+    A thread queries the database regularly, and then all tables are filled again.
+    """
 
     CSS = _STYLE
     TITLE = "outboxq top"
@@ -89,17 +95,17 @@ class Top(App[None]):
         self._options = options
         self._snapshot: Snapshot | None = None
         self._rows: dict[str, list[Any]] = {view.name: [] for view in VIEWS}
-        # Of each view the column that it is sorted by, and True if backwards; without one, as the snapshot has it.
+        # Each view's sort column, and True if it is reversed; without one, the order of the snapshot.
         self._sorted: dict[str, tuple[str, bool]] = {}
         self._filter = ""
         self.is_frozen = False
 
     def rows(self, view: str) -> list[Any]:
-        """The rows that a view shows, in their order."""
+        """Return the rows that a table shows, in their present order, which the user may have changed."""
         return self._rows[view]
 
     def compose(self) -> ComposeResult:
-        """The summary, the tabs, and the keys."""
+        """Called by Textual: yield the summary, the tabs, the field of the filter, and the keys."""
         yield Static("Looking …", id="summary")
         with TabbedContent():
             for view in VIEWS:
@@ -111,7 +117,7 @@ class Top(App[None]):
         yield Footer()
 
     def on_mount(self) -> None:
-        """Start the queries, with the keyboard on the first table."""
+        """Called by Textual at the start: begin the queries in threads, and give the first table the keyboard."""
         self._table(VIEWS[0]).focus()
         self._look_always()
         self._examine_always()
@@ -146,7 +152,10 @@ class Top(App[None]):
 
     @staticmethod
     def _pause_looking(seconds: float) -> bool:
-        """Pause a thread that queries; False if the screen has ended."""
+        """Wait for these seconds between two queries of the database; called in the thread that makes them.
+
+        Return False if the screen has been closed, so that the thread ends too.
+        """
         worker, end = get_current_worker(), time.monotonic() + seconds
         while not worker.is_cancelled:
             left = end - time.monotonic()
@@ -160,14 +169,14 @@ class Top(App[None]):
         self._say("#summary", Text(printable(said), style="red"))
 
     def _say(self, line: str, said: Text) -> bool:
-        """Show a text in one of the lines; False if the screen has ended."""
+        """Show a text in the widget that `line` selects, such as `#summary`; return False if the screen was closed."""
         lines = list(self.query(line).results(Static))
         for each in lines:
             each.update(said)
         return bool(lines)
 
     def show_snapshot(self, snapshot: "Snapshot") -> None:
-        """Fill every table again, and leave each cursor on the row that it was on."""
+        """Fill every table with the rows of the snapshot; in each, the same row as before stays selected."""
         self._snapshot = snapshot
         said = "; ".join((f"{snapshot.at:%H:%M:%S} UTC, {summary(snapshot)}", *not_known(snapshot)))
         if self._say("#summary", Text(printable(said))):
@@ -209,7 +218,7 @@ class Top(App[None]):
 
     @property
     def _view(self) -> View | None:
-        """The view of the active tab; None for the doctor's, which has no rows."""
+        """The table in the active tab; None for the doctor's tab, which has no rows."""
         active = self.query_one(TabbedContent).active
         return next((view for view in VIEWS if view.name == active), None)
 
@@ -230,7 +239,7 @@ class Top(App[None]):
         return rows[at] if at < len(rows) else None
 
     def action_sort(self) -> None:
-        """Sort by the next column; after the last one, as the snapshot has it."""
+        """The key s: sort the table by its next column; after the last one, restore the order of the snapshot."""
         view = self._view
         if view is None:
             return
@@ -243,7 +252,7 @@ class Top(App[None]):
         self._fill(view)
 
     def action_reverse(self) -> None:
-        """Turn the order round."""
+        """The key r: reverse the order of a table that is sorted."""
         view = self._view
         if view is not None and view.name in self._sorted:
             name, backwards = self._sorted[view.name]
@@ -251,24 +260,24 @@ class Top(App[None]):
             self._fill(view)
 
     def action_filter(self) -> None:
-        """Ask for a text."""
+        """The key /: show the field for a text that rows have to contain."""
         field = self.query_one("#filter", Input)
         field.add_class("shown")
         field.focus()
 
     def action_leave_filter(self) -> None:
-        """Show all rows again."""
+        """The key Escape: clear the filter, and show all rows again."""
         self.query_one("#filter", Input).value = ""
         self._close_filter()
 
     def on_input_changed(self, event: Input.Changed) -> None:
-        """Narrow the tables down with each key."""
+        """Called by Textual at each key in the field of the filter: show only rows that contain the text."""
         self._filter = event.value
         for view in VIEWS:
             self._fill(view)
 
     def on_input_submitted(self) -> None:
-        """Go back to the table."""
+        """Called by Textual at Enter in the field of the filter: go back to the table."""
         self._close_filter()
 
     def _close_filter(self) -> None:
@@ -277,7 +286,7 @@ class Top(App[None]):
             self._table(self._view).focus()
 
     def on_data_table_row_selected(self) -> None:
-        """Show all of a row."""
+        """Called by Textual at Enter on a row: show all values of the row."""
         view, row = self._view, self._row
         if view is not None and row is not None:
             names = dict.fromkeys([*(each.name for each in view.columns), *_names(row)])
@@ -286,12 +295,12 @@ class Top(App[None]):
             self.push_screen(Detail("\n".join(f"{name:<{width}}  {value}" for name, value in values.items() if value)))
 
     def action_freeze(self) -> None:
-        """Stop the queries, or start them again."""
+        """The key Space: stop the queries, or start them again."""
         self.is_frozen = not self.is_frozen
         self.notify("Frozen: Space looks again." if self.is_frozen else "Looking again.")
 
     def action_explain(self) -> None:
-        """Say why the queue, or the job, under the cursor does not run."""
+        """The key e: show the reasons why the queue or the job in the selected row does not run."""
         view, row = self._view, self._row
         if view is not None and row is not None and hasattr(row, "queue"):
             self._explain(row.queue, row.id if view.name == "running" else None)
@@ -304,14 +313,14 @@ class Top(App[None]):
             with self._options.transaction() as connection:
                 found = explain_queue(connection, queue) if job_id is None else explain_job(connection, job_id)
         except Exception as error:
-            # A refusal of the database or a check is shown, and the screen goes on; a bug ends it with its traceback.
+            # A refusal by the database or a check is shown, and the screen goes on; a bug ends it with its traceback.
             if not self._is_told(error):
                 raise
             return
         self.call_from_thread(self.push_screen, Detail(_explained(found, queue if job_id is None else str(job_id))))
 
     def action_pause(self) -> None:
-        """Pause the queue under the cursor, or resume it, after a question."""
+        """The key p: pause the queue in the selected row, or resume it, after a question."""
         view, row = self._view, self._row
         if view is None or view.name != "queues" or row is None:
             return
@@ -336,7 +345,7 @@ class Top(App[None]):
             with self._options.transaction() as connection:
                 changed = change(connection, [queue])
         except Exception as error:
-            # Such as the refusal for a role that may only read; a bug ends the screen with its traceback.
+            # A refusal, such as that of a role that may only read, is shown; a bug ends the screen with its traceback.
             if not self._is_told(error):
                 raise
             return
@@ -344,7 +353,10 @@ class Top(App[None]):
         self.call_from_thread(self.notify, printable(said), markup=False)
 
     def _is_told(self, error: Exception) -> bool:
-        """Show why an action was refused; False for an error that is not a refusal."""
+        """If an error is a refusal of an action, show its message to the user, and return True.
+
+        Return False for any other error, which is a bug.
+        """
         known = explain(error)
         if known is not None:
             self.call_from_thread(self.notify, printable(known.message), severity="error", markup=False)
@@ -355,7 +367,7 @@ class Top(App[None]):
 
 
 def show_top(options: TopOptions) -> None:
-    """Show the screen until its user quits."""
+    """Run the screen of `outboxq top` until its user quits."""
     Top(options).run()
 
 
@@ -369,7 +381,7 @@ def _names(row: object) -> Sequence[str]:
 
 
 def _sort_key(value: object) -> tuple[int, Any]:
-    """Sort numbers by size, texts by the alphabet, and rows without a value last."""
+    """Return a key to sort values by: numbers first, by size, then texts by the alphabet, and empty values last."""
     if value is None or value == ():
         return (2, 0)
     return (0, value) if isinstance(value, int | float) else (1, in_full(value))
@@ -387,7 +399,7 @@ def _explained(found: "Explanation", what: str) -> str:
 
 
 def _found(options: TopOptions) -> str:
-    """The doctor's findings, as text."""
+    """Run the doctor, and return its findings as text."""
     from outboxq.cli.doctor import DoctorOptions, examine
 
     asked = DoctorOptions(schema=options.schema, database_url=[options.database_url] if options.database_url else None)

@@ -14,12 +14,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """A table.
+    """A table of `outboxq top`.
 
     Args:
-        name: Its key in the JSON.
-        key: The attributes that identify a row.
-        rows: Things with an attribute for each column.
+        name: The table's key in the JSON.
+        key: The names of the attributes that identify a row.
+        rows: Returns the table's rows from a snapshot; they have an attribute for each column.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""`outboxq demo` and `outboxq torture`: relays that are killed, on a server of their own."""
+"""`outboxq demo` and `outboxq torture`: try relays on a new PostgreSQL server, where they are killed at work."""
 
 import random
 from dataclasses import asdict, dataclass
@@ -52,7 +52,7 @@ def demo(
 
 
 def _show_market() -> None:
-    """Run the demo's market and its dashboard, on a free port, until a signal."""
+    """Run the demo that is called market, with a dashboard on a free port, until a signal."""
     try:
         from outboxq.dashboard import Role, TokenLogin, create_app
         from outboxq.dashboard.serving import announced, listen, serve
@@ -74,7 +74,7 @@ def _show_market() -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Options:
-    """A field per option."""
+    """The options of `outboxq torture`."""
 
     jobs: Annotated[int, typer.Option("--jobs", metavar="NUMBER", help="How many jobs to commit; at least 200.")] = (
         5_000
@@ -150,7 +150,7 @@ def torture(options: Options) -> None:
 
 
 def print_report(report: "TortureReport") -> None:
-    """Print the faults as a table, the figures by the names of their JSON, and broken promises."""
+    """Print a report: the faults as a table, the figures by the names of their JSON, and the broken promises."""
     print_table((Column("fault"), Column("times")), [_Times(*each) for each in sorted(report.faults.items())])
     figures = {name: value for name, value in asdict(report).items() if name not in ("faults", "problems")}
     print_fields(figures.items())
@@ -160,7 +160,7 @@ def print_report(report: "TortureReport") -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Times:
-    """The number of times that a fault was done."""
+    """A row of the table of faults: the name of a fault, and the number of times that it was caused."""
 
     fault: str
     times: int

@@ -48,7 +48,7 @@ class WatchOptions(DatabaseOptions):
 
 @dataclass(frozen=True, slots=True)
 class _Watched:
-    """A job, or its final state."""
+    """The state of a watched job at one moment, as it is printed."""
 
     id: UUID
     state: str
@@ -104,7 +104,11 @@ def watch_jobs(options: WatchOptions) -> None:
 
 
 def _look(connection: "Connection", options: WatchOptions, known: Iterable[UUID]) -> tuple[datetime, list[_Watched]]:
-    """The database's time, the jobs that match, and the final states of those that were known."""
+    """Return the database's time, and the states of the watched jobs.
+
+    These are the jobs that match the options, and the `known` ones: those may no longer match, because they died for
+    example.
+    """
     from outboxq.admin.jobs import JobFilter, list_jobs
     from outboxq.statements.paging import database_clock
 
@@ -121,13 +125,13 @@ def _look(connection: "Connection", options: WatchOptions, known: Iterable[UUID]
 
 
 def _missed(connection: "Connection", job_id: UUID) -> _Watched:
-    """The state of a job that was not among the waiting ones, by one statement and so at one moment."""
+    """Return the state of a known job that is no longer among those that wait or run; without a trace of it, `gone`."""
     from outboxq.outbox.find import find_job
 
     job = find_job(connection, job_id)
     if job is None:
         return _Watched(job_id, "gone")
-    # It may have been put back in the meantime, as by `dead retry`.
+    # The job may have been put back in the meantime, by `dead retry` for example.
     return _Watched(job_id, job.state, job.queue, job.kind, job.attempt)
 
 

@@ -1,1 +1,1 @@
-"""Values between Python and JSON: a handler's arguments, mapped objects, and texts from anywhere."""
+"""Conversion of values to and from JSON (arguments, results, mapped objects), and texts safe to show or store."""

@@ -1,4 +1,4 @@
-"""Values as text: in full for pipes and details, in short for tables at a terminal."""
+"""Values as text: `in_full` for programs and detailed views, `in_short` for tables at a terminal."""
 
 from datetime import UTC, datetime
 
@@ -8,11 +8,11 @@ _UNITS = (("d", 86_400.0), ("h", 3_600.0), ("m", 60.0))
 
 
 class Estimate(int):
-    """A number that is not exact."""
+    """A number that is an estimate, so that `in_short` rounds it and marks it with `~`."""
 
 
 class Latency(float):
-    """Seconds that may be few."""
+    """A duration in seconds that is often below one, so that `in_short` shows it in milliseconds then."""
 
 
 class Rate(float):
@@ -20,7 +20,7 @@ class Rate(float):
 
 
 def in_full(value: object) -> str:
-    """A value for a program's eyes or a reader of details: a time as in the JSON, a number without separators."""
+    """Format a value for a program or a detailed view: a time as in JSON output, a number without separators."""
     match value:
         case None:
             return ""
@@ -41,7 +41,7 @@ def in_full(value: object) -> str:
 
 
 def in_short(value: object, now: datetime | None) -> str:
-    """A value for a table: a time as its distance from `now`, seconds in the unit that fits, thousands separated."""
+    """Format a value for a table: times as distances from `now`, seconds in a fitting unit, thousands as `1,234`."""
     match value:
         case None | False:
             return ""
@@ -66,7 +66,7 @@ def in_short(value: object, now: datetime | None) -> str:
 
 
 def _rounded(number: int) -> str:
-    """`1.2 M` for 1,234,567."""
+    """Round a number to millions or thousands: `1.2 M` for 1,234,567."""
     for unit, size in (("M", 1_000_000), ("k", 1_000)):
         if number >= size:
             return f"{number / size:,.1f} {unit}" if number < 10 * size else f"{number / size:,.0f} {unit}"
@@ -74,18 +74,18 @@ def _rounded(number: int) -> str:
 
 
 def moment(value: datetime) -> str:
-    """A time in UTC as RFC 3339 writes it, also in the JSON: 2026-01-31T08:00:00.123456Z."""
+    """Format a time as JSON output has it, in UTC by RFC 3339: 2026-01-31T08:00:00.123456Z."""
     return value.astimezone(UTC).isoformat().replace("+00:00", "Z")
 
 
 def age(value: datetime, now: datetime) -> str:
-    """`3 m` for what was three minutes ago, `in 5 m` for what will be in five."""
+    """Format a time by its distance from `now`: `3 m` for three minutes ago, `in 5 m` for in five minutes."""
     seconds = (now - value).total_seconds()
     return f"in {duration(-seconds)}" if seconds < 0 else duration(seconds)
 
 
 def duration(seconds: float) -> str:
-    """`42 s`, `3 m`, `2 h`, `4 d`: the largest unit of which there are two at least."""
+    """Format seconds as `42 s`, `3 m`, `2 h` or `4 d`: the largest unit of which there are at least two."""
     for unit, size in _UNITS:
         if seconds >= 2 * size:
             return f"{seconds / size:,.0f} {unit}"
@@ -93,5 +93,5 @@ def duration(seconds: float) -> str:
 
 
 def standby(delay_seconds: float) -> str:
-    """The words for a read from a standby that lags by `delay_seconds`."""
+    """Return the words that say that data was read from a standby server, `delay_seconds` old."""
     return f"read from a standby, {delay_seconds:,.1f} s behind"

@@ -1,4 +1,4 @@
-"""Entities: mapped objects as arguments, which are stored as their primary keys."""
+"""Entities: objects mapped by SQLAlchemy's ORM as arguments of jobs, stored as their primary keys."""
 
 import types
 import typing
@@ -41,10 +41,12 @@ are locked together in the order of their primary keys, so that no two batches c
 
 @dataclass(frozen=True, slots=True)
 class EntityKey:
-    """The stored primary key of an entity argument, to be loaded in the handler's session, and locked if `locked`.
+    """The primary key of an entity argument, as read from a job, by which the handler's session loads the entity.
 
     Attributes:
-        identity: The primary key, a tuple also of one column.
+        identity: The primary key, as a tuple, even if it has only one column.
+        optional: True if the handler receives None if the row does not exist any more.
+        locked: True if the row is locked when it is loaded.
     """
 
     entity: type[object]
@@ -54,7 +56,7 @@ class EntityKey:
 
 
 def entity_mapper(annotation: object) -> Mapper[object] | None:
-    """The mapper of a mapped class, else None."""
+    """Return the mapper of a mapped class; None for any other object."""
     if not isinstance(annotation, type):
         return None
     found: object = sqlalchemy_inspect(annotation, raiseerr=False)
@@ -62,17 +64,19 @@ def entity_mapper(annotation: object) -> Mapper[object] | None:
 
 
 def entity_state(value: object) -> InstanceState[object] | None:
-    """The ORM state of a mapped object, else None."""
+    """Return SQLAlchemy's state of a mapped object; None for any other object."""
     found: object = sqlalchemy_inspect(value, raiseerr=False)
     return found if isinstance(found, InstanceState) else None
 
 
 class EntityArgument(msgspec.Struct, frozen=True, eq=False):
-    """An entity among the arguments of a job, kept until the flush that writes the job: its primary key then counts.
+    """An entity given as argument of an added job, kept until the session's flush writes the job.
+
+    Before that flush a new entity may have no primary key, which the stored arguments need.
 
     Attributes:
-        key: Its identity key at the call, which the arguments have; None if it had none.
-        optional: The handler receives None if the row is gone.
+        key: The entity's identity key when the job was added; None if it had none yet.
+        optional: True if the handler receives None if the row does not exist any more.
     """
 
     entity: object
@@ -80,27 +84,30 @@ class EntityArgument(msgspec.Struct, frozen=True, eq=False):
     optional: bool
 
     def current(self) -> "EntityArgument":
-        """The same entity with the identity key that it has now."""
+        """Return this argument with the identity key that the entity has now: a flush may have set or changed it."""
         key = instance_state(self.entity).key
         return self if key == self.key else EntityArgument(self.entity, key, self.optional)
 
     def is_pending(self) -> bool:
-        """Return True if the primary key is known only after a flush."""
+        """Return True if the entity has no primary key yet, because it was not flushed."""
         return instance_state(self.entity).key is None
 
     def is_deleted(self) -> bool:
-        """Return True if a flush has deleted the entity, and no rollback has brought it back."""
+        """Return True if the entity's row was deleted by a flush that was not rolled back."""
         return instance_state(self.entity).was_deleted
 
 
 def entities_of(values: Mapping[str, object], optional: Mapping[str, bool]) -> dict[str, EntityArgument]:
-    """The entities among arguments by their names; `optional` has the names whose annotation allows None."""
+    """Return those of these arguments that are entities, as `{name: EntityArgument}`.
+
+    `optional`: by name, True if the handler's annotation allows None.
+    """
     states = {name: state for name, value in values.items() if (state := entity_state(value)) is not None}
     return {name: EntityArgument(values[name], state.key, optional.get(name, False)) for name, state in states.items()}
 
 
 def primary_key_of(entity: object) -> object:
-    """The primary key as stored in arguments: one value, or a list of several.
+    """Return an entity's primary key as stored in arguments: one value, or a list if it has several columns.
 
     Raises:
         ArgumentError: the entity was never flushed.
@@ -113,7 +120,10 @@ def primary_key_of(entity: object) -> object:
 
 
 def entity_of(annotation: object) -> tuple[type[object] | None, bool]:
-    """The mapped class of `Account` or `Account | None`, and whether None is allowed."""
+    """Return (mapped class, True if None is allowed) of an annotation `Account` or `Account | None`.
+
+    Returns (None, False) if the annotation is no mapped class.
+    """
     if typing.get_origin(annotation) is Annotated:
         return entity_of(typing.get_args(annotation)[0])
     if _is_union(annotation):
@@ -135,7 +145,10 @@ def _is_union(annotation: object) -> bool:
 
 
 def primary_key_type(entity: type[object]) -> object:
-    """The type as which the stored primary key is read: that of its column, or a tuple of several."""
+    """Return the type by which a mapped class's stored primary key is decoded.
+
+    It is the column's type, or a tuple of types if the key has several columns.
+    """
     mapper = entity_mapper(entity)
     assert mapper is not None
     types = [_column_type(mapper, column) for column in mapper.primary_key]
@@ -143,7 +156,11 @@ def primary_key_type(entity: type[object]) -> object:
 
 
 def is_same_key(entity: type[object], key: tuple[object, ...], identity: tuple[object, ...]) -> bool:
-    """Return True if a key read from JSON leads to the row with this identity: it is equal, or sent as the same."""
+    """Return True if a primary key that was read from JSON finds the row with the primary key `identity`.
+
+    That is so if each value equals the one in `identity` and has its type, or if the column converts both to equal
+    values for the driver.
+    """
     mapper = entity_mapper(entity)
     assert mapper is not None
     columns = mapper.primary_key
@@ -158,7 +175,7 @@ def _column_type(mapper: Mapper[object], column: ColumnElement[Any]) -> object:
         found: object = column.type.python_type
     except NotImplementedError:
         found = object
-    # SQLAlchemy knows no Python type for users' types and for some of the server's: then the class's annotation does.
+    # SQLAlchemy knows no Python type for users' types and some of the server's: then the class's annotation is used.
     return _annotated_type(mapper, column) if found is object else found
 
 
@@ -174,7 +191,10 @@ def _annotated_type(mapper: Mapper[object], column: ColumnElement[Any]) -> objec
 
 
 def _sent(column_type: TypeEngine[Any], value: object) -> object:
-    """The value that the driver receives; equal to nothing else if the type does not take it."""
+    """Return the value that a column's type passes to the driver.
+
+    If the type refuses the value, return a new object, which equals no other value.
+    """
     process = column_type.dialect_impl(_DIALECT).bind_processor(_DIALECT)
     try:
         return value if process is None else process(value)

@@ -1,4 +1,4 @@
-"""A handler's arguments: each checked, stored and read by its annotation, together encoded and decoded."""
+"""Arguments of handlers: `Parameter` checks and converts one of them by its annotation, `Signature` all of a call."""
 
 import inspect
 import typing
@@ -38,7 +38,7 @@ _EMPTY = inspect.Parameter.empty
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """One argument of a handler: how it is checked, stored and read."""
+    """One argument of a handler: its annotation, its check, and its conversion to and from JSON."""
 
     name: str
     annotation: object
@@ -49,10 +49,10 @@ class Parameter:
     decoder: msgspec.json.Decoder[object]
 
     def encode(self, value: object) -> bytes:
-        """The value as JSON text, which `decode` reads as the same value.
+        """Return the value as JSON text, after a check that `decode` reads an equal value from it.
 
         Raises:
-            ArgumentError: it does not fit the annotation, or JSON cannot hold it.
+            ArgumentError: the value does not fit the annotation, or JSON cannot hold it.
         """
         if self.entity is not None or entity_state(value) is not None:
             self.check_entity(value)
@@ -63,7 +63,7 @@ class Parameter:
         try:
             read = self.decoder.decode(as_jsonb_has_it(data))
         except UNREADABLE as error:
-            # Without its cause, whose text may quote the value.
+            # Without the exception's cause: its text may quote the value.
             raise ArgumentError(f"argument {self.name!r}: {problem_of(error)}") from None
         change = change_of_argument(value, read)
         if change is not None:
@@ -85,10 +85,12 @@ class Parameter:
             )
 
     def plain(self, value: object) -> object:
-        """A value that cannot be an entity, or the key of an entity that fits; everything else is refused.
+        """Return the value to encode if it needs no check by `encode`: a simple value, or an entity's primary key.
+
+        This allows all arguments of a call to be encoded in one pass.
 
         Raises:
-            ArgumentError: it needs a closer check.
+            ArgumentError: it is another value, which `encode` has to check.
         """
         if self.entity is None and type(value) in _NEVER_ENTITIES:
             return value
@@ -97,7 +99,11 @@ class Parameter:
         return primary_key_of(value)
 
     def check_entity(self, value: object) -> None:
-        """Refuse a value that is not an entity of the annotated class."""
+        """Check that the value is an entity of the annotated class, or None if the annotation allows None.
+
+        Raises:
+            ArgumentError: it is another value, or the annotation is no mapped class.
+        """
         if self.entity is None:
             raise ArgumentError(f"argument {self.name!r} is not annotated with a mapped class, got an entity")
         if not (isinstance(value, self.entity) or (value is None and self.optional)):
@@ -105,10 +111,10 @@ class Parameter:
             raise ArgumentError(f"argument {self.name!r} takes {with_article(wanted)}, got {type(value).__name__}")
 
     def decode(self, data: msgspec.Raw) -> object:
-        """The stored value, with an `EntityKey` for an entity.
+        """Decode a stored value by the annotation; return an `EntityKey` for an entity.
 
         Raises:
-            PayloadError: it does not fit the annotation.
+            PayloadError: the value does not fit the annotation.
         """
         try:
             value = self.decoder.decode(data)
@@ -117,7 +123,7 @@ class Parameter:
         return self.loaded(value)
 
     def loaded(self, value: object) -> object:
-        """A decoded value, with an `EntityKey` for an entity."""
+        """Return the argument for a decoded value: the value, or an `EntityKey` if it is an entity's primary key."""
         if self.entity is None or value is None:
             return value
         identity = tuple(value) if isinstance(value, list | tuple) else (value,)
@@ -125,7 +131,7 @@ class Parameter:
 
 
 class Signature:
-    """The arguments of a handler after its context."""
+    """A handler's parameters without the context, the first one; checks, encodes and decodes the arguments of calls."""
 
     def __init__(self, kind: str, parameters: tuple[Parameter, ...], binder: inspect.Signature) -> None:
         self._kind = kind
@@ -133,20 +139,22 @@ class Signature:
         self.parameters = {parameter.name: parameter for parameter in parameters}
         self._positional = [p.name for p in binder.parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
         self.locks = any(parameter.locked for parameter in parameters)
-        # Entity parameters by name, each with whether it accepts None.
+        # The entity parameters by name, with True if None is accepted.
         self.optional = {p.name: p.optional for p in parameters if p.entity is not None}
         self.takes_entities = bool(self.optional)
         self._reader = _struct_decoder_of(parameters)
-        # By name; an entity, which is stored as its key, has a rule of its own.
+        # The parameters by name; an entity, which is stored as its key, has a rule of its own.
         self._certain = {p.name: certain_types(p.decoder.type) for p in parameters if p.entity is None}
-        # Names and types of calls whose arguments come back as they are: checked once, not for each call.
+        # Names and types of calls whose arguments are known to come back unchanged: they are checked once, and not for
+        # each call.
         self._certain_calls: set[tuple[object, ...]] = set()
         self._is_plain = all(parameter.required and parameter.entity is None for parameter in parameters)
 
     def encode_call(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> str | None:
-        """All arguments of a call as a JSON object, in one pass; None if each has to be checked on its own.
+        """Encode all arguments of a call together as a JSON object; return None if that is not certainly correct.
 
-        The result is the same as of `bind`, and `encode` for each argument. It refuses nothing by itself.
+        This is the fast way, with the same result as `bind` and then `encode` for each argument. It raises no error:
+        after None the caller goes the slow way, which reports an argument that does not fit.
         """
         values = {**dict(zip(self._positional, args, strict=False)), **kwargs} if args else kwargs
         if args and len(values) != len(args) + len(kwargs):
@@ -157,11 +165,11 @@ class Signature:
             if not is_certain:
                 values = {name: self.parameters[name].plain(value) for name, value in values.items()}
             data = ENCODER.encode(values)
-            # Refuses a missing name, and an unknown one.
+            # Binding refuses a missing name and an unknown one.
             read = self._reader.decode(data if is_certain else as_jsonb_has_it(data))
         except Exception:  # noqa: BLE001  # users' serializers and validators raise what they like
             return None
-        # A str is searched several times as fast as bytes.
+        # Searching a str is several times as fast as searching bytes.
         text = data.decode()
         if is_certain:
             return None if "\\u0000" in text else text
@@ -172,47 +180,56 @@ class Signature:
         return None if "null" in text or "\\u0000" in text else text
 
     def _gives_back(self, name: str, stored: object, read: object) -> bool:
-        """Return True if an argument, or an entity's primary key, is read as it was stored and needs no other check."""
+        """Return True if the JSON of an argument, or of an entity's primary key, was read as an equal value."""
         if name in self._certain:
             return type(stored) in self._certain[name] or change_of_argument(stored, read) is None
         return read == (tuple(stored) if type(stored) is list else stored)
 
     def bind(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> dict[str, object]:
-        """Arguments by name, as the call gave them; defaults are left to the handler that will run."""
+        """Return the arguments of a call by name, without the defaults of omitted ones.
+
+        Defaults are not stored, so that the handler that runs the job uses its own.
+
+        Raises:
+            ArgumentError: an argument is missing, unknown, or given twice.
+        """
         try:
             return dict(self._binder.bind(*args, **kwargs).arguments)
         except TypeError as error:
-            # Of a misspelt name Python says that the right one is missing, and no more.
+            # For a misspelt name Python only says that the right one is missing.
             unknown = [repr(name) for name in kwargs if name not in self.parameters and repr(name) not in str(error)]
             also = f", and there is no argument {', '.join(unknown)}" if unknown else ""
             raise ArgumentError(f"{self._kind}{self._binder}: {error}{also}") from error
 
     def all_values(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> Mapping[str, object]:
-        """The arguments by name of a call that `bind` allows, with the defaults of those that it left out."""
+        """Return the arguments of a call by name, with the defaults of omitted ones, if `bind` accepts the call."""
         values = {**dict(zip(self._positional, args, strict=False)), **kwargs} if args else kwargs
         if values.keys() == self.parameters.keys() and len(values) == len(args) + len(kwargs):
-            # Each once, so that binding them would change nothing.
+            # Each argument is there once, so that binding them would change nothing.
             return values
         bound = self._binder.bind(*args, **kwargs)
         bound.apply_defaults()
         return bound.arguments
 
     def entities(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> dict[str, EntityArgument]:
-        """The entities by name among the arguments of a call that `encode_call` allows."""
+        """Return the entities among the arguments of a call, as `{name: EntityArgument}`.
+
+        Only for calls that `encode_call` has accepted.
+        """
         values = {**dict(zip(self._positional, args, strict=False)), **kwargs}
         return entities_of({name: values[name] for name in self.optional if name in values}, self.optional)
 
     def encode(self, name: str, value: object) -> bytes:
-        """One argument as JSON text.
+        """Check one argument, and return it as JSON text.
 
         Raises:
-            ArgumentError: it does not fit; the message names the handler.
+            ArgumentError: the value does not fit; the message names the handler.
         """
         with self._named():
             return self.parameters[name].encode(value)
 
     def check_entity(self, name: str, value: object) -> None:
-        """Refuse an entity that does not fit, by its class alone: a pending one has no key yet."""
+        """Check an entity argument by its class only: a new entity has no primary key yet that could be encoded."""
         with self._named():
             self.parameters[name].check_entity(value)
 
@@ -224,10 +241,10 @@ class Signature:
             raise ArgumentError(f"handler {self._kind!r}, {error}") from error.__cause__
 
     def decode(self, args: str) -> dict[str, object]:
-        """The stored JSON object as call arguments, with an `EntityKey` for each entity.
+        """Decode the stored JSON object of a job to the arguments of the call, by name; an entity to an `EntityKey`.
 
         Raises:
-            PayloadError: the text is not such an object; the message never quotes a value.
+            PayloadError: the text is no object with arguments that fit; the message never quotes a value.
         """
         try:
             read = msgspec.structs.asdict(self._reader.decode(args))
@@ -239,7 +256,7 @@ class Signature:
         return {name: self.parameters[name].loaded(value) for name, value in given.items()}
 
     def _decode_each(self, args: str) -> dict[str, object]:
-        """Decode one argument at a time: slower than `decode`, and it says which one does not fit."""
+        """Decode one argument at a time after `decode` has failed, to raise an error that names the wrong argument."""
         try:
             fields = msgspec.json.decode(args.encode(), type=dict[str, msgspec.Raw])
         except (msgspec.DecodeError, RecursionError) as error:
@@ -261,14 +278,14 @@ def _struct_decoder_of(parameters: tuple[Parameter, ...]) -> msgspec.json.Decode
 
 
 def build_signature(kind: str, function: Callable[..., object]) -> Signature:
-    """Read a handler's signature, leaving out its first parameter, the context.
+    """Make the `Signature` of a handler function, without its first parameter, the context.
 
     Raises:
-        RegistryError: a parameter that cannot be stored (`*args`, `**kwargs`, an unknown annotation).
+        RegistryError: a parameter whose values cannot be stored (`*args`, `**kwargs`, an unknown annotation).
     """
     declared = list(declared_signature(function).parameters.values())[1:]
     parameters = tuple(_build_parameter(kind, function, parameter) for parameter in declared)
-    # The binder shows in error texts: without the context, and with annotations as they were written.
+    # The binder appears in error messages: so it has no context, and annotations as they were written.
     return Signature(kind, parameters, inspect.Signature(declared))
 
 
@@ -293,7 +310,7 @@ def _build_parameter(kind: str, function: Callable[..., object], declared: inspe
         decoder = json_decoder(stored)
     except TypeError as error:
         raise RegistryError(f"handler {kind!r}, argument {declared.name!r}: {error}") from error
-    # One that may be left out can be the handler's own affair: a clock, or a client that tests pass.
+    # A parameter with a default may be the handler's own concern: a clock, or a client that tests pass.
     unreadable = unreadable_in(stored) if entity is None and declared.default is _EMPTY else None
     if unreadable is not None:
         raise RegistryError(

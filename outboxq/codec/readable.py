@@ -1,4 +1,4 @@
-"""Check that types can be read from JSON, before the first value of theirs is stored."""
+"""Check that types can be read from JSON, so that a type that cannot is refused before values of it are stored."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -7,10 +7,10 @@ from msgspec import inspect
 
 
 def unreadable_in(annotation: object) -> type[Any] | None:
-    """A class in an annotation that can never be read from JSON; None if there is none.
+    """Return the first class in an annotation that can never be read from JSON; None if there is none.
 
-    Types that msgspec knows can be read, and classes with a `model_validate_json`, such as Pydantic's. Inside of a
-    dataclass and its like, a field that may also be None passes: it can be left empty.
+    Types that msgspec knows can be read, and classes with a `model_validate_json`, such as Pydantic's models. In a
+    dataclass or similar class, a field that may be None is not examined, because it can be left empty.
     """
     return next(_unreadable(inspect.type_info(annotation), set()), None)
 

@@ -1,7 +1,7 @@
-"""Sameness: a value that comes back from its JSON is the one that was stored, and not merely one that can be read.
+"""Checks that a value is read back from its JSON as an equal value, so that a job receives what it was given.
 
-Compared by structure, with the types: `==` alone takes an int for the member of an `IntEnum`, and two equal objects
-without an `__eq__` for different ones.
+Values are compared by type, part by part, because `==` is not enough: an int equals a member of an `IntEnum`, and two
+objects with the same fields differ if their class has no `__eq__`.
 """
 
 import dataclasses
@@ -25,9 +25,10 @@ _Pair: TypeAlias = tuple[object, object, str]
 
 # Types of which `==` sees every difference of two values.
 _FLAT = frozenset({bool, int, float, str, bytes, UUID, date, type(None)})
-# An object of a class derived from one of these arrives as the builtin, if it is equal: an ORM's list, a driver's UUID.
+# An object of a class derived from one of these arrives as the builtin, if that is equal: an ORM's list, a driver's
+# UUID.
 _BASES = frozenset({dict, list, tuple, set, frozenset, UUID})
-# By msgspec's name of an annotation: types of values that come back as they are, if it reads them at all.
+# By msgspec's name of an annotation: the types of values that come back unchanged, if msgspec reads them at all.
 _CERTAIN: Mapping[type[inspect.Type], frozenset[type[Any]]] = {
     inspect.AnyType: frozenset({bool, int, str}),
     inspect.BoolType: frozenset({bool}),
@@ -44,32 +45,36 @@ _NUMBERS = {int, float}
 _READ_FROM_TEXT = frozenset({UUID, datetime})
 _OF_ITEMS = frozenset({dict, list})
 _MISSING = object()
-# Of positive exponents; jsonb spells out the negative ones too, as numbers that are no whole ones.
+# Positive exponents; jsonb spells out negative ones too, but these numbers are not whole.
 _EXPONENTS_FROM = 1e16
 _EXPONENT = re.compile(rb"[0-9]e[0-9]")
-# The unit in which msgspec, and RFC 3339, write an offset: no seconds, which some had before 1972.
+# The unit in which msgspec and RFC 3339 write an offset: some offsets before 1972 had seconds.
 _OFFSET_UNIT = timedelta(minutes=1)
 _A_DAY = date(2000, 1, 1)
 
 
 def certain_types(annotation: object) -> frozenset[type[Any]]:
-    """Types of arguments that need no comparison once `annotation` has read them."""
+    """Return the types of arguments that need no comparison: if `annotation` can read one, it reads an equal value."""
     found = inspect.type_info(annotation)
     if isinstance(found, inspect.UnionType):
-        # An int or a float: which of them arrives depends on the value.
+        # An int or a float: the type that arrives depends on the value.
         return frozenset().union(*(_CERTAIN.get(type(each), ()) for each in found.types)) - {float}
     return _CERTAIN.get(type(found), frozenset())
 
 
 def change_of_argument(given: object, read: object) -> str | None:
-    """The change of an argument, as `change_of` names it; a text for a UUID or a datetime is taken as such."""
+    """Return the difference between an argument and the value read from its JSON, as `change_of` does.
+
+    None if there is none. A text that the annotation reads as a UUID or a datetime counts as no difference.
+    """
     return None if type(given) is str and type(read) in _READ_FROM_TEXT else change_of(given, read)
 
 
 def change_of_result(value: object, data: bytes, declared: msgspec.json.Decoder[Any]) -> str | None:
-    """The change of a result, as `change_of` names it; None if JSON, or its declared type, has it all.
+    """Return the difference between a handler's result and the value read from its JSON `data`; None if there is none.
 
-    The fields of an object that is declared as nothing (`Any`), such as a dataclass, are read by its own class.
+    The JSON is read without a type first. If that changes the value, it is read by the declared type or, if none is
+    declared (`Any`), an object with fields, such as a dataclass, by its own class.
     """
     data = as_jsonb_has_it(data)
     change = change_of(value, msgspec.json.decode(data))
@@ -83,17 +88,20 @@ def change_of_result(value: object, data: bytes, declared: msgspec.json.Decoder[
 
 
 def encode_unread(name: str, value: object) -> bytes:
-    """An argument of a handler elsewhere as JSON text; an object's own class reads it, if it does, as it was.
+    """Encode an argument as JSON text for a handler whose annotations are not known here: it is in another program.
+
+    An object with fields, such as a dataclass, is checked by its own class: if the class can read the JSON, the result
+    must be equal.
 
     Raises:
-        ArgumentError: JSON cannot hold the value, or its class reads another one.
+        ArgumentError: JSON cannot hold the value, or its class reads another value from it.
     """
     data = encode_value(name, value)
     if entity_state(value) is None and _fields(value) is not None:
         try:
             change = change_of(value, json_decoder(type(value)).decode(data))
         except UNREADABLE:
-            # Such as a model that writes other names than it reads.
+            # One example is a model that writes other names than it reads.
             return data
         if change is not None:
             raise ArgumentError(f"argument {name!r} {refusal_of(change)}")
@@ -101,12 +109,18 @@ def encode_unread(name: str, value: object) -> bytes:
 
 
 def refusal_of(change: str) -> str:
-    """The reason why a value that would change is refused, and what to do."""
+    """Return the end of an error message for a value that JSON would change, with advice.
+
+    `change` is the difference, as `change_of` returns it.
+    """
     return f"would not come back the same: {change}; annotate the type that it has, or pass what JSON gives back"
 
 
 def as_jsonb_has_it(data: bytes) -> bytes:
-    """JSON as jsonb gives it back: without exponents, so that 1e23 is a whole number with all of its digits."""
+    """Return JSON as PostgreSQL's jsonb returns it: large numbers without exponents, such as all digits of 1e23.
+
+    Such a number is then read as an int.
+    """
     return msgspec.json.encode(_spelt_out(msgspec.json.decode(data))) if _EXPONENT.search(data) else data
 
 
@@ -123,7 +137,10 @@ def _spelt_out(value: object) -> object:
 
 
 def change_of(stored: object, read: object) -> str | None:
-    """The first difference of two values: by their types and the names of fields, never by what they hold."""
+    """Return the first difference between a value and the one read from its JSON, in words; None if there is none.
+
+    The words name types, fields and positions, never contents, which may be secret.
+    """
     pending = [(stored, read, "")]
     while pending:
         one, other, place = pending.pop()
@@ -138,7 +155,7 @@ def change_of(stored: object, read: object) -> str | None:
 
 
 def _compare(one: object, other: object) -> str | Iterable[_Pair]:
-    """The parts to compare, or the difference."""
+    """Compare two values without their parts; return the difference in words, or the pairs of parts to compare next."""
     kind = type(other)
     if one is other:
         return ()
@@ -155,7 +172,10 @@ def _compare(one: object, other: object) -> str | Iterable[_Pair]:
 
 
 def _parts(one: Any, other: Any) -> str | Iterable[_Pair] | None:
-    """The parts of two of the same type, that they lost some, or None if they have none."""
+    """Return the pairs of parts (items, entries or fields) of two values of the same type, to be compared.
+
+    Returns the difference in words if parts were lost, and None if such values have no parts.
+    """
     if isinstance(other, dict):
         return _different_entries(one, other)
     if isinstance(other, list | tuple):
@@ -191,7 +211,10 @@ def _different_items(one: Collection[object], other: Collection[object]) -> str 
 
 
 def _are_flat_twins(one: Any, other: Any) -> bool:
-    """Return True if two are equal, and flat by their own types and those of their items, as most equal ones are."""
+    """Return True if two values are certainly the same: equal, and their items are of the same simple types.
+
+    Most values are, so that this saves the comparison part by part.
+    """
     kind = type(one)
     if kind is not type(other):
         return False
@@ -206,7 +229,7 @@ def _have_same_flat_types(some: Iterable[object], others: Iterable[object]) -> b
 
 
 def _fields(value: Any) -> dict[str, object] | None:
-    """The fields of a Struct, a dataclass, an attrs class or a Pydantic model; None of anything else."""
+    """Return the fields of a Struct, dataclass, attrs or Pydantic object, by name; None for any other value."""
     kind = type(value)
     if hasattr(kind, "__pydantic_private__"):
         # Private attributes and extra fields count for `==` of a model too.
@@ -235,7 +258,7 @@ def _are_equal(one: Any, other: Any) -> bool:
 
 
 def _are_same_moment(one: datetime, other: datetime) -> bool:
-    # Not by `==`, which takes a time in the hour that comes twice for none that has another tzinfo.
+    # Not compared by `==`: it takes a time in the repeated hour for unequal to one with another tzinfo.
     if (one.tzinfo is None) is not (other.tzinfo is None):
         return False
     gap = one - other

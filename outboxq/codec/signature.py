@@ -1,6 +1,6 @@
-"""A handler's annotations as types, resolved when first needed and not when the module is imported.
+"""A handler's annotations as types, resolved when they are first needed, not when the module is imported.
 
-By then circular imports are complete, so names that a module imports only below `if TYPE_CHECKING:` can be imported.
+By then all modules are imported, so that even names that a module imports only below `if TYPE_CHECKING:` can be found.
 """
 
 import ast
@@ -17,7 +17,7 @@ from outboxq.errors import RegistryError
 
 
 def declared_signature(function: Callable[..., object]) -> inspect.Signature:
-    """The signature as written, with names that cannot be found yet left as forward references."""
+    """Return a function's signature, with forward references for names in annotations that do not exist yet."""
     if sys.version_info >= (3, 14):
         import annotationlib
 
@@ -26,20 +26,20 @@ def declared_signature(function: Callable[..., object]) -> inspect.Signature:
 
 
 def resolve_annotation(function: Callable[..., object], parameter: inspect.Parameter) -> object:
-    """The type that `parameter` is annotated with.
+    """Return the type that `parameter` is annotated with.
 
     Raises:
-        RegistryError: a name in it cannot be found.
+        RegistryError: a name in the annotation cannot be found, or the annotation is not a type.
     """
     what = f"the annotation of argument {parameter.name!r} of {function.__module__}.{function.__qualname__}"
     return _resolve(function, parameter.annotation, what)
 
 
 def resolve_head(function: Callable[..., object], parameter: inspect.Parameter) -> object:
-    """The type that `parameter` is annotated with, as far as its names can be found.
+    """Return the type that `parameter` is annotated with, even if some names in the annotation cannot be found.
 
-    `Any` replaces a name that cannot be: `Context[State]` is a context for any `State`. `object` replaces the whole of
-    it if that makes no type.
+    A name that cannot be found is replaced by `Any`, so that `Context[State]` can still be recognized as a context. If
+    the result is not a type, `object` is returned.
     """
     try:
         return resolve_annotation(function, parameter)
@@ -57,10 +57,10 @@ def resolve_head(function: Callable[..., object], parameter: inspect.Parameter) 
 
 
 def resolve_return(call: Callable[..., object]) -> object:
-    """The type that a function is declared to return, or to return when awaited; None if it says nothing.
+    """Return the type that a function is declared to return (of an async one, when awaited); None if not declared.
 
     Raises:
-        RegistryError: a name in it cannot be found.
+        RegistryError: a name in the annotation cannot be found, or the annotation is not a type.
     """
     function = call
     while isinstance(function, functools.partial):
@@ -94,7 +94,7 @@ def _resolve(function: Callable[..., object], annotation: object, what: str) -> 
 
 
 def _carrier(annotation: object) -> type[object]:
-    """A class with one annotation: a name that only the other annotations of a function use never matters."""
+    """Make a class with only this annotation, so that no names of the function's other annotations are needed."""
     return type("carrier", (), {"__annotations__": {"value": annotation}})
 
 
@@ -114,7 +114,7 @@ def _type_checking_names_of(function: Callable[..., object]) -> Mapping[str, obj
 
 @functools.cache
 def _type_checking_names(module: ModuleType) -> Mapping[str, object]:
-    """The names that the module imports below `if TYPE_CHECKING:`, imported now."""
+    """Import what the module imports only below `if TYPE_CHECKING:`; return the objects by name."""
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(module)))
     except (OSError, TypeError, SyntaxError):
@@ -128,9 +128,9 @@ def _type_checking_names(module: ModuleType) -> Mapping[str, object]:
     ]
     names: dict[str, object] = {"__name__": module.__name__, "__package__": module.__package__}
     for statement in imports:
-        # One by one: some modules, such as _typeshed, are there for type checkers only.
+        # Imported one by one: some modules, such as _typeshed, exist for type checkers only.
         with contextlib.suppress(ImportError):
-            # The module's own import statements, nothing else: what a type checker would follow.
+            # Only the module's own import statements run: the ones that a type checker would follow.
             exec(compile(ast.Module([statement], []), module.__file__ or "<module>", "exec"), names)  # noqa: S102  # imports alone
     return names
 

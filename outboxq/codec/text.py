@@ -1,4 +1,4 @@
-"""Texts from anywhere, made safe for a terminal, a line of a log, and PostgreSQL's text and jsonb; types' names."""
+"""Texts from any source, made safe to show in a terminal or a log, or to store in PostgreSQL; names of types."""
 
 import sys
 from collections.abc import Callable
@@ -12,7 +12,7 @@ MAX_MESSAGE_CHARACTERS = 2_000
 
 
 def printable(text: str) -> str:
-    """`text` with an escape for each character that is not printable, such as a newline or a control character."""
+    """Return `text` with an escape in place of each character that is not printable, such as a newline."""
     if text.isprintable():
         return text
     return "".join(
@@ -21,7 +21,7 @@ def printable(text: str) -> str:
 
 
 def escaped_json(json: str) -> str:
-    """The same JSON, with escapes for characters that a terminal or a reader of lines acts on; line breaks stay."""
+    """Return the same JSON, with escapes for characters that act on a terminal or end a log line; line breaks stay."""
     if json.isprintable():
         return json
     return "".join(each if each.isprintable() or each == "\n" else _json_escape(each) for each in json)
@@ -33,12 +33,12 @@ def _json_escape(character: str) -> str:
 
 
 def several(number: int, one: str, many: str) -> str:
-    """`1 job`, `3,000 jobs`."""
+    """Format a number with its noun: `1 job`, `3,000 jobs`."""
     return f"{number:,} {one if number == 1 else many}"
 
 
 def duration(seconds: float) -> str:
-    """`42 s`, `12 min`, `3 h`, `4 days`: the largest unit of which there are two at least."""
+    """Format seconds as `42 s`, `12 min`, `3 h` or `4 days`: the largest unit of which there are at least two."""
     for unit, size in (("days", 86_400), ("h", 3_600), ("min", 60)):
         if seconds >= 2 * size:
             return f"{seconds / size:.0f} {unit}"
@@ -46,13 +46,17 @@ def duration(seconds: float) -> str:
 
 
 def storable(text: str) -> str:
-    """The text as jsonb and text can hold it: without NUL and lone surrogates, and up to the cap."""
+    """Return a text that PostgreSQL can store: without NUL and lone surrogates, and cut after 2,000 characters."""
     kept = text[:MAX_MESSAGE_CHARACTERS].replace("\0", "\N{REPLACEMENT CHARACTER}")
     return kept.encode(errors="replace").decode()
 
 
 def storable_or_withheld(describe: Callable[P, str], /, *args: P.args, **kwargs: P.kwargs) -> str:
-    """A storable description, even if users' code fails while it is made: a job must always be settled."""
+    """Return the text that `describe` returns, made storable; if `describe` raises, a text that says so.
+
+    `describe` may call users' code, such as the `__str__` of an error; if that fails, the job's outcome has to be
+    stored all the same.
+    """
     try:
         return storable(describe(*args, **kwargs))
     except BaseException:  # noqa: BLE001  # the error is still recorded, by its type and place
@@ -60,9 +64,10 @@ def storable_or_withheld(describe: Callable[P, str], /, *args: P.args, **kwargs:
 
 
 def type_name(annotation: object) -> str:
-    """The module and the name that a type is documented under; of a builtin its name alone; another annotation as is.
+    """Return the name under which a class is documented: with its module, except for builtins.
 
-    Python 3.13 defines `pathlib.Path` in the private module `pathlib._local`, and `queue.Empty` is from `_queue`.
+    Annotations that are no classes are returned as written. Private modules are left out: Python 3.13 defines
+    `pathlib.Path` in `pathlib._local`.
     """
     if not isinstance(annotation, type):
         return repr(annotation)
@@ -76,12 +81,12 @@ def type_name(annotation: object) -> str:
 
 
 def name_of(error: BaseException) -> str:
-    """The exception's class, as a storable text."""
+    """Return the name of an exception's class, as a text that PostgreSQL can store."""
     return storable_or_withheld(type_name, type(error))
 
 
 def name_and_line(error: BaseException) -> str:
-    """An exception's class and its innermost line, without its text, which may quote what cannot be redacted here."""
+    """Return an exception's class and the traceback's innermost line, without its text, which may quote secrets."""
     line: TracebackType | None = error.__traceback__
     while line is not None and line.tb_next is not None:
         line = line.tb_next

@@ -1,7 +1,7 @@
 """Arguments between Python and JSON: typed by the handler's signature, checked when enqueued and when executed.
 
-Each argument is encoded on its own by msgspec and decoded once more by its annotation's decoder, so that what is
-accepted at enqueue can be read at execution. Entities (mapped objects) are stored as their primary keys.
+msgspec encodes each argument, and the decoder of its annotation reads it back at once, so that an argument accepted at
+enqueue can be read at execution. Entities (mapped objects) are stored as their primary keys.
 """
 
 import hashlib
@@ -25,7 +25,7 @@ _NUL = re.compile(rb"(?<!\\)(?:\\\\)*\\u0000")
 _QUOTES_NOTHING = re.compile(r"Expected |Object missing |Number out of range|Invalid (?!enum value|value)")
 # Errors that reading a value may raise: users' validators, and a `__post_init__` with an `assert`, may raise any.
 UNREADABLE = Exception
-# Types of nearly all values, and none of them an entity or an expression.
+# The types of nearly all values; none of them is an entity or an expression.
 PLAIN = frozenset({int, str, float, bool, bytes, type(None)})
 
 
@@ -34,7 +34,7 @@ class _PydanticLike(Protocol):
 
 
 def _encode_foreign(value: object) -> object:
-    """Pydantic models encode themselves; everything else that msgspec does not know is refused."""
+    """Convert a value that msgspec cannot encode: a Pydantic model by its own method. Any other raises an error."""
     if entity_state(value) is None and hasattr(value, "model_dump"):
         # In the form that the model reads: by its aliases, without its computed fields.
         return cast("_PydanticLike", value).model_dump(mode="json", by_alias=True, round_trip=True)
@@ -47,16 +47,16 @@ def _decode_foreign(annotation: type[object], value: object) -> object:
     validate = getattr(annotation, "model_validate_json", None)
     if validate is None:
         raise msgspec.ValidationError(f"Expected a type that can be read from JSON, got `{type_name(annotation)}`")
-    # As JSON, not as the objects read from it: a strict model takes a text for a datetime from JSON alone, and in a
-    # union of a UUID and a text it is a UUID.
+    # As JSON and not as the objects read from it: a strict model accepts a text for a datetime only from JSON, and in a
+    # union of UUID and str reads a UUID.
     return validate(msgspec.json.encode(value))
 
 
 def check_args_size(args: str) -> None:
-    """Refuse arguments, as JSON text, that are over the cap.
+    """Raise an error if a job's arguments, as JSON text, have more than `MAX_ARGS_BYTES` bytes.
 
     Raises:
-        ArgumentError: they are.
+        ArgumentError: the text is too long.
     """
     size_bytes = len(args.encode())
     if size_bytes > MAX_ARGS_BYTES:
@@ -68,21 +68,21 @@ _CANONICAL_ENCODER = msgspec.json.Encoder(enc_hook=_encode_foreign, order="sorte
 
 
 def json_decoder(stored: Any) -> msgspec.json.Decoder[Any]:
-    """A decoder of JSON to a type, Pydantic models included.
+    """Return a decoder from JSON to the type `stored`, Pydantic models included.
 
     Raises:
-        TypeError: JSON cannot hold it.
+        TypeError: JSON cannot hold the type.
     """
     return msgspec.json.Decoder(stored, dec_hook=_decode_foreign)
 
 
 def is_expression(value: object) -> bool:
-    """Return True if a value is SQL, which only the server can compute."""
+    """Return True if a value is an SQL expression, which has a value only in the database."""
     return type(value) not in PLAIN and (isinstance(value, ClauseElement) or hasattr(value, "__clause_element__"))
 
 
 def encode_value(name: str, value: object) -> bytes:
-    """One argument as JSON text that jsonb can hold.
+    """Encode one argument as JSON text that jsonb can hold; an entity (a mapped object) as its primary key.
 
     Raises:
         ArgumentError: JSON or jsonb cannot hold the value.
@@ -130,14 +130,14 @@ def _floats(value: object) -> Iterator[float]:
 
 
 def join_object(fields: Mapping[str, bytes]) -> str:
-    """A JSON object out of encoded values."""
+    """Return a JSON object of these fields, whose values are JSON already."""
     return msgspec.json.encode({name: msgspec.Raw(data) for name, data in fields.items()}).decode()
 
 
 def encode_headers(headers: Mapping[str, str]) -> str:
-    """Headers as a JSON object; keys and values must be strings, and what the arguments may not hold is refused too."""
+    """Encode a job's headers as a JSON object of up to `MAX_HEADERS_BYTES`; keys and values must be strings."""
     for key, value in headers.items():
-        # Not a StrEnum either, which would come back as its text.
+        # StrEnum members are refused too: they would come back as their text.
         if not (type(key) is str and type(value) is str):
             raise ArgumentError(f"headers take strings for keys and values, got {key!r}: {type(value).__name__}")
     data = encode_value("headers", dict(headers))
@@ -147,23 +147,23 @@ def encode_headers(headers: Mapping[str, str]) -> str:
 
 
 def fingerprint(payload: object) -> bytes:
-    """The SHA-256 of a content: of bytes as they are, of anything else as JSON with sorted keys.
+    """Return the SHA-256 of a content: of bytes as they are, of any other value as JSON with sorted keys.
 
     Raises:
-        ArgumentError: JSON cannot hold it.
+        ArgumentError: JSON cannot hold the content.
     """
     if isinstance(payload, bytes | bytearray | memoryview):
         return hashlib.sha256(payload).digest()
-    # Called for its refusals; its result has the keys in the order of the dict, and so is no fingerprint.
+    # Called only because it refuses bad values; its result keeps the dict's order of keys, and so is no fingerprint.
     encode_value("payload", payload)
     return hashlib.sha256(_CANONICAL_ENCODER.encode(payload)).digest()
 
 
 def build_decoder(what: str, annotation: object) -> msgspec.json.Decoder[object]:
-    """A decoder of JSON to `annotation`; `object` for JSON's own types.
+    """Build a decoder from JSON to `annotation`; `object` reads JSON's own types.
 
     Raises:
-        ConfigError: an entity, or a type that JSON cannot hold; `what` begins the message.
+        ConfigError: the annotation is a mapped class, or a type that JSON cannot hold; `what` begins the message.
     """
     if entity_mapper(annotation) is not None:
         raise ConfigError(f"{what}: an entity cannot be its result: return its key, or what you need of it")
@@ -175,10 +175,10 @@ def build_decoder(what: str, annotation: object) -> msgspec.json.Decoder[object]
 
 
 def decode_stored(what: str, decoder: msgspec.json.Decoder[object], text: str) -> object:
-    """A stored value, as its type says.
+    """Decode a stored JSON text by `decoder`.
 
     Raises:
-        PayloadError: it does not fit; `what` begins the message, which never quotes a value.
+        PayloadError: the text does not fit the decoder's type; `what` begins the message, which never quotes a value.
     """
     try:
         return decoder.decode(text.encode())
@@ -187,9 +187,12 @@ def decode_stored(what: str, decoder: msgspec.json.Decoder[object], text: str) -
 
 
 def problem_of(error: Exception) -> str:
-    """The reason why a value does not fit; never in words that quote it, as those of enums and users' validators do."""
-    # msgspec puts what a validator or a Pydantic model raised into its own text, with that error as the cause; errors
-    # of other types come out of it as they are.
+    """Return the reason why a value could not be decoded, without quoting the value.
+
+    The messages of enums and of users' validators are left out, because they may quote the value.
+    """
+    # msgspec wraps an error of a validator or a Pydantic model in its own, as the cause; errors of other types arrive
+    # unwrapped.
     if not isinstance(error, msgspec.MsgspecError):
         return _withheld(error)
     if error.__cause__ is None and _QUOTES_NOTHING.match(str(error)):

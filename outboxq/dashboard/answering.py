@@ -1,6 +1,6 @@
-"""The way from a request to its answer: the user, the check of the role and of the form, then the page or the change.
+"""The steps from a request to its answer: identify the user, check the role and the form, then make the page or change.
 
-Every route passes here, in this order; what a route needs is in the table of routes.
+The requests of all routes go through these steps in this order. The table of routes says the role that each needs.
 """
 
 import inspect
@@ -42,16 +42,17 @@ Shown = TypeVar("Shown")
 Endpoint: TypeAlias = Callable[[Request], Awaitable[Response]]
 
 _FORM = "application/x-www-form-urlencoded"
-# The field that a form may have several times: each row of a list that is selected.
+# The field that a form may have several times: the selected rows of a list.
 _SEVERAL = "id"
 
 
 class Dashboard:
-    """Everything that requests share.
+    """The objects that all requests to a dashboard share, and the functions that answer them.
 
     Args:
-        databases: By the parts of their paths.
-        kinds: The known kinds of each database, by the same parts.
+        databases: The databases, each by the part of the path that names it (`Database.segment`).
+        kinds: The kinds that the application's registry has handlers for, for each database, by the same part of
+            the path.
         routes: The table of routes.
     """
 
@@ -82,11 +83,11 @@ class Dashboard:
 
     @property
     def login(self) -> Login | None:
-        """The dashboard's own login, if it has one."""
+        """The dashboard's own login; None if a function of the application identifies the users."""
         return self.auth if isinstance(self.auth, Login) else None
 
     def endpoint(self, route: Route) -> Endpoint:
-        """The function that answers the requests of a route."""
+        """Return the function that answers the requests of a route."""
         return partial(self._answer, route)
 
     async def _answer(self, route: Route, request: Request) -> Response:
@@ -127,7 +128,11 @@ class Dashboard:
         return await self._act(route, database, request, page)
 
     def database(self, request: Request) -> Database:
-        """The database that a path names."""
+        """Return the database that the path of a request names.
+
+        Raises:
+            Refused: the dashboard has no such database.
+        """
         found = self.databases.get(request.path_params["db"])
         if found is None:
             raise Refused(404, "There is no such database here.")
@@ -182,10 +187,11 @@ class Dashboard:
         return done
 
     async def _show_again(self, route: Action, database: Database, page: Page, refused: Refused) -> Response:
-        """The form as it was filled in, with what went wrong.
+        """Show an action's form again as the user filled it in, with the error and its HTTP status.
 
         Raises:
-            Refused: its subject is gone, or cannot be shown.
+            Refused: the error itself, if the client wants JSON, the form's subject does not exist, or the form
+                cannot be shown.
         """
         if wants_json(page.request) or refused.status == 404:
             raise refused
@@ -232,7 +238,7 @@ def _run(route: Action, caller: Caller, desk: Desk, asked: Any, way: Way) -> Don
 
 
 def _names(request: Request) -> dict[str, str]:
-    """The names in a path, as they are."""
+    """Return the names in a request's path, such as that of a queue, decoded (see `as_segment`), by parameter."""
     try:
         return names_in(request.path_params)
     except ValueError as error:
@@ -240,10 +246,10 @@ def _names(request: Request) -> dict[str, str]:
 
 
 async def read_form(request: Request, most_bytes: int) -> ImmutableMultiDict[str, str]:
-    """The fields of a form; of one that it has several times, the last value is the one that counts as its value.
+    """Read the fields of a form from the request's body; if a field appears several times, the last value counts.
 
     Raises:
-        Refused: it is too long, or not a form.
+        Refused: the body is longer than `most_bytes`, or is not a form.
     """
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != _FORM:
         raise Refused(415, f"A change is sent as {_FORM}.")

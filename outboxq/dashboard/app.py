@@ -28,7 +28,8 @@ CONTENT_SECURITY_POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
     "form-action 'self'; base-uri 'none'; frame-ancestors 'none'"
 )
-# The referrer is not sent to other sites. With `no-referrer` browsers would leave the Origin out of our own forms.
+# The referrer is not sent to other sites. With `no-referrer` browsers would leave the Origin out of the dashboard's own
+# forms.
 HEADERS = {
     "content-security-policy": CONTENT_SECURITY_POLICY,
     "x-content-type-options": "nosniff",
@@ -45,7 +46,7 @@ _NOWHERE = Door(path="", answer=doors.find_nothing, needs=Role.READER)
 
 
 class DashboardApp(Starlette):
-    """The ASGI application that `create_app` makes."""
+    """The ASGI application that `create_app` returns."""
 
     def __init__(self, dashboard: Dashboard) -> None:
         async def find_nothing(request: Request, _: Exception) -> Response:
@@ -58,12 +59,15 @@ class DashboardApp(Starlette):
             ],
             exception_handlers={404: find_nothing},
         )
-        # Its redirects have the host that the server knows, which differs from the browser's if there is a proxy.
+        # Its redirects use the host that the server knows, which differs from the browser's if there is a proxy.
         self.router.redirect_slashes = False
         self.dashboard = dashboard
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request to a host that is served, with the headers that keep a page to itself."""
+        """Answer a request, with headers that keep other sites from embedding a page.
+
+        A request for a host that the settings do not list (`hosts`) is refused with status 400.
+        """
         if scope["type"] != "http":
             await super().__call__(scope, receive, send)
             return
@@ -95,20 +99,23 @@ def create_app(
     secret: bytes | None = None,
     **options: Unpack[Options],
 ) -> DashboardApp:
-    """The dashboard, to be mounted in an ASGI application or to be served by itself.
+    """Create the dashboard, to be mounted in an ASGI application or served by itself.
 
     Args:
-        engine: A SQLAlchemy engine with psycopg 3, sync or async; several by names, which their paths begin with.
-        auth: A function of the Starlette request, async or not, that returns a `User` or None; or a login of ours.
-        jobs: The application's registry, or one for each of the names: with it, pages describe kinds and name those
-            without a handler, and edited arguments are checked.
-        read_engine: The engine of pages: one on a hot standby, or one for some of the names. Changes, the pages that
-            lead to them, and the doctor use `engine`.
-        secret: 32 random bytes or more, for all processes that serve it; without it sessions end with the process.
+        engine: A SQLAlchemy engine with psycopg 3, sync or async; or a mapping of several by name: a database's
+            pages are below its name.
+        auth: A function of the Starlette request, async or not, that returns a `User` or None; or one of the login
+            classes.
+        jobs: The application's registry, or a mapping of registries by the names of databases. With it, pages
+            describe kinds and name those without a handler, and edited arguments are checked.
+        read_engine: The engine that pages read, such as one of a hot standby; or a mapping by the names of some of
+            the databases. Changes, the pages that lead to them, and the doctor use `engine`.
+        secret: 32 random bytes or more, the same in all processes that serve the dashboard. Without it each process
+            makes its own, and sessions end with the process.
         options: See `Options`.
 
     Raises:
-        ConfigError: an engine or a value that cannot be used.
+        ConfigError: an engine or another value cannot be used.
     """
     settings = Settings.of(options)
     databases = name_engines(engine, settings.schema, read_engine)

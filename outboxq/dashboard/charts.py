@@ -10,7 +10,9 @@ _TONES = ("a", "b", "c", "d")
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """Numbers, the oldest first; None if nothing is known.
+    """The numbers of one line of a chart, or of the parts of one colour in stacked bars, the oldest first.
+
+    None in place of a number is not drawn: nothing is known of that time.
 
     Attributes:
         tone: The colour: `a` is calm, `b` a second one, `c` a warning, `d` an alarm.
@@ -22,7 +24,7 @@ class Series:
 
 
 def bars(series: Sequence[Series], *, label: str, width: int = 600, height: int = 120) -> Markup:
-    """Stacked bars over time, each with its sums as a title."""
+    """Return a chart of stacked bars as SVG: one bar for each place in the series, with a part for each series."""
     number = max((len(each.values) for each in series), default=0)
     most = highest(series, stacked=True) or 1
     step = width / max(number, 1)
@@ -33,7 +35,7 @@ def bars(series: Sequence[Series], *, label: str, width: int = 600, height: int 
             value = each.values[place] or 0
             if not value:
                 continue
-            # One that is there can be seen, however large the others are.
+            # A bar that exists can be seen, however large the others are.
             size = max(1.5, value / most * (height - 4))
             top -= size
             drawn.append(
@@ -45,7 +47,7 @@ def bars(series: Sequence[Series], *, label: str, width: int = 600, height: int 
 
 
 def lines(series: Sequence[Series], *, label: str, width: int = 600, height: int = 120) -> Markup:
-    """Lines over time, all on one scale from zero."""
+    """Return a chart of lines as SVG: one for each series, all on one scale that begins at zero."""
     most = max((each for one in series for each in one.values if each is not None), default=0)
     drawn = [
         Markup('<polyline class="line tone-{tone}" points="{points}"/>').format(
@@ -57,7 +59,10 @@ def lines(series: Sequence[Series], *, label: str, width: int = 600, height: int
 
 
 def highest(series: Sequence[Series], *, stacked: bool) -> float:
-    """The upper end of a chart's scale; of stacked bars, the largest sum."""
+    """Return the largest value that a chart has to show: the largest number or, for stacked bars, the largest sum.
+
+    Return 0 if there are no numbers.
+    """
     if not stacked:
         return max((each for one in series for each in one.values if each is not None), default=0)
     number = max((len(each.values) for each in series), default=0)

@@ -1,7 +1,7 @@
-"""The databases of a dashboard: connections by which pages read one, and actions change it.
+"""The databases of a dashboard: the connections that pages read through, and that actions change the database through.
 
-A page is a function of a SQLAlchemy connection, for sync and async engines alike. Four run at a time: with a sync
-engine in threads; with an async one in greenlets of the event loop, as `run_sync` does it.
+Pages and actions are functions of a sync SQLAlchemy connection, with sync and async engines alike. Four run at a time
+for each database: with a sync engine in threads; with an async one in greenlets of the event loop, as `run_sync` does.
 """
 
 import asyncio
@@ -42,16 +42,18 @@ _READING = (
     f"{BY_INDEX}"
 )
 _CHANGING = f"{SET_OURS}SET LOCAL statement_timeout = '10s'; SET LOCAL lock_timeout = '5s'"
-# Finding the next rows of a filter that matches few may take long: no user waits for that page.
+# Finding the next rows of a filter that matches few rows may take long: no user waits for that page.
 _CHANGING_PATIENTLY = f"{SET_OURS}SET LOCAL statement_timeout = '5min'; SET LOCAL lock_timeout = '5s'"
 
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """The way to a database, inside of a thread or a greenlet; and the last findings of the doctor there.
+    """Opens connections to one database for a page or an action, which runs in a thread or a greenlet.
 
     Attributes:
-        replica: The engine of pages; without it, that of changes.
+        engine: The engine for changes.
+        findings: The doctor's last findings in this database; None if it has not run.
+        replica: The engine that pages read from; if None, they read from `engine`.
     """
 
     engine: Engine
@@ -61,11 +63,14 @@ class Way:
 
     @property
     def to_primary(self) -> "Way":
-        """The way that pages take which lead to a change, or follow one: they see what it will find, or has done."""
+        """A copy of this `Way` that reads from the primary too, in place of the replica.
+
+        Pages that lead to a change or follow one use it: a replica may not have the latest changes yet.
+        """
         return replace(self, replica=None)
 
     def connect(self) -> AbstractContextManager[Connection]:
-        """A connection that is in no transaction yet."""
+        """Open a connection to the primary that is in no transaction yet."""
         return self._connect(self.engine)
 
     @contextmanager
@@ -75,7 +80,13 @@ class Way:
 
     @contextmanager
     def reading(self) -> Iterator[Connection]:
-        """A READ ONLY transaction, whose statements end within two seconds and wait for no lock."""
+        """Begin a READ ONLY transaction on the replica, or on the primary without one.
+
+        A statement that takes two seconds, or waits 0.2 seconds for a lock, is cancelled.
+
+        Raises:
+            Refused: the replica does not answer.
+        """
         with ExitStack() as stack:
             try:
                 connection = stack.enter_context(self._connect(self.replica or self.engine))
@@ -93,27 +104,31 @@ class Way:
 
     @contextmanager
     def begin(self) -> Iterator[Connection]:
-        """A transaction that changes something, committed at the end of its block."""
+        """Begin a transaction on the primary, for a change. It is committed at the end of the `with` block."""
         with self.connect() as connection, connection.begin():
             run_script(connection, _CHANGING)
             yield connection
 
     @contextmanager
     def begin_patiently(self) -> Iterator[Connection]:
-        """A transaction like that of `begin`, for a change that goes on in the background."""
+        """Begin a transaction as `begin` does, but with a limit of 5 minutes for each statement instead of 10 seconds.
+
+        For changes that run in the background.
+        """
         with self.connect() as connection, connection.begin():
             run_script(connection, _CHANGING_PATIENTLY)
             yield connection
 
 
 class Database:
-    """One database of a dashboard.
+    """One database of a dashboard: its engines, and a limit of four pages or actions that use them at a time.
 
     Args:
-        replica: The engine of pages, if it is on another server than that of changes.
+        engine: The engine for changes, and for pages if there is no replica.
+        replica: The engine that pages read from.
 
     Raises:
-        ConfigError: an engine of another driver than psycopg 3, or one that is async, and the other is not.
+        ConfigError: an engine uses another driver than psycopg 3, or only one of the two is async.
     """
 
     def __init__(self, name: str, engine: AnyEngine, schema: str, replica: AnyEngine | None = None) -> None:
@@ -138,10 +153,13 @@ class Database:
         self._examining = asyncio.Lock()
 
     async def run(self, work: Callable[[Way], Found]) -> Found:
-        """Call a function of a way to the database.
+        """Call `work` with a `Way` to the database, and return the result.
+
+        `work` runs in a thread or, with an async engine, in a greenlet. Four calls run at a time, and further ones
+        wait.
 
         Raises:
-            Refused: too many calls wait.
+            Refused: four calls run, and 50 more wait.
         """
         if self._limiter is None:
             self._limiter = CapacityLimiter(_AT_ONCE)
@@ -154,24 +172,28 @@ class Database:
             self._under_way -= 1
 
     async def examine(self) -> Sequence[Finding]:
-        """The findings of the doctor, made again after a minute; for many callers it runs once."""
+        """Return the findings of the doctor, which looks for conditions that keep jobs from running.
+
+        The doctor runs again if its last findings are older than a minute; concurrent callers wait for the same run.
+        """
         async with self._examining:
             if self.findings is None or time.monotonic() > self._examined_at + FINDINGS_SECONDS:
-                # Apart from the pages, which do not wait for it.
+                # A thread apart from the pages, which do not wait for it.
                 self.findings = await self._run(_examine, CapacityLimiter(1))
                 self._examined_at = time.monotonic()
             return self.findings
 
     async def run_aside(self, work: Callable[[Way], Found]) -> Found:
-        """Call a function that takes long: not in one of the threads of pages.
+        """Call a long function with a `Way` to the database, as `run` does, but not as one of the four calls at a time.
 
-        If it is cancelled, its thread goes on, and the caller has to end it.
+        With a sync engine, cancelling the task does not end the function's thread: the caller has to make the function
+        end.
         """
         return await self._run(work, CapacityLimiter(1), waits=False)
 
     async def _run(self, work: Callable[[Way], Found], limiter: CapacityLimiter, *, waits: bool = True) -> Found:
         if isinstance(self._engine, AsyncEngine):
-            # The pool is the application's: pages take few of its connections.
+            # The pool belongs to the application: pages take few of its connections.
             async with limiter:
                 return await greenlet_spawn(work, self._way)
         way = self._way
@@ -189,9 +211,10 @@ class Database:
 
 
 async def _run_to_end(work: Callable[[], Found], limiter: CapacityLimiter) -> Found:
-    """Call a function in a thread; a task that is cancelled in the meantime, as by a loop that ends, waits for it.
+    """Call a function in a thread, and return its result. If the task is cancelled, wait until the function has ended.
 
-    A thread cannot be cancelled: it would go on with a connection of an engine that is closed by then.
+    A thread cannot be cancelled. Without the wait it would go on to use a connection of an engine that is closed by
+    then.
     """
     done: Future[Found] = Future()
 
@@ -218,10 +241,12 @@ def _examine(way: Way) -> Sequence[Finding]:
 def name_engines(
     given: AnyEngine | Mapping[str, AnyEngine], schema: str, replicas: AnyEngine | Mapping[str, AnyEngine] | None = None
 ) -> dict[str, Database]:
-    """The databases by the parts of their paths: one engine has the name of its database.
+    """Return a `Database` for each engine, by the database's name as paths contain it (`Database.segment`).
+
+    A single engine without a name is named after its PostgreSQL database.
 
     Raises:
-        ConfigError: no engine, one that cannot be used, or a name that none can have.
+        ConfigError: no engine, one that cannot be used, or an invalid name.
     """
     named = given if isinstance(given, Mapping) else {given.url.database or "database": given}
     if not named:

@@ -1,4 +1,4 @@
-"""The common things of pages and actions of one database: the settings, the known kinds, and the seal of previews."""
+"""The objects that pages and actions of one database share: settings, known kinds, and the signer of previews."""
 
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -19,7 +19,7 @@ _MAX_DOC_CHARACTERS = 2_000
 
 @dataclass(frozen=True)
 class KnownKinds:
-    """The kinds that an application's registry has handlers for; without a registry, none counts as missing.
+    """The kinds of jobs that an application's registry has handlers for; without a registry, no kind counts as missing.
 
     Raises:
         RegistryError: on the first use, if the registry cannot be used.
@@ -29,38 +29,41 @@ class KnownKinds:
 
     @property
     def is_given(self) -> bool:
-        """Return True if there is a registry."""
+        """Return True if the application has given a registry."""
         return self.jobs is not None
 
     @cached_property
     def _registry(self) -> "Registry | None":
-        # Late: an application may still be declaring handlers when it makes its dashboard.
+        # Read late: an application may still be declaring handlers when it makes its dashboard.
         return None if self.jobs is None else self.jobs.resolve()
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The kinds, without their aliases."""
+        """The kinds that the registry has handlers for, sorted, without aliases; empty without a registry."""
         return () if self._registry is None else tuple(sorted({each.kind for each in self._registry.handlers.values()}))
 
     def lacks(self, kind: str) -> bool:
-        """Return True if there is a registry, and it has no handler of this kind."""
+        """Return True if the application's registry has no handler of this kind. Without a registry return False."""
         return self._registry is not None and kind not in self._registry.handlers
 
     def doc(self, kind: str) -> str | None:
-        """The docstring of a kind's handler."""
+        """Return the docstring of a kind's handler, up to 2,000 characters; None if there is none."""
         handler = None if self._registry is None else self._registry.handlers.get(kind)
         said = None if handler is None else handler.function.__doc__
         return None if not said else cleandoc(said)[:_MAX_DOC_CHARACTERS]
 
     @property
     def check(self) -> "CheckArgs | None":
-        """The function that refuses arguments that do not fit the handler of a kind."""
+        """A function that raises an error if arguments do not fit the handler of a kind; None without a registry."""
         return None if self._registry is None else self._registry.check_args
 
 
 @dataclass(frozen=True, slots=True)
 class Desk:
-    """The objects that all requests about one database share."""
+    """The objects that all requests about one database share.
+
+    They are the settings, the rules for showing payloads, the known kinds, and the signer of previews.
+    """
 
     settings: Settings
     payloads: Payloads

@@ -1,4 +1,4 @@
-"""JSON as PostgreSQL has stored it, read in a form that is written again without changing a number."""
+"""JSON as PostgreSQL stores it, read so that writing it again changes no number."""
 
 import json
 import re
@@ -8,12 +8,12 @@ from typing import Self, TypeAlias
 Tree: TypeAlias = "dict[str, Tree] | list[Tree] | str | int | float | bool | None"
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
-# Deeper documents are not shown: they are made to break what reads them.
+# Deeper documents are not shown: they are crafted to break their readers.
 MAX_DEPTH = 200
 
 
 class ExactFloat(float):
-    """A number with the digits that it is stored with, which a float may not hold."""
+    """A float that also keeps its text in the JSON (`text`), which may have more digits than a float holds."""
 
     text: str
 
@@ -24,7 +24,10 @@ class ExactFloat(float):
 
 
 class ExactInt(int):
-    """An integer of more digits than Python converts at once."""
+    """An int that also keeps its text in the JSON (`text`).
+
+    With more than 4,000 digits, which Python may refuse to convert, its value as an int is 0.
+    """
 
     text: str
 
@@ -35,15 +38,15 @@ class ExactInt(int):
 
 
 class TooDeep(ValueError):
-    """A document is nested too deeply."""
+    """A document is nested too deeply to be shown."""
 
 
 def read_tree(text: str) -> Tree:
-    """A document as dicts, lists and values.
+    """Return a JSON text as dicts, lists and values; its numbers keep their digits.
 
     Raises:
-        TooDeep: it is nested more than 200 levels deep.
-        ValueError: it is no JSON.
+        TooDeep: the text is nested too deeply for Python's parser.
+        ValueError: the text is not JSON.
     """
     try:
         tree: Tree = json.loads(text, parse_float=ExactFloat, parse_int=ExactInt)
@@ -53,7 +56,11 @@ def read_tree(text: str) -> Tree:
 
 
 def change_strings(tree: Tree, change: Callable[[str], str], depth: int = 0) -> Tree:
-    """The same document, with every string changed; keys stay."""
+    """Return a copy of a document in which every string is replaced by the result of `change` for it; keys stay.
+
+    Raises:
+        TooDeep: the document is nested more than 200 levels deep.
+    """
     check_depth(depth)
     if isinstance(tree, dict):
         return {key: change_strings(value, change, depth + 1) for key, value in tree.items()}
@@ -63,17 +70,17 @@ def change_strings(tree: Tree, change: Callable[[str], str], depth: int = 0) -> 
 
 
 def check_depth(depth: int) -> None:
-    """Raise `TooDeep` if this is too deep."""
+    """Raise `TooDeep` if a depth is more than `MAX_DEPTH`, 200 levels."""
     if depth > MAX_DEPTH:
         raise TooDeep("nested too deeply to be shown")
 
 
 def write_tree(tree: object, indent: int | None = None) -> str:
-    """A document as JSON text, with the digits of its numbers; with `indent`, over several lines.
+    """Return a document as JSON text; its numbers keep their digits. With `indent` the text has several lines.
 
     Raises:
-        TooDeep: it is nested too deeply.
-        TypeError: it holds what JSON does not know.
+        TooDeep: the document is nested more than 200 levels deep.
+        TypeError: the document holds a value that JSON cannot.
     """
     return _write(tree, indent, 0)
 
@@ -99,5 +106,5 @@ def _joined(start: str, parts: list[str], end: str, indent: int | None, depth: i
 
 def _text(value: object) -> str:
     text = json.dumps(value, ensure_ascii=False, allow_nan=False)
-    # Half of a pair is an escape in JSON, and cannot be sent as UTF-8 otherwise.
+    # A lone surrogate can only be sent as a JSON escape: UTF-8 cannot encode it.
     return text if text.isascii() else _SURROGATE.sub(lambda found: f"\\u{ord(found.group()):04x}", text)

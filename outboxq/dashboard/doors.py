@@ -1,4 +1,4 @@
-"""Requests about no single database: logging in and out, the list of databases, the files that pages load."""
+"""Requests about no single database: logging in and out, the list of databases, and static files."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
@@ -38,7 +38,7 @@ class LinkToken:
 
 
 async def home(dashboard: "Dashboard", request: Request) -> Response:
-    """The only database, or the list of them."""
+    """Redirect to the only database; if there are several, show the list of them."""
     page = page_of(request)
     if len(dashboard.databases) == 1:
         (only,) = dashboard.databases
@@ -48,12 +48,15 @@ async def home(dashboard: "Dashboard", request: Request) -> Response:
 
 
 async def enter(dashboard: "Dashboard", request: Request) -> Response:
-    """The overview of a database, whose path ends with a slash."""
+    """Redirect from a database's path without a slash at its end to its overview, whose path has one."""
     return as_redirect(page_of(request).to(f"{dashboard.database(request).segment}/"))
 
 
 async def ask_login(dashboard: "Dashboard", request: Request) -> Response:
-    """The form that logs in; a valid token logs the user in at once."""
+    """Show the form that logs in.
+
+    If the request comes from a link with a valid token, log its user in at once instead.
+    """
     page = page_of(request)
     login = dashboard.login
     if login is None:
@@ -71,7 +74,10 @@ async def ask_login(dashboard: "Dashboard", request: Request) -> Response:
 
 
 async def log_in(dashboard: "Dashboard", request: Request) -> Response:
-    """Log in a user by a token, or by a name and its password."""
+    """Begin a session for the user whose token, or name and password, the form sends.
+
+    If they are wrong, show the form again.
+    """
     page = page_of(request)
     login = dashboard.login
     if login is None:
@@ -87,7 +93,7 @@ async def log_in(dashboard: "Dashboard", request: Request) -> Response:
 
 
 async def give_token(dashboard: "Dashboard", request: Request) -> Response:
-    """The token of this session for changes: for programs, which have no form to take it from."""
+    """Return the session's form token as JSON, for programs that make changes without loading a form."""
     page = page_of(request)
     body = {"token": dashboard.sessions.token(page.session, page.user), "header": TOKEN_HEADER}
     response = Response(as_json(body), media_type="application/json")
@@ -96,7 +102,7 @@ async def give_token(dashboard: "Dashboard", request: Request) -> Response:
 
 
 async def log_out(dashboard: "Dashboard", request: Request) -> Response:
-    """End the session."""
+    """End the session, erase its cookie, and redirect to the login."""
     page = page_of(request)
     dashboard.sessions.end(page.session)
     response = as_redirect(page.to("login" if dashboard.login else ""))
@@ -105,7 +111,7 @@ async def log_out(dashboard: "Dashboard", request: Request) -> Response:
 
 
 async def send_file(dashboard: "Dashboard", request: Request) -> Response:  # noqa: ARG001  # as every door has it
-    """A file that pages load."""
+    """Return a static file, which browsers may cache for a year."""
     name = request.path_params["name"]
     try:
         content = static_bytes(name)
@@ -118,12 +124,15 @@ async def send_file(dashboard: "Dashboard", request: Request) -> Response:  # no
 
 
 async def find_nothing(dashboard: "Dashboard", request: Request) -> Response:  # noqa: ARG001  # as every door has it
-    """Refuse a path that no route has."""
+    """Raise `Refused` with status 404: no route has the path of this request."""
     raise Refused(404, "There is no such page.")
 
 
 def page_of(request: Request) -> Page:
-    """The page of a request to a door."""
+    """Return the `Page` (a request and the data for its answer) that `Dashboard` has stored in this request.
+
+    For the requests of this module: those about no single database.
+    """
     page = request.state.page
     assert isinstance(page, Page)
     return page
@@ -141,7 +150,7 @@ def _login_page(dashboard: "Dashboard", request: Request, page: Page, problem: s
 
 
 def _let_in(dashboard: "Dashboard", request: Request, page: Page, user: User) -> Response:
-    # A new session: one that a stranger may know does not become the user's.
+    # A new session: a session id that an attacker may know must not become the user's.
     response = as_redirect(page.to(""))
     assert dashboard.login is not None
     dashboard.sessions.write(request, response, dashboard.sessions.begin(dashboard.login, user))
@@ -149,7 +158,7 @@ def _let_in(dashboard: "Dashboard", request: Request, page: Page, user: User) ->
 
 
 async def follow(dashboard: "Dashboard", request: Request) -> Response:
-    """The stream of changes of a screen."""
+    """Return the stream of events that keeps an open page current. A page that is not a live one is refused."""
     watched = find_watched(dashboard.routes, request.path_params["page"], request.query_params)
     if watched is None:
         raise Refused(404, "This page is not live.")

@@ -1,4 +1,4 @@
-"""Errors as answers: a status, and a sentence that says no more than the user may know."""
+"""The HTTP answers to errors: a status, and a sentence that says no more than the user may know."""
 
 import psycopg
 from sqlalchemy.exc import DataError, DBAPIError
@@ -32,7 +32,7 @@ _NOT_FOUND = (AuditNotFound, BatchNotFound, EffectNotFound, JobNotFound, Message
 
 
 class Refused(Exception):
-    """A request is refused, with a status and a sentence."""
+    """Raised to refuse a request, with the HTTP status and a sentence for the user."""
 
     def __init__(self, status: int, text: str) -> None:
         super().__init__(text)
@@ -45,7 +45,7 @@ EXPECTED = (Refused, OutboxqError, DBAPIError, psycopg.Error, PoolTimeout)
 
 
 def answer_to(error: Exception) -> Refused:
-    """The answer to an error of a page or an action."""
+    """Return the refusal to send for an error of a page or an action: an HTTP status, and a sentence for the user."""
     match error:
         case Refused():
             return error

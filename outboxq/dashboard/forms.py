@@ -1,6 +1,6 @@
 """The forms of actions: each has a page of its own at the action's path, which also shows its errors.
 
-A form names its fields; the page, its link on other pages and what a program may send are all made of that.
+All else is made from the declaration of a form: its page, the links to it, and the list of fields for programs.
 """
 
 from collections.abc import Callable, Mapping
@@ -17,8 +17,8 @@ class Field:
     """A field of a form.
 
     Attributes:
-        options: The values of a choice, each with its words.
-        help: The values that it takes, written below it.
+        options: For the kind `choice`: each value, and the words shown for it.
+        help: A sentence about the values that the field takes, shown below it.
     """
 
     name: str
@@ -35,14 +35,14 @@ REASON = Field(name="reason", label="Reason", help="Why: kept in the audit.", ma
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class About:
-    """The subject of a form.
+    """The subject of a form, such as the one job that it changes, and the parts of the form that depend on the subject.
 
     Attributes:
-        name: The job, the queue, the schedule.
-        back: Its page, below the database's.
+        name: The name or id of the job, queue or schedule.
+        back: The path of the subject's page, below the database's path.
         values: The initial values of the fields.
-        notes: Sentences to read before.
-        without: Fields that do not apply.
+        notes: Sentences that the user should read before sending the form.
+        without: The names of the form's fields that do not apply to this subject.
     """
 
     name: str
@@ -54,13 +54,13 @@ class About:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Form:
-    """A form.
+    """The form of an action, from which the form's page is made.
 
     Attributes:
-        means: The effect of the action, in one or two sentences.
-        button: The words on the button, and on the link that leads here.
-        about: Reads its subject; raises an error if that does not exist.
-        is_grave: True if it cannot be taken back.
+        means: A description of the action's effect, in one or two sentences.
+        button: The words on the button, and on the link that leads to the form.
+        about: A function that reads the form's subject, and raises an error if the subject does not exist.
+        is_grave: True if the action cannot be undone.
     """
 
     title: str
@@ -72,13 +72,17 @@ class Form:
     is_grave: bool = False
 
     def fields_for(self, about: About) -> tuple[Field, ...]:
-        """The fields that apply, and the reason."""
+        """Return the fields to show for this subject: those that apply to it, then the field for the reason."""
         reason = replace(REASON, is_required=self.needs_reason)
         return (*(each for each in self.fields if each.name not in about.without), reason)
 
 
 def show_form(look: Look, asked: Any, *, form: Form, name: str) -> View:
-    """The page of a form."""
+    """Return the page with a form for the job, queue or other subject that the path's parameters (`asked`) name.
+
+    Args:
+        name: The name of the action that the form sends.
+    """
     about = form.about(look, asked)
     fields = form.fields_for(about)
     data = {

@@ -1,7 +1,7 @@
-"""A previewed change, signed, so that it can be done as it was shown: by the same user, within five minutes.
+"""A previewed change, signed, so that the same user can make it within five minutes, exactly as it was shown.
 
-An intent has the filter with the moment of its preview, so nothing newer is touched; and the id that its row in the
-audit will have, so it is begun once, however often its form is sent.
+An intent has the filter of the rows and the moment of the preview, so rows that were added later are not changed. It
+also has the id for the change's row in the audit, so a form that is sent twice begins the change only once.
 """
 
 import secrets
@@ -20,7 +20,7 @@ from outboxq.dashboard.roles import Role, User
 from outboxq.dashboard.seals import Seal
 
 LIFE_SECONDS = 300.0
-# More than this is confirmed by typing.
+# Changes of more rows than this are confirmed by typing.
 ASKED_ABOVE = 1_000
 # Actions that cannot be undone, also on a few rows.
 _GRAVE = ("dead.discard",)
@@ -28,7 +28,7 @@ _GRAVE = ("dead.discard",)
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """The user of a request, the session, and the database."""
+    """The user of a request, the id of the user's session, and the path segment of the database."""
 
     user: User
     session: str
@@ -36,12 +36,15 @@ class Caller:
 
 
 class Intent(msgspec.Struct, frozen=True):
-    """A change of many rows that was previewed.
+    """A previewed change of many rows, in the form in which it is signed.
 
     Attributes:
-        filter: The rows that are meant, as the audit keeps it; `change`, the change of them.
-        count: How many there were, up to 10,000.
-        until: The time from which on it is too old, in seconds since 1970.
+        entry: The id that the change's row in the audit will have.
+        filter: The filter of the rows as JSON, as the audit keeps it.
+        change: The new values for these rows as JSON; None if the action, such as a discard, has none.
+        count: The number of rows, up to 10,000.
+        is_capped: True if there are more rows, which were not counted.
+        until: The time at which the intent becomes too old, in seconds since 1970.
     """
 
     entry: UUID
@@ -57,48 +60,53 @@ class Intent(msgspec.Struct, frozen=True):
 
     @property
     def is_old(self) -> bool:
-        """Return True if it has to be previewed again."""
+        """Return True if the preview is older than five minutes, so that the change must be previewed again."""
         return self.until < time.time()
 
     @property
     def expected(self) -> int | None:
-        """The number of rows that the audit expects."""
+        """The number of previewed rows, for the audit; None if not all of them were counted."""
         return None if self.is_capped else self.count
 
     @property
     def action(self) -> BulkAction:
-        """The action as it was previewed."""
+        """The previewed action, made from the intent's name, filter and change."""
         found = read_action(self.name, self.filter, self.change, None)
         assert found is not None
         return found
 
     @property
     def needs(self) -> Role:
-        """The role that it takes."""
+        """The lowest role with which a user may make the change."""
         return needed_for(self.name, self.expected)
 
     def words(self, *, is_production: bool) -> tuple[str, ...]:
-        """The words that confirm it when typed; none if it need not be confirmed."""
+        """Return the words of which the user has to type one to confirm the change.
+
+        They are the number of rows and, if the filter names a queue, the queue's name.
+
+        Empty if no confirmation is needed: for up to 1,000 rows, unless the database is in production.
+        """
         if self.count <= ASKED_ABOVE and not is_production:
             return ()
         queue = self.action.wanted.queue
         return (str(self.count), *([queue] if queue else []))
 
     def is_confirmed(self, typed: str | None, *, is_production: bool) -> bool:
-        """Return True if `typed` confirms it."""
+        """Return True if `typed` confirms the change, or if no confirmation is needed."""
         words = self.words(is_production=is_production)
         given = (typed or "").strip()
         return not words or given in words or given.replace(",", "") == words[0]
 
 
 class Intents:
-    """Signs intents, and verifies them."""
+    """Makes signed intents for the forms of previews, and verifies those that the forms send back."""
 
     def __init__(self, seal: Seal) -> None:
         self._seal = seal
 
     def close(self, found: Preview, caller: Caller) -> tuple[Intent, str]:
-        """The intent of a preview, and the text that its form sends back."""
+        """Make the intent of a preview for this caller; return it, and the signed text that the form sends back."""
         action = found.action
         change = None if action.change is None else _json(action.change)
         intent = Intent(
@@ -116,10 +124,10 @@ class Intents:
         return intent, self._seal.close("intent", intent)
 
     def open(self, sealed: str, caller: Caller) -> Intent:
-        """The intent that a form has sent back; it may be too old.
+        """Verify the signed text that a form has sent back, and return its intent. That may be too old: see `is_old`.
 
         Raises:
-            Refused: it is not ours, or another's.
+            Refused: this dashboard did not sign the text, or it is for another user, session or database.
         """
         found = self._seal.open("intent", sealed, Intent)
         if not isinstance(found, Intent):
@@ -134,7 +142,12 @@ class Intents:
 
 
 def needed_for(name: str, expected: int | None) -> Role:
-    """The role that a change of so many rows takes; None if they were not all counted."""
+    """Return the lowest role with which a user may make a change of many rows.
+
+    Args:
+        name: The name of the action.
+        expected: The number of rows; None if not all of them were counted.
+    """
     if name in _GRAVE or expected is None or expected > MAX_COUNT:
         return Role.ADMIN
     return Role.OPERATOR

@@ -1,6 +1,6 @@
-"""Pages that follow the database while they are open: one poller for each database, which runs while one is.
+"""Live pages, which follow the database while they are open: one task for each database reads them while any is open.
 
-A page is read and made once in an interval for all its users: it holds nothing that is one user's own.
+In each interval a page is read and rendered once for all its users, so it contains nothing of a single user.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("outboxq.dashboard")
 
-# A stream ends after this time, and the browser comes again: then its user is checked again.
+# A stream ends after this time, and the browser connects again, so that its user is checked again.
 STREAM_SECONDS = 600.0
 _BEAT_SECONDS = 15.0
 _MOST_STREAMS, _MOST_PAGES = 500, 50
@@ -37,10 +37,10 @@ _MOST_STREAMS_OF_USER, _MOST_PAGES_OF_USER = 10, 5
 
 @dataclass(frozen=True, slots=True)
 class Watched:
-    """A page that is followed: a screen with its parameters.
+    """A page that browsers have open and that is kept current: a screen with its parameters.
 
     Attributes:
-        path: Below the database's, as browsers have it.
+        path: The page's path below the database's path.
     """
 
     screen: Screen
@@ -50,7 +50,12 @@ class Watched:
 
 @dataclass(eq=False, slots=True)
 class Follower:
-    """A browser of a user. Its inbox has one place: one that does not keep up gets the latest."""
+    """A browser that has a live page open. Its inbox holds one event, so a slow browser gets only the latest version.
+
+    Attributes:
+        user: The name of the browser's user.
+        was_told: False until the first event was put into the inbox: until then the page is sent even if unchanged.
+    """
 
     user: str
     inbox: "asyncio.Queue[str]" = field(default_factory=lambda: asyncio.Queue(1))
@@ -58,9 +63,10 @@ class Follower:
 
 
 class Stream(StreamingResponse):
-    """The response with the events of a page.
+    """The response that streams the events of a live page to a browser.
 
-    It ends in time also if its browser does not read, and `leave` is called however it ends.
+    It ends after some ten minutes (`STREAM_SECONDS`) even if the browser does not read. The function `leave`, which
+    removes the browser from the page's followers, is called at any end.
     """
 
     def __init__(self, events: AsyncIterator[str], leave: Callable[[], None]) -> None:
@@ -68,7 +74,7 @@ class Stream(StreamingResponse):
         self._leave = leave
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the events."""
+        """Send the events to the browser, as an ASGI application."""
         try:
             with anyio.move_on_after(STREAM_SECONDS + 2 * _BEAT_SECONDS):
                 await super().__call__(scope, receive, send)
@@ -77,10 +83,13 @@ class Stream(StreamingResponse):
 
 
 def find_watched(routes: Sequence[Route], page: str, query: Mapping[str, str]) -> Watched | None:
-    """The page of a path, if it is one that can be followed; `overview` for the empty one.
+    """Return the live page with this path and query; None if no live screen has the path.
+
+    Args:
+        page: The path below the database's; `overview` for the overview, whose own path is empty.
 
     Raises:
-        BadRequest: a parameter that cannot be.
+        BadRequest: an invalid parameter.
     """
     path = "" if page == "overview" else page
     for screen in routes:
@@ -97,7 +106,7 @@ def find_watched(routes: Sequence[Route], page: str, query: Mapping[str, str]) -
 
 
 class Poller:
-    """Polls the watched screens of one database, and sends changes to their followers."""
+    """Reads a database's live pages at intervals while browsers have them open, and sends changes to the browsers."""
 
     def __init__(self, dashboard: "Dashboard", database: Database) -> None:
         self._dashboard = dashboard
@@ -108,10 +117,12 @@ class Poller:
         self._doctor_at = 0.0
 
     def stream(self, watched: Watched, user: str) -> "Stream":
-        """The events of a page, from now on. It counts as followed from now on too, until its response has ended.
+        """Add a browser of a user to the followers of a page, and return the response that streams the page's events.
+
+        The browser is removed when the response has ended.
 
         Raises:
-            Refused: too many are followed already, by all or by this user.
+            Refused: too many pages are followed already, by all users or by this one.
         """
         pages = [{each.user for each in followers} for page, followers in self._watching.items() if page != watched]
         streams = [each.user for followers in self._watching.values() for each in followers]
@@ -150,7 +161,7 @@ class Poller:
             await asyncio.sleep(self._dashboard.settings.live_seconds)
 
     async def _ask_doctor(self) -> None:
-        """Run the doctor for the overview, once a minute."""
+        """Run the doctor at most once a minute, for the overview, which shows its findings; ignore expected errors."""
         if time.monotonic() < self._doctor_at:
             return
         self._doctor_at = time.monotonic() + FINDINGS_SECONDS

@@ -1,8 +1,4 @@
-"""The users of requests: the ways to log in that the dashboard has, in addition to an application's own.
-
-An `auth` is any callable that takes a Starlette request and returns a `User`, or None for a stranger; an async one is
-awaited. The classes here are such callables too. Those with a form (`Login`) keep who logged in, in the session.
-"""
+"""The dashboard's own ways to log in: by a token, by name and password, or by a header that a proxy sets."""
 
 import hashlib
 import hmac
@@ -34,35 +30,38 @@ _LINE = re.compile(
 
 @runtime_checkable
 class Login(Protocol):
-    """A way to log in with a form. The user who logged in is kept in the session."""
+    """The interface of a login with a form. The user who has logged in is kept in the session."""
 
     @property
     def asks_name(self) -> bool:
-        """Return True if the form has a field for a name, and not only for the password."""
+        """Return True if the form has a field for a name in addition to the one for the password."""
         ...
 
     def log_in(self, name: str, password: str) -> User | None:
-        """The user of a name and a password; None if they are wrong. Called in a thread."""
+        """Return the user with this name and password; None if they do not match. Called in a thread."""
         ...
 
     def take_link(self, token: str) -> User | None:
-        """The user of a link with a token, which may be valid once; None if it is not valid."""
+        """Return the user whom a link with this token logs in; None if the token is not valid.
+
+        A token may be valid only once.
+        """
         ...
 
     def find(self, name: str) -> tuple[User, str] | None:
-        """A user as it is now, and a secret text that changes with the password; None if no user has this name.
+        """Return the user of this name, and a secret text that changes with the password; None if there is no user.
 
-        Called at each request: a user may have changed since the session began.
+        Called at each request, because the user may have been removed, or changed, since the session began.
         """
         ...
 
 
 class TokenLogin:
-    """One token for all who have it; without one, a link that logs in once, within ten minutes.
+    """A login by one token that all users share. Without a token, a link logs in: once, and within ten minutes.
 
     Args:
-        token: 16 characters at least; if there is none, only the link lets in.
-        name: What the audit calls them.
+        token: 16 characters at least; without a token, only the link logs in.
+        name: The name of these users in the audit.
 
     Raises:
         ConfigError: a token that is too short.
@@ -75,22 +74,25 @@ class TokenLogin:
             raise ConfigError("a token has 16 characters or more; `openssl rand -hex 32` prints one")
         self._token = token or secrets.token_urlsafe(32)
         self._user = User(name, role)
-        # A reader of the first lines of a log could log in by it, so it exists only if there is no token.
+        # A reader of a log's first lines could log in by the link, so it exists only if there is no token.
         self._link = secrets.token_urlsafe(32) if token is None else None
         self._link_until = time.monotonic() + LINK_SECONDS
         self._lock = threading.Lock()
 
     @property
     def link_token(self) -> str | None:
-        """The token of the link; None if there is none, or none any more."""
+        """Return the token of the link; None if there is no link, or it was used or has expired."""
         return self._link if time.monotonic() < self._link_until else None
 
     def log_in(self, name: str, password: str) -> User | None:  # noqa: ARG002  # as `Login` has it
-        """The user, if the password is the token."""
+        """Return the user that all share if the password is the token; otherwise None."""
         return self._user if _is_same(password, self._token) else None
 
     def take_link(self, token: str) -> User | None:
-        """The user, if the link was not used before."""
+        """Return the user that all share, and make the link invalid.
+
+        Return None if the token is wrong, or the link was used or has expired.
+        """
         with self._lock:
             if self.link_token is None or not _is_same(token, self.link_token):
                 return None
@@ -98,13 +100,17 @@ class TokenLogin:
         return self._user
 
     def find(self, name: str) -> tuple[User, str] | None:
-        """The user of the token."""
+        """Return the user that all share, with the token, if this is the user's name; otherwise None."""
         return (self._user, self._token) if name == self._user.name else None
 
 
 @dataclass(frozen=True, slots=True)
 class _Scrypt:
-    """Parameters of a password's hash: 16 MiB, five times, which takes some 250 ms. `cost`: as a power of two."""
+    """The parameters of a password's hash. By default scrypt takes 16 MiB and five passes, some 250 ms.
+
+    Attributes:
+        cost: The exponent of scrypt's N, which is a power of two.
+    """
 
     cost: int = 14
     block: int = 8
@@ -127,7 +133,10 @@ class _Known:
 
 
 class PasswordLogin:
-    """Users with a password each, from lines `name:role:scrypt:14:8:5:salt:hash`, as `password_line` makes them."""
+    """A login by name and password.
+
+    Each user has a line `name:role:scrypt:14:8:5:salt:hash`, as `password_line` makes it.
+    """
 
     asks_name = True
 
@@ -135,15 +144,15 @@ class PasswordLogin:
         self._known: Mapping[str, _Known] = {known.user.name: known for known in map(_read_line, lines)}
         if not self._known:
             raise ConfigError("no user may log in: the file has no line")
-        # A try takes 16 MiB: strangers get one at a time.
+        # A try takes 16 MiB, so tries run one at a time.
         self._lock = threading.Lock()
 
     @classmethod
     def from_file(cls, path: str) -> "PasswordLogin":
-        """The users of a file; empty lines and those that begin with # are left out.
+        """Make the login from a file with a line for each user; empty lines and lines that begin with # are skipped.
 
         Raises:
-            ConfigError: it cannot be read, or has a malformed line.
+            ConfigError: the file cannot be read, or has a malformed line.
         """
         try:
             text = Path(path).read_text(encoding="utf-8")
@@ -153,7 +162,10 @@ class PasswordLogin:
         return cls([line for line in lines if line and not line.startswith("#")])
 
     def log_in(self, name: str, password: str) -> User | None:
-        """The user, if name and password belong together."""
+        """Return the user if name and password match; otherwise None.
+
+        An unknown name takes as long as a wrong password, so that names cannot be found by the time of the answer.
+        """
         known = self._known.get(name)
         # A name that is not known takes as long as a wrong password.
         like = known or next(iter(self._known.values()))
@@ -162,20 +174,21 @@ class PasswordLogin:
         return known.user if known is not None and hmac.compare_digest(made, known.hash) else None
 
     def take_link(self, token: str) -> User | None:  # noqa: ARG002  # as `Login` has it
-        """Return None: there is no link."""
+        """Return None: with passwords there is no link that logs in."""
         return None
 
     def find(self, name: str) -> tuple[User, str] | None:
-        """The user of a line, and its hash."""
+        """Return the user of this name, and the hash of the password; None if no line has the name."""
         known = self._known.get(name)
         return None if known is None else (known.user, known.hash.hex())
 
 
 class HeaderAuth:
-    """Takes the name from a header, which a proxy in front has set after its own login.
+    """A login that takes the user's name from a header, which a proxy in front sets after its own login.
 
     Args:
-        proxies: The addresses, or networks in CIDR, that the header is believed from.
+        header: The name of the header.
+        proxies: The addresses, or networks in CIDR, of the trusted proxies.
 
     Raises:
         ConfigError: there is no proxy, or one is not an address.
@@ -192,7 +205,7 @@ class HeaderAuth:
         self._role = role
 
     def __call__(self, request: Request) -> User | None:
-        """The user that the proxy names; None without the header, or if the request has come past the proxy."""
+        """Return the user that the proxy names; None without the header, or if the request bypassed the proxy."""
         names = request.headers.getlist(self._header)
         if len(names) != 1 or request.client is None or not self._is_proxy(request.client.host):
             return None
@@ -210,10 +223,10 @@ class HeaderAuth:
 
 
 def password_line(name: str, role: Role, password: str) -> str:
-    """A line for the file of `PasswordLogin`.
+    """Return a new line for the file of `PasswordLogin`, with a hash of the password.
 
     Raises:
-        ConfigError: a name with a colon, or a password of less than ten characters.
+        ConfigError: the name has a colon, or the password has fewer than ten characters.
     """
     if len(password) < _MIN_PASSWORD_CHARACTERS:
         raise ConfigError(f"a password has {_MIN_PASSWORD_CHARACTERS} characters or more")

@@ -1,7 +1,8 @@
-"""The origin of a request: the hosts that are answered, and forms that are the dashboard's own.
+"""Checks of a request's origin: that its host is one of the dashboard's, and that its form comes from the dashboard.
 
-Three checks of their own keep other sites from acting through the browser of a user who is logged in: the browser's
-Sec-Fetch-Site, its Origin, and a token that only our pages have. Browsers leave the first one out on plain http.
+Three independent checks keep other sites from acting through the browser of a logged-in user: of the headers
+Sec-Fetch-Site and Origin, which the browser sets, and of a token that only the dashboard's pages have. On plain http
+browsers do not send Sec-Fetch-Site.
 """
 
 import ipaddress
@@ -17,14 +18,14 @@ _LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 
 
 def host_of(given: str) -> str:
-    """The name in a Host header, without its port."""
+    """Return the name in a Host header, in lower case, without its port."""
     if given.startswith("["):
         return given[: given.find("]") + 1].lower()
     return given.rpartition(":")[0].lower() if ":" in given else given.lower()
 
 
 def is_loopback(host: str) -> bool:
-    """Return True if only this machine can reach an address; a name other than localhost counts as reachable."""
+    """Return True if a host can be reached only from this machine: a loopback address, or the name localhost."""
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
@@ -32,10 +33,14 @@ def is_loopback(host: str) -> bool:
 
 
 def is_served(given: str, hosts: Collection[str]) -> bool:
-    """Return True if a Host header names this dashboard: a site whose name points here by DNS rebinding has another.
+    """Return True if a Host header has a name of this dashboard.
+
+    Other names are refused: another site may let its name point to this machine (DNS rebinding), to read the pages.
 
     Args:
-        hosts: Names; with `*`, any IP address too: a server that listens on all addresses does not know them.
+        given: The value of the Host header.
+        hosts: The names that are served in addition to this machine's loopback names. `*` allows any IP address
+            too, because a server that listens on all addresses does not know them.
     """
     host = host_of(given)
     if host in _LOOPBACK or host in hosts:
@@ -57,10 +62,10 @@ def why_foreign(
     user: User | None,
     origins: Collection[str],
 ) -> str | None:
-    """The reason why a request that changes something is refused; None if one of our own pages has sent it.
+    """Return the reason to refuse a request that changes something; None if a page of this dashboard has sent it.
 
     Args:
-        origins: Origins that count as our own, in addition to the one that the request was sent to.
+        origins: The dashboard's own origins, in addition to the one that the request was sent to.
     """
     site = request.headers.get("sec-fetch-site")
     if site is not None and site != "same-origin":

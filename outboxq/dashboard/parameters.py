@@ -1,4 +1,4 @@
-"""The parameters of requests: those of a path, a query or a form, read by one typed and bounded parser."""
+"""The parameters of requests, from a path, a query or a form: their dataclasses, and the function that reads them."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -14,7 +14,7 @@ from outboxq.errors import OutboxqError
 Parameters = TypeVar("Parameters")
 
 MAX_LIMIT, DEFAULT_LIMIT = 200, 50
-# Names of queues and kinds; scopes, consumers and schedules; keys and ids of messages; texts to search for.
+# The longest names of queues and kinds; scopes, consumers and schedules; keys and ids of messages; search texts.
 Name: TypeAlias = Annotated[str, Meta(min_length=1, max_length=63)]
 Scope: TypeAlias = Annotated[str, Meta(min_length=1, max_length=255)]
 Key: TypeAlias = Annotated[str, Meta(min_length=1, max_length=512)]
@@ -22,11 +22,11 @@ SearchText: TypeAlias = Annotated[str, Meta(min_length=1, max_length=200)]
 ErrorText: TypeAlias = Annotated[str, Meta(min_length=1, max_length=2_500)]
 Reason: TypeAlias = Annotated[str, Meta(max_length=500)]
 RequiredReason: TypeAlias = Annotated[str, Meta(min_length=3, max_length=500, pattern=r"\S")]
-# JSON; the database's functions know how much of it a job may have.
+# JSON texts; the database functions limit the size of a job's arguments.
 Document: TypeAlias = Annotated[str, Meta(min_length=1, max_length=1_200_000)]
 Limit: TypeAlias = Annotated[int, Meta(ge=1, le=MAX_LIMIT)]
 Period: TypeAlias = Literal["1h", "6h", "24h", "7d", "30d"]
-# The rows of a page that are selected.
+# The selected rows of a page.
 Selected: TypeAlias = Annotated[tuple[UUID, ...], Meta(max_length=MAX_LIMIT)]
 _MAX_FIELDS = 50
 _MISSING = re.compile(r"Object missing required field `(?P<name>\w+)`")
@@ -54,40 +54,40 @@ class BadRequest(OutboxqError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Nothing:
-    """No parameters."""
+    """The parameters of a route that has none."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OfQueue:
-    """A queue in the path."""
+    """The path's parameter: a queue."""
 
     queue: Name
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OfJob:
-    """A job in the path."""
+    """The path's parameter: a job."""
 
     job_id: UUID
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OfKind:
-    """A kind in the path."""
+    """The path's parameter: a kind."""
 
     kind: Name
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OfSchedule:
-    """A schedule in the path."""
+    """The path's parameter: a schedule."""
 
     name: Scope
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OfEffect:
-    """A call in the path."""
+    """The path's parameters: an effect's scope and key."""
 
     scope: Scope
     key: Key
@@ -95,7 +95,7 @@ class OfEffect:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OfMessage:
-    """A message in the path."""
+    """The path's parameters: an accepted message, by its consumer and its id."""
 
     consumer: Scope
     message_id: Key
@@ -103,35 +103,39 @@ class OfMessage:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OfEntry:
-    """An action of the audit in the path."""
+    """The path's parameter: the id of an operator's action in the audit."""
 
     entry: UUID
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReasonedJob(OfJob):
-    """A job, and why it is changed."""
+    """A job, and the reason why it is changed."""
 
     reason: Reason = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReasonedSchedule(OfSchedule):
-    """A schedule, and why it is changed."""
+    """A schedule, and the reason why it is changed."""
 
     reason: Reason = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReasonedEntry(OfEntry):
-    """An action of the audit, and why it is stopped or resumed."""
+    """An action of the audit, and the reason why it is stopped or resumed."""
 
     reason: Reason = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Paged:
-    """A list that is read in pages."""
+    """The parameters of a list that is read in pages, the newest rows first.
+
+    Attributes:
+        before: The id of the last row of the previous page, after which this page begins; None for the first page.
+    """
 
     limit: Limit = DEFAULT_LIMIT
     before: UUID | None = None
@@ -140,13 +144,16 @@ class Paged:
 def read_parameters(
     kind: type[Parameters], given: Mapping[str, str], several: Mapping[str, Sequence[str]] | None = None
 ) -> Parameters:
-    """The parameters of one page or action. An empty value counts as not given, and unknown names are left out.
+    """Return the parameters of one page or action as an object of the dataclass `kind`.
+
+    An empty value counts as not given, and unknown names are ignored.
 
     Args:
-        several: Those that may be given more than once, with all that were given.
+        given: The parameters of the path, query or form, as texts.
+        several: The parameters that may be given more than once, each with all of its values.
 
     Raises:
-        BadRequest: one is missing or invalid; the text names it.
+        BadRequest: a parameter is missing or invalid; the text names it.
     """
     if len(given) > _MAX_FIELDS:
         raise BadRequest(f"a request has up to {_MAX_FIELDS} parameters, this one has {len(given)}")
@@ -161,7 +168,7 @@ def read_parameters(
 
 
 def _in_words(problem: str) -> str:
-    """The problem of a parameter, its name first."""
+    """Turn a message of msgspec about a parameter into a sentence that begins with the parameter's name."""
     missing = _MISSING.fullmatch(problem)
     if missing is not None:
         return f"{missing['name']} is missing: fill it in"

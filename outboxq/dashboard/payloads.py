@@ -1,8 +1,8 @@
 """Payloads: arguments, headers, results and error texts, from which secrets are removed before a page is made.
 
-In the mode `redacted`, values are hidden whose key says that they are secret, at any depth, also in JSON inside of a
-string; in error texts the same values, and the text after such a word. In the mode `hidden` nothing of a payload is
-shown. The application's own hook comes after that, and what it hides cannot be searched for either.
+In the mode `redacted`, the values of secret keys are hidden, at any depth, also in JSON inside a string; error texts
+lose the same values, and the text after words such as `password=`. In the mode `hidden` nothing of a payload is shown.
+The application's own hook `redact` is called after that; it can hide more, and no search finds what it hides.
 """
 
 import re
@@ -28,8 +28,8 @@ _WORDS = (
 _SECRET_KEY = re.compile(rf"(?:^|_)(?:{_WORDS})s?(?:$|_)|(?:^|_)pass$")
 _CAPITAL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 _ALWAYS = re.compile(r"password|passwd|secret|token|authorization|api_?key|card|iban|ssn")
-# Every part is bounded or ends for good, so that a text takes a time in proportion to its length: arguments are written
-# by strangers, and a match of Python's keeps every thread waiting.
+# Every part is bounded or ends for good, so that matching takes linear time: strangers write arguments, and a match
+# blocks every Python thread.
 _SEPARATOR = re.compile(r"\\{0,4}[\"']?\s{0,8}(?:=>|[=:])\s{0,8}")
 _WORD_BEFORE = re.compile(r"(?<![\w-])[\w-]+\Z")
 _VALUE = re.compile(
@@ -39,36 +39,36 @@ _VALUE = re.compile(
 _MAX_WORD_CHARACTERS = 64
 _WITHOUT_SPACES = re.compile(r"\S+")
 _BEARER = re.compile(r"(?i)\b(bearer|basic)\s+([A-Za-z0-9._~+/=-]{8,})")
-# Documents with a value and its name in two keys, as {"name": "password", "value": "..."} has.
+# Documents that hold a name and its value under two keys, as {"name": "password", "value": "..."} does.
 _NAMES, _VALUES = ("name", "key", "header", "field"), ("value", "values")
-# A reason without the text of an error, which may have values in it.
+# A reason without the error's text, which may contain values.
 _SAFE_REASON = re.compile(
     r"gave up after \d+ of \d+ attempts: [A-Za-z_][\w.]*|another attempt cannot help: [A-Za-z_][\w.]*|"
     r"crashed \d+ of \d+ times while it ran alone\Z|cancelled\Z"
 )
 _TYPE_NAME = re.compile(r"[A-Za-z_][\w.]*")
 _MIN_HIDDEN_CHARACTERS = 4
-# A text of this length may have been cut when it was stored or sent: notes are the shortest of those.
+# A text of this length may have been cut when it was stored or sent: notes have the lowest limit.
 _CUT_FROM_CHARACTERS = 200
-# If a job has more, no text is shown: each would be searched in each of them.
+# If a job has more secret values than this, no text is shown: each text would be searched for each value.
 _MOST_HIDDEN = 1_000
 _MAX_SHOWN_CHARACTERS = 200_000
 
 
 def is_secret(key: str) -> bool:
-    """Return True if the value of a key is secret."""
+    """Return True if a key's name says that its value is secret, as `password` does."""
     words = _CAPITAL.sub("_", key).replace("-", "_").replace(".", "_").lower()
     return _ALWAYS.search(words) is not None or _SECRET_KEY.search(words) is not None
 
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """JSON that may be seen.
+    """A JSON payload, reduced to the part that may be shown.
 
     Attributes:
-        pretty: Over several lines, for a page. Empty if there is nothing to see.
-        raw: For JSON; null if there is nothing to see.
-        why: The reason why there is nothing to see, or why not all of it.
+        pretty: That part as JSON over several lines, for a page; empty if nothing may be shown.
+        raw: That part as JSON for programs; null if nothing may be shown.
+        why: The reason why nothing, or not everything, is shown; None if everything is.
     """
 
     pretty: str = field(repr=False)
@@ -77,7 +77,7 @@ class Document:
 
 
 def withheld(why: str) -> Document:
-    """A document of which nothing is shown, with the reason."""
+    """Return a document that shows nothing but the reason `why`."""
     return Document("", "null", why)
 
 
@@ -93,7 +93,9 @@ class Payloads:
     """The rules by which payloads are shown.
 
     Args:
-        redact: The application's own hook; if it fails, nothing is shown.
+        mode: `redacted` hides the values of secret keys, `hidden` hides all payloads, and `shown` hides nothing.
+        redact: The application's own hook, called with a kind and its arguments; returns the arguments to show. If
+            it fails, nothing is shown.
     """
 
     mode: Mode = "redacted"
@@ -101,14 +103,18 @@ class Payloads:
 
     @property
     def may_search(self) -> bool:
-        """Return True if arguments can be searched: an answer shows what is in them."""
+        """Return True if arguments may be searched.
+
+        In the mode `hidden` they may not: results would reveal their contents.
+        """
         return self.mode != "hidden"
 
     def document(self, kind: str, text: str, *, hook: bool = False) -> Document:
-        """A payload of a job of this kind.
+        """Return a payload of a job of this kind, as far as it may be shown.
 
         Args:
-            hook: True to call the application's hook, which knows arguments.
+            text: The payload as JSON.
+            hook: True to call the application's hook too. For arguments only: the hook knows no other payloads.
         """
         if self.mode == "hidden":
             return withheld("hidden")
@@ -123,7 +129,10 @@ class Payloads:
             return withheld("it cannot be read")
 
     def callback(self, kind: str, text: str) -> Document:
-        """The job that follows a batch: its options, and its arguments, which pass the hook."""
+        """Return a batch's callback (the job that runs once the batch's jobs have ended), as far as it may be shown.
+
+        The application's hook is called with the callback's arguments.
+        """
         try:
             job = read_tree(text)
         except ValueError:
@@ -131,7 +140,7 @@ class Payloads:
         if not isinstance(job, dict) or "args" not in job or self.mode == "hidden":
             return self.document(kind, text)
         try:
-            # Redacted as a whole once more, for the options.
+            # The whole is redacted once more, because of the options.
             return self.document(kind, write_tree({**job, "args": self._seen(kind, job["args"], hook=True)}))
         except HookFailed as error:
             return withheld(str(error))
@@ -148,7 +157,7 @@ class Payloads:
             raise HookFailed(f"hidden, because the hook `redact` failed: {type(error).__name__}") from None
 
     def seen_args(self, kind: str, text: str) -> Any:
-        """Arguments without secrets; None if none may be seen, or they cannot be read."""
+        """Return a job's arguments (JSON in `text`) without secrets; None if they are hidden or cannot be read."""
         if self.mode == "hidden":
             return None
         try:
@@ -157,15 +166,20 @@ class Payloads:
             return None
 
     def still_has(self, kind: str, text: str, path: Sequence[str], wanted: Sequence[object]) -> bool:
-        """Return True if arguments without secrets still have one of these values at a path."""
+        """Return True if the arguments, once secrets are removed, have one of the wanted values at this path of keys.
+
+        A search uses it to leave out jobs that match only by a hidden value.
+        """
         found = at_path(self.seen_args(kind, text), path)
         return any(found == each and isinstance(found, bool) is isinstance(each, bool) for each in wanted)
 
     def text(self, said: str | None, hidden: Sequence[str] = ()) -> str | None:
-        """An error's text, or a note, without secrets.
+        """Return an error's text, or a job's note, without secrets.
+
+        Return a mask instead in the mode `hidden`, or if the job has over 1,000 hidden values.
 
         Args:
-            hidden: Values of the same job that are hidden, as `secrets_of` finds them.
+            hidden: The hidden values of the same job, as `secrets_of` finds them.
         """
         if said is None or self.mode == "shown":
             return said
@@ -174,14 +188,23 @@ class Payloads:
         return without_secrets(said, hidden)
 
     def knows(self, hidden: Sequence[str] | None) -> bool:
-        """Return True if texts may be shown without these values; they are None if they were not read."""
+        """Return True if the hidden values of a job are known, so that its texts may be shown without these values.
+
+        That takes the mode `redacted`, and at most 1,000 hidden values.
+
+        Args:
+            hidden: The hidden values of the job; None if they were not read.
+        """
         return self.mode == "redacted" and hidden is not None and len(hidden) <= _MOST_HIDDEN
 
     def reason(self, said: str, hidden: Sequence[str] | None = None) -> str:
-        """The reason why a job died; in the mode `hidden`, or if its secrets are not known, without its error's text.
+        """Return the reason why a job died, without secrets.
+
+        Without the hidden values of the job, or in the mode `hidden`, only a beginning without the error's text is
+        returned, such as the number of attempts and the error's type; or a mask, if there is no such beginning.
 
         Args:
-            hidden: Values of the same job that are hidden; None if they were not read.
+            hidden: The hidden values of the same job; None if they were not read.
         """
         if self.mode == "shown":
             return said
@@ -191,11 +214,18 @@ class Payloads:
         return found.group() if found else MASK
 
     def error(self, said: str) -> str:
-        """The error of a group: the name of a type, or the reason of a job that has none."""
+        """Return the error by which dead letters are grouped, as far as it may be shown.
+
+        The name of an exception's type is shown. Any other text is the reason why a job died without one, and is
+        redacted.
+        """
         return said if _TYPE_NAME.fullmatch(said) else self.reason(said)
 
     def secrets_of(self, *texts: str | None) -> tuple[str, ...]:
-        """The values in these documents that are hidden, the longest first: error texts may repeat them."""
+        """Return the values that are hidden in these documents, the longest first, to remove them from error texts.
+
+        Values of fewer than four characters are left out: they may occur in any text.
+        """
         if self.mode != "redacted":
             return ()
         found: set[str] = set()
@@ -204,27 +234,27 @@ class Payloads:
                 redacted(read_tree(text or "null"), taken=found)
             except ValueError:
                 continue
-        # A value may be masked in part by now, such as that of a header: the rest of it is there too.
+        # A value may be masked in part by now, such as that of a header: the remaining part counts too.
         known = (each for each in found if len(each) >= _MIN_HIDDEN_CHARACTERS and MASK not in each)
         return tuple(sorted(known, key=len, reverse=True))
 
 
 def at_path(tree: Any, path: Sequence[str]) -> Any:
-    """The value at a path of keys in a document; None if there is none."""
+    """Return the value at a path of keys in a document; None if there is none."""
     for key in path:
         tree = tree.get(key) if isinstance(tree, dict) else None
     return tree
 
 
 class HookFailed(Exception):
-    """The application's hook has raised an error."""
+    """The application's hook `redact` has raised an error."""
 
 
 def redacted(tree: Tree, depth: int = 0, taken: set[str] | None = None) -> Tree:
-    """A document without the values of secret keys.
+    """Return a document with a mask in place of the values of secret keys.
 
     Args:
-        taken: The removed values are added to it.
+        taken: A set to which this function adds the values that it has masked.
     """
     check_depth(depth)
     if isinstance(tree, dict):
@@ -244,7 +274,10 @@ def redacted(tree: Tree, depth: int = 0, taken: set[str] | None = None) -> Tree:
 
 
 def _is_named(values: list[Tree], at: int) -> bool:
-    """Return True if a value follows a secret name: a pair such as ["X-Api-Key", "..."], or a word like --password."""
+    """Return True if the element at this place in a list is the value of a secret name, which precedes it.
+
+    So it is in a pair such as ["X-Api-Key", "..."], or after a word such as --password.
+    """
     name = values[at - 1] if at else None
     return isinstance(name, str) and (len(values) == 2 or name.startswith("-")) and is_secret(name)
 
@@ -256,22 +289,29 @@ def _masked(tree: Tree, depth: int, taken: set[str] | None) -> str:
 
 
 def _redacted_text(text: str, depth: int, taken: set[str] | None) -> str:
-    """A string: JSON inside of it is redacted like the rest, also JSON of a string, and other text as texts are."""
+    """Redact a string.
+
+    If the string is JSON, it is redacted like a document; any other string is redacted like an error's text.
+    """
     if text.lstrip()[:1] in ("{", "[", '"'):
         try:
             inner = read_tree(text)
         except ValueError:
             return without_secrets(text, ())
-        # Written again even if nothing was removed: of a key that is there twice, only the last was checked.
+        # The JSON is written again even if nothing was removed: if a key appears twice, only its last value was
+        # checked.
         return write_tree(redacted(inner, depth + 1, taken))
     return without_secrets(text, (), taken)
 
 
 def without_secrets(text: str, hidden: Sequence[str], taken: set[str] | None = None) -> str:
-    """A text without these values, the passwords of URLs, and the text after a word such as `password=`.
+    """Return a text with masks in place of its secrets.
+
+    These are the given values, the passwords of URLs, and the text after a word such as `password=`.
 
     Args:
-        taken: The removed values are added to it.
+        hidden: The values to mask.
+        taken: A set to which this function adds the secrets that it has found in URLs or after words.
     """
     out: set[str] = set() if taken is None else taken
     for value in hidden:
@@ -284,7 +324,7 @@ def without_secrets(text: str, hidden: Sequence[str], taken: set[str] | None = N
 
 
 def _without_cut(text: str, hidden: Sequence[str]) -> str:
-    """A text that may have been cut, without the beginning of a hidden value at its end."""
+    """Mask a part of a hidden value at the end of a text, which is there if the text was cut within the value."""
     end = text.removesuffix("...")
     tail = end[-_CUT_FROM_CHARACTERS:]
     begun = (value for value in hidden if value[:_MIN_HIDDEN_CHARACTERS] in tail)
@@ -293,7 +333,7 @@ def _without_cut(text: str, hidden: Sequence[str]) -> str:
 
 
 def _common(end: str, value: str) -> int:
-    """The number of characters of a value, from its first on, that a text ends with; 0 for a few."""
+    """Return the length of the longest beginning of `value` with which `end` ends; 0 if it is less than four."""
     most = min(len(end), len(value) - 1)
     return next((size for size in range(most, _MIN_HIDDEN_CHARACTERS - 1, -1) if end.endswith(value[:size])), 0)
 
@@ -304,7 +344,7 @@ def _without_bearer(found: re.Match[str], taken: set[str]) -> str:
 
 
 def _without_url_password(found: re.Match[str], taken: set[str]) -> str:
-    """The part of a text that may be a URL: its password ends at the last @, and may have any other sign."""
+    """Return the matched part of a text with its password masked if it is a URL. The password ends at the last @."""
     before, scheme, rest = found.group().partition("://")
     user, colon, password = rest.rpartition("@")[0].partition(":")
     if not colon:
@@ -314,7 +354,10 @@ def _without_url_password(found: re.Match[str], taken: set[str]) -> str:
 
 
 def _without_named(text: str, taken: set[str]) -> str:
-    """A text without the values after a secret word and a separator: each is checked once, from left to right."""
+    """Mask each value in a text that follows a secret word and a separator, as in `password=...`.
+
+    The text is read once, from left to right.
+    """
     parts: list[str] = []
     end = 0
     for found in _SEPARATOR.finditer(text):
@@ -340,7 +383,10 @@ def _leaves(tree: Tree, depth: int) -> Iterator[str]:
 
 
 def without_bytes(payloads: Payloads, text: str) -> str:
-    """The answer that an endpoint gave, without a body that is no text: no secret can be found in it."""
+    """Return an endpoint's stored response (JSON text) with a mask in place of a binary body.
+
+    A binary body is hidden whole, because secrets in it cannot be found.
+    """
     try:
         tree = read_tree(text)
     except ValueError:
@@ -351,7 +397,10 @@ def without_bytes(payloads: Payloads, text: str) -> str:
 
 
 def hide_errors(payloads: Payloads, errors: str, hidden: Sequence[str]) -> str:
-    """The JSON of failed attempts with every text of an error as it may be seen; types and places stay."""
+    """Return the JSON of a job's failed attempts with secrets removed from each error text.
+
+    Types and code locations stay. If the JSON cannot be read, return an empty list as JSON.
+    """
     if payloads.mode == "shown":
         return errors
     try:

@@ -1,4 +1,4 @@
-"""Pages: templates that escape everything, links that are relative, and values as people read them."""
+"""Pages: templates that escape everything, relative links, and values formatted for people."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
@@ -35,9 +35,9 @@ NAVIGATION: Sequence[tuple[str, Sequence[tuple[str, str]]]] = (
     ("Operate", (("relays", "Relays"), ("bulk", "Bulk runs"), ("audit", "Audit"))),
 )
 
-# The choices of seconds between two loads of a page.
+# The choices of seconds between two automatic reloads of a page.
 REFRESHES = ("5", "10", "30", "60")
-# The letters that lead to a screen, after a g.
+# The letters that open a screen when typed after g.
 KEYS: Mapping[str, str] = {
     "overview": "o", "doctor": "h", "queues": "q", "kinds": "k", "jobs": "j", "dead": "d", "done": "f",
     "schedules": "s", "flow": "l", "batches": "b", "effects": "e", "inbox": "i", "relays": "r", "bulk": "u",
@@ -47,7 +47,15 @@ KEYS: Mapping[str, str] = {
 
 @dataclass(slots=True)
 class Page:
-    """The common things of a request and its answer."""
+    """One request, and the data with which its answer is rendered.
+
+    Attributes:
+        database: The path segment of the database; None if the page is about no single one.
+        asked: The parameters of the screen, as an object of its dataclass.
+        flash: The message about the user's last action, shown once.
+        form: The fields that the request sent.
+        problem: The error to show in a form.
+    """
 
     request: Request
     session: Session
@@ -61,24 +69,27 @@ class Page:
 
     @property
     def refresh(self) -> int | None:
-        """The seconds after which the browser is to load this page again, if the user has chosen that."""
+        """Return the seconds after which the browser reloads this page; None unless the user has chosen them."""
         given = self.request.query_params.get("refresh", "")
         return int(given) if given in REFRESHES else None
 
     def to(self, path: str) -> str:
-        """A path below the dashboard, relative to this page, so that it is right under any mount and any proxy."""
+        """Return a link from this page to a path below the dashboard.
+
+        The link is relative, so that it is right under any mount and proxy.
+        """
         root = self.request.scope.get("root_path", "")
         inner = self.request.scope["path"].removeprefix(root)
         return relative(inner, path)
 
 
 def relative(inner: str, path: str) -> str:
-    """A path below the dashboard, as seen from another one."""
+    """Return a link from the page at `inner` to the page at `path`, both of which are paths below the dashboard."""
     return "../" * max(0, inner.count("/") - 1) + path or "./"
 
 
 class _Compiled(BytecodeCache):
-    """Compiled templates: shared by all dashboards of a process, as tests make many."""
+    """A cache of compiled templates, shared by all dashboards of a process. It saves time in tests, which make many."""
 
     def __init__(self) -> None:
         self._known: dict[str, bytes] = {}
@@ -96,7 +107,7 @@ _compiled = _Compiled()
 
 
 class Renderer:
-    """Makes pages from templates. A value that a template does not know is an error, and everything is escaped."""
+    """Makes pages from templates. All values are escaped, and an undefined name in a template raises an error."""
 
     def __init__(
         self, settings: Settings, databases: Mapping[str, str], actions: Sequence["Action"], *, has_login: bool
@@ -130,7 +141,11 @@ class Renderer:
         }
 
     def page(self, page: Page, view: View, look: Look, token: str) -> HTMLResponse:
-        """A screen as a page; for a request of htmx's that swaps its main part, the same."""
+        """Render a screen as a whole page, even for htmx in the browser, which takes only the main part from it.
+
+        Args:
+            token: The token that the page's forms send.
+        """
         context = {**view.data, **view.extra, "title": view.title, "now": look.now, "not_known": look.not_known}
         context["standby_delay_seconds"] = look.standby_delay_seconds
         if look.is_read_only:
@@ -138,9 +153,10 @@ class Renderer:
         return self._response(page, view.template, token, context)
 
     def fragments(self, inner: str, database: str, view: View, look: Look) -> dict[str, str]:
-        """The parts of a screen that are shown again while it is open, which are the same for all users.
+        """Render the parts of a live page that change while it is open.
 
-        They are named by their events. A screen that has become another page, as of a job that died, is linked.
+        Return `{name of the event that sends a part: HTML of the part}`. The parts are the same for all users. If the
+        page has been replaced by another one, because its job died for example, they contain a link to that page.
         """
         context = self._links(inner, database, look.now)
         template = self._environment.get_template(view.template)
@@ -157,13 +173,13 @@ class Renderer:
         return made
 
     def refusal(self, page: Page, refused: Refused, token: str) -> HTMLResponse:
-        """The page of a refusal, with its reason."""
+        """Render the page of a refusal, with its reason."""
         response = self._response(page, "refused.html", token, {"title": str(refused.status), "refused": refused})
         response.status_code = refused.status
         return response
 
     def other(self, page: Page, template: str, token: str, **context: Any) -> HTMLResponse:
-        """A page that is about no single database."""
+        """Render a page about no single database, such as the login; `context` has the values for the template."""
         return self._response(page, template, token, context)
 
     def _response(self, page: Page, template: str, token: str, context: Mapping[str, Any]) -> HTMLResponse:
@@ -191,7 +207,7 @@ class Renderer:
 
 
 def _filters() -> dict[str, Any]:
-    """The filters of templates, which write values as people read them."""
+    """Return the template filters, by name: they format values for people."""
     return {
         "segment": as_segment,
         "visible": lambda value: printable(str(value)),
@@ -215,12 +231,12 @@ def wants_json(request: Request) -> bool:
 
 
 def as_redirect(path: str) -> Response:
-    """An answer that leads to another page of the dashboard, by GET."""
+    """Return an answer with status 303: the browser loads another page of the dashboard by GET."""
     return Response(status_code=303, headers={"location": path})
 
 
 def templates() -> list[str]:
-    """The names of all templates."""
+    """Return the file names of all templates."""
     return sorted(each.name for each in files("outboxq.dashboard").joinpath("templates").iterdir())
 
 
@@ -230,7 +246,7 @@ def _age(value: datetime, now: datetime) -> str:
 
 
 def _clock(value: datetime | str) -> str:
-    """A time as people read it, in UTC; another value stays as it is."""
+    """Return a time as text for people, in UTC; a text that is no time stays as it is."""
     if isinstance(value, str):
         try:
             return _clock(datetime.fromisoformat(value))
@@ -248,12 +264,15 @@ def _number(value: float | None, *, estimated: bool = False) -> str:
 
 
 def _short(value: UUID | str) -> str:
-    """The end of an id, which identifies it: its beginning is a time."""
+    """Return the last 12 characters of an id, which identify it: an id begins with a time."""
     return f"…{str(value)[-12:]}"
 
 
 def _query(page: Page, changes: dict[str, Any], refresh: int | None = None) -> str:
-    """The query of this page with other parameters, without those of its path; None takes one away."""
+    """Return the query string of a link to this same page, with some of its parameters changed.
+
+    Parameters of the path are left out; the value None removes a parameter.
+    """
     given: dict[str, Any] = {} if refresh is None else {"refresh": refresh}
     asked = page.asked
     if is_dataclass(asked):

@@ -8,10 +8,10 @@ from outboxq.names import MAX_SCOPE_BYTES, check_key
 
 
 class Role(IntEnum):
-    """The role of a user; each one may do what the ones before it may.
+    """The role of a user; each role includes the rights of the lower ones.
 
-    READER reads. OPERATOR does what can be undone, or what jobs do anyway: pauses, retries, cancels. ADMIN does the
-    rest: discards, forgets, resolves.
+    READER reads. OPERATOR makes changes that can be undone or that jobs undergo anyway: pauses, retries, cancels. ADMIN
+    makes all other changes: discards, forgets, resolves.
     """
 
     READER = 1
@@ -20,7 +20,7 @@ class Role(IntEnum):
 
     @property
     def label(self) -> str:
-        """Its name, as texts and the audit have it."""
+        """The role's name in texts and in the audit."""
         return self.name.lower()
 
 
@@ -40,7 +40,7 @@ class User:
 
 
 def role_named(name: str) -> Role:
-    """The role of this name.
+    """Return the role with this label, such as `operator`.
 
     Raises:
         ConfigError: no role has this name.

@@ -1,6 +1,6 @@
 """Routes: each has a path, a method, and the role that it needs.
 
-A function is reached only by its route, so nothing can be done that the table of routes does not name.
+A function is reached only by its route, so the table of routes names everything that requests can do.
 """
 
 from collections.abc import Awaitable, Callable, Mapping
@@ -30,10 +30,13 @@ MAX_FORM_BYTES = 1_500_000
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """The tools of an action: transactions, and the actions of the user, which write the audit.
+    """The tools that an action's function receives.
 
     Attributes:
-        warn: Called with a sentence that says what could not be taken back.
+        begin: Begins a transaction that changes something.
+        actions: The changes that an operator can make, in the name of the user; they write the audit.
+        warn: Called with a sentence for the log if a failed change left marks on jobs that could not be cleared;
+            such jobs run one at a time once.
     """
 
     begin: "Begin"
@@ -48,10 +51,10 @@ class Done:
     """The result of an action.
 
     Attributes:
-        text: For the page that follows.
-        back: That page, below the database's.
-        data: For JSON.
-        to_run: The change that goes on in the background.
+        text: The message to show on the next page.
+        back: The path of that page, below the database's path.
+        data: The result for programs, which is sent as JSON.
+        to_run: The change of many rows that is to go on in the background, if there is one.
     """
 
     text: str
@@ -62,15 +65,16 @@ class Done:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Screen:
-    """A page about a database: only reads, in a READ ONLY transaction.
+    """The route of a page about a database, which only reads, in a READ ONLY transaction.
 
     Attributes:
-        path: Below `/{db}/`.
-        takes: The dataclass of its parameters.
-        section: The entry of the navigation that it belongs to.
-        live: True if it is shown again while it is open.
-        method: POST for a page whose parameters are a form's.
-        examines: True if it needs the doctor's findings, which are made before the transaction begins.
+        path: The path below `/{db}/`.
+        show: The function that makes the page.
+        takes: The dataclass of the page's parameters.
+        section: The entry of the navigation that the page belongs to.
+        live: True if the page is kept current while a browser has it open.
+        method: POST for a page whose parameters come from a form.
+        examines: True if the page needs the doctor's findings, which are made before the transaction begins.
     """
 
     path: str
@@ -84,20 +88,21 @@ class Screen:
 
     @property
     def whole_path(self) -> str:
-        """The path below the dashboard."""
+        """The path below the dashboard, with `{db}` for the database."""
         return f"/{{db}}/{self.path}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Action:
-    """A change of a database, by a form.
+    """The route of a change of a database, which a form or a program sends.
 
     Attributes:
-        name: That of the audit.
-        of: The dataclass of the names in its path.
-        takes: The dataclass of its fields; one called `reason` goes into the audit.
-        form: Its form, which is shown by GET, and again with an error.
-        again: Instead of a form: makes the page that is shown after an error.
+        name: The action's name in the audit.
+        act: The function that makes the change.
+        of: The dataclass of the path's parameters.
+        takes: The dataclass of the form's fields; the field `reason`, if there is one, goes into the audit.
+        form: The action's form, which GET shows, and which is shown again after an error.
+        again: For an action without a form: the function that makes the page after an error.
     """
 
     path: str
@@ -113,35 +118,35 @@ class Action:
 
     @property
     def verb(self) -> str:
-        """The last part of its path."""
+        """The last part of the action's path, such as `pause`."""
         return self.path.rpartition("/")[2]
 
     @property
     def screen(self) -> Screen:
-        """The page of its form."""
+        """The screen that shows the action's form."""
         assert self.form is not None
         show = partial(show_form, form=self.form, name=self.name)
         return Screen(path=self.path, show=show, takes=self.of, needs=self.needs, section=self.section)
 
     def show_again(self, look: Look, given: Mapping[str, str]) -> View | None:
-        """The page that is shown after an error, to try once more."""
+        """Return the page that shows the user's input again after an error; None if the action has no such page."""
         if self.again is not None:
             return self.again(look, given)
         return None if self.form is None else self.screen.show(look, read_parameters(self.of, given))
 
     @property
     def whole_path(self) -> str:
-        """The path below the dashboard."""
+        """The path below the dashboard, with `{db}` for the database."""
         return f"/{{db}}/{self.path}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Door:
-    """A request about no single database: logging in or out, the list of databases, a file that pages load.
+    """The route of a request about no single database: logging in or out, the list of databases, a static file.
 
     Attributes:
-        needs: None for strangers too.
-        form_bytes: The longest form that it takes.
+        needs: The role that the user needs; None if the route needs no login.
+        form_bytes: The most bytes that its form may have.
     """
 
     path: str

@@ -1,7 +1,7 @@
 """Changes of many rows that go on in the background: two at a time, each in a thread or a greenlet of its own.
 
-Each page of a change commits with its part of the audit, so if this process ends, the audit says how far it came, and
-this dashboard, another one, or the command line can go on from there.
+Each page of rows is committed together with its record in the audit. So if this process ends, the audit says how far
+the change came, and this dashboard, another one, or the command line can resume it.
 """
 
 import asyncio
@@ -29,11 +29,11 @@ OnPage: TypeAlias = Callable[[Total], None]
 
 @dataclass(frozen=True, slots=True)
 class ToRun:
-    """A change that is to go on in the background.
+    """A change of many rows that is to go on in the background.
 
     Attributes:
-        entry: Its row in the audit.
-        run: Runs all of its pages; called in a thread.
+        entry: The id of its row in the audit.
+        run: Changes all pages of rows; called in a thread or a greenlet.
     """
 
     entry: UUID
@@ -41,32 +41,37 @@ class ToRun:
 
 
 class DashboardStopped(OutboxqError):
-    """The dashboard ends: a change in the background ends after its page, and can be resumed."""
+    """Raised in a background change after its present page of rows, to end it because the dashboard is stopping.
+
+    The change can be resumed later.
+    """
 
 
 class Runs:
-    """The changes that go on in this process."""
+    """The changes of many rows that run in the background of this process."""
 
     def __init__(self) -> None:
         self._running: dict[tuple[str, UUID], asyncio.Task[Total]] = {}
 
     def has(self, database: Database, entry: UUID) -> bool:
-        """Return True if a change goes on here."""
+        """Return True if the change with this row in the audit runs in this process."""
         return (database.segment, entry) in self._running
 
     async def start(self, database: Database, wanted: ToRun) -> bool:
-        """Begin a change, and wait for its first page, but not for long; True if that page is done.
+        """Begin a change, and wait up to 15 seconds for its first page of rows.
+
+        Return True once that page is done, and False if it takes longer; the change goes on in either case.
 
         Raises:
-            Refused: it goes on here already, or two others do.
-            OutboxqError, DBAPIError, psycopg.Error: it ended with this before its first page.
+            Refused: the change runs in this process already, or two other changes do.
+            OutboxqError, DBAPIError, psycopg.Error: the change failed with this error before its first page.
         """
         key = (database.segment, wanted.entry)
         if key in self._running:
             raise Refused(409, "It goes on here already.")
         if len(self._running) >= MOST_RUNS:
             raise Refused(
-                409, f"{MOST_RUNS} changes of many rows go on here already: wait until one is over, or stop one."
+                409, f"{MOST_RUNS} changes of many rows go on here already: wait until one has ended, or stop one."
             )
         began = asyncio.Event()
         task = asyncio.create_task(_work(database, wanted, began), name="outboxq-dashboard-bulk")

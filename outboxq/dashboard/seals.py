@@ -1,4 +1,4 @@
-"""Texts that this dashboard has signed, so that it recognises its own: sessions, tokens of forms, messages."""
+"""Texts that this dashboard signs, so that it can recognise its own: sessions, tokens of forms, messages."""
 
 import base64
 import hashlib
@@ -16,7 +16,7 @@ class Seal:
     """Signs texts with a secret, each for one purpose.
 
     Args:
-        secret: 32 bytes at least; a random one without it, which other processes do not have.
+        secret: 32 bytes at least; if None, a random secret that other processes do not have.
 
     Raises:
         ConfigError: a secret that is too short.
@@ -28,23 +28,33 @@ class Seal:
         self._secret = secret or secrets.token_bytes(MIN_SECRET_BYTES)
 
     def mac(self, purpose: str, text: str) -> str:
-        """The signature of a text for this purpose, in hexadecimal."""
-        # The length keeps a purpose and a text from being read as another pair.
+        """Return the signature of a text for this purpose, in hexadecimal."""
+        # The length separates the purpose from the text, so that no other pair has the same bytes.
         message = f"{len(purpose)}:{purpose}{text}".encode(errors="replace")
         return hmac.new(self._secret, message, hashlib.sha256).hexdigest()
 
     def is_mac(self, purpose: str, text: str, given: str) -> bool:
-        """Return True if this is the signature of a text, in a time that reveals nothing of it."""
+        """Return True if `given` is the signature of a text for this purpose.
+
+        The comparison takes the same time for any text.
+        """
         return hmac.compare_digest(self.mac(purpose, text).encode(), given.encode(errors="replace"))
 
     def close(self, purpose: str, value: object) -> str:
-        """A value that can be written as JSON, signed; for a cookie, whose text is anyone's to read."""
-        # Without padding, which would have cookies quoted.
+        """Return a value as a signed text, for a cookie or a form.
+
+        The value is encoded as JSON and not encrypted: anyone can read it.
+        """
+        # Without padding, because cookies with it would be quoted.
         text = base64.urlsafe_b64encode(msgspec.json.encode(value)).decode().rstrip("=")
         return f"{text}.{self.mac(purpose, text)}"
 
     def open(self, purpose: str, sealed: str, kind: type[msgspec.Struct]) -> msgspec.Struct | None:
-        """The value that `close` was given; None if it is not ours."""
+        """Return the value in a text that `close` has signed; None if this dashboard did not sign it for this purpose.
+
+        Args:
+            kind: The class of the value.
+        """
         text, _, mac = sealed.rpartition(".")
         if not text or not self.is_mac(purpose, text, mac):
             return None

@@ -9,17 +9,20 @@ _PLAIN = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]*")
 
 
 def as_segment(name: str) -> str:
-    """A name as one part of a path, which no proxy and no browser takes for anything else, such as `..`."""
+    """Encode a name as one part of a path.
+
+    Proxies and browsers leave the encoded part as it is, while they would change a name such as `..`.
+    """
     if _PLAIN.fullmatch(name):
         return name
     return "~" + base64.urlsafe_b64encode(name.encode()).decode().rstrip("=")
 
 
 def name_in(segment: str) -> str:
-    """The name that `as_segment` was given.
+    """Return the name that `as_segment` has encoded.
 
     Raises:
-        ValueError: it is not such a segment.
+        ValueError: the segment is not an encoded name.
     """
     if not segment.startswith("~"):
         return segment
@@ -31,9 +34,11 @@ def name_in(segment: str) -> str:
 
 
 def names_in(parts: Mapping[str, object]) -> dict[str, str]:
-    """The names in a path, as they are, without that of its database.
+    """Return the names in a path's parameters, decoded: `{parameter: name}`.
+
+    The parameter `db`, which names the database, is left out.
 
     Raises:
-        ValueError: one is not such a segment.
+        ValueError: a parameter is not an encoded name.
     """
     return {key: name_in(str(value)) for key, value in parts.items() if key != "db"}

@@ -11,24 +11,27 @@ from outboxq.dashboard.logins import TokenLogin
 from outboxq.dashboard.origins import is_loopback
 
 _BACKLOG, _GRACE_SECONDS = 128, 2
-# Including those of live pages, of which there are 500 at most.
+# The most connections, those of live pages included, of which there are at most 500.
 _MOST_CONNECTIONS = 1_000
 
 
 def is_open(host: str) -> bool:
-    """Return True if others than this machine may reach an address."""
+    """Return True if a server that listens at this host may be reached from other machines."""
     return not is_loopback(host)
 
 
 def hosts_of(host: str, names: Sequence[str]) -> list[str]:
-    """The names that the Host header may have; `*` for any IP address."""
+    """Return the names that a Host header may have: the host at which the server listens, and the given names.
+
+    If the server listens on all addresses, `*` allows any IP address.
+    """
     shown = f"[{host}]" if ":" in host else host
     return [shown, *names, *(["*"] if host in ("0.0.0.0", "::") else [])]  # noqa: S104  # compared, not listened on
 
 
 @contextmanager
 def listen(host: str, port: int) -> Iterator[tuple[socket.socket, str]]:
-    """A socket that listens, and its address as browsers write it.
+    """Open a listening socket; yield it, and its address as a URL such as `http://127.0.0.1:8484`.
 
     Raises:
         OSError: the address cannot be listened on.
@@ -41,7 +44,7 @@ def listen(host: str, port: int) -> Iterator[tuple[socket.socket, str]]:
 
 
 def announced(address: str, login: object) -> str:
-    """The message at the start: the address, and the link that logs in."""
+    """Return the message to print at the start: the dashboard's address, or a link that logs in if `login` has one."""
     if isinstance(login, TokenLogin) and login.link_token is not None:
         link = f"{address}/login?token={login.link_token}"
         return f"The dashboard is at {link}\nThe link logs in once, within ten minutes. Ctrl-C ends it."
@@ -49,26 +52,26 @@ def announced(address: str, login: object) -> str:
 
 
 class _Server(uvicorn.Server):
-    """A server that leaves signals to the command."""
+    """A uvicorn server that leaves signals to the command which runs it."""
 
     @contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
-        """Capture none: `serve` stops the server."""
+        """Called by uvicorn to handle signals: do nothing, because `serve` stops the server."""
         yield
 
 
 def serve(
     app: ASGIApp, listening: socket.socket, stopping: Callable[[Callable[[], None]], AbstractContextManager[object]]
 ) -> None:
-    """Serve until a signal.
+    """Serve an application on a listening socket until the process is to stop.
 
     Args:
-        stopping: Calls what it is given when the process is to stop.
+        stopping: A context manager that registers a function to call when the process is to stop.
     """
     config = uvicorn.Config(
         app,
         log_level="warning",
-        # Its lines would have the token of the link.
+        # No access log: its lines would contain the token of the link.
         access_log=False,
         proxy_headers=False,
         server_header=False,

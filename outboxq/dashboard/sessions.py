@@ -1,7 +1,7 @@
 """Sessions: a signed cookie for each browser, to which the tokens of its forms are bound.
 
-It also names the user, if the dashboard has a login of its own. With a login of the application it only names the
-browser.
+If the dashboard has a login of its own, the cookie also names the user. If the application has the login, the cookie
+only identifies the browser.
 """
 
 import secrets
@@ -28,8 +28,10 @@ class Session(msgspec.Struct, frozen=True):
     """A browser, and the user who has logged in there.
 
     Attributes:
-        until: The time of its end, in seconds since 1970.
-        mark: Made from the login's data of the user; it changes with the password.
+        until: The time at which the session ends, in seconds since 1970.
+        user: The user's name; None if no user has logged in.
+        mark: A value made from the user's login data; if the password changes, it no longer fits, and the session
+            ends.
     """
 
     id: str
@@ -39,7 +41,7 @@ class Session(msgspec.Struct, frozen=True):
 
 
 class Flash(msgspec.Struct, frozen=True):
-    """The result of an action, to be shown on the page that follows it."""
+    """The message about an action's result, which the next page shows once."""
 
     text: str
     is_error: bool = False
@@ -48,10 +50,10 @@ class Flash(msgspec.Struct, frozen=True):
 class Sessions:
     """Reads and writes the cookies of sessions.
 
-    The cookies' names are made of the secret: dashboards on several ports of a host share its cookies.
+    The cookies' names are derived from the secret, because dashboards on several ports of one host share cookies.
 
     Args:
-        origins: Those of the proxies in front, as browsers see them.
+        origins: The dashboard's origins as browsers see them, if a proxy is in front.
     """
 
     purpose: ClassVar[str] = "session"
@@ -64,7 +66,7 @@ class Sessions:
         self._ended: OrderedDict[str, float] = OrderedDict()
 
     def read(self, request: Request) -> Session | None:
-        """The session of a request, if it has a valid one."""
+        """Return the session in the request's cookie; None if there is none, or it is not valid or has ended."""
         sealed = request.cookies.get(self.cookie)
         found = None if sealed is None else self._seal.open(self.purpose, sealed, Session)
         if not isinstance(found, Session) or found.until < time.time() or found.id in self._ended:
@@ -72,17 +74,20 @@ class Sessions:
         return found
 
     def new(self) -> Session:
-        """A new session."""
+        """Return a new session, in which no user has logged in yet."""
         return Session(secrets.token_urlsafe(24), time.time() + LIFE_SECONDS)
 
     def begin(self, login: Login, user: User) -> Session:
-        """A new session, of a user who has logged in."""
+        """Return a new session for a user who has just logged in."""
         found = login.find(user.name)
         mark = "" if found is None else self._mark(*found)
         return msgspec.structs.replace(self.new(), user=user.name, mark=mark)
 
     def user_of(self, login: Login, session: Session) -> User | None:
-        """The user who has logged in, with the current role; None if the login does not know that user any more."""
+        """Return the session's user with the present role.
+
+        Return None if no user has logged in, or the login does not know the user or the password any more.
+        """
         found = None if session.user is None else login.find(session.user)
         if found is None or not secrets.compare_digest(self._mark(*found), session.mark):
             return None
@@ -92,47 +97,47 @@ class Sessions:
         return self._seal.mac("login", f"{user.name}\n{secret}")[:32]
 
     def end(self, session: Session) -> None:
-        """Forget a session in this process, also if its cookie still exists."""
+        """Make a session invalid in this process, so that its cookie, if a browser still sends it, is refused."""
         now = time.time()
         self._ended[session.id] = session.until
         while self._ended and (len(self._ended) > _ENDED_MOST or next(iter(self._ended.values())) < now):
             self._ended.popitem(last=False)
 
     def write(self, request: Request, response: Response, session: Session) -> None:
-        """Give the browser the cookie of a session."""
+        """Set the cookie of a session in the response."""
         self._set(request, response, self.cookie, self._seal.close(self.purpose, session), LIFE_SECONDS)
 
     def erase(self, request: Request, response: Response) -> None:
-        """Take the cookie away from the browser."""
+        """Remove the session's cookie from the browser."""
         self._set(request, response, self.cookie, "", 0)
 
     def write_flash(self, request: Request, response: Response, flash: Flash) -> None:
-        """Show a message on the next page of this browser."""
+        """Set a cookie with a message in the response: the browser's next page shows it."""
         self._set(request, response, self._flash_cookie, self._seal.close("flash", flash), FLASH_SECONDS)
 
     def read_flash(self, request: Request) -> Flash | None:
-        """The message for this page, if there is one."""
+        """Return the message that this page should show, from the request's cookie; None if there is none."""
         sealed = request.cookies.get(self._flash_cookie)
         found = None if sealed is None else self._seal.open("flash", sealed, Flash)
         return found if isinstance(found, Flash) else None
 
     def erase_flash(self, request: Request, response: Response) -> None:
-        """Remove the message after it was shown."""
+        """Remove the message's cookie from the browser after the message was shown."""
         self._set(request, response, self._flash_cookie, "", 0)
 
     def token(self, session: Session, user: User | None) -> str:
-        """The token that the forms of this session send along."""
+        """Return the token for the forms of this session. A form that sends it was made by the dashboard."""
         return self._seal.mac("csrf", _bound(session, user))
 
     def is_token(self, session: Session, user: User | None, given: str) -> bool:
-        """Return True if a form is one of this session's."""
+        """Return True if `given` is the token of this session's forms."""
         return self._seal.is_mac("csrf", _bound(session, user), given)
 
     def _is_secure(self, request: Request) -> bool:
-        """Return True if the browser uses TLS, to this server or to the proxy in front."""
+        """Return True if the browser uses TLS, to this server or to a proxy in front of it."""
         if request.url.scheme == "https" or f"https://{request.headers.get('host', '')}" in self._origins:
             return True
-        # A proxy may send another host than browsers do.
+        # A proxy may send another Host than the browser did.
         return bool(self._origins) and all(each.startswith("https://") for each in self._origins)
 
     def _set(self, request: Request, response: Response, name: str, value: str, seconds: int) -> None:

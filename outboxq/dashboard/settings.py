@@ -18,10 +18,10 @@ logger = logging.getLogger("outboxq.dashboard")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobRef:
-    """The job that a page is about, for links to other systems.
+    """The job that a page is about, given to the application's function `links`, which makes links to other systems.
 
     Attributes:
-        headers: As they may be seen: none if payloads are hidden.
+        headers: The job's headers without secrets; empty if payloads are hidden.
     """
 
     id: UUID
@@ -53,16 +53,19 @@ class Options(TypedDict, total=False):
     """The options of `create_app`, each with a default.
 
     Attributes:
-        schema: That of the tables.
-        title: In the corner of each page.
-        environment: Shown on every page; in `production` changes of many things are confirmed by typing.
-        payloads: Hide values of secret keys (`redacted`), all of arguments, headers, results and error texts, or
-            nothing.
-        redact: Called with a kind and its arguments; returns what may be seen of them.
+        schema: The schema of the tables.
+        title: The title in the corner of each page.
+        environment: The name shown on every page; in `production`, `prod` or `live`, changes of many rows are
+            confirmed by typing.
+        payloads: `redacted` hides values of secret keys, `hidden` all arguments, headers, results and error texts,
+            and `shown` nothing.
+        redact: Called with a kind and its arguments; returns the arguments that may be seen.
         links: Called with the job of a page; returns links to other systems.
-        hosts: Names that the Host header may have; without it, any, and the application around it has to check.
-        origins: Its origins in browsers, such as `https://ops.example.com`, if a proxy changes the scheme or the host.
-        live_seconds: The interval in which open pages are made again, 2 to 60.
+        hosts: Names that the Host header may have; if None, any name, and the surrounding application has to check
+            it.
+        origins: The dashboard's origins in browsers, such as `https://ops.example.com`, if a proxy changes the
+            scheme or the host.
+        live_seconds: The interval in which open pages are made again, 2 to 60 seconds.
     """
 
     schema: str
@@ -104,7 +107,7 @@ class Settings:
 
     @classmethod
     def of(cls, options: Options) -> "Settings":
-        """The settings that options give.
+        """Return the settings for the options of `create_app`; an option that is not given has its default.
 
         Raises:
             ConfigError: an invalid value.
@@ -123,7 +126,7 @@ class Settings:
         )
 
     def links_of(self, job: JobRef) -> Sequence[Link]:
-        """The links of a job; none if the application's function fails, which is logged."""
+        """Return the application's links for a job. If its function `links` fails, log the error and return none."""
         try:
             return () if self.links is None else tuple(self.links(job))
         except Exception:  # code of the application's
@@ -132,5 +135,8 @@ class Settings:
 
     @property
     def is_production(self) -> bool:
-        """Return True if mistakes are dear here: changes of many things are confirmed by typing."""
+        """Return True if the environment is `production`, `prod` or `live`.
+
+        Changes of many rows are then confirmed by typing.
+        """
         return (self.environment or "").lower() in ("production", "prod", "live")

@@ -1,6 +1,7 @@
-"""The files that pages load: ours, and those of other projects, whose versions and hashes are in vendor.toml.
+"""Static files: the dashboard's own, and those of other projects, whose versions and hashes are in vendor.toml.
 
-The path of each has a part of its hash, so that a browser keeps it for good, and loads it again after an upgrade.
+The path of each contains a part of the file's hash: browsers may cache it for ever, and load another path after an
+upgrade.
 """
 
 import hashlib
@@ -22,7 +23,7 @@ NAMES = (
 
 @cache
 def static_bytes(name: str) -> bytes:
-    """A file that pages may load.
+    """Return the bytes of a static file.
 
     Raises:
         KeyError: no file has this name.
@@ -34,5 +35,5 @@ def static_bytes(name: str) -> bytes:
 
 @cache
 def static_version(name: str) -> str:
-    """A part of the hash of a file."""
+    """Return the beginning of a static file's hash, which is a part of the file's path."""
     return hashlib.sha256(static_bytes(name)).hexdigest()[:16]

@@ -1,4 +1,7 @@
-"""Tries to log in: one at a time, in a thread that nothing else waits for, and answered later the more have failed."""
+"""Attempts to log in: one at a time, in a thread of their own.
+
+The more have failed, the later a failure is answered.
+"""
 
 import logging
 import time
@@ -14,14 +17,14 @@ from outboxq.dashboard.roles import User
 
 logger = logging.getLogger("outboxq.dashboard")
 
-# Tries that are under way, those that wait for their answer included.
+# Tries under way, those that wait for their answer included.
 _MOST = 10
 _REMEMBERED_SECONDS = 60.0
 _FIRST_DELAY_SECONDS, _LONGEST_DELAY_SECONDS = 0.1, 5.0
 
 
 class Tries:
-    """The tries of all browsers. A right one is not delayed by those that failed."""
+    """Runs the attempts of all browsers to log in. The delay after failures does not apply to a correct attempt."""
 
     def __init__(self) -> None:
         self._limiter: CapacityLimiter | None = None
@@ -29,10 +32,13 @@ class Tries:
         self._failed_at: deque[float] = deque(maxlen=100)
 
     async def log_in(self, login: Login, name: str, password: str, address: str) -> User | None:
-        """The user of a name and a password; None if they are wrong.
+        """Return the user of this name and password, or None, after a delay, if they do not match.
+
+        Args:
+            address: The client's address, for the log.
 
         Raises:
-            Refused: too many tries are under way.
+            Refused: ten attempts to log in are under way.
         """
         if self._under_way >= _MOST:
             raise Refused(429, "Too many try to log in at this moment. Wait some seconds, and try again.")
@@ -42,7 +48,7 @@ class Tries:
                 self._limiter = CapacityLimiter(1)
             user = await anyio.to_thread.run_sync(login.log_in, name, password, limiter=self._limiter)
             if user is None:
-                # Without the name: some users type their password there.
+                # The name is not logged: some users type their password there.
                 delay = self._count_failure()
                 logger.warning("a login failed: address=%s failures_in_a_minute=%d", address, len(self._failed_at))
                 await anyio.sleep(delay)
@@ -51,7 +57,10 @@ class Tries:
         return user
 
     def _count_failure(self) -> float:
-        """Count a try that failed; returns how long its answer takes."""
+        """Count a failed attempt to log in; return the seconds to wait before it is answered.
+
+        They are 0.1 for the first failure, and double with each further one within a minute, up to 5.
+        """
         now = time.monotonic()
         while self._failed_at and self._failed_at[0] < now - _REMEMBERED_SECONDS:
             self._failed_at.popleft()

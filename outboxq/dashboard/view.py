@@ -17,15 +17,15 @@ from outboxq.dashboard.payloads import Document
 Part = TypeVar("Part")
 Shown = TypeVar("Shown")
 
-# Together, however many sections a page has.
+# The limit for all sections of a page together.
 _PAGE_SECONDS = 6.0
 
 
 class Look:
-    """One read of a database, in a READ ONLY transaction.
+    """The data source of a screen: one read of a database, in a READ ONLY transaction.
 
     Args:
-        caller: The user; None for a page that many follow.
+        caller: The user; None for a live page, which many users see.
     """
 
     def __init__(self, connection: Connection, way: Way, desk: Desk, caller: Caller | None = None) -> None:
@@ -45,12 +45,18 @@ class Look:
         self.sections = Sections(connection, settings=BY_INDEX, seconds=_PAGE_SECONDS)
 
     def at(self, name: str, look: Callable[[Connection], Part]) -> Part | None:
-        """A section; None if the database refuses it or takes too long, which the page then says."""
+        """Return the result of `look`, which reads one section of the page.
+
+        Return None if the section cannot be read, or not in time: the page then says that the section is not known.
+
+        Args:
+            name: The section's name on the page.
+        """
         return self.sections.at(name, lambda: look(self.connection))
 
     @property
     def not_known(self) -> tuple[NotKnown, ...]:
-        """The sections that the database refused."""
+        """The sections that could not be read, each with the reason."""
         return tuple(self.sections.refused)
 
 
@@ -59,10 +65,12 @@ class View:
     """The contents of a screen.
 
     Attributes:
-        data: By the names that the command line's --json has. The template has them too.
-        extra: For the template alone.
-        later: Returns more of that; called after the transaction, for work that takes long and needs no database.
-        title: Of the page.
+        template: The file name of the page's template.
+        data: The contents, named as in the command line's --json; the template receives them too.
+        extra: More contents, for the template only.
+        later: Returns further entries of `extra`; called after the transaction, for slow work that needs no
+            database.
+        title: The title of the page.
     """
 
     template: str
@@ -73,21 +81,24 @@ class View:
 
     @property
     def whole(self) -> "View":
-        """The view with what `later` returns."""
+        """This view, with the contents that `later` returns added to `extra`."""
         return self if self.later is None else replace(self, extra={**self.extra, **self.later()}, later=None)
 
 
 def look_at(way: Way, desk: Desk, show: Callable[[Look], Shown], caller: Caller | None = None) -> tuple[Shown, Look]:
-    """Run a screen in a transaction of its own."""
+    """Call `show` with a `Look` at the database, in a READ ONLY transaction; return its result and the `Look`."""
     with way.reading() as connection:
         look = Look(connection, way, desk, caller)
         shown = show(look)
-    # The connection is free again.
+    # The connection has been released.
     return (cast("Shown", shown.whole) if isinstance(shown, View) else shown), look
 
 
 def flat(detail: object, **documents: Document | None) -> dict[str, object]:
-    """A thing in full, as `show --json` has it: its fields, those of its summary, and its documents."""
+    """Return a detail such as `JobDetail` as one flat dict, as `show --json` prints it.
+
+    It has the detail's fields and those of the summary in it; `documents` replace fields of the same name.
+    """
     fields: dict[str, object] = {}
     for name, value in asdict(detail).items():  # type: ignore[call-overload]  # a dataclass, whichever it is
         if isinstance(value, dict) and is_dataclass(getattr(detail, name)):
@@ -98,8 +109,8 @@ def flat(detail: object, **documents: Document | None) -> dict[str, object]:
 
 
 def as_json(data: Mapping[str, object]) -> bytes:
-    """The JSON of a view: its documents as they are."""
-    # By hand: msgspec knows dataclasses, and calls no hook for them.
+    """Return the data of a view as JSON, with the text of each `Document` as it is."""
+    # Written by hand: msgspec encodes dataclasses itself, without calling a hook.
     whole = {
         name: msgspec.Raw(value.raw.encode()) if isinstance(value, Document) else value for name, value in data.items()
     }

@@ -1,7 +1,7 @@
-"""Answers of an async session, connection or context: coroutines that a handler cannot forget to await.
+"""Coroutines that outboxq returns for an async session, connection or context: no handler can forget to await them.
 
-`find_job(session, ...)` without `await` does nothing, and Python says so only in a warning, when the job is done. So
-the coroutines of this package are counted while an async handler runs: one that was never awaited fails the attempt.
+`find_job(session, ...)` without `await` does nothing, and Python says so only in a warning after the job is done. So
+outboxq counts its own coroutines while an async handler runs: one that was never awaited fails the attempt.
 """
 
 import inspect
@@ -23,15 +23,17 @@ SyncTarget: TypeAlias = SyncSession | Connection
 AsyncTarget: TypeAlias = AnAsyncSession | AsyncConnection
 
 
-# If a handler makes more of them, those that were begun are forgotten.
+# The limit: beyond it, coroutines that were begun are forgotten.
 _MOST_NOTED = 1_000
 
 
 class Answer(Coroutine[Any, Any, T]):
-    """A coroutine that is counted until it is awaited, and refuses to be taken for its result.
+    """The coroutine of an async call of outboxq's, recorded so that a forgotten `await` is noticed.
+
+    Its use as a truth value raises TypeError, for the same reason.
 
     Args:
-        call: The call, for the error: "find_job(...)".
+        call: The text of the call, for the error: "find_job(...)".
     """
 
     def __init__(self, coroutine: Coroutine[Any, Any, T], call: str) -> None:
@@ -40,7 +42,7 @@ class Answer(Coroutine[Any, Any, T]):
         self._call = call
 
     def __await__(self) -> Generator[Any, None, T]:
-        # A local variable, by which the coroutine that a task waits for is found.
+        # A local variable, so that the coroutine that a task waits for can be found.
         inner = self.coroutine
         return (yield from inner.__await__())
 
@@ -53,11 +55,11 @@ class Answer(Coroutine[Any, Any, T]):
     def close(self) -> None:
         self.coroutine.close()
 
-    # Not in its type: a checker would silently take the code after a test of it for unreachable.
+    # Hidden from the type: a type checker would silently treat the code after `if answer:` as unreachable.
     if not TYPE_CHECKING:
 
         def __bool__(self) -> bool:
-            # Python 3.12 calls it on a task's coroutine when it prints the task, as asyncio.run does.
+            # Python 3.12 reads it from a task's coroutine to print the task, as asyncio.run does.
             if sys._getframe(1).f_globals.get("__name__") == "asyncio.base_tasks":  # noqa: SLF001  # who asks
                 return True
             raise TypeError(f"nothing has happened yet: `await {self._call}`")
@@ -67,14 +69,22 @@ _made: ContextVar[dict[Coroutine[Any, Any, Any], str] | None] = ContextVar("outb
 
 
 def count_coroutines() -> Mapping[Coroutine[Any, Any, Any], str]:
-    """The coroutines that are made from now on, in this task and those that it starts, with their calls."""
+    """Begin to record outboxq's coroutines in this task and those that it starts; return the mapping that gets them.
+
+    The mapping has the text of each coroutine's call, such as "find_job(...)". After a handler has returned, the code
+    that called it looks there for coroutines that were never begun.
+    """
     made: dict[Coroutine[Any, Any, Any], str] = {}
     _made.set(made)
     return made
 
 
 def note(coroutine: Coroutine[Any, Any, Any], call: str) -> None:
-    """Count a coroutine until it is begun; the last name counts."""
+    """Record a coroutine with the text of its call, to find out later if it was ever begun.
+
+    A later text for the same coroutine replaces the earlier one. From 1,000 recorded ones on, those that were begun are
+    dropped.
+    """
     awaited.note(call, coroutine)
     made = _made.get()
     if made is None:
@@ -86,7 +96,7 @@ def note(coroutine: Coroutine[Any, Any, Any], call: str) -> None:
 
 
 def inner_coroutine(waited_for: object) -> object:
-    """The coroutine inside of an answer, or of the `await` of one; anything else as it is."""
+    """Return the coroutine that an `Answer` wraps, given the answer or what its `await` runs; else the given object."""
     if isinstance(waited_for, Answer):
         return waited_for.coroutine
     if isinstance(waited_for, GeneratorType) and waited_for.gi_frame is not None:
@@ -95,9 +105,13 @@ def inner_coroutine(waited_for: object) -> object:
 
 
 def run_on(target: SyncTarget | AsyncTarget, work: Callable[[Session | Connection], T], call: str) -> T | Answer[T]:
-    """Do work on a session or connection; on an async one, return an answer that does it when it is awaited."""
+    """Call `work` with a plain session or connection; for an async one, return an `Answer` that calls it when awaited.
+
+    Args:
+        call: The text of this call, for an error about a forgotten `await`: "find_job(...)".
+    """
     plain = target() if isinstance(target, scoped_session | async_scoped_session) else target
     if isinstance(plain, AsyncSession | AsyncConnection):
-        # Made at once, so that Python warns of one that is never awaited outside of a handler.
+        # Made at once, so that Python warns of an answer that is never awaited outside of a handler.
         return Answer(plain.run_sync(work), call)
     return work(plain)

@@ -1,7 +1,8 @@
-"""Closing of connections: by the thread or task that uses them.
+"""Closes connections: only the thread or task that uses a connection closes it.
 
-Other code ends a connection's socket, or asks the server to end its session. If it were closed beneath a waiting
-statement, that would go on in freed memory: psycopg's C code keeps a bare pointer. Both functions assert this.
+Other code only ends the connection's socket, or requests the server to end its session. If a connection were closed
+during a statement, psycopg's C code would go on in freed memory, since it keeps a bare pointer. `give_up` and `finish`
+assert that no statement is under way.
 """
 
 import asyncio
@@ -22,22 +23,22 @@ from sqlalchemy.util import await_only
 from outboxq.database.answers import inner_coroutine
 from outboxq.database.driver import DriverConnection, driver_connection, libpq_users
 
-# Checks of whether a statement has noticed that its socket has ended. Not by a time: a thread that waits for the
-# processor, and an event loop that is held up, would notice nothing in it.
+# The number of checks if a statement has noticed the end of its socket. A time limit would not do: a thread that waits
+# for the processor, or a blocked event loop, would notice nothing within it.
 _LOOKS = 1_000
 _LOOK_SECONDS = 0.01
-# Checks that find no statement: one whose thread has just taken the driver's lock has not begun yet, and in an event
-# loop those that wait for the lock take a turn each.
+# The number of checks that find no statement: a thread that has just taken the driver's lock has not begun its
+# statement yet, and on an event loop each waiter for the lock takes a turn.
 _IDLE_LOOKS, _IDLE_TURNS = 3, 20
-# The functions in which a thread, or a task, is while a statement of the driver's is under way.
+# The functions in which a thread or task is while the driver executes a statement.
 _WAITS = (psycopg.Connection.wait.__code__, psycopg.AsyncConnection.wait.__code__)
 
 
 def give_up(connection: Connection) -> None:
-    """Close for good a connection that a thread or task which a handler has left may be using.
+    """Close a connection for good, even if a thread or task that a handler left running still uses it.
 
-    The socket ends first, and with it the statement: that would read from a socket that is the next connection's, by
-    its number.
+    The socket is shut down first, which ends a running statement: otherwise that statement might read from the socket
+    of the next connection, if that gets the same file descriptor.
     """
     if connection.closed or connection.invalidated:
         return
@@ -48,19 +49,22 @@ def give_up(connection: Connection) -> None:
     finally:
         connection.invalidate()
         if is_ours:
-            # A statement that waits for the lock finds the connection closed.
+            # A statement that waits for the lock then finds the connection closed.
             driver.lock.release()
 
 
 def finish(connection: DriverConnection) -> None:
-    """Close a connection that a thread uses by `run_on_libpq`; in that thread."""
-    # psycopg's own close() may be a coroutine; below it there is nothing to wait for.
+    """Close a connection that one thread uses by `run_on_libpq`. That thread must call this."""
+    # psycopg's own close() may be a coroutine; libpq's needs no waiting.
     assert libpq_users.get(connection.pgconn, get_ident()) == get_ident(), "a connection is closed by another thread"
     connection.pgconn.finish()
 
 
 def _lock(driver: "psycopg.Connection[Any]") -> bool:
-    """End the statement under way, and take the driver's lock; False if an unfinished COPY or stream has it."""
+    """Take the driver's lock; if a running statement has it, shut down the socket, which ends that statement.
+
+    Return False if the lock is never freed, because code holds it with an unfinished COPY or stream.
+    """
     if driver.lock.acquire(blocking=False):
         return True
     _end_socket(driver)
@@ -75,7 +79,11 @@ def _lock(driver: "psycopg.Connection[Any]") -> bool:
 
 
 async def _lock_async(driver: "psycopg.AsyncConnection[Any]") -> bool:
-    """End the statement under way, and take the driver's lock, on an async connection, which only tasks use."""
+    """Take an async driver's lock; if a running statement has it, shut down the socket, which ends that statement.
+
+    Return False if the lock is never freed, because code holds it with an unfinished COPY or stream. Only tasks of this
+    event loop use the connection.
+    """
     if not driver.lock.locked():
         return await driver.lock.acquire()
     _end_socket(driver)
@@ -100,7 +108,7 @@ def _end_socket(driver: DriverConnection) -> None:
 
 
 def _is_waited_on(driver: DriverConnection) -> bool:
-    """Return True if a thread, or a task of the running event loop, is inside of a statement on this connection."""
+    """Return True if a thread, or a task of the running event loop, waits inside a statement on this connection."""
     is_async = isinstance(driver, psycopg.AsyncConnection)
     frames = _awaiting_frames() if is_async else _running_frames()
     return any(frame.f_code in _WAITS and frame.f_locals.get("self") is driver for frame in frames)

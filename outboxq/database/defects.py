@@ -1,6 +1,7 @@
-"""Defects of outboxq itself: errors of the code that watches handlers, which no handler may take for its own.
+"""Finds and logs defects of outboxq itself: errors in its code that watches handlers, which must not fail the handler.
 
-That code then assumes the worst, and goes on; the defect is logged once for each place.
+After such an error that code assumes the worst about the handler's statement, and goes on. Each place of a defect is
+logged once.
 """
 
 import logging
@@ -24,28 +25,28 @@ _APPLICATIONS = ("outboxq.demo", "outboxq.torture")
 
 
 def is_defect(error: BaseException) -> bool:
-    """Return True if an error comes from outboxq's own code: not the database, nor any code of the user's."""
+    """Return True if an error comes from outboxq's own code, and not from the database or from users' code."""
     if not isinstance(error, Exception) or isinstance(error, _EXPECTED):
         return False
     modules = [module for module, _ in _places(error)]
-    # Users' code in C has no frame: that of its caller is the innermost one.
+    # Users' code in C has no frame: the innermost frame is its caller's.
     return all(map(_is_known, modules)) and (not modules or modules[-1] not in _CALLERS)
 
 
 def contain(error: Exception) -> None:
-    """Log a defect, for a watcher that goes on; any other error is raised again."""
+    """Log a defect, so that the watching code can go on; raise any other error again."""
     if not is_defect(error):
         raise error
     report(error)
 
 
 def report(error: BaseException) -> None:
-    """Log a defect once: its type and its place, and no text, which may quote a value."""
+    """Log a defect, once for each type and place. Its text is left out, because it may quote a value."""
     *_, (module, line) = (place for place in _places(error) if place[0].startswith("outboxq."))
     _log(type(error).__name__, f"{module}:{line}")
 
 
-# Kept so that a defect which each statement meets is one line of the log.
+# Remembered, so that a defect of each statement is logged once.
 @lru_cache(256)
 def _log(error_type: str, where: str) -> None:
     fields = {"error_type": error_type, "where": where}

@@ -1,6 +1,7 @@
-"""The relay's own strings, sent through the psycopg connection below SQLAlchemy: several statements, one round trip.
+"""The relay's own SQL strings, sent through psycopg below SQLAlchemy: several statements in one round trip.
 
-Written once for sync and async: on an async connection the caller is inside `run_sync`, whose greenlet may await.
+The same functions serve sync and async connections: for an async one, the caller is inside SQLAlchemy's `run_sync`, in
+which a plain function can wait for a coroutine.
 """
 
 import asyncio
@@ -29,12 +30,12 @@ from sqlalchemy.util import await_only
 
 from outboxq.database.errors import sqlstate_of
 
-# The time that a connection which only queries and listens waits for an answer.
+# The time for which a connection that only queries and listens waits for an answer.
 ANSWER_SECONDS = 15.0
 
-# epoll takes no more than 24 days, which a time that was computed from a clock that was set may exceed.
+# epoll accepts at most 24 days; a time computed after the clock was set may exceed that.
 _LONGEST_SECONDS = 86_400.0
-# Looked up, and not made: it is read for each job.
+# Looked up and not made, because it is read for each job.
 _STATUSES = {int(status): status for status in TransactionStatus}
 
 _DRIVERS = (psycopg.Connection, psycopg.AsyncConnection)
@@ -45,44 +46,47 @@ DriverConnection: TypeAlias = "psycopg.Connection[Any] | psycopg.AsyncConnection
 Rows: TypeAlias = Sequence[tuple[Any, ...]]
 
 _STATEMENT = itemgetter(1)
-# Numbers, which are compared faster than members.
+# Integers, because they compare faster than enum members.
 _COMMAND_OK, _TUPLES_OK = int(ExecStatus.COMMAND_OK), int(ExecStatus.TUPLES_OK)
 
 
 # Errors of prepared statements: invalid_sql_statement_name, duplicate_prepared_statement, and feature_not_supported,
 # "cached plan must not change result type".
 _NO_SUCH, _THERE_ALREADY, _TABLE_CHANGED = "26000", "42P05", "0A000"
-# If statements are lost before this many executions, as many are sent as text.
+# If prepared statements are lost before this many executions, the next ones of this number are sent as text.
 _WORTHWHILE = 20
 
 
 @dataclass(slots=True)
 class Script:
-    """Single statements for one round trip, each with its owner, which gets its rows; none is found by its number."""
+    """Statements that are sent in one round trip.
+
+    Each belongs to an owner, a name that its caller chooses, under which the answer has the statement's rows.
+    """
 
     parts: list[tuple[str, str]] = field(default_factory=list)
 
     def add(self, owner: str, *statements: str) -> "Script":
-        """Append statements of one owner, each of them a single one."""
+        """Append statements of one owner, each string a single statement; return this script."""
         for statement in statements:
             self.parts.append((owner, statement))
         return self
 
     def send(self, connection: Connection) -> "Answer":
-        """Send all of them as one simple query; PostgreSQL executes none that comes after a failure.
+        """Send all statements in one message; PostgreSQL executes none after a failure.
 
-        If the driver is to begin a transaction, BEGIN goes in front.
+        Errors are not raised but returned. If the driver would begin a transaction now, BEGIN is put in front.
         """
         driver = driver_connection(connection)
         text = "; ".join(map(_STATEMENT, self.parts))
         try:
             results = _send(driver, text, begins=True)
         except psycopg.Error as error:
-            # Without any result: the connection is lost, or could not be used.
+            # There is no result: the connection is lost, or could not be used.
             return Answer({}, False, error, "")
         rows: dict[str, Rows] = {}
         is_committed, failure, failed_at = False, None, ""
-        # An error that no statement caused, such as the end of the server, comes in the place of the next result.
+        # An error that no statement caused, such as the server's shutdown, arrives in place of the next result.
         for (owner, _), result in zip(self.parts, results, strict=False):
             status = result.status
             if status == _COMMAND_OK:
@@ -91,7 +95,7 @@ class Script:
                 try:
                     found = _rows_of(driver, result)
                 except psycopg.Error as error:
-                    # A value that Python cannot hold: the statements after it were executed all the same.
+                    # The value cannot be held by Python: the later statements were executed nevertheless.
                     failure, failed_at = failure or error, failed_at or owner
                 else:
                     rows[owner] = [*rows[owner], *found] if owner in rows else found
@@ -108,10 +112,10 @@ class Answer:
 
     Attributes:
         rows: The rows of each owner's statements, by owner; an owner without an entry has none.
-        is_committed: A COMMIT was executed, also if a later statement failed. False if the connection was lost before
-            its result came: then it is not known.
-        error: The failure, or None.
-        failed_at: The owner of the statement that failed.
+        is_committed: True if a COMMIT was executed, even if a later statement failed. If the connection was lost before
+            its result came, this is False, and the outcome is not known.
+        error: The failure that stopped the script, or an error in reading its rows; None without either.
+        failed_at: The owner of the statement that failed; empty if there is none, or if the connection failed.
     """
 
     rows: Mapping[str, Rows]
@@ -121,47 +125,55 @@ class Answer:
 
 
 def may_be_of_prepared(error: BaseException) -> bool:
-    """Return True if an error may be of a statement that was prepared, or was not, and of no other."""
+    """Return True if an error may have come up only because a statement was prepared, so that another try can succeed.
+
+    The server then reports that the statement's name exists already, that it is missing, or that its plan is outdated.
+    """
     return sqlstate_of(error) in (_NO_SUCH, _THERE_ALREADY, _TABLE_CHANGED)
 
 
 class PreparedStatements:
-    """The statements of one sort that a connection has prepared, as far as is known.
+    """Remembers the statements for one purpose, such as claims, that are presumably prepared on a connection's server.
 
-    The driver drops all prepared statements at a rollback, and behind a transaction pooler each transaction may come
-    to another session. A statement that fails for this costs a round trip only. It is prepared again, unless the
-    loss before was a moment ago: then statements are sent as text for a while.
+    It may be wrong: the driver drops all prepared statements at a rollback, and with a transaction pooler each
+    transaction may run in another server session. A statement that fails for this reason costs one more round trip. It
+    is prepared again, unless fewer than 20 executions (`_WORTHWHILE`) came after the previous loss: then the next 20
+    are sent as plain text.
 
     Attributes:
-        names: The names of the statements that are prepared.
-        is_plain: Statements are sent as plain text for now.
+        names: The names of the statements that are presumably prepared.
+        is_plain: True while statements are sent as plain text.
     """
 
     def __init__(self, *, prepares: bool = True) -> None:
         self.names: set[str] = set()
         self.is_plain = not prepares
-        # Executions since the last loss; below zero while statements are sent as text.
+        # Executions since the last loss; negative while statements are sent as text.
         self._age: float = _WORTHWHILE if prepares else -math.inf
 
     def succeeded(self, name: str) -> None:
-        """Record that the statement of this name was executed: it is prepared now, or was sent as text."""
+        """Record that the statement of this name was executed, and so is prepared unless it was sent as text."""
         if not self.is_plain:
             self.names.add(name)
         self._age += 1
         self.is_plain = self._age < 0
 
     def failed(self, error: BaseException, name: str) -> bool:
-        """Return True if a statement failed because it was prepared, or was not: it is worth another try."""
+        """Return True if the statement failed only because it was prepared, or because its prepared form is missing.
+
+        It should be sent again then. For that, `names` and `is_plain` are changed, by which the next try either
+        prepares the statement or sends it as text.
+        """
         if self.is_plain or not may_be_of_prepared(error):
             return False
         sqlstate = sqlstate_of(error)
         if sqlstate == _THERE_ALREADY:
-            # By an earlier try that was rolled back: a name always has the same text.
+            # Prepared by an earlier try that was rolled back: a name always has the same text.
             self.names.add(name)
             return True
         self.names.clear()
         if sqlstate == _TABLE_CHANGED:
-            # The old plan stays under its name.
+            # The old plan is still stored under this name.
             self._age = -math.inf
         else:
             self._age = 0 if self._age >= _WORTHWHILE else -_WORTHWHILE
@@ -169,19 +181,20 @@ class PreparedStatements:
         return True
 
 
-# Behind a pooler, or if the user's settings forbid it.
+# The connection goes through a pooler, or the user's settings forbid prepared statements.
 NOT_PREPARED = PreparedStatements(prepares=False)
 
 
 @dataclass(frozen=True, slots=True)
 class ServerSession:
-    """The session of a connection, as far as claims and commits depend on it.
+    """Facts about the server session of a connection on which claims and commits depend.
 
     Args:
-        epoch: The run of its server.
-        has_citus: True if its database has Citus.
-        claims: The claims, and the statement that settles leased jobs, that it has prepared.
-        finished_rows: Its prepared INSERT of finished rows.
+        epoch: A text that changes whenever the server restarts.
+        has_citus: True if the database has the extension Citus.
+        claims: Remembers which statements are prepared: those that claim jobs, and the one that records the outcomes of
+            jobs with a lease.
+        finished_rows: Remembers if the INSERT of rows of finished jobs is prepared.
     """
 
     epoch: str = ""
@@ -190,33 +203,37 @@ class ServerSession:
     finished_rows: PreparedStatements = NOT_PREPARED
 
     def roll_back(self, connection: Connection) -> None:
-        """Roll back by a statement: after its own rollback the driver drops all prepared statements."""
+        """Send ROLLBACK if the connection may have prepared statements, which the driver's own rollback would drop.
+
+        Otherwise, or if the connection is lost, do nothing: the caller rolls back by SQLAlchemy anyway.
+        """
         if self.claims is not NOT_PREPARED and not is_lost(connection):
             run_script(connection, "ROLLBACK")
 
 
-# For claims that know nothing of their connection: they are sent as plain text.
+# Used by claims without a known session: they are sent as plain text.
 ANY_SERVER = ServerSession()
 
 
 def dbapi_connection(connection: Connection) -> Any:
-    """The connection that SQLAlchemy works with: psycopg's, or its adapter of an async one."""
-    # Not by the property `connection`: a relay's connection records each time that the driver's is taken by that.
+    """Return the connection below an SQLAlchemy one: psycopg's, or SQLAlchemy's adapter around an async one."""
+    # The property `connection` is not used, because a relay's connection records each read of it.
     proxied = connection._dbapi_connection  # noqa: SLF001  # the property also calls the guard
     return (Connection.connection.__get__(connection) if proxied is None else proxied).dbapi_connection
 
 
 def driver_connection(connection: Connection) -> DriverConnection:
-    """The psycopg connection below an SQLAlchemy connection.
+    """Return the psycopg connection below an SQLAlchemy connection.
 
     Raises:
-        TypeError: another driver.
+        TypeError: it is another driver's.
     """
     proxied = connection._dbapi_connection  # noqa: SLF001  # the property also calls the guard
     below = dbapi_connection(connection) if proxied is None else proxied.dbapi_connection
     if isinstance(below, _DRIVERS):
         return below
-    # An async adapter names the one it wraps; the pool's `driver_connection` is gone once a connection is detached.
+    # An async adapter names the connection that it wraps; the pool's `driver_connection` is gone once a connection is
+    # detached.
     driver = getattr(below, "driver_connection", below)
     if not isinstance(driver, _DRIVERS):
         raise TypeError(f"expected a psycopg connection, got {type(driver).__module__}")
@@ -225,7 +242,11 @@ def driver_connection(connection: Connection) -> DriverConnection:
 
 @contextmanager
 def unprepared(connection: Connection) -> Iterator[None]:
-    """Prepare no statement on the server: with a pooler the next transaction may have another backend."""
+    """Prepare no statement on the server in this block.
+
+    With a transaction pooler, the next transaction may run in another server session, in which a statement that was
+    prepared before is missing.
+    """
     driver = driver_connection(connection)
     before = driver.prepare_threshold
     driver.prepare_threshold = None
@@ -236,10 +257,10 @@ def unprepared(connection: Connection) -> Iterator[None]:
 
 
 def run_script(connection: Connection, *statements: str) -> Rows:
-    """Send statements without parameters as one simple query; returns all of their rows, one after the other.
+    """Send statements without parameters in one message; return the rows of all of them, one after the other.
 
-    PostgreSQL stops at the first statement that fails, and nothing after it is executed. If the driver is to begin a
-    transaction, BEGIN goes in front of it.
+    PostgreSQL stops at the first statement that fails, and nothing after it is executed. If the driver would begin a
+    transaction now, BEGIN is put in front.
 
     Raises:
         psycopg.Error: the first failure.
@@ -249,23 +270,25 @@ def run_script(connection: Connection, *statements: str) -> Rows:
 
 
 def run_alone(connection: Connection, statement: str) -> Rows:
-    """The rows of a statement that needs no transaction around it: one message, without BEGIN and COMMIT.
+    """Send a statement that needs no transaction as a single message, without BEGIN and COMMIT; return its rows.
+
+    If users' code listens to the begin or commit of transactions, it is sent in a transaction after all.
 
     Raises:
-        psycopg.Error: it failed.
+        psycopg.Error: the statement failed.
     """
     if is_listened_to(connection):
-        # Such listeners set up users' transactions, with a role for example.
+        # Such listeners set up users' transactions, by setting a role for example.
         with connection.begin():
             return run_script(connection, statement)
     return run_outside_transaction(connection, statement)
 
 
 def run_outside_transaction(connection: Connection, statement: str) -> Rows:
-    """The rows of a statement that PostgreSQL refuses inside of a transaction block.
+    """Send a statement that PostgreSQL refuses inside a transaction block, without BEGIN; return its rows.
 
     Raises:
-        psycopg.Error: it failed.
+        psycopg.Error: the statement failed.
     """
     driver = driver_connection(connection)
     return _all_rows(driver, _send(driver, statement, begins=False))
@@ -284,7 +307,7 @@ async def _send_async(driver: "psycopg.AsyncConnection[Any]", script: str, *, be
 
 
 def _sent(driver: DriverConnection, script: str, *, begins: bool) -> PQGen[list[PGresult]]:
-    # Below the driver's cursor, whose work for each statement of a string would take as long as that statement.
+    # Below the driver's cursor, whose work for each statement of a string would take as long as the statement itself.
     pgconn = driver.pgconn
     begins = begins and not driver.autocommit and pgconn.transaction_status == TransactionStatus.IDLE
     if begins:
@@ -295,7 +318,7 @@ def _sent(driver: DriverConnection, script: str, *, begins: bool) -> PQGen[list[
 
 
 def _begin(driver: DriverConnection) -> str:
-    """The statement by which the driver would begin a transaction."""
+    """Return the statement with which the driver would begin a transaction."""
     level, read_only, deferrable = driver.isolation_level, driver.read_only, driver.deferrable
     modes = [
         "" if level is None else f" ISOLATION LEVEL {level.name.replace('_', ' ')}",
@@ -306,17 +329,20 @@ def _begin(driver: DriverConnection) -> str:
 
 
 def _encoding(driver: DriverConnection) -> str:
-    """Python's name for the encoding of the connection's texts."""
-    # As the server reported to libpq: by the driver it takes several times as long. Some poolers report nothing.
+    """Return Python's name of the connection's text encoding."""
+    # As the server reported it to libpq: the driver's own way takes several times as long. Some poolers report nothing.
     is_utf8 = driver.pgconn.parameter_status(b"client_encoding") in (b"UTF8", None)
     return "utf-8" if is_utf8 else driver.info.encoding
 
 
 class _Reader(threading.local):
-    """Reads rows in UTF-8 as the driver does by default, without a connection's own adapters; times in UTC."""
+    """Converts the rows of connections in UTF-8 to Python values as psycopg does by default; one for each thread.
+
+    Converters that were registered on a single connection are not used.
+    """
 
     def __init__(self) -> None:
-        # Kept: it remembers how the columns that it has seen are read.
+        # Kept, because it remembers how to read the columns that it has seen.
         self.transformer = Transformer()
 
 
@@ -342,22 +368,22 @@ def _rows_of(driver: DriverConnection, result: PGresult) -> Rows:
     return rows
 
 
-# The thread that uses each connection by libpq.
+# The thread that uses each connection through libpq.
 libpq_users = weakref.WeakKeyDictionary[PGconn, int]()
 
 
 def run_on_libpq(connection: PGconn, script: str, answer_seconds: float | None = None) -> list[tuple[str | None, ...]]:
-    """Run statements on a thread's own connection; returns, as texts, the rows of the statement that has any.
+    """Run statements on a connection that only this thread uses; return the rows of the last that has any, as texts.
 
-    It does not wait for ever, as libpq's own call would: the other end of a connection may be gone.
+    It never waits for ever, as libpq's own call would if the other end of the connection is gone.
 
     Args:
-        answer_seconds: How long the other end may take nothing and send nothing; `ANSWER_SECONDS` if None. A long
-            script or answer may take longer, as long as it moves.
+        answer_seconds: The longest time in which no byte may be sent or received; `ANSWER_SECONDS` if None. A long
+            script or answer may take longer in all, as long as bytes move.
 
     Raises:
-        psycopg.Error: one failed, and those after it were not executed.
-        psycopg.OperationalError: it was not answered in time.
+        psycopg.Error: a statement failed, and those after it were not executed.
+        psycopg.OperationalError: no byte was sent or received for that time.
     """
     libpq_users[connection] = get_ident()
     seconds = ANSWER_SECONDS if answer_seconds is None else answer_seconds
@@ -365,7 +391,7 @@ def run_on_libpq(connection: PGconn, script: str, answer_seconds: float | None =
     _flush(connection, seconds)
     rows: list[tuple[str | None, ...]] = []
     failed: psycopg.Error | None = None
-    # libpq has to be called until there is no more result.
+    # libpq must be called until it returns no more results.
     while (result := _next_result(connection, seconds)) is not None:
         if result.status == ExecStatus.TUPLES_OK:
             rows = _rows(result)
@@ -383,16 +409,16 @@ def _rows(result: PGresult) -> list[tuple[str | None, ...]]:
 
 
 def _flush(connection: PGconn, seconds: float) -> None:
-    # The driver's sockets do not block: bytes that they do not take at once stay in libpq's buffer.
+    # The driver's sockets do not block: bytes that a socket does not accept at once stay in libpq's buffer.
     while connection.flush():
         if _wait(connection, selectors.EVENT_READ | selectors.EVENT_WRITE, seconds) & selectors.EVENT_READ:
-            # A server that cannot get rid of its notifications does not read either.
+            # A server that cannot send its notifications does not read either.
             connection.consume_input()
 
 
 def _next_result(connection: PGconn, seconds: float) -> PGresult | None:
-    # Busy also between the last result and the end of the answer, which may come in pieces: libpq would wait for the
-    # rest inside its own call, for ever, and psycopg keeps the interpreter's lock while it does.
+    # libpq is also busy between the last result and the end of the answer, which may arrive in pieces: it would wait
+    # for the remainder inside its own call, for ever, and psycopg holds the interpreter's lock during that call.
     while connection.is_busy():
         _wait(connection, selectors.EVENT_READ, seconds)
         connection.consume_input()
@@ -400,10 +426,10 @@ def _next_result(connection: PGconn, seconds: float) -> PGresult | None:
 
 
 def _wait(connection: PGconn, events: int, seconds: float) -> int:
-    """Wait until the connection's socket is ready for one of these events; returns those for which it is.
+    """Wait until the connection's socket is ready for one of these events; return the ready ones as a bit mask.
 
     Raises:
-        psycopg.OperationalError: none within `seconds`.
+        psycopg.OperationalError: it was ready for none within `seconds`.
     """
     ready = _select([connection.socket], events, seconds)
     if not ready:
@@ -416,12 +442,12 @@ def _text(value: bytes | None) -> str | None:
 
 
 def wait_readable(files: "list[socket.socket | int]", seconds: float) -> bool:
-    """Wait until one of these can be read; False if none could within `seconds`, or within a day."""
+    """Wait until one of these files can be read; return False if none can within `seconds` (at most a day)."""
     return bool(_select(files, selectors.EVENT_READ, seconds))
 
 
 def _select(files: "list[socket.socket | int]", events: int, seconds: float) -> int:
-    """Wait until one of these is ready for one of the events; returns the events, 0 if none within `seconds`."""
+    """Wait until a file is ready for one of the events; return these, 0 if none within `seconds` (at most a day)."""
     # Not select(): it refuses file descriptors from 1024 on.
     with selectors.DefaultSelector() as selector:
         for file in files:
@@ -433,7 +459,7 @@ def _select(files: "list[socket.socket | int]", events: int, seconds: float) -> 
 
 
 def pause(connection: Connection, seconds: float) -> None:
-    """Sleep; other tasks go on if the connection is an async one."""
+    """Sleep for `seconds`; if the connection is an async one, the event loop runs other tasks in that time."""
     if isinstance(driver_connection(connection), psycopg.AsyncConnection):
         await_only(asyncio.sleep(seconds))
     else:
@@ -441,23 +467,24 @@ def pause(connection: Connection, seconds: float) -> None:
 
 
 def transaction_status(connection: Connection) -> TransactionStatus:
-    """The status of the transaction by the last answer to the driver; no I/O. UNKNOWN once the connection is lost."""
+    """Return the transaction's status by the server's last answer, without I/O; UNKNOWN if the connection is lost."""
     if connection.invalidated:
         return TransactionStatus.UNKNOWN
     return _STATUSES[driver_connection(connection).pgconn.transaction_status]
 
 
 def end_transaction(connection: Connection) -> None:
-    """Roll back all that was left open, for SQLAlchemy and for the driver below it."""
+    """Roll back the open transaction: SQLAlchemy's, and then also one that was begun below SQLAlchemy on the driver."""
     connection.rollback()
     if transaction_status(connection) != TransactionStatus.IDLE:
         run_script(connection, "ROLLBACK")
 
 
 def is_listened_to(connection: Connection) -> bool:
-    """Return True if the engine has users' listeners for the begin or end of transactions (SET LOCAL ROLE, a tenant).
+    """Return True if users' code listens to the begin or commit of the engine's transactions.
 
-    They see what SQLAlchemy begins, not what a script of ours does.
+    Such code may set a role or a tenant (SET LOCAL ROLE). Listeners are called for transactions that SQLAlchemy begins,
+    not for those that outboxq's scripts begin.
     """
     listeners = connection.engine.dispatch
     return bool(listeners.begin or listeners.commit)
@@ -469,10 +496,10 @@ def is_lost(connection: Connection) -> bool:
 
 
 def is_at_rest(connection: Connection) -> bool:
-    """Return True if a statement can be sent: none is under way, and nothing else waits to send one; no I/O.
+    """Return True if a statement can be sent: none is under way, and no other code waits to send one. No I/O.
 
-    It cannot after an unfinished COPY or stream, whose driver's lock would be waited for endlessly, nor in the
-    driver's pipeline mode, which refuses statements of ours.
+    It is False after an unfinished COPY or stream, which keeps the driver's lock for ever, and in the driver's pipeline
+    mode, which refuses outboxq's statements. It is True for an invalidated connection.
     """
     if connection.invalidated:
         return True

@@ -1,4 +1,4 @@
-"""The engines that a relay works on: the user's own, or ones made from a URL."""
+"""The engines that a relay works on (the user's own, or ones made from a URL), and the connections that it opens."""
 
 import asyncio
 import threading
@@ -29,7 +29,14 @@ AnyEngine = str | URL | Engine | AsyncEngine
 
 @dataclass(frozen=True, slots=True)
 class Engines:
-    """A sync engine, an async one, or both, and which of them were made here."""
+    """The engines of a relay: a sync one, an async one, or both.
+
+    Attributes:
+        sync: The sync engine, or None.
+        asynchronous: The async engine, or None.
+        owns_sync: True if outboxq made the sync engine from a URL; False if it is the user's.
+        owns_asynchronous: The same for the async engine.
+    """
 
     sync: Engine | None
     asynchronous: AsyncEngine | None
@@ -37,35 +44,35 @@ class Engines:
     owns_asynchronous: bool
 
     def dispose(self) -> None:
-        """Close the pools that we made; slots have closed their own connections."""
+        """Close the pool of the sync engine if outboxq made it; a user's engine or an async one stays as it is."""
         if self.owns_sync and self.sync is not None:
             self.sync.dispose()
 
 
-# A connection whose other end vanished silently is given up after 10 + 3 * 5 seconds, on both sides: the relay
-# stops waiting for a server that is gone, and the server frees the jobs of a relay that is gone.
+# A connection whose other end vanished silently ends after 10 + 3 * 5 seconds on both sides: the relay stops waiting
+# for a dead server, and the server frees the jobs of a dead relay.
 _IDLE_SECONDS, _INTERVAL_SECONDS, _PROBES = 10, 5, 3
 _GIVE_UP_MILLISECONDS = (_IDLE_SECONDS + _PROBES * _INTERVAL_SECONDS) * 1000
 _CONNECT_SECONDS = 10
 _OPEN_SECONDS = 30.0
 RELAY_NAME, LISTENER_NAME, EFFECTS_NAME = "outboxq relay", "outboxq listener", "outboxq effects"
 RESULTS_NAME = "outboxq results"
-# Effects take a connection for a moment, and never while they wait for something else: however many calls there are,
-# they take turns.
+# Effects use a connection only for a moment, and never while they wait for something else: many calls take turns.
 _POOLED = {"pool_size": 5, "max_overflow": 15, "pool_timeout": 3600.0}
-# To read hstore itself, psycopg would look up its type with an operator that PostgreSQL does not have for exactly those
-# types: a user's, in a schema of the search path, would be called. SQLAlchemy reads hstore without psycopg.
+# To read hstore itself, psycopg would look up its type with an operator that PostgreSQL lacks for exactly these types:
+# a user's operator in a schema of the search path would be called. SQLAlchemy reads hstore without psycopg.
 _DIALECT = {"use_native_hstore": False}
 
 _CLIENT_SETTINGS: Mapping[str, str | int] = {
-    # psycopg gives the texts of an SQL_ASCII database as bytes, on which SQLAlchemy fails before we can say why.
+    # psycopg returns the texts of an SQL_ASCII database as bytes; SQLAlchemy would fail on them before the doctor's
+    # check could explain that.
     "client_encoding": "UTF8",
     "connect_timeout": _CONNECT_SECONDS,
     "keepalives": 1,
     "keepalives_idle": _IDLE_SECONDS,
     "keepalives_interval": _INTERVAL_SECONDS,
     "keepalives_count": _PROBES,
-    # The keepalives are silent while sent data waits for its acknowledgement; this is not.
+    # Keepalives stop while sent data waits for its acknowledgement; this limit then applies.
     "tcp_user_timeout": _GIVE_UP_MILLISECONDS,
 }
 _SERVER_SETTINGS: Mapping[str, int | str] = {
@@ -73,12 +80,12 @@ _SERVER_SETTINGS: Mapping[str, int | str] = {
     "tcp_keepalives_interval": _INTERVAL_SECONDS,
     "tcp_keepalives_count": _PROBES,
     "tcp_user_timeout": _GIVE_UP_MILLISECONDS,
-    # A backend that executes does not check its socket: one that waits for a lock would keep the job.
+    # An executing backend does not check its socket by itself: one that waits for a lock would keep the job.
     "client_connection_check_interval": _IDLE_SECONDS * 1000,
 }
-# A handler that works outside the database leaves its connection idle for as long as it takes; so are spare ones.
+# A handler that works outside the database leaves its connection idle for long; spare connections are idle too.
 _RELAY_SETTINGS: Mapping[str, int | str] = {**_SERVER_SETTINGS, "idle_session_timeout": 0}
-# Custom plans: one that was made while the table was small would read all of it, for as long as the connection lives.
+# Custom plans: a generic plan made while the table was small would read all of it, for the connection's whole life.
 _EFFECTS_SETTINGS: Mapping[str, int | str] = {**_SERVER_SETTINGS, "plan_cache_mode": "force_custom_plan"}
 # Handlers run on a relay's connections, with the settings of the role and the database.
 _SETTINGS_BY_NAME: Mapping[str, Mapping[str, int | str]] = {
@@ -90,7 +97,10 @@ _SETTINGS_BY_NAME: Mapping[str, Mapping[str, int | str]] = {
 
 
 def make_engine(url: str | URL, *, application_name: str = "outboxq", pooled: bool = False) -> Engine:
-    """A psycopg engine that notices a vanished server and hides parameters from error texts; no pool unless `pooled`.
+    """Make a psycopg engine that hides parameters from error texts, and whose connections notice a vanished server.
+
+    They use TCP keepalives, and fail some 25 seconds after the server has vanished. The engine has a pool only if
+    `pooled`.
 
     Raises:
         ConfigError: not a PostgreSQL URL.
@@ -102,7 +112,9 @@ def make_engine(url: str | URL, *, application_name: str = "outboxq", pooled: bo
 
 
 def make_async_engine(url: str | URL, *, application_name: str = "outboxq", pooled: bool = False) -> AsyncEngine:
-    """An async engine with the options of `make_engine`.
+    """Make an async psycopg engine that hides parameters from error texts, whose connections notice a vanished server.
+
+    Its options are those of `make_engine`: it has a pool only if `pooled`.
 
     Raises:
         ConfigError: not a PostgreSQL URL.
@@ -121,7 +133,7 @@ def _engine_options(url: str | URL, application_name: str, pooled: bool) -> tupl
 
 
 def resolve_engines(given: AnyEngine, async_engine: AsyncEngine | None) -> Engines:
-    """Sort the engines that a relay was given into a sync and an async one.
+    """Return the sync and the async engine of a relay that was given one, both, or a URL from which to make them.
 
     Raises:
         ConfigError: a driver other than psycopg, or two async engines.
@@ -146,7 +158,10 @@ def resolve_engines(given: AnyEngine, async_engine: AsyncEngine | None) -> Engin
 
 
 def connect_arguments(url: URL, application_name: str) -> dict[str, str | int | None]:
-    """Our defaults for psycopg, without those that the URL sets itself: SQLAlchemy would let ours win.
+    """Return outboxq's arguments for `psycopg.connect`, such as time-outs, without those that the URL sets itself.
+
+    SQLAlchemy would let an argument win over the URL. Only `options` and `prepare_threshold` may repeat the URL's:
+    outboxq's server settings are put in front of the former, and the latter is converted.
 
     Raises:
         ConfigError: a `prepare_threshold` that is neither a number nor "none".
@@ -157,11 +172,11 @@ def connect_arguments(url: URL, application_name: str) -> dict[str, str | int | 
         defaults["target_session_attrs"] = "read-write"
     chosen = {name: value for name, value in defaults.items() if name not in url.query}
     if "prepare_threshold" in url.query:
-        # The only option that psycopg does not take as text.
+        # The only option that psycopg does not accept as text.
         chosen["prepare_threshold"] = _prepare_threshold(url.query["prepare_threshold"])
     settings = _SETTINGS_BY_NAME.get(application_name, {**_SERVER_SETTINGS, **OUR_SETTINGS})
     ours = " ".join(f"-c {name}={value}" for name, value in settings.items())
-    # A service file may hold options of its own, which these would replace.
+    # A service file may contain options of its own, which these would replace.
     return chosen if "service" in url.query else {**chosen, "options": f"{ours} {_given_options(url)}".strip()}
 
 
@@ -174,7 +189,10 @@ def _prepare_threshold(given: str | tuple[str, ...]) -> int | None:
 
 
 def _given_options(url: URL) -> str:
-    """The user's own startup options, which follow ours and therefore win: the URL's, else those of PGOPTIONS."""
+    """Return the user's own startup options (`-c name=value`): those in the URL or, without these, in PGOPTIONS.
+
+    They are put after outboxq's, and so override them.
+    """
     in_url = url.query.get("options")
     if in_url is not None:
         return in_url if isinstance(in_url, str) else " ".join(in_url)
@@ -183,7 +201,10 @@ def _given_options(url: URL) -> str:
 
 
 def _do_without_options_if_refused(engine: Engine, url: URL) -> None:
-    """Connect without our startup options if a pooler or an old server refuses them; the user's own stay."""
+    """Make an engine connect without outboxq's startup options if a pooler or an old server refuses them.
+
+    The user's own options stay.
+    """
     refused = threading.Event()
 
     def connect(dialect: Dialect, _record: object, arguments: list[str], parameters: dict[str, Any]) -> object:
@@ -202,21 +223,24 @@ def _connect(connect: Callable[..., T], parameters: Mapping[str, Any], url: URL,
     kept = {name: value for name, value in parameters.items() if name != "options"}
     options = _given_options(url)
     theirs = {"options": options} if options else {}
-    # A pooler, most likely: with one, a statement that was prepared on one connection is executed on another.
+    # A pooler, most likely: through one, a statement prepared on one connection is executed on another.
     connection = connect(**{"prepare_threshold": None, **kept, **theirs})
     refused.set()
     return connection
 
 
 def _refuses_options(error: psycopg.OperationalError) -> bool:
-    # A refused connection has no SQLSTATE in libpq. Names are not translated: pgbouncer says "unsupported startup
-    # parameter: options", PostgreSQL "unrecognized configuration parameter" and its name.
+    # libpq reports a refused connection without an SQLSTATE. Names are not translated: pgbouncer says "unsupported
+    # startup parameter: options", PostgreSQL "unrecognized configuration parameter" and its name.
     text = str(error)
     return "options" in text or any(name in text for name in _RELAY_SETTINGS)
 
 
 def check_capacity(engine: Engine | AsyncEngine, connections: int) -> None:
-    """Refuse a pool that could never serve all slots.
+    """Raise if the engine's pool can never have as many connections at once as a relay needs.
+
+    Args:
+        connections: The number that the relay needs: for its slots, each of which runs one job at a time, and others.
 
     Raises:
         ConfigError: the pool is too small.
@@ -232,7 +256,13 @@ def check_capacity(engine: Engine | AsyncEngine, connections: int) -> None:
 def listen_connector(
     engines: Engines, listen_url: str | None, loop: Callable[[], asyncio.AbstractEventLoop | None]
 ) -> Callable[[], DriverConnection]:
-    """The function by which the listener opens its connection: by `listen_url`, else through the engine that exists."""
+    """Return the function that opens the connection on which a relay listens for notifications.
+
+    It connects to `listen_url` if that is given, otherwise by one of the relay's engines.
+
+    Args:
+        loop: Returns the event loop in which an async engine opens its connections, or None if none runs.
+    """
     if listen_url is not None:
         return _url_connector(psycopg_url(listen_url), LISTENER_NAME)
 
@@ -243,7 +273,11 @@ def listen_connector(
 
 
 def _sync_connector(take: Callable[[], PoolProxiedConnection]) -> Callable[[], DriverConnection]:
-    """Keep a connection that a pool opens: it is the pool's no longer."""
+    """Return a function that takes a new connection out of a pool for good: the pool never gets it back.
+
+    Args:
+        take: Returns a connection of the pool.
+    """
 
     def connect() -> DriverConnection:
         raw = take()
@@ -260,7 +294,14 @@ def _sync_connector(take: Callable[[], PoolProxiedConnection]) -> Callable[[], D
 def _async_connector(
     take: Callable[[], Awaitable[PoolProxiedConnection]], loop: Callable[[], asyncio.AbstractEventLoop | None]
 ) -> Callable[[], DriverConnection]:
-    """`_sync_connector` for a pool that opens its connections in an event loop; called in another thread."""
+    """Return a function that takes a connection out of an async engine's pool for good: the pool never gets it back.
+
+    The function is called in a thread outside the event loop, and waits there until the loop has opened the connection.
+
+    Args:
+        take: Returns a connection of the pool, to be awaited in the loop.
+        loop: Returns the running event loop, or None without one.
+    """
 
     async def connect() -> DriverConnection:
         raw = await take()
@@ -281,7 +322,11 @@ def _async_connector(
 
 
 def _result_in(loop: asyncio.AbstractEventLoop, opening: "Future[DriverConnection]") -> DriverConnection:
-    """The connection that an event loop opens, within 30 seconds. A loop that is closed before that reports nothing."""
+    """Wait in this thread, for at most 30 seconds, for the connection that an event loop opens, and return it.
+
+    Raises:
+        OSError: the time has passed, or the loop was closed, after which it would never report anything.
+    """
     deadline = time.monotonic() + _OPEN_SECONDS
     while not wait([opening], timeout=0.1).done:
         if loop.is_closed() or time.monotonic() >= deadline:
@@ -293,9 +338,13 @@ def _result_in(loop: asyncio.AbstractEventLoop, opening: "Future[DriverConnectio
 def beside_connector(
     given: AnyEngine, loop: Callable[[], asyncio.AbstractEventLoop | None]
 ) -> Callable[[], DriverConnection]:
-    """The function that opens a connection beside those of a producer: as its engine opens them, or by a URL.
+    """Return a function that opens a connection on which to wait for jobs' results, as the given engine or URL would.
 
-    It takes no place in the engine's pool. Of an engine of another driver than psycopg only the URL is used.
+    The connection is not one of the engine's pool, so that waits cannot use the pool up. If the engine's driver is not
+    psycopg, psycopg connects to the engine's URL.
+
+    Args:
+        loop: Returns the event loop in which an async engine opens its connections, or None if none runs.
 
     Raises:
         ConfigError: not a PostgreSQL URL.
@@ -310,13 +359,16 @@ def beside_connector(
 
 
 def _take_beside(engine: Engine) -> PoolProxiedConnection:
-    """A connection from a pool for it alone, with the engine's settings, listeners and way to connect."""
-    # Calls that wait for a result may hold all connections of the engine's pool.
+    """Open a connection outside the engine's pool, with the engine's settings, listeners and way to connect.
+
+    It comes from a new pool that is made for this one connection.
+    """
+    # Calls that wait for a result may use up the connections of the engine's pool.
     return engine.pool.recreate().connect()
 
 
 def _url_connector(url: URL, application_name: str) -> Callable[[], DriverConnection]:
-    """Connect without an engine, whose first queries on a new connection have no time limit."""
+    """Return a function that connects by psycopg without an engine, whose first queries would have no time limit."""
     _, in_url = PGDialect_psycopg().create_connect_args(url)  # type: ignore[no-untyped-call]  # SQLAlchemy's own
     parameters = {**in_url, **connect_arguments(url, application_name), "autocommit": True}
     refused = threading.Event()

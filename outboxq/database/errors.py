@@ -1,4 +1,7 @@
-"""Errors of the database and of its driver, by what they mean: an outage, a refusal, an SQLSTATE."""
+"""Classifies errors of the database and its driver (is the server away, is the login refused, may a retry succeed?).
+
+Also describes them in words that are safe to log.
+"""
 
 import re
 from collections.abc import Iterator
@@ -13,15 +16,15 @@ from outboxq.tables import LATEST_VERSION
 
 _SQLSTATE = re.compile(r"[0-9A-Z]{5}")
 _UNDEFINED_TABLE_OR_COLUMN = ("42P01", "42703", "3F000")
-# A lock_timeout ran out, the role's or a claim's.
+# A lock_timeout has passed, the role's or a claim's.
 LOCK_NOT_AVAILABLE = "55P03"
-# A standby, or a transaction that is READ ONLY.
+# The server is a standby, or the transaction is READ ONLY.
 READ_ONLY = "25006"
 DEADLOCK = "40P01"
-# A standby that is being promoted, a lock_timeout, and transactions that the server ended for the sake of others.
+# A standby that is being promoted, a lock_timeout, and transactions that the server ended in favour of others.
 _TRANSIENT = (READ_ONLY, LOCK_NOT_AVAILABLE, "40001", DEADLOCK)
-# The words of a server, a pooler or libpq when it lets no connection in, or when one is lost. Only these are
-# repeated: the rest of the text may hold a host, a user or a value.
+# The words of a server, a pooler or libpq when it refuses or loses a connection. Only these words are repeated: the
+# full text may contain a host, a user or a value.
 _OUTAGE_REASONS = (
     "too many connections",
     "too many clients",
@@ -51,8 +54,8 @@ _OUTAGE_REASONS = (
     "the connection is lost",
     "SSL connection has been closed",
 )
-# The answers of a server to a name or a password that it does not know: waiting does not help. The names between
-# the words are left out.
+# The answers of a server that does not know a name or a password: waiting does not help. The names between the words
+# are left out.
 _REFUSALS = {
     "database does not exist": r'database "[^"\n]*" does not exist',
     "role does not exist": r'role "[^"\n]*" does not exist',
@@ -65,24 +68,27 @@ _REFUSALS = {
 
 
 def sqlstate_of(error: BaseException | None) -> str | None:
-    """The SQLSTATE of an error of SQLAlchemy's, psycopg's, psycopg2's or asyncpg's; None for any other."""
+    """Return the SQLSTATE of an error of SQLAlchemy, psycopg, psycopg2 or asyncpg; None for any other error."""
     try:
         original: object = error.orig if isinstance(error, DBAPIError) else error
         sqlstate = getattr(original, "sqlstate", None) or getattr(original, "pgcode", None)
     except BaseException:  # noqa: BLE001  # a property of users': its own error must not hide the given one
         return None
-    # Users' errors may call something else so.
+    # Users' exceptions may have an attribute of this name with another meaning.
     return sqlstate if isinstance(sqlstate, str) and _SQLSTATE.fullmatch(sqlstate) else None
 
 
 _NOT_SUPPORTED = "0A000"
-# The functions of the server that raise 0A000 ("cached plan must not change result type"), 26000 and 42P05. Their
-# SQLSTATEs are those of other errors too, and their texts are translated.
+# The server functions that raise 0A000 ("cached plan must not change result type"), 26000 and 42P05. Other errors share
+# these SQLSTATEs, and their texts are translated.
 _OF_PREPARED = ("RevalidateCachedQuery", "FetchPreparedStatement", "StorePreparedStatement")
 
 
 def is_of_prepared(error: BaseException) -> bool:
-    """Return True if a statement failed only because it was prepared: an ALTER TABLE came since, or it was lost."""
+    """Return True if a statement failed only because it was prepared, so that another try can succeed.
+
+    An ALTER TABLE has made its plan outdated, its name is in use already, or the server has lost it.
+    """
     try:
         original: object = error.orig if isinstance(error, DBAPIError) else error
         return isinstance(original, psycopg.Error) and original.diag.source_function in _OF_PREPARED
@@ -91,7 +97,11 @@ def is_of_prepared(error: BaseException) -> bool:
 
 
 def explain_missing_tables(error: BaseException | None) -> SchemaError | None:
-    """The error to raise for one of a statement on our tables alone; None if it says something else."""
+    """Return the SchemaError to raise in place of `error` if an outboxq table or column is missing; else None.
+
+    The statement that failed must use outboxq's tables only: for users' tables the advice to run `outboxq migrate` is
+    wrong.
+    """
     if sqlstate_of(error) not in _UNDEFINED_TABLE_OR_COLUMN:
         return None
     return SchemaError(
@@ -102,10 +112,12 @@ def explain_missing_tables(error: BaseException | None) -> SchemaError | None:
 
 @contextmanager
 def missing_tables_explained() -> Iterator[None]:
-    """Explain missing tables, around statements on our tables alone.
+    """Advise to run `outboxq migrate` if a statement in this block fails because a table or column is missing.
+
+    The block must use outboxq's tables only.
 
     Raises:
-        SchemaError: instead of the database's error, if they are missing.
+        SchemaError: instead of the database's error.
     """
     try:
         yield
@@ -117,15 +129,18 @@ def missing_tables_explained() -> Iterator[None]:
 
 
 class NoConnection(Exception):
-    """An engine gave no connection, for a reason that is its own: a token service, or a listener; the cause has it."""
+    """An engine gave no connection because users' code in it failed, such as a listener or a token service's client.
+
+    The error of that code is the `__cause__`.
+    """
 
 
 @contextmanager
 def opening() -> Iterator[None]:
-    """Count errors of users' code in an engine as outages, as the database's are, while a connection is opened.
+    """Wrap a block that opens a connection: errors of users' code in the engine are raised as NoConnection, an outage.
 
     Raises:
-        NoConnection: it raised an error that is no driver's.
+        NoConnection: instead of an error of that code; errors of the driver and of SQLAlchemy are raised unchanged.
     """
     try:
         yield
@@ -136,15 +151,19 @@ def opening() -> Iterator[None]:
 
 
 def outage_reason(error: BaseException) -> str | None:
-    """The reason why no connection is possible, in words that are safe to log; None if the error has no known one.
+    """Return the reason why no connection is possible, in words that are safe to log; None if none is known.
 
-    A refused connection has no SQLSTATE in libpq. If several hosts were tried, the first known reason of any.
+    The reason is found in the text, because libpq gives a refused connection no SQLSTATE. If several hosts were tried,
+    the text has an error of each, and one known reason is returned.
     """
     return next((reason for reason in _OUTAGE_REASONS if reason in str(error)), None) or _refusal(error)
 
 
 def is_refused(error: BaseException) -> bool:
-    """Return True if a server answered, and knows no such database, role or password; of several hosts, all of them."""
+    """Return True if the server answered and refused the login: it knows no such database, role or password.
+
+    Waiting does not help then. If several hosts were tried, each must have refused it.
+    """
     return _refusal(error) is not None and not any(reason in str(error) for reason in _OUTAGE_REASONS)
 
 
@@ -159,16 +178,22 @@ INSUFFICIENT_PRIVILEGE = "42501"
 
 
 def is_database_unavailable(error: BaseException) -> bool:
-    """Return True if the server is gone, going, starting or full, and did not merely refuse a statement."""
+    """Return True if the server is unreachable, stopping, starting, full or a standby; False for one refused statement.
+
+    An error without an SQLSTATE counts as unavailable.
+    """
     sqlstate = sqlstate_of(error)
     if sqlstate is None:
         return True
-    # 25006: a standby, which will be promoted, or is not the server that was meant. A cancelled statement is no outage.
+    # 25006: the server is a standby that will be promoted, or the wrong server. A cancelled statement is no outage.
     return (sqlstate[:2] in ("08", "53", "57") and sqlstate != QUERY_CANCELED) or sqlstate == READ_ONLY
 
 
 def describe_error(error: BaseException) -> str:
-    """The type of an error, and its SQLSTATE or a known reason: driver texts may hold a host, a user or a value."""
+    """Return an error's type, with its SQLSTATE or a known reason.
+
+    The driver's text is left out, because it may contain a host, a user or a value.
+    """
     if isinstance(error, NoConnection):
         return type(error.__cause__).__name__
     original: object = error.orig if isinstance(error, DBAPIError) else error
@@ -177,9 +202,10 @@ def describe_error(error: BaseException) -> str:
 
 
 def describe_refusal(error: BaseException) -> str:
-    """`describe_error` for a statement of ours, with the server's message if it does not support that.
+    """Return the type and SQLSTATE of an error of one of outboxq's own statements.
 
-    Such a message quotes no value, unless a function of users' raises it.
+    If the server does not support a feature (0A000), also its message. Such a message quotes no value, unless a user's
+    function raises it; then it is left out.
     """
     original = error.orig if isinstance(error, DBAPIError) else error
     said = describe_error(error)
@@ -190,14 +216,15 @@ def describe_refusal(error: BaseException) -> str:
 
 
 def is_transient(error: Exception) -> bool:
-    """Return True if the same transaction may succeed later, by any driver.
+    """Return True if the same transaction may succeed later. Errors of any driver are understood.
 
-    The server is gone, going, starting or full, its pool is, or it ended the transaction for the sake of others.
+    True if the server is unreachable, stopping, starting, full or a standby, if the engine's pool is exhausted, or if
+    the server ended the transaction because of others (deadlock, serialization failure, lock_timeout).
     """
     if not isinstance(error, DBAPIError):
         return isinstance(error, OSError | PoolTimeout)
     sqlstate = sqlstate_of(error)
     if sqlstate is None:
-        # Data that a driver refuses was not sent, and would be refused again.
+        # A driver does not send data that it refuses, and would refuse it again.
         return error.connection_invalidated or not isinstance(error, DataError)
     return error.connection_invalidated or sqlstate[:2] in ("08", "53", "57") or sqlstate in _TRANSIENT

@@ -1,11 +1,13 @@
-"""The guard on a relay's connection, and a job's savepoint. All that a handler does with the connection passes here.
+"""Watches all that a handler does with its relay's connection (`Guard`), and undoes a failed job (`Savepoint`).
 
-While a handler runs, transaction verbs are refused before they are sent. Statements around SQLAlchemy,
-on the driver's own connection, are not seen; the script that commits finds what they did to the transaction.
+While a handler runs, statements that begin or end a transaction, such as COMMIT, are refused before they are sent,
+because the transaction is the relay's. Statements that bypass SQLAlchemy, on the driver's own connection, are not
+refused; the script that commits the job detects their effect on the transaction.
 
-Each job works with a connection that is lent to it and closed after it, so that a thread which it has left cannot use
-the next job's. The guard also records if a handler may have left session state on the server: then the slot starts its
-next job on another connection.
+Each job works with a second `Connection` object over the relay's connection. It is closed after the job, so that a
+thread which the job left running cannot use the connection during the next job. The guard also records if a handler may
+have left session state on the server, such as a setting or a temporary table: then the next job gets another
+connection.
 """
 
 import sys
@@ -26,7 +28,7 @@ from outboxq.database.driver import driver_connection, is_at_rest, run_script, t
 from outboxq.database.sql_text import Leavings, Reading, read, readings
 from outboxq.errors import HandlerRolledBack, TransactionVerbRefused
 
-# The fields of a connection that SQLAlchemy has closed for good, and that is in no transaction.
+# The fields of an SQLAlchemy connection that is closed for good, and in no transaction.
 _CLOSED = {
     "_dbapi_connection": None,
     "_Connection__can_reconnect": False,
@@ -34,15 +36,19 @@ _CLOSED = {
     "_nested_transaction": None,
     "outboxq_guard": None,
 }
-# A true value, as SQLAlchemy needs it; each listener that is put on a connection replaces it by True.
+# A true value, as SQLAlchemy needs it; each listener that is added to a connection replaces it by True.
 _HEARD_BY_US: Any = "outboxq"
 _FACTORIES = ("row_factory", "cursor_factory", "server_cursor_factory")
-# The packages of the driver.
+# The driver's packages.
 _DRIVERS = ("psycopg", "psycopg_binary", "psycopg_c")
 
 
 class Savepoint(NestedTransaction):
-    """A running job's own savepoint. Once it `is_released`, what came after it can no longer be undone."""
+    """The savepoint that is set before a job runs, so that the job's rows can be undone if it fails.
+
+    `is_released` is True once the handler has released it: then the job's rows can only be undone together with all
+    others of the transaction.
+    """
 
     __slots__ = ("is_released",)
 
@@ -52,16 +58,17 @@ class Savepoint(NestedTransaction):
 
     @property
     def name(self) -> str:
-        """Its name in the server."""
+        """The savepoint's name on the server."""
         return self._savepoint
 
     def undo(self) -> None:
-        """Roll back to the savepoint, even if SQLAlchemy says that it did.
+        """Roll back to the savepoint, even if SQLAlchemy considers it rolled back already.
 
-        SQLAlchemy says so also if it could send nothing, and rows may have come after it by the driver's cursor.
+        SQLAlchemy does so also after a rollback that it could not send, and the handler may have written rows through
+        the driver's cursor since then.
 
         Raises:
-            psycopg.Error, SQLAlchemyError: the savepoint is gone.
+            psycopg.Error, SQLAlchemyError: the savepoint no longer exists.
         """
         if self.is_active:
             self.rollback()
@@ -74,15 +81,12 @@ class Savepoint(NestedTransaction):
 
 
 class ClaimSavepoint(Savepoint):
-    """The savepoint of a claim, which is there already and which COMMIT's script releases: neither costs a statement.
-
-    It shows a made-up name, so that a handler cannot name the true one.
-    """
+    """A job's savepoint that needs no message of its own: the scripts that claim and that commit set and release it."""
 
     __slots__ = ("_claim_name",)
 
     def __init__(self, connection: Connection, name: str) -> None:
-        # As SQLAlchemy's own __init__, but without the SAVEPOINT.
+        # As SQLAlchemy's own __init__, without the SAVEPOINT.
         self.connection = connection
         self.is_active = True
         self.is_released = False
@@ -108,24 +112,21 @@ class ClaimSavepoint(Savepoint):
 
 
 class Watcher(Protocol):
-    """Callbacks for everything that is sent on the connection through SQLAlchemy, or may be sent around it.
-
-    The relay's own scripts (`run_script`) call none of these.
-    """
+    """Callbacks of a `Guard`: before each SQLAlchemy statement, and before code takes the driver's own connection."""
 
     def sees(self, statement: str, context: ExecutionContext | None) -> None:
-        """Called before a statement is sent. An error that this raises keeps it from being sent."""
+        """Called before SQLAlchemy sends `statement`. An error raised here keeps the statement from being sent."""
         ...
 
     def hands_out(self) -> None:
-        """Called before the driver's own connection or cursor, whose statements are not seen, is taken or used."""
+        """Called before code takes the driver's connection or uses its cursor, whose statements `sees` does not get."""
         ...
 
 
 class WatchedConnection(Connection):
-    """A connection that reports when the driver's own is taken from it, also by way of a result.
+    """A relay's connection, which calls its guard's `hands_out` when code takes the driver's own connection from it.
 
-    `outboxq_guard` is None once it was lent and taken back.
+    It also does so if the code has reached the connection through a result of SQLAlchemy.
     """
 
     outboxq_guard: "Guard | None"
@@ -138,35 +139,40 @@ class WatchedConnection(Connection):
 
 
 class Guard:
-    """Watches one connection. `savepoint` is the running job's own, or None between jobs.
+    """Watches what handlers do on one connection of a relay.
 
-    `on_first_use` begins it, if a handler runs whose savepoint has not begun: also for statements that a handler
-    sends through the connection instead of its session. `watcher` is called before every statement, and when the
-    driver's connection is taken. `thread` is the one that it belongs to. `lent` are the connections of the running job.
+    Attributes:
+        savepoint: The running job's savepoint; None between jobs, and before the savepoint is set.
+        on_first_use: Sets the running job's savepoint, and is called at the job's first statement, whether that comes
+            through its session or directly on the connection; None if the savepoint is set, or no job runs.
+        watcher: Called before every statement, and when code takes the driver's own connection; None for no such calls.
+        thread: The id of the only thread that may send statements on the relay's own `Connection` object.
+        lent: The `Connection` objects that `lend` has made for the running job.
     """
 
     def __init__(self, connection: Connection) -> None:
         self.savepoint: Savepoint | None = None
         self.on_first_use: Callable[[], None] | None = None
         self.watcher: Watcher | None = None
-        # State of a handler that may outlive its transaction on this connection, in words that hold no value.
+        # State of a handler that may outlive its transaction on this connection, in words without values.
         self.left: str | None = None
-        # Whether something holds for the rest of the transaction that does not hold on this connection, such as the
-        # meaning of a name, or a role: by a SET LOCAL search_path, or by an unknown statement.
+        # True if a transaction-local state differs from this connection's own, such as the meaning of a name, or a
+        # role: after SET LOCAL search_path, or after an unknown statement.
         self.is_altered = False
         # While a batch runs: the unique jobs (`UniqueJob`) that its jobs add, by id; its COMMIT takes their keys.
         self.collects = False
         self.added: dict[str, Any] = {}
         self._connection = connection
-        # A handler can reach the relay's own connection by its transactions; a thread that it has left is refused.
+        # A handler can reach the relay's own connection through its transactions; a thread that it left behind is
+        # refused.
         self.thread = get_ident()
         self.lent: list[Connection] = []
-        # The statement that SQLAlchemy is about to give to the driver's cursor.
+        # The statement that SQLAlchemy is about to pass to the driver's cursor.
         self._announced: object = None
-        # A test's own savepoint, around all of its jobs.
+        # A test's own savepoint, around all jobs of the test.
         self._around = connection.get_nested_transaction()
         self._options = connection.get_execution_options()
-        # The connection's events and transaction are tied to the object, so its class changes, and not the object.
+        # The connection's events and transaction are tied to the object, so its class is changed instead of the object.
         self._class = type(connection)
         connection.__class__ = WatchedConnection
         connection.__dict__["outboxq_guard"] = self
@@ -174,7 +180,7 @@ class Guard:
         self._factories = driver.cursor_factory, driver.server_cursor_factory
         driver.cursor_factory = _watched_cursor(driver.cursor_factory, self)
         driver.server_cursor_factory = _watched_cursor(driver.server_cursor_factory, self)
-        # Every statement of SQLAlchemy's uses these: changed by a job, they would give later jobs wrong rows.
+        # SQLAlchemy uses these options for every statement: if a job changed them, later jobs would read wrong rows.
         self._driver = driver
         self._libpq = driver.pgconn
         self._through = {name: getattr(driver, name) for name in _FACTORIES}
@@ -183,7 +189,7 @@ class Guard:
         connection.__dict__["_has_events"] = _HEARD_BY_US
 
     def remove(self) -> None:
-        """Stop watching a connection that others go on to use."""
+        """Stop watching, and restore the connection's class, cursors and listeners: other code continues to use it."""
         self._connection.__class__ = self._class
         del self._connection.__dict__["outboxq_guard"]
         driver: Any = driver_connection(self._connection)
@@ -198,27 +204,36 @@ class Guard:
         yield "rollback", self._before_rollback
 
     def begin_savepoint(self, claimed: str | None) -> Savepoint:
-        """Begin the running job's own savepoint, and return it.
+        """Set the running job's savepoint, store it in `savepoint`, and return it.
 
         Args:
-            claimed: The name of the claim's own, which exists already and is used instead: nothing is sent.
+            claimed: The name of a savepoint that the script of the claim has set already. It is used instead of a new
+                one, so that nothing is sent; None to set a new one.
         """
-        # An earlier handler may have left a savepoint open: these would become a chain, for as long as claims follow.
+        # An earlier handler may have left a savepoint open: the objects would form a chain that grows with each claim.
         self._connection._nested_transaction = self._around  # noqa: SLF001  # nothing else drops them without a statement
         savepoint = Savepoint(self._connection) if claimed is None else ClaimSavepoint(self._connection, claimed)
         self.savepoint = savepoint
         return savepoint
 
     def lend(self) -> Connection:
-        """The connection for one job, until `take_back`: the same in all but that it can be closed by itself."""
+        """Return a second `Connection` object over the relay's own connection and transaction, for one job.
+
+        `take_back` closes only this object, so a thread that the job left running can no longer use the relay's
+        connection.
+        """
         lent = object.__new__(type(self._connection))
-        # One state for both: SQLAlchemy keeps transaction and savepoints there.
+        # Both share one state: SQLAlchemy keeps transaction and savepoints in it.
         lent.__dict__ = self._connection.__dict__
         self.lent.append(lent)
         return lent
 
     def take_back(self) -> None:
-        """Close what was lent, against threads that its job has left, and undo what the job set on it."""
+        """Close the objects that `lend` has made, and remove the job's execution options from the connection.
+
+        A thread that the job left running may still hold such an object, and can then send nothing by it. If the job
+        has added an event listener to the connection, `left` records it, so that no other job gets the connection.
+        """
         while self.lent:
             self.lent.pop().__dict__ = {**self._connection.__dict__, **_CLOSED}
         self._connection._execution_options = self._options  # noqa: SLF001  # set in place, and only ever added to
@@ -230,7 +245,7 @@ class Guard:
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Send the relay's own statements within the block: unwatched, and without options that the job has set."""
+        """Send the relay's own statements in this block, without calling `watcher`, and without the job's options."""
         connection, watcher, self.watcher = self._connection, self.watcher, None
         options, connection._execution_options = connection._execution_options, self._options  # noqa: SLF001  # its setter merges
         try:
@@ -240,18 +255,25 @@ class Guard:
 
     @property
     def transaction_status(self) -> int:
-        """The driver's `TransactionStatus`, without I/O; UNKNOWN once the connection is lost."""
+        """The driver's `TransactionStatus` as of its last answer, without I/O; UNKNOWN if the connection is lost."""
         status: int = self._libpq.transaction_status
         return status
 
     @property
     def has_own_options(self) -> bool:
-        """Return True if the running job has set nothing on its connection, such as a `schema_translate_map`."""
+        """True if the connection still has the relay's execution options.
+
+        That is, the job has set none, such as a `schema_translate_map`.
+        """
         return self._connection._execution_options is self._options  # noqa: SLF001  # the getter's object, without a call
 
     @property
     def is_as_given(self) -> bool:
-        """Return True if the transaction works, nothing of the running job's holds in it, and all it sent was seen."""
+        """True if the job has changed nothing on the connection apart from rows, so that SQLAlchemy may be bypassed.
+
+        That is, the transaction works, the job has set no options and left no state, and it has sent nothing through
+        the driver's own connection. `outboxq.database.direct` then sends statements by the driver, which is faster.
+        """
         if self.is_altered or self.left is not None or not self.has_own_options:
             return False
         connection, block = self._connection, self._connection._trans_context_manager  # noqa: SLF001  # what SQLAlchemy looks at before each statement
@@ -260,21 +282,29 @@ class Guard:
         return is_open and (inner is None or inner.is_active) and (own is None or own.is_active)
 
     def hands_out(self) -> None:
-        """Called when the driver's own connection is taken."""
+        """Called when code takes the driver's own connection: call `watcher` or, without one, `on_first_use`.
+
+        If a handler runs, `left` then records that the connection may have state which the next job must not get.
+        """
         if self.watcher is not None:
             self.watcher.hands_out()
         elif self.on_first_use is not None:
-            # Else statements of the driver's cursor would come before the job's savepoint, and survive its failure.
+            # Otherwise statements of the driver's cursor would precede the job's savepoint, and survive the job's
+            # failure.
             self.on_first_use()
         if self.is_handlers_turn:
             self.left = "the driver's own connection"
 
     def announce(self, query: object) -> None:
-        """Record that the next statement of a cursor is this one of our own."""
+        """Record the text that outboxq sends next by a cursor, so that `sends` does not take it for a handler's."""
         self._announced = query
 
     def sends(self, query: object) -> None:
-        """Called with what one of the driver's cursors sends: for SQLAlchemy, or by itself."""
+        """Called before a cursor of the driver sends a text: record the session state that a handler's text may leave.
+
+        A text that came through SQLAlchemy, or that was given to `announce`, is ignored. For any other,
+        `watcher.hands_out` is called too. `query` is None for a COPY or a stream, whose text is not read.
+        """
         announced, self._announced = self._announced, None
         if query is not None and query is announced:
             return
@@ -299,16 +329,16 @@ class Guard:
             raise InvalidRequestError("this connection is the relay's, and no job's: use ctx.session.connection()")
         if self.on_first_use is not None:
             self.on_first_use()
-        # `exec_driver_sql` takes bytes and SQL objects of the driver's too, which are not read.
+        # `exec_driver_sql` also accepts bytes and the driver's SQL objects, which are not read.
         text = statement if isinstance(statement, str) else ""
         if self.watcher is not None:
             self.watcher.sees(text, context)
         savepoint = self.savepoint
         if savepoint is not None:
-            # Not the text as it is sent, with all values, but as it was compiled.
+            # The compiled text is read, not the text as it is sent with all values.
             to_read, compiled = text, None if context is None else context.compiled
             if context is not None and compiled is not None and compiled.string is not None:
-                # Sent in pieces. Defaults that are read before an INSERT have its context too.
+                # Sent in pieces: defaults that are read before an INSERT have its context too.
                 is_piece = context.execute_style is ExecuteStyle.INSERTMANYVALUES and text.startswith("INSERT ")
                 if is_piece or text is context.statement:
                     to_read = compiled.string
@@ -319,13 +349,13 @@ class Guard:
                     "raise to roll back"
                 )
             if not savepoint.is_active and not text.startswith("ROLLBACK TO"):
-                # The job's savepoint is gone: rows that the handler wrote now would survive its own failure.
+                # The job's savepoint is gone: rows that the handler writes now would survive its failure.
                 raise HandlerRolledBack(
                     "the handler went on after it rolled its session back: use session.begin_nested()"
                 )
             if reading.left_by:
                 self._note(reading.left_by, {} if many else parameters)
-        # Last: those above may have sent something themselves.
+        # Last, because the callbacks above may have sent something themselves.
         self._announced = statement
 
     def _read(self, statement: str) -> Reading:
@@ -336,7 +366,7 @@ class Guard:
             return Reading()
 
     def _note(self, leavings: Leavings, parameters: object) -> None:
-        """Record what a handler's statement may leave on the connection."""
+        """Record in `is_altered` and `left` that a handler's statement sets session state, or may leave some."""
         self.is_altered = True
         try:
             given = parameters if isinstance(parameters, Mapping) else {}
@@ -347,7 +377,10 @@ class Guard:
             self._assume_worst(error)
 
     def _assume_worst(self, error: Exception) -> None:
-        """Report a defect of the code that reads statements, which the handler must not meet: anything may be left."""
+        """Log a defect of the code that reads statements, and treat the statement as one that leaves state.
+
+        An error that is no defect of outboxq's is raised again.
+        """
         contain(error)
         self.left, self.is_altered = self.left or "a statement that could not be read", True
 
@@ -362,29 +395,29 @@ class Guard:
             )
 
     def is_at_rest(self) -> bool:
-        """Return True if nothing is under way on the driver's connection, so that it takes a statement. No I/O."""
+        """Return True if a statement can be sent now, because none is under way on the driver's connection. No I/O."""
         return is_at_rest(self._connection)
 
     def give_up(self) -> None:
-        """Close the connection for good."""
+        """Close the connection for good, even if a thread or task that a handler left running still uses it."""
         give_up(self._connection)
 
     def unprepared(self) -> AbstractContextManager[None]:
-        """Prepare no statement on the server within the block."""
+        """Return a block in which the driver prepares no statement on the server."""
         return unprepared(self._connection)
 
     @property
     def is_handlers_turn(self) -> bool:
-        """Return True if a handler runs."""
+        """True while a handler runs, also before its savepoint is set."""
         return self.savepoint is not None or self.on_first_use is not None
 
     def let_go(self) -> None:
-        """Record that no handler runs any more."""
+        """Record that the handler has ended: forget its savepoint, and call no callback for later statements."""
         self.savepoint = self.on_first_use = self.watcher = None
 
 
 class NoGuard(Guard):
-    """The guard of a call that has no connection yet: it watches nothing."""
+    """A guard that watches nothing, for the call of a handler that has no connection yet (a job with a lease)."""
 
     def __init__(self) -> None:
         self.savepoint, self.on_first_use, self.watcher = None, None, None
@@ -395,37 +428,38 @@ class NoGuard(Guard):
 
     @property
     def transaction_status(self) -> int:
-        """IDLE."""
+        """IDLE, because there is no connection and so no transaction."""
         return TransactionStatus.IDLE
 
     def is_at_rest(self) -> bool:
-        """Return True."""
+        """Return True, because there is no connection on which a statement could be under way."""
         return True
 
     def take_back(self) -> None:
-        """Nothing was lent."""
+        """Do nothing: no connection was lent."""
 
     def unprepared(self) -> AbstractContextManager[None]:
-        """Nothing is sent."""
+        """Return a block without effect, because there is no connection on which a statement could be prepared."""
         return nullcontext()
 
 
 def guard_of(connection: Connection) -> "Guard | None":
-    """The guard on a relay's connection, or on one lent from it; None on any other."""
+    """Return the guard of a relay's connection, also for an object that `Guard.lend` has made; None for any other."""
     guard: Guard | None = connection.__dict__.get("outboxq_guard")
     return guard
 
 
 def is_same(connection: Connection, other: Connection | None) -> bool:
-    """Return True if one of them is the other, or lent from it."""
+    """Return True if both are one object, or share one transaction because `Guard.lend` made one from the other."""
     return other is not None and connection.__dict__ is other.__dict__
 
 
 def keep_cancelled(context: ExceptionContext) -> None:
-    """Keep a relay's connection on which a coroutine is cancelled; SQLAlchemy would give it up. For "handle_error".
+    """Keep a relay's connection when a statement on it was cancelled: a listener to SQLAlchemy's event "handle_error".
 
-    The cause may be a timeout of the handler's own: psycopg has cancelled its query in the server, and the savepoint
-    contains that as it does any error.
+    SQLAlchemy would discard the connection if the coroutine is cancelled during a statement. But the handler itself may
+    have set the time-out that cancels it: psycopg has then ended the query in the server, and the job's savepoint can
+    undo the rest, as after any error.
     """
     connection = context.connection
     if connection is None or guard_of(connection) is None:
@@ -438,13 +472,17 @@ def keep_cancelled(context: ExceptionContext) -> None:
 
 
 def _watched_cursor(factory: type[Any], guard: "Guard") -> type[Any]:
-    """The driver's cursors, which lead to its connection too, and can be used around SQLAlchemy themselves."""
+    """Return a subclass of `factory` whose cursors report each use to the guard.
+
+    Handlers can send statements by such a cursor, and SQLAlchemy calls no listeners for these.
+    """
 
     class Watched(factory):  # type: ignore[misc]  # the user's own, or the driver's
         @property
         def connection(self) -> object:
             if guard.savepoint is not None or guard.on_first_use is not None:
-                # The driver too reads the connection of its cursors, for the types that it adapts: for each statement.
+                # The driver itself also reads its cursors' connection for each statement, because of the types that it
+                # adapts.
                 caller = sys._getframe(1).f_globals  # noqa: SLF001  # documented; a walk of the stack is slow
                 if str(caller.get("__name__", "")).partition(".")[0] not in _DRIVERS:
                     guard.hands_out()

@@ -1,7 +1,7 @@
-"""A thread with a connection that listens: it is opened again after every loss, and other threads reach it by a socket.
+"""A thread with a connection that listens for notifications, which it opens again after every loss.
 
-It works on libpq below psycopg, which is the same for sync and async connections, so that any engine can provide the
-connection.
+Other threads wake it through a socket. It uses libpq below psycopg, which is the same for sync and async connections,
+so any engine can provide the connection.
 """
 
 import contextlib
@@ -26,11 +26,12 @@ Request: TypeAlias = Callable[[PGconn | None], None]
 
 
 class ListeningThread(ABC):
-    """A thread that serves one listening connection; subclasses define its work there.
+    """A thread that keeps one listening connection open; subclasses define its work.
+
+    All methods but `start`, `stop` and `send` are called in the thread.
 
     Args:
-        connect: Opens a connection outside a transaction; called in the thread, as all methods but `start`, `stop` and
-            `send`.
+        connect: Opens a connection outside a transaction; also called in the thread.
     """
 
     def __init__(self, name: str, connect: Callable[[], DriverConnection]) -> None:
@@ -38,7 +39,7 @@ class ListeningThread(ABC):
         self._requests: deque[Request] = deque()
         self._is_stopping = False
         self._is_connected = False
-        # Whether the last wait ended without a notification and without a request.
+        # True if the last wait ended without a notification and without a request.
         self._is_silent = False
         self._reconnect_seconds = _RECONNECT_FIRST_SECONDS
         self._lock = threading.Lock()
@@ -46,11 +47,11 @@ class ListeningThread(ABC):
 
     @abstractmethod
     def listen(self, connection: PGconn) -> None:
-        """Prepare a new connection."""
+        """Prepare a new connection, by LISTEN for example."""
 
     @abstractmethod
     def work(self, connection: PGconn) -> float:
-        """Do the work that is due; returns the seconds to wait for a notification or a request."""
+        """Do the work that is due; return the longest time in seconds to wait for a notification or a `send`."""
 
     @abstractmethod
     def hear(self, text: str) -> None:
@@ -58,10 +59,10 @@ class ListeningThread(ABC):
 
     @abstractmethod
     def failed(self, error: Exception) -> None:
-        """Receive the error that ended the connection or refused it; after a pause the next one is opened."""
+        """Receive the error that ended or prevented the connection; the next one is opened after a pause."""
 
     def is_needed(self) -> bool:
-        """Return True if a connection is to be opened; called before each one."""
+        """Return True if a connection is to be opened now; called before each one, and again at once after False."""
         return True
 
     def start(self) -> None:
@@ -76,20 +77,24 @@ class ListeningThread(ABC):
             raise
 
     def stop(self) -> None:
-        """End the thread and its connection.
+        """End the thread and its connection, and wait for that up to 5 seconds.
 
-        One that hangs in a half-open connection ends later: it is a daemon, and nothing waits for it.
+        If the thread hangs in a connection whose other end is gone, it ends later: it is a daemon, so it does not keep
+        the process alive.
         """
         with self._lock:
             self._is_stopping = True
-            # Closed if the thread has ended.
+            # The socket is closed if the thread has ended.
             with contextlib.suppress(OSError):
                 self._wake_writer.send(b"!")
         self._thread.join(_STOP_SECONDS)
 
     def send(self, request: Request) -> bool:
-        """Pass a request to the thread, which runs it; False if the thread stops. Returns at once."""
-        # Not while the socket is closed: at that moment its number may become that of another connection.
+        """Pass a function to the thread, which calls it with its connection; return at once.
+
+        Return False, and do not pass it, if the thread is stopping.
+        """
+        # Not while the socket is closed: at that moment its file descriptor may belong to another connection.
         with self._lock:
             if self._is_stopping:
                 return False
@@ -100,12 +105,12 @@ class ListeningThread(ABC):
         return True
 
     def end_unless_requested(self) -> None:
-        """End the thread, unless a request was sent; later ones are refused."""
+        """Make the thread end, and `send` refuse more functions, unless one that it has passed still waits."""
         with self._lock:
             self._is_stopping = self._is_stopping or not self._requests
 
     def take_requests(self, connection: PGconn | None) -> None:
-        """Run the requests that other threads sent."""
+        """Call the functions that other threads passed by `send`, with the connection, or None if there is none."""
         with contextlib.suppress(BlockingIOError):
             while self._wake_reader.recv(4096):
                 pass
@@ -144,18 +149,21 @@ class ListeningThread(ABC):
         while not self._is_stopping:
             seconds = self.work(connection)
             self._reconnect_seconds = _RECONNECT_FIRST_SECONDS
-            # Before the wait: a notification may have come in with an answer.
+            # Before the wait: a notification may have arrived with an answer.
             connection.consume_input()
             has_heard = False
             while notification := connection.notifies():
                 self.hear(notification.extra.decode(errors="replace"))
                 has_heard = True
             self._is_silent = not has_heard and not wait_readable([self._wake_reader, connection.socket], seconds)
-            # Last: a stop whose byte was read here is seen before the next wait.
+            # Last: a stop whose byte was read here is noticed before the next wait.
             self.take_requests(connection)
 
     def _pause(self) -> None:
-        """Run requests without a connection until it is time for the next one."""
+        """Wait until the next connection may be opened; functions that `send` passes in that time are called with None.
+
+        The wait doubles after each failure, from 0.05 s up to 1 s.
+        """
         ends_at = clock() + self._reconnect_seconds
         self._reconnect_seconds = min(self._reconnect_seconds * 2, _RECONNECT_CAP_SECONDS)
         while not self._is_stopping and (seconds := ends_at - clock()) > 0:

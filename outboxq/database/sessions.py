@@ -1,4 +1,4 @@
-"""The sessions that callers bring: which database or shard they lead to, and which cannot hold rows of ours."""
+"""Finds the connection or shard to which a caller's session writes outboxq's rows, and refuses unsuitable sessions."""
 
 from collections.abc import Hashable, Mapping
 from typing import Any, TypeAlias
@@ -20,10 +20,10 @@ AnySession: TypeAlias = SyncSession | AnAsyncSession
 
 
 def plain_session(session: AnySession, what: str) -> Session:
-    """The sync session below the session, scoped session or async session that the caller has.
+    """Return the plain `Session` inside a caller's session, which may also be a scoped or an async one.
 
     Raises:
-        EnqueueError: not a session; `what` names the call in its message.
+        EnqueueError: the object is no session; `what` names the called function in the message.
     """
     if isinstance(session, scoped_session | async_scoped_session):
         session = session()
@@ -35,15 +35,18 @@ def plain_session(session: AnySession, what: str) -> Session:
 
 
 def outbox_bind(session: Session) -> Engine | Connection | None:
-    """The bind for the session's own rows of the outbox and the inbox; None if a ShardedSession has to choose. No I/O.
+    """Return the engine or connection to which the session sends outboxq's rows, without I/O.
+
+    Return None for a ShardedSession, which has to choose an engine for each row.
 
     Raises:
-        EnqueueError: there is none, it is no PostgreSQL database, or none of the session's own rows go to it.
+        EnqueueError: there is none, it is not for PostgreSQL, or the session sends its other rows elsewhere, so that
+            jobs would be in a transaction of their own.
     """
     if isinstance(session, ShardedSession):
         return None
     try:
-        # `get_bind` of a handler's session begins its transaction.
+        # In a handler's session, `get_bind` begins the transaction.
         bind: Engine | Connection = getattr(session, "peek_bind", session.get_bind)(mapper=job_mapper())
     except UnboundExecutionError as error:
         raise EnqueueError(
@@ -52,7 +55,7 @@ def outbox_bind(session: Session) -> Engine | Connection | None:
         ) from error
     _check_dialect(bind)
     binds = binds_of(session)
-    # Two-phase commit makes one of several transactions.
+    # Two-phase commit joins several transactions into one.
     if binds and not session.twophase:
         theirs = [
             other for key, other in binds.items() if key is not JobRow and getattr(key, "metadata", None) is not ours
@@ -68,10 +71,10 @@ def outbox_bind(session: Session) -> Engine | Connection | None:
 
 
 def check_session(session: Session) -> None:
-    """Refuse a session that cannot hold rows of ours, as far as that shows without I/O; each flush checks again.
+    """Raise if the session cannot write outboxq's rows, as far as can be known without I/O; each flush checks the rest.
 
     Raises:
-        EnqueueError: as `outbox_bind` does, or the session is in AUTOCOMMIT.
+        EnqueueError: as in `outbox_bind`; or the session is in AUTOCOMMIT, so that each statement commits by itself.
     """
     bind = outbox_bind(session)
     if isinstance(bind, Connection):
@@ -89,17 +92,17 @@ def _check_dialect(bind: Engine | Connection) -> None:
 
 
 def binds_of(session: Session) -> Mapping[Any, object]:
-    """The binds of a session other than its `bind`, by class, mapper or table."""
-    # Named differently in SQLAlchemy 2.0.
+    """Return the session's binds by class, mapper or table; its general `bind` is left out."""
+    # SQLAlchemy 2.0 names it differently.
     binds: Mapping[Any, object] = getattr(session, "binds", None) or getattr(session, "_Session__binds", {})
     return binds
 
 
 def transaction_connection(session: Session) -> Connection:
-    """The connection of the session's transaction for rows of ours.
+    """Return the connection by which the session's transaction writes outboxq's rows; begin it if necessary.
 
     Raises:
-        EnqueueError: it leads to another database than PostgreSQL, or no shard can be chosen.
+        EnqueueError: the connection leads to another database than PostgreSQL, or no shard can be chosen.
     """
     arguments: dict[str, Any] = {"mapper": job_mapper()}
     if isinstance(session, ShardedSession):
@@ -110,13 +113,13 @@ def transaction_connection(session: Session) -> Connection:
 
 
 def _shard_of_rows(session: ShardedSession) -> Hashable:
-    """The shard of the rows that wait for the flush; without any, the one that the transaction uses already.
+    """Return the shard for jobs: that of the rows that wait for the flush or, without such, of the open transaction.
 
-    The session's `shard_chooser` is called only if that leaves none or several: it would have to know a job's shard
-    from the job, and another one than the rows' would make two transactions.
+    The session's `shard_chooser` is called for a job only if these rows are in no shard or in several: it would have to
+    derive the shard from the job, and if that differs from the shard of the rows, two transactions would be needed.
 
     Raises:
-        EnqueueError: the `shard_chooser` does not know either.
+        EnqueueError: the `shard_chooser` fails for a job.
     """
     pending = (*session.new, *session.dirty, *session.deleted)
     shards = {_shard_of(session, row) for row in pending if not isinstance(row, JobRow)} or _shards_in_use(session)
@@ -134,7 +137,7 @@ def _shard_of_rows(session: ShardedSession) -> Hashable:
 def _shard_of(session: ShardedSession, row: object) -> Hashable:
     state = instance_state(row)
     if state.key is None:
-        # get_bind calls the chooser once, and records the answer, as the flush will.
+        # get_bind calls the chooser once and records its answer, as the flush will.
         mapper: Any = job_mapper() if isinstance(row, JobRow) else object_mapper(row)
         session.get_bind(mapper, instance=row)
         return state.identity_token
@@ -150,10 +153,10 @@ def _shards_in_use(session: ShardedSession) -> set[Hashable]:
 
 
 def outbox_connection(session: Session | Connection, what: str) -> Connection:
-    """The connection of the session's transaction for rows of ours, for statements that are sent at once.
+    """Return the connection by which the caller's transaction writes outboxq's rows, for statements sent at once.
 
     Raises:
-        EnqueueError: there is none, or none that can hold them; `what` names the call in its message.
+        EnqueueError: there is none, or it cannot write these rows; `what` names the called function in the message.
     """
     if isinstance(session, Connection):
         _check_dialect(session)
@@ -167,14 +170,14 @@ def outbox_connection(session: Session | Connection, what: str) -> Connection:
 
 
 def refuse_autocommit(connection: Connection) -> None:
-    """Refuse a connection on which each statement commits by itself.
+    """Raise if each statement on the connection commits by itself: jobs and other rows would not commit together.
 
     Raises:
-        EnqueueError: it does.
+        EnqueueError: each statement commits by itself.
     """
-    # By the class's own property: a relay's connection records each time that the driver's is taken from it.
+    # Read by the class's own property: a relay's connection records each time that the driver's is taken from it.
     below = Connection.connection.__get__(connection).dbapi_connection
-    # Every PostgreSQL driver has it, or SQLAlchemy's adapter for it does.
+    # Every PostgreSQL driver has this attribute, or SQLAlchemy's adapter for the driver does.
     if getattr(below, "autocommit", False):
         raise _autocommit_error()
 

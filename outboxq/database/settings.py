@@ -1,9 +1,9 @@
-"""The settings that our statements need, in place of those of the role and the database. The one list of them.
+"""The PostgreSQL settings that outboxq's own statements need, in place of those of the role and the database.
 
-Connections of ours have them from the start, and our transactions set them again: a pooler refuses startup options, and
-those of the user win over ours. On the connection of a caller they hold for a call and are then as they were; a relay's
-slots, where handlers run, keep the user's. Code that works there too does not depend on a setting: times are read as
-numbers (`outboxq.tables.columns.Instant`).
+Outboxq's connections have them from the start, and its transactions set them again, because a pooler refuses startup
+options, and a user's startup options win. On a caller's connection they apply during a call, and the former ones are
+then restored. The connections on which a relay runs handlers keep the user's settings; code that is also used on these
+depends on no setting: times are read as numbers (`outboxq.tables.columns.Instant`).
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -14,16 +14,16 @@ from sqlalchemy import Connection, func, select
 from sqlalchemy.exc import DBAPIError
 
 OUR_SETTINGS: Mapping[str, str] = {
-    # psycopg reads no other forms of times and intervals.
+    # psycopg cannot read other formats of times and intervals.
     "datestyle": "ISO",
     "intervalstyle": "postgres",
     "timezone": "UTC",
     # Below 1, floats lose digits.
     "extra_float_digits": "1",
-    # To compile a plan that walks some thousand rows of each queue takes ten times as long as to run it.
+    # Compiling a plan that walks some thousand rows of each queue takes ten times as long as running it.
     "jit": "off",
 }
-# LOCAL, because a transaction pooler would keep anything else for the next client.
+# LOCAL, because a transaction pooler would keep another setting for its next client.
 OURS_SET = tuple(f"SET LOCAL {name} = '{value}'" for name, value in OUR_SETTINGS.items())
 SET_OURS = "".join(f"{statement}; " for statement in OURS_SET)
 
@@ -32,9 +32,9 @@ _PG = func.pg_catalog
 
 @contextmanager
 def our_settings(connection: Connection) -> Iterator[None]:
-    """Our settings on a caller's connection, within the block; after it those that were there.
+    """Apply outboxq's settings to a caller's connection in the block, and restore the former ones after it.
 
-    After an error of the database there is nothing to do: the rollback of the error rolls back the settings.
+    After a database error they are not restored by a statement: the rollback that follows does that.
     """
     before = connection.execute(select(*(_PG.current_setting(name) for name in OUR_SETTINGS))).one()
     _set(connection, OUR_SETTINGS.values())

@@ -1,11 +1,11 @@
-"""Reads SQL texts: their first words, the transaction verb, and the session state that a statement leaves.
+"""Reads the SQL statements of handlers: their first words, and the session state that they leave on a connection.
 
 The words of a text, and its literals, are found as PostgreSQL's lexer finds them. Every character is read a bounded
-number of times: a pattern with a choice of ways through the same white space takes time that doubles with each blank.
+number of times: a pattern with several ways through the same white space would take time that doubles with each blank.
 
-A setting, a temporary table, a lock of the session or LISTEN outlives the transaction that made it, and would meet the
-next job of the same slot. A statement leaves nothing if its first word is known for it, and if it names no function
-that changes the session. Functions, procedures and triggers of users are not examined.
+Session state, such as a setting, a temporary table, a session lock or LISTEN, outlives its transaction, and would
+affect the next job on the same connection. A statement counts as leaving no state if its first word is known to leave
+none, and it names no function that changes the session. Users' functions, procedures and triggers are not examined.
 """
 
 import re
@@ -14,7 +14,7 @@ from itertools import islice, pairwise
 from string import whitespace
 from typing import NamedTuple
 
-# Possessive (`*+`): passed characters are never tried in another way. A line comment ends at a carriage return too.
+# Possessive (`*+`): no character is tried twice. A line comment also ends at a carriage return.
 _BLANKS = re.compile(r"(?:[ \t\n\r\f\v]++|--[^\n\r]*+)*+")
 _COMMENT_EDGE = re.compile(r"/\*|\*/")
 _WORD = re.compile(r"[A-Za-z_\x80-\U0010ffff][A-Za-z0-9_$\x80-\U0010ffff]*+")
@@ -27,10 +27,10 @@ _ESCAPED = re.compile(r"(?:[^'\\]++|\\.)*+'?", re.DOTALL)
 
 _TRANSACTION_VERBS = frozenset(("BEGIN", "START", "COMMIT", "END", "ROLLBACK", "ABORT", "PREPARE"))
 
-# Longer texts are read each time: kept, they would hold memory.
+# Longer texts are read each time: caching them would hold memory.
 _KEPT_CHARACTERS, _MOST_KEPT = 10_000, 2_048
 
-# What these do lasts as long as the transaction, or belongs to all sessions.
+# The effects of these last as long as the transaction, or concern all sessions.
 _LEAVE_NOTHING = frozenset(
     (
         *("select", "insert", "update", "delete", "merge", "with", "values", "table", "copy", "call"),
@@ -46,7 +46,7 @@ _NAME = re.compile(
     r"|pg_replication_origin_session_\w++)\b",
     re.IGNORECASE,
 )
-# The third argument of set_config says that it is for the transaction alone: in the text, or by a parameter.
+# The third argument of set_config, in the text or as a parameter, restricts it to the transaction.
 _ARGUMENT = r"(?:'[^'\\]*+'|%\([^()]*+\)s)(?:::[A-Za-z]++)?"
 _SET_LOCALLY = re.compile(
     rf'"?\s*+\(\s*+{_ARGUMENT}\s*+,\s*+{_ARGUMENT}\s*+,\s*+(?:true|%\((?P<name>[^()]*+)\)s(?:::BOOLEAN)?)\s*+\)',
@@ -55,13 +55,13 @@ _SET_LOCALLY = re.compile(
 
 
 def first_word(sql: str) -> str:
-    """The verb of a statement in upper case; empty if it does not begin with a word."""
+    """Return the first word of a statement (after comments) in upper case; empty if it does not begin with a word."""
     word = _WORD.match(sql, _skip_blanks(sql, 0))
     return word.group().upper() if word else ""
 
 
 def leading_words(sql: str) -> Iterator[str]:
-    """The words at the beginning, in upper case, up to the first token that is no word."""
+    """Yield the words at the beginning of a statement, in upper case, up to the first token that is no word."""
     at = 0
     while word := _WORD.match(sql, _skip_blanks(sql, at)):
         yield word.group().upper()
@@ -69,17 +69,20 @@ def leading_words(sql: str) -> Iterator[str]:
 
 
 def may_end_transaction(statement: str) -> bool:
-    """Return True if there may be a transaction verb in a statement that was let through.
+    """Return True if a statement may end the transaction although `refused_verb` finds no COMMIT or the like in front.
 
-    The server takes several statements at once if they come without parameters. One by one nothing but a verb ends
-    a transaction: procedures and DO blocks cannot inside of a transaction block (2D000). A statement that does not
-    begin with its verb may have one after a comment that only the server can read.
+    It may if it has a semicolon, since the server accepts several statements at once if they have no parameters; or if
+    it begins with anything but a letter, such as a comment that only the server can read. A single statement with
+    another first word cannot: inside a transaction block, procedures and DO blocks are refused a COMMIT (2D000).
     """
     return ";" in statement or not statement.lstrip()[:1].isalpha()
 
 
 def refused_verb(statement: str) -> str | None:
-    """The transaction verb that a statement begins with, if a handler may not send it; else None."""
+    """Return a statement's first word (or words) if it begins or ends a transaction, such as COMMIT; else None.
+
+    A handler may not send such a statement. ROLLBACK TO a savepoint is allowed, and returns None.
+    """
     # Nearly all statements begin with their verb.
     word = _WORD.match(statement)
     verb = word.group().upper() if word else first_word(statement)
@@ -93,7 +96,7 @@ def refused_verb(statement: str) -> str | None:
 
 
 def without_literals(sql: str) -> str:
-    """A statement with a blank in the place of each literal, quoted name and comment."""
+    """Return a statement with a blank in place of each literal, quoted name and comment, to search it for words."""
     kept, at = [], 0
     while opening := _OPENING.search(sql, at):
         kept.append(sql[at : opening.start()])
@@ -102,7 +105,10 @@ def without_literals(sql: str) -> str:
 
 
 def _end_of(opening: re.Match[str], sql: str) -> int:
-    """The end of the literal, name or comment here; two quotes within a literal end one and begin another."""
+    """Return the index at which the literal, quoted name or comment ends that begins at `opening`.
+
+    A doubled quote within a literal is read as the end of one literal and the beginning of another.
+    """
     mark = opening.group()
     if mark == "/*":
         return _comment_end(sql, opening.start())
@@ -125,7 +131,7 @@ def _skip_blanks(sql: str, at: int) -> int:
 
 
 def _comment_end(sql: str, at: int) -> int:
-    """The end of the comment that begins here: comments nest. One that is not closed reaches to the end."""
+    """Return the index at which the comment ends that begins at `at`: comments nest, and may be unclosed."""
     depth = 0
     for edge in _COMMENT_EDGE.finditer(sql, at):
         depth += 1 if edge.group() == "/*" else -1
@@ -135,10 +141,12 @@ def _comment_end(sql: str, at: int) -> int:
 
 
 class Leavings(NamedTuple):
-    """The state that a statement sets or leaves.
+    """The session state that a statement sets: some that ends with the transaction, or some that outlives it.
 
-    `what` outlives the transaction, in words that hold no value; None if all ends with it, provided that the parameters
-    named in `only_local` are true.
+    Attributes:
+        what: Names the state that outlives the transaction, in words without values; None if there is none.
+        only_local: The names of parameters of the statement, each the third argument of a `set_config`. If one is not
+            True, its setting outlives the transaction, although `what` is None.
     """
 
     what: str | None
@@ -146,7 +154,7 @@ class Leavings(NamedTuple):
 
 
 def left_by(statement: str) -> Leavings | None:
-    """The state that a statement sets or leaves on its connection; None if it neither sets nor leaves any."""
+    """Return the session state that a statement sets or leaves on its connection; None if it does neither."""
     code = without_literals(statement).lower()
     first = _CODE_VERB.match(code)
     verb = first[1] if first else "a statement without a verb"
@@ -158,7 +166,8 @@ def left_by(statement: str) -> Leavings | None:
     if any(word == "into" and before not in ("insert", "merge") for before, word in pairwise(_CODE_WORD.findall(code))):
         return Leavings("SELECT INTO")
     sets, only_local = local is not None and local[1] != "constraints", []
-    # Not in `code`, which lacks quoted names: a name in a literal costs a connection, and nothing else.
+    # Not searched in `code`, which lacks quoted names: such a name within a literal costs a new connection, and no
+    # more.
     for name in _NAME.finditer(statement):
         given = _SET_LOCALLY.match(statement, name.end()) if name[0].lower() == "set_config" else None
         if given is None:
@@ -170,7 +179,7 @@ def left_by(statement: str) -> Leavings | None:
 
 
 class Reading(NamedTuple):
-    """The effects of a handler's statement besides those on rows: the functions of these names find them."""
+    """The results of this module's functions for one statement: each field is named after its function."""
 
     first_word: str = ""
     may_end_transaction: bool = True
@@ -178,12 +187,15 @@ class Reading(NamedTuple):
     left_by: Leavings | None = None
 
 
-# Of the statements that were read last. A look costs no call: each statement of a handler is looked up.
+# The statements that were read last. Looking one up costs no call: every statement of a handler is looked up.
 readings: dict[str, Reading] = {}
 
 
 def read(statement: str) -> Reading:
-    """Read a statement, and add it to `readings`."""
+    """Apply this module's functions to a statement; keep the result in `readings` if the text is not very long.
+
+    Texts of more than 10,000 characters (`_KEPT_CHARACTERS`) are read each time.
+    """
     reading = Reading(
         first_word(statement), may_end_transaction(statement), refused_verb(statement), left_by(statement)
     )

@@ -1,4 +1,4 @@
-"""Database URLs: as a team writes them down, made into those that SQLAlchemy takes with psycopg."""
+"""Converts the various spellings of PostgreSQL URLs to URLs for SQLAlchemy with psycopg."""
 
 from urllib.parse import unquote
 
@@ -9,10 +9,10 @@ from outboxq.errors import ConfigError
 
 
 def psycopg_url(url: str | URL) -> URL:
-    """Any spelling of a PostgreSQL URL (`postgres://`, `postgresql+asyncpg://`, ...) as SQLAlchemy's psycopg one.
+    """Convert any spelling of a PostgreSQL URL (`postgres://`, `postgresql+asyncpg://`, ...) for psycopg.
 
     Several hosts may be named as libpq does (`//h1:5432,h2:5433/db`) or as SQLAlchemy does (`?host=h1:5432&host=h2`);
-    they come out as the parameters `host=h1,h2` and `port=5432,5433`, which both understand.
+    the hosts become the parameters `host=h1,h2` and `port=5432,5433`, which libpq and SQLAlchemy understand.
 
     Raises:
         ConfigError: not a PostgreSQL URL. The message never holds the URL, which may hold a password.
@@ -30,20 +30,20 @@ def psycopg_url(url: str | URL) -> URL:
 
 
 def host_names(url: URL) -> tuple[str, ...]:
-    """The hosts that a URL of `psycopg_url` names; none if libpq's default is meant."""
+    """Return the hosts that a URL from `psycopg_url` names; empty if it names none, so that libpq's default applies."""
     given = url.query.get("host") or url.host or ()
     return tuple(given.split(",")) if isinstance(given, str) else given
 
 
 def _parse_hosts(url: str) -> URL:
-    """Move several hosts into a parameter: SQLAlchemy's parser refuses a comma between them."""
+    """Parse a URL. Several hosts become the parameter `host`: SQLAlchemy's parser refuses a comma between them."""
     scheme, separator, rest = url.partition("://")
     authority_length = next((place for place, letter in enumerate(rest) if letter in "/?"), len(rest))
     user, at, hosts = rest[:authority_length].rpartition("@")
     if "," not in hosts:
         return make_url(url)
     parsed = make_url(f"{scheme}{separator}{user}{at}{rest[authority_length:]}")
-    # As in libpq, the parameter wins over the host before the path.
+    # As in libpq, the parameter wins over the host in front of the path.
     return parsed if "host" in parsed.query else parsed.update_query_dict({"host": hosts.split(",")})
 
 
@@ -60,18 +60,21 @@ def _join_hosts(url: URL) -> URL:
     hosts = given.count(",") + 1
     if len(listed) not in (1, hosts):
         raise ConfigError(f"the database URL names {hosts} hosts and {len(listed)} ports: give each host its port")
-    # libpq takes one port for all hosts, SQLAlchemy does not.
+    # libpq accepts one port for all hosts, SQLAlchemy does not.
     ports = ",".join(listed * hosts if len(listed) == 1 else listed)
     return url.update_query_dict({"host": given, **({"port": ports} if ports.strip(",") else {})})
 
 
 def _host_and_port(given: str) -> tuple[str, str]:
-    """Split `host`, `host:port`, `[::1]:port` or `/socket/directory`; the port is "" if libpq's default is meant."""
+    """Split `host`, `host:port`, `[::1]:port` or `/socket/directory` into host and port.
+
+    The port is "" if none is given, so that libpq's default applies.
+    """
     host, bracket, rest = given.partition("]") if given.startswith("[") else ("", "", given)
     name, colon, port = rest.rpartition(":")
     if not colon:
         name, port = port, ""
     if colon and port and not port.isdecimal():
-        # Not shown: in a URL that was put together badly it may be a piece of the password.
+        # Not shown: in a badly assembled URL it may be a piece of the password.
         raise ConfigError("the database URL has a port that is not a number")
     return unquote(host.removeprefix("[") if bracket else name), port

@@ -14,7 +14,7 @@ from outboxq import JobHandle, OutboxSession
 from outboxq.demo.shop import EnqueuedJob, GiftWrap, Order, Product, send_receipt, ship_order, wrap_gift
 
 CUSTOMERS = ("Ada", "Grace", "Edsger", "Barbara")
-# More than there are slots: jobs for one product wait for each other.
+# More customers than slots: jobs for one product wait for each other.
 PRODUCTS = tuple(
     f"{colour} {thing}"
     for colour in ("black", "blue", "green", "red", "white")
@@ -29,7 +29,7 @@ _JOBS: dict[Fate, int] = {"plain": 2, "gift": 3, "no paper left": 2, "card decli
 
 @dataclass(frozen=True, slots=True)
 class PlannedOrder:
-    """An order, and how it will end."""
+    """An order that a customer will place, and how its transaction will end (`fate`)."""
 
     sku: str
     quantity: int
@@ -37,20 +37,20 @@ class PlannedOrder:
 
     @property
     def jobs(self) -> int:
-        """The number of jobs that its transaction commits."""
+        """The number of jobs that the order's transaction commits."""
         return _JOBS[self.fate]
 
 
 class CardDeclined(Exception):
-    """The customer cannot pay: the whole transaction is rolled back."""
+    """The customer cannot pay: the order's whole transaction is rolled back."""
 
 
 class NoPaperLeft(Exception):
-    """The order cannot be wrapped: only the savepoint is rolled back."""
+    """The order cannot be wrapped as a gift: only the savepoint with the gift wrap is rolled back."""
 
 
 def plan_orders(jobs: int, seed: int) -> list[PlannedOrder]:
-    """Orders that commit `jobs` jobs, or up to two more; the same ones for the same seed."""
+    """Draw random orders, the same for the same `seed`, that together commit `jobs` jobs, or up to two more."""
     dice = random.Random(seed)
     planned: list[PlannedOrder] = []
     while sum(order.jobs for order in planned) < jobs:
@@ -62,7 +62,7 @@ def plan_orders(jobs: int, seed: int) -> list[PlannedOrder]:
 
 
 class Customers:
-    """The threads that place the planned orders."""
+    """The threads that place the planned orders, one thread for each customer."""
 
     def __init__(self, engine: Engine, orders: Sequence[PlannedOrder]) -> None:
         self._sessions = sessionmaker(engine, class_=OutboxSession)
@@ -74,14 +74,14 @@ class Customers:
         ]
 
     def have_finished(self) -> bool:
-        """Return True if every order was placed. Raises the error of a thread."""
+        """Return True if every order was placed. If a thread has failed, raise its error."""
         for end in self._ends:
             if end.done():
                 end.result()
         return all(end.done() for end in self._ends)
 
     def stop(self) -> None:
-        """End the threads, after each customer has finished the order at hand."""
+        """End the threads; each customer finishes the order that it is placing."""
         self._stopping.set()
         self._pool.shutdown()
 
@@ -96,16 +96,16 @@ class Customers:
 
 
 def add_products(engine: Engine) -> None:
-    """Fill the shelves."""
+    """Insert the shop's products."""
     with sessionmaker(engine).begin() as session:
         session.add_all(Product(sku=sku) for sku in PRODUCTS)
 
 
 def place_order(sessions: sessionmaker[OutboxSession], customer: str, planned: PlannedOrder) -> None:
-    """The order and its jobs in one transaction: all of it is committed, or nothing.
+    """Insert an order and its jobs in one transaction: all of it is committed, or nothing.
 
     Raises:
-        CardDeclined: nothing is, although the rows and the jobs had been inserted.
+        CardDeclined: nothing is committed, although the rows and the jobs were inserted.
     """
     with sessions.begin() as session:
         order = Order(customer=customer, sku=planned.sku, quantity=planned.quantity)
@@ -131,7 +131,7 @@ def _try_to_wrap(session: OutboxSession, order: Order, *, has_paper: bool) -> No
             if not has_paper:
                 raise NoPaperLeft
     except NoPaperLeft:
-        # The order goes without; the job inside the savepoint never existed.
+        # The order goes without gift wrap; the job inside the savepoint never existed.
         return
 
 

@@ -1,4 +1,4 @@
-"""The market while a dashboard is open: customers who order, two relays, one of which is killed, and a third."""
+"""A running market for a dashboard to show: customers, and two relays, one of which is killed and replaced."""
 
 import random
 import threading
@@ -22,7 +22,7 @@ KILL_SECONDS = 45.0
 _TARGET = "outboxq.demo.market:jobs"
 _SLOTS_PER_QUEUE = 2
 _SUPPLIERS = ("Ada & Sons", "Lovelace Ltd", "Hopper Imports")
-# Products that the shop does not know yet: a row in shop.product mends it.
+# Products that the shop does not know yet: inserting a row into shop.product solves it.
 NEW_PRODUCTS = ("golden kettle", "golden teapot", "silver spoon")
 _MONTHS = ("2026-01", "2026-02", "2026-03")
 # An order every quarter of a second, a price list every second, a report every minute.
@@ -31,12 +31,12 @@ _STOP_SECONDS = 15.0
 
 
 class Market:
-    """A database that is traded in, and its relays.
+    """A market: its database and relays, with methods to start and kill relays and to place orders.
 
     Attributes:
         url: The address of the database.
         engine: An engine for it.
-        relays: The relays that are alive, the first first.
+        relays: The living relays, in the order of their starts.
     """
 
     def __init__(self, url: str, engine: Engine, say: Callable[[str], None], stack: ExitStack) -> None:
@@ -48,7 +48,7 @@ class Market:
         self._dice = random.Random()
 
     def start_relay(self) -> RelayProcess:
-        """Start a relay for all queues; it may not serve yet."""
+        """Start a relay for all queues, without waiting until it runs jobs."""
         self._started += 1
         config = RelayConfig(slots_per_queue=_SLOTS_PER_QUEUE)
         relay = RelayProcess(_TARGET, self.url, config, name=f"relay {self._started}")
@@ -64,7 +64,10 @@ class Market:
         return relay
 
     def trade(self, order: PlannedOrder, number: int) -> None:
-        """Place an order and charge its card; now and then a price list comes, or a report is requested."""
+        """Place an order, and add the job that charges its card; every few orders add jobs for a price or a report.
+
+        `number`: the order's number, which decides about these.
+        """
         try:
             place_order(self._sessions, CUSTOMERS[number % len(CUSTOMERS)], order)
         except CardDeclined:
@@ -80,7 +83,7 @@ class Market:
 
 @contextmanager
 def open_market(say: Callable[[str], None]) -> Iterator[Market]:
-    """A market on a server of its own, whose two relays serve. Nothing is left of it after the block.
+    """Run the block with a market on a PostgreSQL server of its own, with two relays; then delete all of it.
 
     Raises:
         DemoFailed: a relay did not start.
@@ -102,7 +105,7 @@ def open_market(say: Callable[[str], None]) -> Iterator[Market]:
 
 @contextmanager
 def trading(market: Market, kill_seconds: float = KILL_SECONDS) -> Iterator[None]:
-    """Make customers order within the block; after some time a relay is killed, and another one takes its place.
+    """Place orders while the block runs; after `kill_seconds`, kill a relay and start another one in its place.
 
     Raises:
         DemoFailed: a relay ended by itself.

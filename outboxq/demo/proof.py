@@ -11,7 +11,7 @@ from outboxq.demo.shop import STOCK
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """One number: its name, the statement that counts it, its meaning in words, and its required value."""
+    """A number that is counted in the database: its name, its SQL, the words for its source, and if it must be 0."""
 
     name: str
     sql: str
@@ -19,7 +19,7 @@ class Figure:
     must_be_zero: bool = False
 
 
-# A rollback does not give back the numbers that an identity drew: the gaps count rows that were inserted and undone.
+# A rollback does not return the numbers drawn from an identity: the gaps count rows that were inserted and undone.
 FIGURES = (
     Figure("orders committed", 'SELECT count(*) FROM shop."order"', "rows of shop.order"),
     Figure(
@@ -29,7 +29,7 @@ FIGURES = (
     ),
     Figure(
         "savepoints rolled back",
-        # Only orders that are committed try one.
+        # Only committed orders charge a card.
         "SELECT last_value - (SELECT count(*) FROM shop.gift_wrap) FROM shop.gift_wrap_id_seq",
         "gaps in the ids of shop.gift_wrap",
     ),
@@ -69,7 +69,7 @@ _BY_RELAY = text("SELECT relay, count(*) AS effects FROM shop.effect GROUP BY re
 
 @dataclass(frozen=True, slots=True)
 class Kill:
-    """A relay that was killed, the jobs that it ran at that moment, and how many had written their effect."""
+    """A relay that was killed, the jobs that it was running, and how many of these had an uncommitted effect."""
 
     relay: str
     pid: int
@@ -79,13 +79,13 @@ class Kill:
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """The outcome of the orders.
+    """The outcome of a run of the demo, to be printed, and checked by `differences`.
 
     Attributes:
-        values: The figures, by name.
+        values: The counted numbers, by the names of `FIGURES`.
         by_relay: The effects of each relay, by its name.
-        kill: The relay that was killed at work, if one was.
-        taken_over: How many of the jobs that it ran have the effect of another relay.
+        kill: The relay that was killed while it ran jobs; None without one.
+        taken_over: How many of the jobs that the killed relay was running were done by another relay.
     """
 
     values: Mapping[str, int]
@@ -95,11 +95,11 @@ class Proof:
 
     @property
     def holds(self) -> bool:
-        """Return True if nothing was lost, doubled or left although a relay was killed at work."""
+        """True if no job was lost, done twice or left over, although a relay was killed while it ran jobs."""
         return not self.differences()
 
     def differences(self) -> list[str]:
-        """The differences from what is promised, in words."""
+        """Return, in words, each number that is not as it must be; empty if the proof holds."""
         found = [
             f"{figure.name}: expected 0, counted {self.values[figure.name]} ({figure.counted_from})"
             for figure in FIGURES
@@ -121,7 +121,10 @@ class Proof:
 
 
 def prove(connection: Connection, kill: Kill | None) -> Proof:
-    """Count everything in the shop's database."""
+    """Count all figures in the shop's database; return the proof.
+
+    `kill`: the relay that was killed while it ran jobs; None without one.
+    """
     values = {figure.name: int(connection.execute(text(figure.sql)).scalar_one() or 0) for figure in FIGURES}
     by_relay = {str(row.relay): int(row.effects) for row in connection.execute(_BY_RELAY)}
     taken_over = 0

@@ -1,8 +1,7 @@
 """The demo's shop: its tables and its handlers.
 
-`EnqueuedJob` and `Effect` are there for the proof. A row of the first is written with each job, in the same
-transaction; a row of the second is a handler's effect. No constraint keeps a second effect of a job out, so doubled
-ones would show.
+`EnqueuedJob` and `Effect` exist for the proof. A row of the first is written with each job, in the same transaction; a
+row of the second is a handler's effect. No constraint forbids a second effect of a job, so doubled effects would show.
 """
 
 import asyncio
@@ -17,7 +16,8 @@ from outboxq import AsyncContext, Context, Jobs, Locked
 SCHEMA = "shop"
 STOCK = 1_000_000
 
-# How long a label printer or a mail server takes. Handlers have written their effect by then, and not committed it.
+# The time that a label printer or a mail server takes. Handlers have written their effect by then, and not committed
+# it.
 WORK_SECONDS = 0.04
 
 
@@ -57,7 +57,7 @@ class GiftWrap(Base):
 
 
 class EnqueuedJob(Base):
-    """A job that was enqueued, written in the same transaction."""
+    """A record of a job that was enqueued, written in the same transaction as the job."""
 
     __tablename__ = "enqueued_job"
 
@@ -66,7 +66,7 @@ class EnqueuedJob(Base):
 
 
 class Effect(Base):
-    """An effect of a handler. `relay` is the process, by the name of its connection."""
+    """A record that a handler's transaction was committed. `relay` is the name of the relay's connection."""
 
     __tablename__ = "effect"
 
@@ -81,7 +81,7 @@ jobs = Jobs()
 
 @jobs.handler(queue="warehouse")
 def ship_order(ctx: Context, order: Order, product: Locked[Product]) -> None:
-    """Take an order out of the stock."""
+    """Handler: take the ordered products out of the stock."""
     ctx.session.add(Effect(job_id=ctx.job.id, kind=ctx.job.kind))
     ctx.session.flush()
     time.sleep(WORK_SECONDS)
@@ -90,7 +90,7 @@ def ship_order(ctx: Context, order: Order, product: Locked[Product]) -> None:
 
 @jobs.handler(queue="warehouse")
 def wrap_gift(ctx: Context, gift: GiftWrap) -> None:
-    """Wrap an order as a gift."""
+    """Handler: wrap an order as a gift."""
     assert gift.order_id is not None
     ctx.session.add(Effect(job_id=ctx.job.id, kind=ctx.job.kind))
     ctx.session.flush()
@@ -99,7 +99,7 @@ def wrap_gift(ctx: Context, gift: GiftWrap) -> None:
 
 @jobs.handler(queue="mail")
 async def send_receipt(ctx: AsyncContext, order_id: int, customer: str) -> None:
-    """Write a receipt; an async handler, so its queue is another one."""
+    """Handler: write a receipt. It is async, and so has another queue than the sync handlers."""
     assert order_id
     assert customer
     ctx.session.add(Effect(job_id=ctx.job.id, kind=ctx.job.kind))

@@ -10,16 +10,16 @@ from outboxq.errors import ConfigError
 
 
 class Show:
-    """The display of a run, a context manager around it: silent until the end, then one JSON object."""
+    """Displays a run of the demo, as a context manager around it; this class prints only a JSON object, at the end."""
 
     def say(self, line: str) -> None:
-        """Show a line about what happens."""
+        """Show a line about the present step of the run."""
 
     def progress(self, done: int, total: int) -> None:
-        """Show how many effects were applied."""
+        """Show that `done` of the `total` effects have been committed so far."""
 
     def finish(self, proof: Proof, facts: Mapping[str, object]) -> None:
-        """Show the proof."""
+        """Show the proof at the end, with other facts about the run."""
         sys.stdout.write(json.dumps(as_object(proof, facts)) + "\n")
 
     def __enter__(self) -> Self:
@@ -30,7 +30,7 @@ class Show:
 
 
 def open_show(*, as_json: bool) -> Show:
-    """A show for people, or for scripts.
+    """Return the display for scripts if `as_json`, otherwise the one for people.
 
     Raises:
         ConfigError: rich is not installed.
@@ -44,7 +44,7 @@ def open_show(*, as_json: bool) -> Show:
 
 
 class TerminalShow(Show):
-    """Lines and a bar on a terminal; the lines alone in a file or a pipe."""
+    """Displays a run for people: lines and a progress bar on a terminal, only the lines in a file or a pipe."""
 
     def __init__(self) -> None:
         from rich.console import Console
@@ -99,7 +99,7 @@ class TerminalShow(Show):
 
 
 def as_object(proof: Proof, facts: Mapping[str, object]) -> dict[str, object]:
-    """The proof for JSON: a key per figure, and the other facts."""
+    """Return the proof as an object for JSON: a key for each figure, and the other facts about the run."""
     kill = proof.kill
     return {
         "ok": proof.holds,

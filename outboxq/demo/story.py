@@ -1,4 +1,4 @@
-"""The demo's course: a server, a shop, customers, two relays, a kill half-way, a third relay, and the count."""
+"""The course of the demo: customers order, two relays run jobs, one is killed and replaced, the proof is counted."""
 
 import random
 import threading
@@ -28,11 +28,11 @@ _STOP_SECONDS = 15.0
 INTERRUPTED = 130
 
 _SLOTS_PER_QUEUE = 2
-_SLOTS = 2 * _SLOTS_PER_QUEUE  # of the shop's two queues
+_SLOTS = 2 * _SLOTS_PER_QUEUE  # the slots of the shop's two queues
 _START_SECONDS = 30.0
 
-# A claim is an open transaction that has deleted the job: its id is in the row's xmax. The lock on the ledger shows
-# that the handler has written its effect.
+# A claim is an open transaction that has deleted the job: its id is the row's xmax. The lock on the ledger shows that
+# the handler has written its effect.
 _RUNNING = text(
     f"""\
 SELECT job.id, activity.state_change, EXISTS (
@@ -47,14 +47,14 @@ _PROGRESS = text("SELECT count(*) AS done, EXISTS (SELECT FROM outboxq.job) AS h
 
 
 def run_demo(*, jobs: int, seed: int | None = None, json: bool = False) -> int:
-    """Play the demo and print its proof.
+    """Run the demo on a server of its own, and print its proof.
 
-    It starts a server and three relay processes, and leaves no trace, also after Ctrl-C. No configured database is
-    touched.
+    Starts a PostgreSQL server and three relay processes; all of it is deleted at the end, even after Ctrl-C. No
+    configured database is touched.
 
     Args:
-        jobs: How many jobs are committed, give or take two; at least 100.
-        seed: Repeats the customers of an earlier run; None draws one.
+        jobs: The number of committed jobs, at least 100; up to two more may be committed.
+        seed: The seed of an earlier run, to repeat its customers; None draws one.
         json: Print one JSON object instead of progress and a table.
 
     Returns:
@@ -69,7 +69,7 @@ def run_demo(*, jobs: int, seed: int | None = None, json: bool = False) -> int:
         raise ConfigError(f"the demo takes at least {FEWEST_JOBS} jobs, to have some left to kill, got {jobs}")
     seed = random.randrange(1_000_000) if seed is None else seed
     begun = time.monotonic()
-    # Checked between steps: a KeyboardInterrupt may land, and be lost, in a destructor of any library.
+    # Checked between steps: a KeyboardInterrupt may be raised, and be lost, in a destructor of any library.
     interrupted = threading.Event()
     with open_show(as_json=json) as show, stop_signals(interrupted.set):
         try:
@@ -84,7 +84,7 @@ def run_demo(*, jobs: int, seed: int | None = None, json: bool = False) -> int:
 
 
 class DemoFailed(OutboxqError):
-    """The demo could not be played to its end."""
+    """The demo could not be run to its end."""
 
 
 class Interrupted(OutboxqError):
@@ -106,7 +106,7 @@ def _play_on(server: Server, show: Show, orders: list[PlannedOrder], seed: int, 
 
 
 class _Story:
-    """The relays of one run, and the steps of it."""
+    """One run of the demo: its relays, and methods for its steps."""
 
     def __init__(self, url: str, engine: Engine, show: Show, orders: list[PlannedOrder], stack: ExitStack) -> None:
         self._url, self._engine, self._show, self._stack = url, engine, show, stack
@@ -115,7 +115,7 @@ class _Story:
         self._started = 0
 
     def start_relays(self) -> None:
-        """Start two relays, and wait until both serve."""
+        """Start two relays, and wait until both can run jobs."""
         for _ in range(2):
             self._start_relay()
         for relay in self._relays:
@@ -124,7 +124,10 @@ class _Story:
         self._show.say(f"{names} serve the queues warehouse (sync handlers) and mail (async handlers).")
 
     def watch(self, customers: Customers, interrupted: threading.Event) -> Kill | None:
-        """Wait until everything is done; half-way, kill the second relay and start a third."""
+        """Wait until every job is done; half-way, kill the second relay and start a third.
+
+        Returns the killed relay and its jobs, or None if the relay never ran jobs when it was to be killed.
+        """
         kill: Kill | None = None
         deadline = time.monotonic() + _LIMIT_SECONDS
         while time.monotonic() < deadline:
@@ -134,23 +137,23 @@ class _Story:
                 check_runs(relay)
             if kill is None and seen.done >= self._jobs // 2:
                 kill = self._kill_second_relay(seen.done)
-            # In this order: jobs that are enqueued after the query are not missed.
+            # In this order, so that jobs enqueued after the query are not missed.
             if customers.have_finished() and not seen.has_jobs and not self._ask(_PROGRESS)[0].has_jobs:
                 return kill
             if interrupted.wait(_POLL_SECONDS):
                 raise Interrupted
-        # The proof counts what is left.
+        # The proof counts the remaining jobs.
         return kill
 
     def stop_relays(self) -> None:
-        """Stop all relays in order, so that nothing changes while it is counted."""
+        """Stop all relays after they have finished their jobs, so that nothing changes while the proof is counted."""
         for relay in self._relays:
             relay.ask_to_stop()
         for relay in self._relays:
             relay.wait(_STOP_SECONDS)
 
     def _start_relay(self) -> RelayProcess:
-        """Start a relay whose connections carry its name, so that the database shows what it does."""
+        """Start a relay, with its name on its database connections, so that the proof can see which relay did a job."""
         self._started += 1
         config = RelayConfig(slots_per_queue=_SLOTS_PER_QUEUE)
         relay = RelayProcess("outboxq.demo.shop:jobs", self._url, config, name=f"relay {self._started}")
@@ -174,9 +177,10 @@ class _Story:
         return kill
 
     def _kill_at_work(self, relay: RelayProcess) -> Kill | None:
-        """Kill the relay with SIGKILL if it runs jobs at this moment, else let it go on and return None.
+        """Kill the relay with SIGKILL if it runs jobs at this moment; otherwise leave it alive and return None.
 
-        It is stopped first, so that the jobs which the database shows are those that it ran when it died.
+        The process is suspended first, so that the jobs which the database shows are exactly those that it ran when it
+        died.
         """
         relay.pause()
         try:
@@ -197,10 +201,10 @@ class _Story:
 
 
 def check_runs(relay: RelayProcess) -> None:
-    """Check that the relay runs.
+    """Check that the relay's process is alive.
 
     Raises:
-        DemoFailed: it does not; the error holds the end of its log.
+        DemoFailed: the process has ended; the message ends with its log.
     """
     code = relay.returncode
     if code is not None:
@@ -208,10 +212,10 @@ def check_runs(relay: RelayProcess) -> None:
 
 
 def wait_until_it_serves(engine: Engine, relay: RelayProcess, slots: int = _SLOTS) -> None:
-    """Wait for a relay's connections, one a slot.
+    """Wait until a relay can run jobs: it has `slots` connections to the database.
 
     Raises:
-        DemoFailed: it ended, or takes too long.
+        DemoFailed: the relay ended, or takes too long.
     """
     deadline = time.monotonic() + _START_SECONDS
     while True:
@@ -226,7 +230,7 @@ def wait_until_it_serves(engine: Engine, relay: RelayProcess, slots: int = _SLOT
 
 @contextmanager
 def prepared(server: Server) -> Iterator[tuple[str, Engine]]:
-    """The address and an engine of a database with outboxq's tables and the shop's."""
+    """Run the block with a new database that has outboxq's tables and the shop's; yield its URL and an engine."""
     database = server.create_database()
     engine = create_engine(database.url, pool_size=len(CUSTOMERS) + 1, connect_args={"application_name": "shop"})
     try:

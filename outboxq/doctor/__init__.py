@@ -1,7 +1,7 @@
-"""The doctor: examines a database, and names what keeps jobs from running or will, and what to do about it.
+"""The doctor: examines a database, and reports conditions that keep jobs from running now or later, with advice.
 
-It only reads: each check is a short READ ONLY transaction of its own that waits for no lock. A check that the role is
-not allowed to make is a finding itself, never an error.
+It only reads: each check is a short READ ONLY transaction of its own that waits for no lock. A check that this role may
+not make is reported as a finding, and raises no error.
 """
 
 import outboxq.libpq  # noqa: F401  # before a module here imports psycopg

@@ -1,4 +1,4 @@
-"""Batches (`jobs.batch`) that are open for long, though nothing of them is left."""
+"""Batches (`jobs.batch`, jobs with a common callback) that have no jobs left, but whose callback was not added."""
 
 from collections.abc import Iterator
 
@@ -12,7 +12,10 @@ _SWEPT_SECONDS = 300.0
 
 
 def find_unfinished_batches(context: CheckContext) -> Iterator[Finding]:
-    """Batches that are over, and whose callbacks no sweep has added."""
+    """Yield a finding if batches whose jobs have all ended, opened over five minutes ago, did not get their callback.
+
+    A relay adds the callback, a job that runs after all others.
+    """
     rows = context.rows(statements.stale_batches(context.schema, _SWEPT_SECONDS))
     over = [row for row in rows if row.is_over]
     if not over:

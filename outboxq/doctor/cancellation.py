@@ -1,4 +1,4 @@
-"""Cancellations that no relay answers, and kinds that have been paused for long."""
+"""Cancellations that no relay answers, and paused kinds."""
 
 import shlex
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ _ANSWER_SECONDS = 60.0
 
 
 def find_unanswered_requests(context: CheckContext) -> Iterator[Finding]:
-    """Find jobs that run on although their cancellation was requested."""
+    """Yield findings for jobs that still run although their cancellation was requested over a minute ago."""
     for row in context.rows(statements.unanswered_requests(context.schema, _ANSWER_SECONDS)):
         yield Finding(
             "cancellation-unanswered",
@@ -25,7 +25,10 @@ def find_unanswered_requests(context: CheckContext) -> Iterator[Finding]:
 
 
 def find_paused_kinds(context: CheckContext) -> Iterator[Finding]:
-    """Find kinds that are paused, and perhaps were forgotten."""
+    """Yield a finding for each paused kind.
+
+    It is a warning if the pause is older than `Limits.older_than_seconds`, because it may have been forgotten.
+    """
     for row in context.rows(statements.paused_kinds(context.schema)):
         late = row.seconds >= context.limits.older_than_seconds
         yield Finding(
@@ -38,7 +41,7 @@ def find_paused_kinds(context: CheckContext) -> Iterator[Finding]:
 
 
 def paused_kinds(context: CheckContext) -> set[tuple[str, str]]:
-    """The kinds that are paused, each with its queue."""
+    """Return the paused kinds, as pairs of queue and kind."""
     if "paused_kind" not in context.tables:
         return set()
     return {(row.queue, row.kind) for row in context.rows(statements.paused_kinds(context.schema))}

@@ -1,4 +1,4 @@
-"""Run the checks: each in a transaction of its own, so that one that fails takes no other with it."""
+"""Runs the checks, each in a transaction of its own, so that a failed one does not affect the others."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -114,14 +114,13 @@ CHECKS: tuple[Check, ...] = (
     Check("the number of connections", server.find_used_up_connections),
 )
 
-# No session is held up: the longest
-# check is bounded, and a table that is locked is skipped.
+# No session is held up: the longest check is bounded, and a locked table is skipped.
 _SETTINGS = (
     f"SET TRANSACTION READ ONLY; {SET_OURS}SET LOCAL statement_timeout = '10s'; SET LOCAL lock_timeout = '200ms'"
 )
 _INSUFFICIENT_PRIVILEGE = "42501"
 _AGAIN = "Run the doctor again; see the other findings for what may be in the way."
-# Errors of reading a value, here and in the driver: a number, a time or a text that Python cannot hold; deep JSON.
+# Errors of reading a value, here and in the driver: a number, a time or a text that Python cannot represent; deep JSON.
 _OF_A_VALUE = (ArithmeticError, ValueError, RecursionError, DataError, psycopg.DataError)
 _REASONS = {
     "57014": "it took longer than 10 seconds",
@@ -138,14 +137,14 @@ def run_checks(
     registry: Registry | None = None,
     listen_connect: Connect | None = None,
 ) -> list[Finding]:
-    """Make every check that can be made; the gravest findings first.
+    """Make every check that is possible; return the findings, the most severe first.
 
     Args:
-        connect: Opens a connection to the database; called twice, to recognise a transaction pooler.
-        use: The role's purpose, which decides the rights that it needs; None: by its membership in the groups that
-            `outboxq roles` makes, else a relay's.
-        registry: Kinds that wait are compared with it.
-        listen_connect: Opens a connection by the URL that relays listen on, if they have one.
+        connect: Opens a connection to the database; called twice, to detect a transaction pooler.
+        use: The purpose of this database role, which decides the rights that it needs. If None, it follows from the
+            role's membership in the groups of `outboxq roles`; without any, it is a relay's.
+        registry: The application's registry, to report kinds of waiting jobs that have no handler in it.
+        listen_connect: Opens a connection by the URL that relays listen on, if they have one of their own.
     """
     with connect() as given, unprepared(given):
         connection = given.execution_options(isolation_level="READ COMMITTED", schema_translate_map={SCHEMA: schema})
@@ -173,7 +172,7 @@ def run_checks(
 
 
 class ConnectionLost(Exception):
-    """The connection went away during a check, and nothing more can be learnt."""
+    """The connection was lost during a check, so that no other check is possible; `finding` reports it."""
 
     def __init__(self, finding: Finding) -> None:
         super().__init__(finding.title)
@@ -181,7 +180,7 @@ class ConnectionLost(Exception):
 
 
 def _look_at_tables(context: CheckContext, found: list[Finding]) -> CheckContext:
-    """The context with the tables that can be read; a wrong version of them is a finding."""
+    """Return the context with the tables that exist; add a finding to `found` if their version is not the latest."""
     tables: frozenset[str] = frozenset()
     with _reporting("the schema", "USAGE on it", context, found), _transaction(context.connection):
         tables = frozenset(context.scalars(statements.tables(context.schema)))
@@ -205,10 +204,10 @@ def _transaction(connection: Connection) -> Iterator[None]:
 
 @contextmanager
 def _reporting(subject: str, grant: str, context: CheckContext, found: list[Finding]) -> Iterator[None]:
-    """Turn the failure of a check into a finding; one that loses the connection ends the doctor's work.
+    """Run a block that makes a check; if the block fails, add a finding with the reason to `found`.
 
     Raises:
-        ConnectionLost: with the finding that says so.
+        ConnectionLost: the connection was lost, so that no other check is possible; its `finding` reports that.
     """
     try:
         yield
@@ -242,7 +241,10 @@ def _refused(subject: str, grant: str, sqlstate: str | None, original: BaseExcep
 
 
 def _why(sqlstate: str | None, original: BaseException | None) -> tuple[str, str]:
-    """The reason why a check could not be made, without texts that may hold a value of a row; and what helps."""
+    """Return the reason why a check could not be made, and advice.
+
+    The reason quotes no text that may contain a row's value.
+    """
     if sqlstate is not None:
         # Class 22, data exceptions, quotes the value.
         message = (

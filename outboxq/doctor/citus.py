@@ -1,4 +1,4 @@
-"""Servers that are not plain PostgreSQL: outboxq's tables under Citus, and claims that a server refuses."""
+"""Servers other than plain PostgreSQL: outboxq's tables under Citus, and servers that refuse relays' statements."""
 
 from collections.abc import Iterator
 from uuid import UUID
@@ -17,7 +17,10 @@ _NOBODY = UUID(int=0)
 
 
 def find_one_phase(context: CheckContext) -> Iterator[Finding]:
-    """Find tables that Citus manages, or whose rows it would commit after those of the user's."""
+    """Yield findings if Citus manages outboxq's tables, or commits users' rows and outboxq's rows one after the other.
+
+    A crash between the two commits would lose jobs, and run others twice.
+    """
     if not server_facts(context.connection).has_citus:
         return
     state = context.connection.execute(citus_state(context.schema)).one()
@@ -37,13 +40,16 @@ def find_one_phase(context: CheckContext) -> Iterator[Finding]:
             "Citus commits the rows of distributed tables before those of outboxq "
             f"({', '.join(state.unguarded)}): a crash in between loses jobs, and runs others twice",
             {"tables": list(state.unguarded), "distributed": state.has_distributed},
-            "Run `outboxq migrate`, or call outboxq.migrations.upgrade(op, ...) in a revision of yours: then both are "
+            "Run `outboxq migrate`, or call outboxq.migrations.upgrade(op, ...) in your own revision: then both are "
             "committed in two phases.",
         )
 
 
 def find_refused_claims(context: CheckContext) -> Iterator[Finding]:
-    """Find claims that the server refuses: each is sent with EXPLAIN, which executes nothing."""
+    """Yield a finding for each statement of relays for claiming jobs that the server refuses.
+
+    Each is sent with EXPLAIN, which executes nothing.
+    """
     if context.use != "relay":
         return
     claims = ClaimStatements(context.schema, "default", _NOBODY)
@@ -56,7 +62,7 @@ def find_refused_claims(context: CheckContext) -> Iterator[Finding]:
         except psycopg.Error as error:
             sqlstate = sqlstate_of(error)
             if sqlstate == INSUFFICIENT_PRIVILEGE:
-                # The check of the rights names it.
+                # The check of the rights reports this.
                 return
             if sqlstate in (None, LOCK_NOT_AVAILABLE, QUERY_CANCELED):
                 raise

@@ -1,4 +1,4 @@
-"""Dead letters whose time has ended, and that no relay deletes."""
+"""Dead letters that are older than their queue keeps them, and that no relay deletes."""
 
 import shlex
 from collections.abc import Iterator
@@ -7,12 +7,12 @@ from outboxq.doctor.findings import CheckContext, Finding, detail_of
 from outboxq.doctor.formatting import age
 from outboxq.statements.doctor import dead_letters as statements
 
-# Relays prune now and then, and pass over rows that others hold.
+# Relays prune now and then, and skip rows that others hold.
 _LATE_SECONDS = 86_400.0
 
 
 def find_overdue_dead_letters(context: CheckContext) -> Iterator[Finding]:
-    """Find queues whose oldest dead letter should have been deleted a day ago."""
+    """Yield a finding for queues whose oldest dead letter should have been deleted by a relay more than a day ago."""
     declared = {} if context.registry is None else context.registry.keep_dead
     kept = {queue: time.total_seconds() for queue, time in declared.items()}
     kept |= {row.name: float(row.keep) for row in context.rows(statements.kept_queues(context.schema))}

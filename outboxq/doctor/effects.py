@@ -1,4 +1,4 @@
-"""Effects that need an operator: unknown ones, and those whose caller did not come back."""
+"""Effects (recorded calls to other services) that need an operator: of unknown outcome, or left by their caller."""
 
 from collections.abc import Iterator
 
@@ -7,19 +7,19 @@ from outboxq.doctor.findings import CheckContext, Finding, detail_of
 from outboxq.doctor.formatting import age
 from outboxq.statements.doctor import effects as statements
 
-# Retries of a handler come back sooner than this, as a rule.
+# A handler's retries come sooner than this, as a rule.
 _ABANDONED_SECONDS = 3_600.0
 
 
 def find_unknown_effects(context: CheckContext) -> Iterator[Finding]:
-    """Find effects that are not called again until an operator resolves them."""
+    """Yield findings for effects of unknown outcome: their calls are not made again until an operator resolves them."""
     found = context.connection.execute(statements.unknown_effects(context.schema)).one()
     if found.effects:
         effects, are = _effects(found.effects), "is" if found.effects == 1 else "are"
         yield Finding(
             "effects-unknown",
             "warning",
-            f"{effects} {are} unknown, the oldest for {age(found.oldest_seconds)}: it cannot be told whether the "
+            f"{effects} {are} unknown, the oldest for {age(found.oldest_seconds)}: it is not known if the "
             "call was applied",
             detail_of(found),
             "Ask the other side by the provider key (outboxq effects show), then: outboxq effects resolve SCOPE KEY "
@@ -30,7 +30,7 @@ def find_unknown_effects(context: CheckContext) -> Iterator[Finding]:
 
 
 def find_abandoned_effects(context: CheckContext) -> Iterator[Finding]:
-    """Find effects whose caller died or failed in doubt, and that were not called again."""
+    """Yield findings for calls whose caller died or failed in doubt, and that were not made again for an hour."""
     found = context.connection.execute(statements.abandoned_effects(context.schema, _ABANDONED_SECONDS)).one()
     if found.effects:
         was = "was" if found.effects == 1 else "were"

@@ -1,4 +1,4 @@
-"""The input of a check, and its findings."""
+"""The types of the doctor: findings, checks, and the input of a check."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -17,15 +17,15 @@ Connect: TypeAlias = Callable[[], AbstractContextManager[Connection]]
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Something that was found.
+    """A condition that a check has found in the database.
 
     Args:
-        code: Its name, for programs; later versions keep it.
-        severity: `problem`: jobs do not run, or a promise is broken. `warning`: they will not, or may not. `info`: good
-            to know.
+        code: The finding's name, for programs; later versions do not rename it.
+        severity: `problem`: jobs do not run, or a guarantee is broken. `warning`: that may happen, or will. `info`:
+            good to know.
         title: The finding, in a line.
-        detail: The same for programs: pids, ages, names.
-        advice: What to do.
+        detail: The values in it, for programs: pids, ages, names.
+        advice: The steps that an operator can take, in words.
     """
 
     code: str
@@ -36,24 +36,25 @@ class Finding:
 
     @property
     def needs_attention(self) -> bool:
-        """Return True if an operator should act."""
+        """True if an operator should act: the finding is a problem or a warning."""
         return self.severity != "info"
 
 
 def detail_of(row: Row[Any]) -> dict[str, Value]:
-    """A row as the detail of a finding, by the names of its columns."""
+    """Return a row as a dict by its columns' names, for `Finding.detail`."""
     return dict(row._mapping)  # noqa: SLF001  # public, but for its name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """The limits from which on something is reported.
+    """The thresholds of the doctor's checks.
 
     Args:
-        older_than_seconds: Transactions that are open, and jobs that wait, for this long.
-        older_than_transactions: Slots and standbys that hold a snapshot back by this many transactions.
-        dead_tuples: Dead rows that vacuum should have removed.
-        short_timeout_seconds: Time-outs of the server below this.
+        older_than_seconds: Report transactions that have been open, and jobs that have waited, for this long.
+        older_than_transactions: Report replication slots and standbys that keep vacuum from removing rows that died
+            this many transactions ago, or more.
+        dead_tuples: Report tables with this many dead rows or more.
+        short_timeout_seconds: Report the server's time-outs that are shorter than this.
     """
 
     older_than_seconds: float = 300.0
@@ -64,13 +65,13 @@ class Limits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckContext:
-    """The input of every check, inside a transaction of its own.
+    """The input of every check: the connection, in a transaction for this check, and what is known of the database.
 
     Args:
-        use: The role's purpose, which decides the rights that it needs.
-        tables: Those of outboxq that exist and can be read.
-        is_current: The tables are at the latest step that this version of the code knows.
-        kept: Rows that one check has found and others read too, by a name.
+        use: The purpose of this database role, which decides the rights that it needs.
+        tables: The tables of outboxq that exist and can be read.
+        is_current: True if the tables are at the latest step that this version of the code knows.
+        kept: The rows that `once` keeps, by name.
     """
 
     connection: Connection
@@ -83,34 +84,34 @@ class CheckContext:
     kept: dict[str, Sequence[Row[Any]]] = field(default_factory=dict)
 
     def once(self, name: str, find: Callable[[], Sequence[Row[Any]]]) -> Sequence[Row[Any]]:
-        """Rows of an expensive query, which the first check that needs them executes."""
+        """Return the rows of `find`, an expensive query for several checks: it is executed once for each `name`."""
         if name not in self.kept:
             self.kept[name] = find()
         return self.kept[name]
 
     def rows(self, statement: Executable) -> Sequence[Row[Any]]:
-        """All rows of a query."""
+        """Execute a query; return all rows."""
         return self.connection.execute(statement).all()
 
     def scalars(self, statement: Executable) -> Sequence[Any]:
-        """The first column of all rows of a query."""
+        """Execute a query; return the first column of all rows."""
         return self.connection.execute(statement).scalars().all()
 
     def scalar(self, statement: Executable) -> Any:
-        """The one value of a query."""
+        """Execute a query that returns one row with one column; return the value."""
         return self.connection.execute(statement).scalar_one()
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """A check of one subject.
+    """A check of one subject, with the conditions under which it can be made.
 
     Args:
-        subject: What it reads, as the end of "could not look at ...".
-        find: Yields findings.
-        tables: The tables of outboxq that it reads; it is skipped if one of them does not exist.
-        needs_current: It is skipped if the tables are not at the latest step.
-        grant: The right to give to a role that may not make the check.
+        subject: The name of the data that the check reads, as the end of "could not look at ...".
+        find: Makes the check; yields findings.
+        tables: The tables of outboxq that the check reads; it is skipped if one of them does not exist.
+        needs_current: True to skip the check unless the tables are at the latest migration step.
+        grant: The right that a role needs for the check, for the advice if it is missing.
     """
 
     subject: str
@@ -120,5 +121,5 @@ class Check:
     grant: str = "pg_monitor"
 
     def fits(self, context: CheckContext) -> bool:
-        """Return True if everything that it reads exists."""
+        """Return True if the check can be made: its tables exist, at the latest migration step if it needs that."""
         return self.tables <= context.tables and (context.is_current or not self.needs_current)

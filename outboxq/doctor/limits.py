@@ -14,7 +14,10 @@ _NONE = QueueLimits()
 
 
 def find_limited_queues(context: CheckContext) -> Iterator[Finding]:
-    """Find queues in which jobs have waited for long, and whose limit is full, or whose rate has no tokens now."""
+    """Yield a finding for each queue whose jobs wait because a limit is full or a rate is used up.
+
+    Only if a job has waited for `Limits.older_than_seconds`.
+    """
     limits = _limits(context)
     if not limits:
         return
@@ -28,7 +31,10 @@ def find_limited_queues(context: CheckContext) -> Iterator[Finding]:
 
 
 def find_held_turns(context: CheckContext) -> Iterator[Finding]:
-    """Find sessions other than relays that hold advisory locks which relays take for limits, groups and windows."""
+    """Yield a finding for each session that is no relay but has advisory locks that relays need to run jobs.
+
+    Relays use them for limits, for groups, and for windows (jobs with `every=`, one for each period).
+    """
     for row in context.rows(statements.foreign_locks(context.schema, None)):
         held = {"limits of queues": row.of_limits, "groups": row.of_groups, "windows": row.of_windows}
         whose = " and ".join(name for name, is_held in held.items() if is_held)
@@ -57,7 +63,7 @@ def find_held_turns(context: CheckContext) -> Iterator[Finding]:
 
 
 def _limits(context: CheckContext) -> Mapping[str, QueueLimits]:
-    """The limits of each queue: as operators have set them, else as the registry declares them, or living relays do."""
+    """Return the limits of each queue: as operators have set them, otherwise as the registry or relays declare them."""
     declared = {} if context.registry is None else context.registry.limits
     if "relay_status" in context.tables and context.scalar(may_read_relays(context.schema)):
         declared = {**read_limits(context.rows(declared_limits(context.schema))), **declared}

@@ -1,4 +1,4 @@
-"""Recognise a transaction pooler at the URL: through one, two connections are given each other's backends."""
+"""Detects a transaction pooler: a proxy that gives a connection another backend for each transaction."""
 
 from collections.abc import Iterator
 
@@ -9,14 +9,14 @@ from outboxq.doctor.findings import Connect, Finding
 from outboxq.errors import OutboxqError
 from outboxq.statements.doctor import sessions as statements
 
-# A pooler hands out the backend that was released last, unless another client was quicker.
+# A pooler assigns the backend that was released last, unless another client was quicker.
 _ROUNDS = 5
 
 SUBJECT = "whether the URL leads to a transaction pooler"
 
 
 def unreachable(error: OutboxqError) -> Finding:
-    """The finding if no connection could be opened."""
+    """Make the finding for an error that kept the doctor from connecting to the database."""
     if "statement pooling" in str(error):
         return Finding(
             "pooler-statement-mode",
@@ -37,7 +37,10 @@ def unreachable(error: OutboxqError) -> Finding:
 
 
 def look_at_pooler(connection: Connection, connect: Connect, listen_connect: Connect | None) -> Iterator[Finding]:
-    """Findings about the URL, and about the listen URL if there is one."""
+    """Yield findings if the URL leads to a transaction pooler, or the URL for listening to a pooler or to no server.
+
+    Through such a pooler a relay cannot LISTEN.
+    """
     try:
         if shares_backends(connection, connect):
             has_listen_url = listen_connect is not None
@@ -85,7 +88,10 @@ def _look_at_listen_url(connect: Connect) -> Iterator[Finding]:
 
 
 def shares_backends(first: Connection, connect: Connect) -> bool:
-    """Return True if `first` and another connection to the same place change backends between transactions."""
+    """Return True if there is a transaction pooler: two connections use the same backend, or one changes its backend.
+
+    `first` is one of the connections; `connect` opens the other one.
+    """
     mine, others = set[int](), set[int]()
     with connect() as second, unprepared(second):
         for _ in range(_ROUNDS):

@@ -1,7 +1,7 @@
-"""Queues whose jobs are late: paused, served by no relay, or by relays that are busy; and kinds that no relay knows.
+"""Queues whose jobs are late: paused, without a relay, or with busy relays; and kinds that no relay has a handler for.
 
-Relays keep rows of themselves. If this role may not read them, or no relay that lives has one, the names of connections
-and the leases say whether there is any relay at all.
+Relays write rows about themselves into `relay_status`. If this role may not read these rows, or no living relay has
+one, the names of connections and the leases of jobs show if there is any relay at all.
 """
 
 import shlex
@@ -21,7 +21,7 @@ from outboxq.doctor.work import jobs_of, jobs_wait, waiting
 from outboxq.statements import relays as statements
 from outboxq.statements.doctor import work
 
-# The number of pairs of a queue and a kind that are compared with what relays know.
+# The number of pairs of queue and kind that are compared with the kinds that relays know.
 _MOST_PAIRS = 1_000
 _STOPPING = "stopping"
 _UNLISTED = "(Relays of a version from before step 11 of the migrations are not listed.)"
@@ -29,7 +29,7 @@ _UNLISTED = "(Relays of a version from before step 11 of the migrations are not 
 
 @dataclass(frozen=True, slots=True)
 class _LateQueue:
-    """A queue whose jobs wait, and for how long the oldest of the next ones has."""
+    """A queue with waiting jobs: their number, and how many seconds the oldest of those to run next has waited."""
 
     name: str
     jobs: int
@@ -45,7 +45,10 @@ class _LateQueue:
 
 
 def find_late_queues(context: CheckContext) -> Iterator[Finding]:
-    """Find queues whose next jobs have waited for long, and paused ones that fill up."""
+    """Yield findings for queues whose next jobs have waited for `Limits.older_than_seconds`, and for paused queues.
+
+    A paused queue is reported if jobs wait in it.
+    """
     paused = context.scalars(work.paused_queues(context.schema))
     jobs, oldest = Counter[str](), dict[str, float]()
     for row in waiting(context):
@@ -67,20 +70,20 @@ def find_late_queues(context: CheckContext) -> Iterator[Finding]:
 
 @dataclass(frozen=True, slots=True)
 class _Relays:
-    """The relays that were seen within a day, the last seen first; none if their rows may not be read."""
+    """The relays that wrote their state within a day, the latest first; none if this role may not read their rows."""
 
     seen: Sequence[Row[Any]]
 
     @property
     def living(self) -> list[Row[Any]]:
-        """The living relays that claim."""
+        """The relays that are alive and claim jobs; those that are stopping do not."""
         return [relay for relay in self.seen if relay.is_alive and relay.state != _STOPPING]
 
     def serving(self, queue: str) -> list[Row[Any]]:
         return [relay for relay in self.living if queue in relay.queues]
 
     def last_dead(self, queue: str) -> Row[Any] | None:
-        """The last seen of the dead relays that served a queue."""
+        """Return the relay that served a queue, died, and was seen last of these; None if there is none."""
         return next((relay for relay in self.seen if not relay.is_alive and queue in relay.queues), None)
 
 
@@ -171,7 +174,10 @@ def _unlisted(queue: _LateQueue, relays: int) -> Finding:
 
 
 def find_unserved_kinds(context: CheckContext) -> Iterator[Finding]:
-    """Find kinds that wait in queues of living relays, and that none of these knows; not those that are parked."""
+    """Yield findings for kinds of waiting jobs that no living relay of their queue has a handler for.
+
+    Other checks report paused kinds, and kinds whose jobs relays have put off for this reason.
+    """
     jobs, parked = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
     for row in waiting(context):
         jobs[row.queue, row.kind] += row.jobs

@@ -1,4 +1,4 @@
-"""The rights that this role lacks for its use, the rights that others should not have, and row level security."""
+"""The rights that this role lacks for its purpose, rights that other roles should not have, and row level security."""
 
 import re
 import shlex
@@ -19,7 +19,7 @@ _POLICY_COMMANDS = {"SELECT": "r", "INSERT": "a", "UPDATE": "w", "DELETE": "d"}
 
 
 def use_of(context: CheckContext) -> Part:
-    """The part that this role plays, by the groups that it is a member of; a relay's, if by none."""
+    """Return the purpose of this role, by its membership in the groups of `outboxq roles`; without any, a relay's."""
     groups = default_names()
     member = set(context.scalars(statements.groups_of_role(list(groups.values()))))
     for part in _WIDEST:
@@ -29,7 +29,7 @@ def use_of(context: CheckContext) -> Part:
 
 
 def find_missing_rights(context: CheckContext) -> Iterator[Finding]:
-    """Find grants that this role lacks for its use."""
+    """Yield findings for rights on the schema and its tables that this role lacks for its purpose (`context.use`)."""
     schema, use = context.schema, context.use
     if True not in context.scalars(statements.schema_usage(schema)):
         yield Finding(
@@ -60,7 +60,7 @@ def find_missing_rights(context: CheckContext) -> Iterator[Finding]:
 
 
 def find_wide_producers(context: CheckContext) -> Iterator[Finding]:
-    """Find roles that may write the relays' own columns of a new job, without being a relay or an operator."""
+    """Yield a finding for each role that may insert into every column of `job`, but needs only a producer's columns."""
     for row in context.rows(statements.inserters(context.schema)):
         grant = f"Run what `outboxq roles --sql --producer {shlex.quote(row.role)}` prints"
         revoke = f"REVOKE INSERT ON {identifier(context.schema, 'job')} FROM PUBLIC"
@@ -74,7 +74,10 @@ def find_wide_producers(context: CheckContext) -> Iterator[Finding]:
 
 
 def find_hidden_rows(context: CheckContext) -> Iterator[Finding]:
-    """Find row level security without a policy that lets this role, or every role, through."""
+    """Yield findings for tables whose row level security hides rows from this role.
+
+    If it does not apply to this role, such as the owner, they are for tables whose rows it hides from all other roles.
+    """
     for row in context.rows(statements.row_security(context.schema)):
         wanted = _commands(context.use, row.table)
         allowed = row.mine if row.is_active else row.anybodys
@@ -93,7 +96,10 @@ def find_hidden_rows(context: CheckContext) -> Iterator[Finding]:
 
 
 def find_open_schemas(context: CheckContext) -> Iterator[Finding]:
-    """Find schemas of a relay's search path in which others could put functions and operators for it to call."""
+    """Yield findings for schemas in a relay's search path in which other roles could create functions and operators.
+
+    SQL without schema names could call these, with the rights of the relay.
+    """
     paths = _search_paths(context)
     behind = {role: path[: path.index("pg_catalog")] for role, path in paths.items() if "pg_catalog" in path[1:]}
     for role, before in behind.items():
@@ -123,7 +129,7 @@ def find_open_schemas(context: CheckContext) -> Iterator[Finding]:
 
 
 def _search_paths(context: CheckContext) -> dict[str, list[str]]:
-    """The schemas of this role's search path, and of the other roles' that could be a relay's, in their order."""
+    """Return the schemas in the search path of this role and of roles that could be a relay's: `{role: [schema]}`."""
     own = context.rows(statements.search_path())
     others = context.rows(role_settings(context.schema, ("search_path",)))
     return {row.role: _schemas(row.value, row.role) for row in (*own, *others)}
@@ -144,6 +150,6 @@ def _commands(use: Part, table: str) -> tuple[str, ...]:
 
 
 def _on_columns(use: Part) -> Mapping[str, Mapping[str, tuple[str, ...]]]:
-    """The rights that it needs on some columns alone: columns by table, by right."""
+    """Return the rights that a purpose needs on single columns: `{right: {table: columns}}`."""
     rights = RIGHTS[use]
     return {"INSERT": rights.inserts, "SELECT": rights.selects, "UPDATE": rights.updates}

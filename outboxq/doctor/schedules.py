@@ -1,4 +1,4 @@
-"""Schedules that are late or stay paused, that nothing handles or declares any more, or whose jobs die."""
+"""Schedules that are late, wrong or paused for long, that no code handles or declares any more, or whose jobs die."""
 
 import shlex
 from collections.abc import Iterator
@@ -11,13 +11,13 @@ from outboxq.doctor.formatting import age
 from outboxq.errors import ArgumentError
 from outboxq.statements.doctor import schedules as statements
 
-# A relay that runs fires within seconds.
+# A running relay fires schedules within seconds.
 _LATE_SECONDS = 60.0
 _LONG_PAUSED_SECONDS = 7 * 86_400.0
 
 
 def find_late_schedules(context: CheckContext) -> Iterator[Finding]:
-    """Find schedules whose time has come, and that no relay has fired."""
+    """Yield a finding for each schedule whose due time passed over a minute ago without a relay adding its job."""
     for row in context.rows(statements.late_schedules(context.schema, _LATE_SECONDS)):
         yield Finding(
             "schedule-late",
@@ -30,7 +30,7 @@ def find_late_schedules(context: CheckContext) -> Iterator[Finding]:
 
 
 def find_paused_schedules(context: CheckContext) -> Iterator[Finding]:
-    """Find schedules that have been paused for more than a week, and may have been forgotten; and disabled ones."""
+    """Yield findings for schedules that are disabled (no code declares them any more) or paused for over a week."""
     for row in context.rows(statements.paused_schedules(context.schema, _LONG_PAUSED_SECONDS)):
         name, since = shlex.quote(row.name), age(row.paused_seconds)
         if row.owner is None:
@@ -44,12 +44,12 @@ def find_paused_schedules(context: CheckContext) -> Iterator[Finding]:
 
 
 def find_schedules_ahead(context: CheckContext) -> Iterator[Finding]:
-    """Find schedules that are due later than their next time: the database's clock was ahead when that was computed."""
+    """Yield findings for schedules whose due time is too late: it was computed while the database's clock was ahead."""
     for row in context.rows(statements.coming_schedules()):
         try:
             cron = Cron(row.cron, row.time_zone)
         except ArgumentError:
-            # This machine does not know the time zone, or is of a version before.
+            # This machine does not know the time zone, or runs an older version.
             continue
         if is_ahead(cron, row.next_at, row.last_at, row.now):
             expected, name = cron.after(row.now), shlex.quote(row.name)
@@ -68,7 +68,7 @@ def find_schedules_ahead(context: CheckContext) -> Iterator[Finding]:
 
 
 def find_unhandled_schedules(context: CheckContext) -> Iterator[Finding]:
-    """Find schedules of the registry's queues whose kind it does not know, or that it does not declare any more."""
+    """Yield findings for schedules in the registry's queues that it has no handler for, or no longer declares."""
     registry = context.registry
     if registry is None:
         return
@@ -95,7 +95,7 @@ def find_unhandled_schedules(context: CheckContext) -> Iterator[Finding]:
 
 
 def find_dying_schedules(context: CheckContext) -> Iterator[Finding]:
-    """Find schedules with jobs among the newest dead letters of their queues."""
+    """Yield a finding for each schedule that has jobs among the newest dead letters of its queue."""
     for row in context.rows(statements.dead_letters_of_schedules(context.schema)):
         yield Finding(
             "schedule-dead",

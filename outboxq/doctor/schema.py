@@ -1,4 +1,4 @@
-"""The tables: their version, and which parts, functions and triggers are missing or different."""
+"""The tables: their version, and missing or different parts, functions and triggers."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -17,19 +17,19 @@ from outboxq.statements.render import quote_identifier
 from outboxq.statements.server import missing_installation, schema_version
 from outboxq.tables import NEEDED_VERSION, metadata
 
-# The consequence if a trigger, of a table, does not fire.
+# The consequence if a trigger does not fire, by table.
 _TRIGGERS = {
     ("job", "wake_relays"): "new jobs wake no relay, and wait until the next poll",
     (
         "audit",
         "keep_audit",
-    ): "an operator's role, and the owner, can rewrite what the audit says of actions that are over",
+    ): "an operator's role, and the owner, can rewrite what the audit says of actions that have ended",
 }
 TABLES_MISSING = "tables-missing"
 
 
 def look_at_version(context: CheckContext) -> Finding | None:
-    """Compare the marker that migrations leave with what the code needs; None if it is the latest step."""
+    """Return a finding if the tables' migration step is not the latest that this code knows, otherwise None."""
     schema = context.schema
     step = schema_version(context.connection, schema) if "migration" in context.tables else None
     if not step:
@@ -46,7 +46,7 @@ def look_at_version(context: CheckContext) -> Finding | None:
             "problem",
             f"the tables are at step {step}, and this outboxq needs step {NEEDED_VERSION}",
             {"schema": schema, "step": step, "needed_step": NEEDED_VERSION},
-            f"Run `outboxq migrate`, or call outboxq.migrations.upgrade(op, to={LATEST}) in a revision of yours.",
+            f"Run `outboxq migrate`, or call outboxq.migrations.upgrade(op, to={LATEST}) in your own revision.",
         )
     return None if step == LATEST else _not_latest(schema, step)
 
@@ -60,7 +60,7 @@ def _not_latest(schema: str, step: int) -> Finding:
             f"the tables are at step {step}, and this outboxq brings step {LATEST}; their parts were not compared",
             detail,
             f"Run `outboxq migrate` while the relays work on, or call outboxq.migrations.upgrade(op, to={LATEST}) in "
-            "revisions of yours, as docs/migrations.md says.",
+            "your own revisions, as docs/migrations.md says.",
         )
     return Finding(
         "tables-new",
@@ -68,12 +68,12 @@ def _not_latest(schema: str, step: int) -> Finding:
         f"the tables are at step {step}, made by a newer outboxq than this one, which knows step {LATEST}; "
         "their parts were not compared",
         detail,
-        "Finish the deployment: relays and producers of this version go on working meanwhile.",
+        "Finish the deployment: relays and producers of this version go on working until then.",
     )
 
 
 def find_missing_tables(context: CheckContext) -> Iterator[Finding]:
-    """Find tables that the version marker promises, and that are missing."""
+    """Yield findings for tables that are missing, although the recorded migration step includes them."""
     for name in sorted({str(table.name) for table in metadata.tables.values()} - context.tables):
         yield Finding(
             "table-missing",
@@ -85,7 +85,7 @@ def find_missing_tables(context: CheckContext) -> Iterator[Finding]:
 
 
 def find_broken_indexes(context: CheckContext) -> Iterator[Finding]:
-    """Find indexes that are missing, invalid or different."""
+    """Yield findings for indexes that are missing, invalid, or different from those of `outboxq.tables`."""
     found = context.rows(statements.indexes(context.schema))
     whole = {_identity(row) for row in found if row.is_valid}
     wanted = [item for item in _declared_indexes() if item[1][0] in context.tables]
@@ -132,7 +132,10 @@ _Identity = tuple[str, bool, str]
 
 
 def _declared_indexes() -> list[tuple[str, _Identity]]:
-    """The name and the identity of every index of `outboxq.tables`, primary keys included."""
+    """Return (name, (table, uniqueness, definition)) of every index that the module `outboxq.tables` declares.
+
+    Primary keys are included.
+    """
     found = []
     for table in metadata.tables.values():
         owner = str(table.name)
@@ -154,18 +157,21 @@ def _identity(row: Row[Any]) -> _Identity:
 
 
 def _plain(definition: str) -> str:
-    """Strip what PostgreSQL adds when it prints an expression: spaces, parentheses, casts of literals."""
+    """Return an index definition without spaces, parentheses and casts, which PostgreSQL may print differently.
+
+    So two definitions of the same index are equal texts.
+    """
     kept = definition.replace("::text", "")
     return "".join(character for character in kept if character not in ' ()"\n').lower()
 
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """A function as the migrations leave it.
+    """A database function as the migrations create it.
 
     Args:
-        body: The part of its text that PostgreSQL keeps, in `pg_proc.prosrc`.
-        sql: Statements that make it so again, and leave the rights on it as they are.
+        body: The text that PostgreSQL keeps of the function, in `pg_proc.prosrc`.
+        sql: Statements that create the function again, and leave the rights on it unchanged.
     """
 
     body: str
@@ -173,7 +179,10 @@ class Made:
 
 
 def made_by_migrations(schema: str, step: int = LATEST) -> dict[str, Made]:
-    """Each function as the steps up to this one leave it in a schema, by name: read from what the steps send."""
+    """Return the database functions that exist after the migration steps up to `step`, by name.
+
+    They are read from the statements of these steps.
+    """
     prefix = re.escape(quote_identifier(schema))
     made = re.compile(
         rf"CREATE (?:OR REPLACE )?FUNCTION {prefix}\.(?P<made>\w+)\(.*? AS \$function\$(?P<body>.*?)\$function\$;"
@@ -192,9 +201,9 @@ def made_by_migrations(schema: str, step: int = LATEST) -> dict[str, Made]:
 
 
 def find_missing_code(context: CheckContext) -> Iterator[Finding]:
-    """Find functions that are missing or differ from those of the migrations, and triggers that do not fire.
+    """Yield findings for database functions that are missing or differ from the migrations', and for disabled triggers.
 
-    A function names its schema in its text, which ALTER SCHEMA ... RENAME leaves as it was.
+    A function differs, for example, after ALTER SCHEMA ... RENAME: its text still contains the former name.
     """
     rows = context.rows(statements.functions(context.schema))
     for name, made in sorted(made_by_migrations(context.schema).items()):

@@ -1,4 +1,4 @@
-"""Settings of the server, the database and the roles that disturb relays or risk data, and connections left."""
+"""Settings of the server, the database and roles that disturb relays or risk data; and used-up connection limits."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -40,7 +40,7 @@ _UNITS = {"us": 1e-6, "ms": 1e-3, "": 1e-3, "s": 1.0, "min": 60.0, "h": 3_600.0,
 
 
 def find_short_timeouts(context: CheckContext) -> Iterator[Finding]:
-    """Find short time-outs of sessions of this role, and of other roles that could be a relay's."""
+    """Yield findings for short server time-outs of this role's sessions, and of other roles that could be a relay's."""
     names = tuple(_TIMEOUTS)
     for row in context.rows(statements.settings(names)):
         yield from _short(context, row.name, row.value, None)
@@ -65,20 +65,20 @@ def _short(context: CheckContext, name: str, value: str, role: str | None) -> It
 
 def _shortest(context: CheckContext, name: str) -> float:
     short = context.limits.short_timeout_seconds
-    # An idle relay sleeps for long; a wait for a lock is short.
+    # An idle relay sleeps for long; waits for locks are short.
     return {"idle_session_timeout": max(short, _HOUR_SECONDS), "lock_timeout": min(short, _LOCK_TIMEOUT_SECONDS)}.get(
         name, short
     )
 
 
 def seconds_of(value: str) -> float:
-    """A time-out as stored, `30s`, `1.5min` or milliseconds without a unit; 0 if it cannot be read."""
+    """Return the seconds of a stored time-out: `30s`, `1.5min`, or milliseconds without a unit; otherwise 0."""
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]*)?) *([a-z]*)", value.strip())
     return float(match[1]) * _UNITS.get(match[2], 0.0) if match else 0.0
 
 
 def find_unsafe_settings(context: CheckContext) -> Iterator[Finding]:
-    """Find settings that are off although they should be on."""
+    """Yield findings for settings that protect committed data, such as `fsync`, and that are switched off."""
     for row in context.rows(statements.settings(tuple(_DURABILITY))):
         if row.value == "off":
             code, effect = _DURABILITY[row.name]
@@ -92,7 +92,7 @@ def find_unsafe_settings(context: CheckContext) -> Iterator[Finding]:
 
 
 def find_used_up_connections(context: CheckContext) -> Iterator[Finding]:
-    """Find limits of connections that are nearly reached."""
+    """Yield a finding for each connection limit of which at least 90 percent are in use."""
     for row in context.rows(statements.connection_room()):
         if row.allowed >= 0 and row.open >= _USED_UP * row.allowed:
             yield Finding(
@@ -106,7 +106,7 @@ def find_used_up_connections(context: CheckContext) -> Iterator[Finding]:
 
 
 def find_standby(context: CheckContext) -> Iterator[Finding]:
-    """Find a standby, which has sessions, locks and statistics of its own."""
+    """Yield a finding if this server is a standby: its sessions, locks and statistics are not those of the primary."""
     seconds = standby_delay_seconds(context.connection)
     if seconds is not None:
         yield Finding(
@@ -120,7 +120,7 @@ def find_standby(context: CheckContext) -> Iterator[Finding]:
 
 
 def find_unsupported_server(context: CheckContext) -> Iterator[Finding]:
-    """Find a server that is too old, and a database that does not keep its texts in UTF-8."""
+    """Yield findings if the server's version is too old, or the database's encoding is not UTF-8."""
     for reason, advice in unsupported(server_facts(context.connection)):
         yield Finding(
             "server-not-supported", "problem", reason, {"reason": reason}, f"{advice[0].upper()}{advice[1:]}."

@@ -1,4 +1,4 @@
-"""Holders of jobs, and of snapshots that stop vacuum: sessions, prepared transactions, slots, standbys."""
+"""Sessions, prepared transactions, replication slots and standbys that lock jobs or keep vacuum from removing rows."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -18,7 +18,7 @@ from outboxq.statements.stretches import stretches
 # A lock on a whole table stops all work, so it is reported sooner than locks on jobs.
 _TABLE_LOCK_SECONDS = 10.0
 
-# The jobs that a session holds are counted among the first million.
+# A session's jobs are counted among the first million.
 _MOST_STRETCHES = 50
 
 _OF_CITUS = (
@@ -29,7 +29,7 @@ _PINNED = "vacuum cannot remove jobs that were finished since, and claims have t
 
 
 def find_lock_holders(context: CheckContext) -> Iterator[Finding]:
-    """Find sessions that hold jobs, or a whole table, for long."""
+    """Yield findings for sessions that have locked jobs for `Limits.older_than_seconds`, or a table for ten seconds."""
     holders = context.rows(statements.lock_holders(context.schema))
     limit = context.limits.older_than_seconds
     for row in holders:
@@ -62,7 +62,7 @@ def _count_leased_jobs(context: CheckContext, transactions: list[str]) -> Mappin
                 for row in context.rows(statements.leased_jobs(jobs, transactions, stretch)):
                     held[row.xid] += row.jobs
     except DBAPIError:
-        # No right to read the jobs: the holders are named without the number.
+        # This role may not read the jobs, so the holders are named without the number.
         return {}
     return held
 
@@ -70,7 +70,7 @@ def _count_leased_jobs(context: CheckContext, transactions: list[str]) -> Mappin
 def _jobs_held(row: Row[Any], jobs: int) -> Finding:
     what = f"has held {several(jobs, 'job', 'jobs')}" if jobs else "has had a transaction open on the jobs"
     if row.application_name == RELAY_NAME:
-        # Idle in its transaction while the handler does something else.
+        # The session is idle in its transaction while its handler does something else.
         what = f"of a relay has run {several(jobs, 'job', 'jobs') if jobs else 'a handler'}"
     if row.application_name == RELAY_NAME or row.state == "active":
         advice = (
@@ -91,7 +91,7 @@ def _jobs_held(row: Row[Any], jobs: int) -> Finding:
 
 
 def find_pinned_snapshot(context: CheckContext) -> Iterator[Finding]:
-    """Find the session that holds back vacuum the most."""
+    """Yield a finding for the session with the oldest snapshot, because of which vacuum cannot remove dead rows."""
     rows = context.rows(statements.snapshot_holders())
     old = [row for row in rows if (row.seconds or 0) >= context.limits.older_than_seconds]
     if old:
@@ -112,7 +112,7 @@ def find_pinned_snapshot(context: CheckContext) -> Iterator[Finding]:
 
 
 def find_hidden_sessions(context: CheckContext) -> Iterator[Finding]:
-    """Find transactions whose age this role may not see."""
+    """Yield a finding if this role may not read the age of some transactions, which other checks may then miss."""
     hidden: int = context.scalar(statements.hidden_transactions())
     if hidden:
         yield Finding(
@@ -126,7 +126,7 @@ def find_hidden_sessions(context: CheckContext) -> Iterator[Finding]:
 
 
 def find_prepared_transactions(context: CheckContext) -> Iterator[Finding]:
-    """Find prepared transactions that were not ended."""
+    """Yield findings for prepared transactions (of two-phase commits) that were neither committed nor rolled back."""
     for row in context.rows(statements.prepared_transactions(context.schema)):
         if row.seconds >= context.limits.older_than_seconds:
             is_held, opened = row.holds_jobs, f"prepared transaction {row.gid!r} of {row.owner} has"
@@ -146,11 +146,11 @@ def find_prepared_transactions(context: CheckContext) -> Iterator[Finding]:
 
 
 def find_slots(context: CheckContext) -> Iterator[Finding]:
-    """Find slots that are not read, and slots that hold a snapshot back."""
+    """Yield findings for replication slots that no client reads, or that keep vacuum from removing dead rows."""
     limits = context.limits
     for row in context.rows(statements.replication_slots()):
         pinned = max(row.xmin_age or 0, row.catalog_xmin_age or 0)
-        # Before PostgreSQL 17 it is not known since when, so every inactive one is reported.
+        # Before PostgreSQL 17 the time is not known, so every inactive slot is reported.
         left = row.inactive_seconds is None or row.inactive_seconds >= limits.older_than_seconds
         if not row.active and left and (row.retained_bytes is not None or pinned):
             yield _slot_inactive(row)
@@ -181,7 +181,7 @@ def _slot_inactive(row: Row[Any]) -> Finding:
 
 
 def find_standby_feedback(context: CheckContext) -> Iterator[Finding]:
-    """Find standbys whose queries hold a snapshot back."""
+    """Yield findings for standbys whose queries keep vacuum on this server from removing dead rows."""
     for row in context.rows(statements.standby_feedback()):
         if row.transactions >= context.limits.older_than_transactions:
             yield Finding(

@@ -18,7 +18,7 @@ _MEMORY_SETTINGS: Mapping[str, str] = {
     "autovacuum_vacuum_threshold": "5000",
     "vacuum_index_cleanup": "on",
 }
-# The settings that the migrations give the tables that vacuum must come back to often.
+# The settings that the migrations give to tables that vacuum must visit often.
 _OWN_SETTINGS: Mapping[str, Mapping[str, str]] = {
     "job": {
         "autovacuum_vacuum_scale_factor": "0",
@@ -34,7 +34,7 @@ _SPELLINGS = {"true": "on", "yes": "on", "1": "on", "false": "off", "no": "off"}
 
 
 def find_neglected_tables(context: CheckContext) -> Iterator[Finding]:
-    """Find tables that vacuum does not visit, or does not get clean."""
+    """Yield findings for tables with autovacuum switched off, or with many dead rows (`Limits.dead_tuples`)."""
     limit = context.limits.dead_tuples
     for row in context.rows(statements.vacuum_state(context.schema)):
         options = {option.lower() for option in row.options}
@@ -69,7 +69,7 @@ def _many_dead(row: Row[Any]) -> Finding:
 
 
 def find_changed_settings(context: CheckContext) -> Iterator[Finding]:
-    """Find settings for vacuum that are missing, or differ from the migrations'."""
+    """Yield findings for vacuum settings of outboxq's tables that are missing or differ from the migrations'."""
     for row in context.rows(statements.vacuum_state(context.schema)):
         wanted = _OWN_SETTINGS.get(row.table, {})
         options = dict(option.partition("=")[::2] for option in row.options)
@@ -115,7 +115,7 @@ def _set(schema: str, table: str, names: list[str]) -> str:
 
 
 def find_wasted_indexes(context: CheckContext) -> Iterator[Finding]:
-    """Find bloated indexes of the job table."""
+    """Yield a finding for each index of the table `job` that is large and nearly empty."""
     wasted = reindex.wasted_indexes(context.schema, MIN_BYTES, BYTES_PER_ENTRY)
     for name, given in run_script(context.connection, wasted):
         index, number_of_bytes = str(name), int(str(given))

@@ -1,4 +1,4 @@
-"""Waiting work and its causes: kinds that relays have put off, suspects, leases of dead relays, blocked groups."""
+"""Waiting jobs that need attention: of unknown kinds, left by dead relays, or held up by the first of their group."""
 
 import shlex
 from collections import Counter, defaultdict
@@ -13,14 +13,14 @@ from outboxq.doctor.findings import CheckContext, Finding, detail_of
 from outboxq.doctor.formatting import age
 from outboxq.statements.doctor import work as statements
 
-# A living relay extends its lease, and takes over those of dead ones, several times within this.
+# A living relay extends its lease, and takes over those of dead relays, several times within this.
 _LEASE_GRACE_SECONDS = 30.0
 
 
 def waiting(context: CheckContext) -> Sequence[Row[Any]]:
-    """The kinds that wait in each queue, those that are ready and those that are scheduled apart.
+    """Return rows that count the waiting jobs by queue, kind and state (ready or scheduled), for several checks.
 
-    Read once for all checks: it walks over up to 20,000 jobs of each queue.
+    The query reads up to 20,000 jobs of each queue, so it is executed only once.
     """
     return context.once(
         "waiting",
@@ -32,18 +32,21 @@ def waiting(context: CheckContext) -> Sequence[Row[Any]]:
 
 
 def jobs_of(number: int) -> str:
-    """`1 job`, `10,000 or more jobs`."""
+    """Format a number of jobs as `1 job` or `10,000 or more jobs`."""
     more = " or more" if number >= statements.MAX_JOBS else ""
     return f"{number:,}{more} {'job' if number == 1 else 'jobs'}"
 
 
 def jobs_wait(number: int) -> str:
-    """`1 job waits`, `2 jobs wait`."""
+    """Format a number of waiting jobs as `1 job waits` or `2 jobs wait`."""
     return f"{jobs_of(number)} {'waits' if number == 1 else 'wait'}"
 
 
 def find_unknown_kinds(context: CheckContext) -> Iterator[Finding]:
-    """Find kinds that relays put off because they did not know them, and kinds that the registry does not know."""
+    """Yield findings for kinds whose jobs relays have put off because they have no handler for them.
+
+    Also for kinds of waiting jobs that the registry has no handler for, and for queues shared with another registry.
+    """
     jobs, parked = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
     paused = paused_kinds(context)
     for row in waiting(context):
@@ -83,7 +86,12 @@ def _unknown_to_registry(context: CheckContext, queue: str, kind: str, number: i
 
 
 def _shared_queues(context: CheckContext, parked: Mapping[tuple[str, str], int]) -> Iterator[Finding]:
-    """Queues whose jobs were put off although the registry knows them: by relays that have another registry."""
+    """Yield findings for queues that relays of another registry serve too.
+
+    They have put off jobs because they do not know a kind that this registry has a handler for.
+
+    `parked`: the number of such jobs by queue and kind.
+    """
     registry = context.registry
     if registry is None:
         return
@@ -103,7 +111,7 @@ def _shared_queues(context: CheckContext, parked: Mapping[tuple[str, str], int])
 
 
 def oldest_waiting(context: CheckContext) -> dict[str, float]:
-    """The seconds that the oldest of the next jobs of each queue has waited."""
+    """Return the seconds that the oldest of the jobs to run next has waited, by queue."""
     oldest: dict[str, float] = {}
     for row in waiting(context):
         oldest[row.queue] = max(oldest.get(row.queue, 0.0), row.oldest_seconds or 0.0)
@@ -111,7 +119,10 @@ def oldest_waiting(context: CheckContext) -> dict[str, float]:
 
 
 def find_suspects(context: CheckContext) -> Iterator[Finding]:
-    """Find jobs whose claim died, which wait to be run alone, or in lease mode in company."""
+    """Yield a finding if there are suspects: jobs that a relay had when it or its transaction died.
+
+    They wait to run alone or, in lease mode, with a few others, to find out which of them caused that.
+    """
     rows = context.rows(statements.suspects(context.schema))
     if rows:
         number = sum(row.jobs for row in rows)
@@ -127,7 +138,7 @@ def find_suspects(context: CheckContext) -> Iterator[Finding]:
 
 
 def find_orphaned_leases(context: CheckContext) -> Iterator[Finding]:
-    """Find leased jobs of dead relays, which a running relay would have put back."""
+    """Yield a finding for each dead relay that still has leased jobs: a living relay would have put them back."""
     found = statements.orphaned_leases(context.schema, _LEASE_GRACE_SECONDS)
     for row in context.rows(found):
         owner = f"relay {row.owner}" + (f" ({row.host}, process {row.pid})" if row.host else "")
@@ -142,7 +153,10 @@ def find_orphaned_leases(context: CheckContext) -> Iterator[Finding]:
 
 
 def find_blocked_groups(context: CheckContext) -> Iterator[Finding]:
-    """Find groups whose first job is put off, because it failed or no relay knows its kind, while others wait."""
+    """Yield a finding for queues with groups whose first job waits for a later time, so that the others wait too.
+
+    The first job has failed, or no relay that claimed it has a handler for its kind, or the kind is paused.
+    """
     by_queue: defaultdict[str, list[Row[Any]]] = defaultdict(list)
     for row in context.rows(statements.blocked_groups(context.schema)):
         by_queue[row.queue].append(row)

@@ -1,4 +1,4 @@
-"""`once`: calls to other services that count once, made by a handler's context or by an engine's `Effects`."""
+"""`once`: calls to other services that take effect once, made through a handler's context or an `Effects` object."""
 
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
@@ -31,7 +31,8 @@ T = TypeVar("T")
 class EffectAccess:
     """The permission to make calls through `runner`, or the reason for a refusal.
 
-    `retention_of` says how long a scope's results are remembered, `describe` what is stored of an error of a call.
+    `retention_of` returns the time for which a scope's results are remembered; `describe` returns the text that is
+    stored for an error.
     """
 
     runner: EffectRunner | AsyncEffectRunner
@@ -40,11 +41,11 @@ class EffectAccess:
     describe: Describe = name_and_line
 
     def run(self, options: OnceOptions) -> Any:
-        """Make the call, or replay its outcome; to be awaited if the runner works in an event loop.
+        """Make the call, or replay its outcome; await the result if the runner works in an event loop.
 
         Raises:
             EffectRefused: no call is allowed here.
-            InvalidKey, ArgumentError, ConfigError: something cannot be used as given.
+            InvalidKey, ArgumentError, ConfigError: an argument cannot be used as given.
         """
         if self.refusal is not None:
             raise EffectRefused(self.refusal)
@@ -54,14 +55,14 @@ class EffectAccess:
 
 
 class HasEffectAccess:
-    """The base of everything that has a `once`."""
+    """The base of all objects that have a method `once`."""
 
     def _granted(self) -> EffectAccess:
         raise NotImplementedError
 
 
 class CallsOnce(HasEffectAccess):
-    """Makes calls once, in the caller's thread."""
+    """An object with `once` that makes calls in the caller's thread."""
 
     def once(
         self,
@@ -79,30 +80,33 @@ class CallsOnce(HasEffectAccess):
         """Call the other side, such as a payment service, once for this key; later callers get the recorded outcome.
 
         The result is recorded in a short transaction of its own as soon as the call returns, even if this attempt
-        fails. For lease mode; in transaction mode the job's transaction is open while the call lasts, and a relay
-        whose batches hold more than one job refuses it.
+        fails. For lease mode; in transaction mode the job's transaction is open while the call lasts, and a relay whose
+        batches hold more than one job refuses it.
 
         Args:
             scope: A stable name for this sort of call, such as "stripe-charge".
-            key: What is called for, such as the order's number; 1 to 512 bytes. A new key is a new effect.
+            key: The subject of the call, such as the order's number; 1 to 512 bytes. A new key is a new effect.
             call: Receives the provider key: a UUID as text, the same at every try, for the other side's idempotency
-                key. Returns what JSON can hold. May raise `CallNotApplied` (surely nothing happened: called again
-                later) or `CallRefused` (refused for good: recorded). After any other error its outcome is unknown.
-            already_applied: Asks what became of an earlier call: `Applied(result)`, `NotApplied()` or `Unknown()`.
+                key. Returns a value that JSON can hold. May raise `CallNotApplied` (surely nothing happened: called
+                again later) or `CallRefused` (refused for good: recorded). After any other error its outcome is
+                unknown.
+            already_applied: Looks up the outcome of an earlier call: `Applied(result)`, `NotApplied()` or `Unknown()`.
             ask_first: Call `already_applied` before every call, also the first: a database that lost its last commits
                 (an asynchronous failover, a restored backup) has no record of some calls. Costs one look-up a call.
             provider_remembers: How long the other side honours a provider key, from the first call on: until then a
                 call whose outcome is unknown is made again with the same key.
-            payload: The content of the request. The same key with another content is refused.
+            payload: The content of the request. The same key with other content is refused.
             returns: The type of the result, by default what `call` is declared to return, else JSON's own types, or its
-                own class. It must give the result back as it was.
+                own class. A value read by this type must equal the stored one.
             classify: Sorts the errors of `call` into "retryable" (surely not applied), "final" and "ambiguous".
 
         Raises:
-            EffectInProgress: another caller holds the lock, or died calling. Do not catch it: the job runs again later.
+            EffectInProgress: another caller's call is under way, or its process ended during the call and its lock has
+                not expired yet. Do not catch it: the job runs again later.
             EffectFailed: refused for good, now or earlier. Not caught, it sends the job to the dead letters.
             EffectUnknown: whether it was applied cannot be known; an operator decides.
-            EffectConflict, ResultNotStorable, EffectLockLost, EffectNotRecorded, EffectRefused, InvalidKey: as named.
+            EffectConflict, ResultNotStorable, EffectLockLost, EffectNotRecorded, EffectRefused, InvalidKey: for the
+                reasons in their own descriptions.
         """
         options = OnceOptions(
             scope, key, call, already_applied, ask_first, provider_remembers, payload, returns, classify
@@ -111,7 +115,7 @@ class CallsOnce(HasEffectAccess):
 
 
 class AsyncCallsOnce(HasEffectAccess):
-    """Makes calls once, in an event loop."""
+    """An object with `once` that makes calls in an event loop."""
 
     def once(
         self,
@@ -126,7 +130,10 @@ class AsyncCallsOnce(HasEffectAccess):
         returns: type[T] | None = None,
         classify: Classify | None = None,
     ) -> Coroutine[Any, Any, T]:
-        """Do what `CallsOnce.once` does when it is awaited, with functions whose results are awaited."""
+        """Call the other side once for this key; later callers get the recorded outcome. To be awaited.
+
+        The functions are async, or plain ones; the arguments and errors are explained at `CallsOnce.once`.
+        """
         options = OnceOptions(
             scope, key, call, already_applied, ask_first, provider_remembers, payload, returns, classify
         )
@@ -137,20 +144,21 @@ class AsyncCallsOnce(HasEffectAccess):
 
 
 def _teller(engine: Engine | AsyncEngine) -> Tell | None:
-    """The function that passes events to the engine's hooks, if it has any."""
+    """Return the function that passes events to the engine's hooks, if it has any."""
     plain = engine.sync_engine if isinstance(engine, AsyncEngine) else engine
     options = plain.get_execution_options()
     return partial(hand_to_hooks, options) if options.get(HOOKS_OPTION) else None
 
 
 class Effects(CallsOnce):
-    """Calls to the outside that count once, outside of handlers: `Effects(engine).once(...)`.
+    """Calls to other services that take effect once, outside of handlers: `Effects(engine).once(...)`.
 
     Args:
         engine: A sync engine; connections come from pools made like its own, never from its pool.
-        lease_seconds: How long a call stays its caller's after its last sign of life, 0.5 to 3600.
+        lease_seconds: How long the lock on a call lasts after its caller's last sign of life, 0.5 to 3600 seconds;
+            another caller may take over after that.
         retention: How long the outcome of a call is remembered.
-        schema: The PostgreSQL schema of outboxq's tables; by default as the engine's `schema_translate_map` has it.
+        schema: The PostgreSQL schema of outboxq's tables; by default the one in the engine's `schema_translate_map`.
     """
 
     def __init__(
@@ -173,15 +181,20 @@ class Effects(CallsOnce):
         return self._access
 
     def dispose(self) -> None:
-        """Close the pool."""
+        """Close the pools of this object; the engine's own pool is not one of them."""
         self._transactions.dispose()
 
 
 class AsyncEffects(AsyncCallsOnce):
-    """Calls to the outside that count once, in an event loop: `await AsyncEffects(engine).once(...)`.
+    """Calls to other services that take effect once, in an event loop: `await AsyncEffects(engine).once(...)`.
 
     Args:
-        engine: An async engine, or a sync one, whose transactions then run in threads.
+        engine: An async engine, or a sync one, whose transactions then run in threads; connections come from pools made
+            like its own, never from its pool.
+        lease_seconds: How long the lock on a call lasts after its caller's last sign of life, 0.5 to 3600 seconds;
+            another caller may take over after that.
+        retention: How long the outcome of a call is remembered.
+        schema: The PostgreSQL schema of outboxq's tables; by default the one in the engine's `schema_translate_map`.
     """
 
     def __init__(
@@ -202,5 +215,5 @@ class AsyncEffects(AsyncCallsOnce):
         return self._access
 
     async def dispose(self) -> None:
-        """Close the pool."""
+        """Close the pools of this object; the engine's own pool is not one of them."""
         await self._transactions.dispose()

@@ -1,7 +1,7 @@
 """The locks on calls that are under way: extended by a thread for as long as the calls take.
 
-A short call costs only an entry in a dict: the thread extends the locks of calls that have lasted for a third of
-their lock, and ends when nothing is held any more.
+A short call costs only an entry in a dict: the thread extends the locks of calls that have taken a third of their
+lock's time, and ends when no lock is held any more.
 """
 
 import logging
@@ -25,11 +25,11 @@ Transaction = Callable[[Callable[[Connection], object]], object]
 
 
 class LockKeeper:
-    """Extends the locks that are held through it.
+    """Extends, in a thread, the locks on calls that are under way.
 
     Args:
         transact: Runs a function in a short transaction; called in the keeper's thread.
-        lease_seconds: How long a lock lasts; extended every third of it.
+        lease_seconds: How long a lock lasts; it is extended every third of that.
     """
 
     def __init__(self, transact: Transaction, lease_seconds: float) -> None:
@@ -39,14 +39,14 @@ class LockKeeper:
         forget_in_children(self)
 
     def forget(self) -> None:
-        """Keep no locks, as at the start: the calls under way and their thread are the parent's."""
+        """Forget all locks in a forked child: the calls under way and their thread belong to the parent."""
         self._held: dict[LockExpiry, float] = {}
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
 
     @contextmanager
     def keeping(self, expiry: LockExpiry) -> Iterator[None]:
-        """Within the block, the lock is extended."""
+        """Extend this lock whenever a third of its time has passed, while the block runs."""
         with self._changed:
             self._held[expiry] = clock() + self._beat_seconds
             if self._thread is None or not self._thread.is_alive():
@@ -56,14 +56,14 @@ class LockKeeper:
             yield
         finally:
             with self._changed:
-                # Gone if the call itself forked, and goes on here.
+                # The entry is gone if the call itself forked, and goes on in the child.
                 self._held.pop(expiry, None)
 
     def _run(self) -> None:
         while True:
             with self._changed:
                 if not self._held:
-                    # Still under the lock: a call that begins after it finds no thread, and starts one.
+                    # Still under the thread lock: a call that begins later finds no thread, and starts one.
                     self._thread = None
                     return
                 due = [expiry for expiry, due_at in self._held.items() if due_at <= clock()]
@@ -76,7 +76,7 @@ class LockKeeper:
         begun = clock()
         extended = set[LockExpiry]()
         try:
-            # Returned only if the transaction was committed in time: what a late one extends is not known.
+            # Returned only if the transaction was committed in time: the effect of a late one is not known.
             extended = set(cast("list[LockExpiry]", self._transact(partial(_extend_all, due=due)) or ()))
         except Exception as error:  # noqa: BLE001  # any error: tried again at the next beat, and reported by the record
             logger.warning(
@@ -93,7 +93,7 @@ class LockKeeper:
 
 
 def _extend_all(connection: Connection, due: list[LockExpiry]) -> list[LockExpiry]:
-    """Extend the locks; returns those that were still ours."""
+    """Extend the locks in the database; return those that were extended because this process still held them."""
     return [
         expiry
         for expiry in due

@@ -1,6 +1,6 @@
-"""The protocol of `once`: claim, call, record at once, replay ever after. It does no I/O of its own.
+"""The protocol of `once`: lock the call, make it, record its outcome at once, and replay that from then on.
 
-The outcome of a call is recorded in a short transaction of its own, which is tried again until it is committed.
+It does no I/O of its own: it yields steps, which a runner performs.
 """
 
 from collections.abc import Callable
@@ -39,19 +39,22 @@ from outboxq.statements.effects import EffectState, Status
 
 
 class LockExpiry:
-    """The time until which this process may believe that the lock on a call is its own."""
+    """The time until which this process may assume that it holds the lock on a call."""
 
     def __init__(self, request: Request) -> None:
         self.request = request
         self._until = 0.0
 
     def renew(self, begun: float, seconds: float | None = None) -> None:
-        """Record that a statement which began at `begun` (of `clock`) has taken or extended the lock."""
+        """Record that a statement, begun at `begun` by `clock`, has taken or extended the lock.
+
+        `seconds`: how long the lock lasts from then on; None for the request's lease.
+        """
         self._until = begun + (self.request.lease.total_seconds() if seconds is None else seconds)
 
     @property
     def is_ahead(self) -> bool:
-        """True while our lock has not expired."""
+        """Return True if the lock has not expired yet."""
         return clock() < self._until
 
 
@@ -59,11 +62,12 @@ def once(request: Request, expiry: LockExpiry, deployment: UUID) -> Steps[object
     """Make the call and record its outcome, or replay the outcome of an earlier one.
 
     Raises:
-        EffectInProgress: another caller holds the lock, or died calling not long ago.
+        EffectInProgress: another caller's call is under way, or its process ended during the call and its lock has not
+            expired yet.
         EffectConflict: the key was used for another request.
         EffectFailed: refused for good, now or earlier.
-        EffectUnknown: it cannot be found out whether it was applied.
-        ResultNotStorable: the call was applied, but its result could not be kept.
+        EffectUnknown: it cannot be determined if the call was applied.
+        ResultNotStorable: the call was applied, but its result could not be stored.
         EffectLockLost, EffectNotRecorded: the call was made, but its outcome could not be recorded.
         Any error of the call or of the look-up: `once` may be called again.
     """
@@ -78,7 +82,7 @@ def once(request: Request, expiry: LockExpiry, deployment: UUID) -> Steps[object
                 return (yield from record_result(request, answer.result))
             in_doubt = not isinstance(answer, NotApplied)
         fault_point("before-call")
-        # If this process stood still for longer than its lock lasts, another may have taken over: claim again.
+        # If this process was suspended for longer than its lock lasts, another may have taken over: claim again.
         if expiry.is_ahead:
             break
     try:
@@ -94,21 +98,24 @@ def once(request: Request, expiry: LockExpiry, deployment: UUID) -> Steps[object
 
 
 def claim(request: Request, expiry: LockExpiry, deployment: UUID) -> Steps[EffectState]:
-    """Claim the call or take it over, else read what is stored; sets `expiry` to the end of the lock."""
+    """Take the lock on the call, unless the call has ended or another caller holds the lock; return the stored state.
+
+    `expiry` is set to the end of the lock.
+    """
     wanted = provider_key(deployment, request.scope, request.key)
     statement = statements.claim(request.lock, request.fingerprint, wanted, request.lease)
     row = None
     while row is None:
         begun = clock()
         row = yield from try_twice(lambda connection: connection.execute(statement).one_or_none())
-        # Counted from before the statement, so that our time ends before the server's.
+        # Counted from before the statement, so that the lock ends here before it does on the server.
         if row is not None:
             expiry.renew(begun, row.locked_seconds)
     return EffectState(*row)
 
 
 def _replay(request: Request, state: EffectState) -> object:
-    """The recorded outcome of an earlier call: returns its result, or raises its error."""
+    """Replay the recorded outcome of an earlier call: return its result, or raise its error."""
     scope, key, reason = request.scope, request.key, state.error or "no reason was stored"
     if not state.same_request:
         raise EffectConflict(scope, key)
@@ -124,7 +131,12 @@ def _replay(request: Request, state: EffectState) -> object:
 
 
 def _look_up(request: Request, state: EffectState) -> Steps[LookUp[object]]:
-    """Find out whether an earlier call was applied; raises unless calling again is safe or not needed."""
+    """Look up if an earlier call was applied, and return the answer of the look-up.
+
+    Raises:
+        EffectUnknown: the look-up could not tell, and calling again is not safe.
+        Any error of the look-up.
+    """
     begun = clock()
     answer: LookUp[object] = Unknown()
     if request.can_look_up:
@@ -133,7 +145,7 @@ def _look_up(request: Request, state: EffectState) -> Steps[LookUp[object]]:
         except GeneratorExit:
             raise
         except BaseException as error:
-            # The next caller asks again; a call that was in doubt stays in doubt.
+            # The next caller looks it up again; a call that was in doubt stays in doubt.
             keep = None if state.in_doubt else request.retention
             yield from record(request, "retryable", in_doubt=state.in_doubt, error=request.describe(error), keep=keep)
             raise
@@ -141,7 +153,7 @@ def _look_up(request: Request, state: EffectState) -> Steps[LookUp[object]]:
         return answer
     waited_seconds = clock() - begun
     if not state.in_doubt:
-        # With ask_first: if the record of a call is lost, the start of its key's time is lost too.
+        # With ask_first: if the record of a call is lost, the time since which its key is remembered is lost too.
         reason = "there may have been a call that this database does not know of; the look-up could not tell"
     elif request.is_key_remembered(state.known_seconds + waited_seconds):
         return answer
@@ -161,7 +173,7 @@ def _check_answer(answer: object) -> LookUp[object]:
 
 
 class Recorded(NamedTuple):
-    """The record of a call: its result as jsonb has it, or the reason why there is none."""
+    """The record of a call: its result as jsonb stores it, or the reason why there is none."""
 
     result: str | None
     reason: str
@@ -177,13 +189,13 @@ def record(
     keep: timedelta | None = None,
     unlock: bool = True,
 ) -> Steps[Recorded]:
-    """Record the outcome of a call; tried for as long as its lock would last.
+    """Record the outcome of a call; retry for as long as its lock would last.
 
     If the database refuses the data, the result is left out, or the error is written in ASCII.
 
     Raises:
         EffectLockLost: another caller took over.
-        EffectNotRecorded: the database was away all the time, or refused the reduced record too.
+        EffectNotRecorded: the database was unavailable all the time, or refused the reduced record too.
     """
 
     def write(result: str | None, error: str | None) -> Callable[[Connection], Row[Any] | None]:
@@ -207,13 +219,13 @@ def record(
 
 
 def _refused_as(error: Exception) -> str:
-    """The reason why the database did not take a result; without the error's text, which quotes the result."""
+    """Return the reason why the database refused a result, without the error's text, which quotes the result."""
     sqlstate = sqlstate_of(error) if isinstance(error, DBAPIError) else None
     return f"the database refused it: {f'SQLSTATE {sqlstate}' if sqlstate else name_of(error)}"
 
 
 def record_result(request: Request, value: object) -> Steps[object]:
-    """Record what a call returned; returns the result as every later caller will read it."""
+    """Record a call's return value; return the result as every later caller will read it."""
     stored, reason, interruption = _encode(request, value)
     recorded = yield from record(
         request, "done", result=stored, error=None if stored else reason, keep=request.retention
@@ -223,17 +235,20 @@ def record_result(request: Request, value: object) -> Steps[object]:
         raise interruption
     if recorded.result is None:
         raise ResultNotStorable(request.scope, request.key, recorded.reason)
-    # Read back from jsonb, which normalizes numbers: the first caller gets exactly what a replay will give.
+    # Read back from jsonb, which normalizes numbers: the first caller gets exactly what a replay returns.
     return decode_result(request, recorded.result)
 
 
 def decode_result(request: Request, result: str) -> object:
-    """A stored result, as the type that the caller asks for."""
+    """Decode a stored result by the type that the caller requests."""
     return decode_stored(f"the result of effect {request.scope!r}", request.decoder, result)
 
 
 def _encode(request: Request, value: object) -> tuple[str | None, str, BaseException | None]:
-    """The result as JSON text, or None and why not; and a KeyboardInterrupt or the like raised by it."""
+    """Return the result as JSON text, or None and the reason why it cannot be stored.
+
+    The third item is an interruption, such as a KeyboardInterrupt, that encoding it raised, or None.
+    """
     if entity_state(value) is not None:
         return None, "it is an entity: return its key, or what you need of it", None
     try:
@@ -252,7 +267,11 @@ def _encode(request: Request, value: object) -> tuple[str | None, str, BaseExcep
 
 
 def record_failure(request: Request, error: BaseException, state: EffectState, *, in_doubt: bool) -> Steps[None]:
-    """Record a call that raised; returns if the caller is to get that error itself."""
+    """Record a call that raised; return normally if the caller is to receive that error itself.
+
+    Raises:
+        EffectFailed, EffectUnknown: what the caller receives instead of the error.
+    """
     error_class = _error_class(request, error)
     if error_class == "final":
         recorded = yield from record(request, "failed", error=_refusal(request, error), keep=request.retention)
@@ -273,7 +292,7 @@ def record_failure(request: Request, error: BaseException, state: EffectState, *
 
 
 def why_unknown(request: Request, *, looked_up: bool) -> str:
-    """The reason why it cannot be found out if a call was applied."""
+    """Return the reason why it cannot be determined if a call was applied."""
     asked = "the look-up could not tell" if looked_up else "there is no look-up (already_applied)"
     known = "does not honour keys (provider_remembers)"
     if request.provider_remembers is not None:
@@ -296,7 +315,7 @@ def _error_class(request: Request, error: BaseException) -> ErrorClass:
         return "ambiguous"
     if isinstance(error, CallRefused):
         return "final"
-    # __cause__ is not searched: of a retrying client's tries the last may be refused, and the first applied.
+    # __cause__ is not searched: if a client retries, its last try may be refused while the first was applied.
     if isinstance(error, CallNotApplied | ConnectionRefusedError):
         return "retryable"
     if request.classify is None:
@@ -304,5 +323,5 @@ def _error_class(request: Request, error: BaseException) -> ErrorClass:
     try:
         return request.classify(error)
     except Exception as broken:  # noqa: BLE001  # users' code; the call was made, and its outcome must be recorded
-        error.add_note(f"classify raised {type(broken).__name__}, so nobody knows whether the call was applied")
+        error.add_note(f"classify raised {type(broken).__name__}, so it is not known if the call was applied")
         return "ambiguous"

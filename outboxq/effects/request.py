@@ -1,4 +1,4 @@
-"""Requests of `once`, checked before anything is called."""
+"""Requests of `once`, checked before the other side is called."""
 
 import functools
 import inspect
@@ -78,29 +78,32 @@ class Request:
 
     @functools.cached_property
     def decoder(self) -> msgspec.json.Decoder[object]:
-        """Reads a stored result."""
+        """Return the decoder of a stored result."""
         return build_decoder(f"effect {self.scope!r}", object if self.returns is None else self.returns)
 
     @functools.cached_property
     def lock(self) -> EffectLock:
-        """The lock that this request's claim takes."""
+        """Return the lock that this request's claim takes."""
         return EffectLock(self.scope, self.key, self.token)
 
     def is_key_remembered(self, since_seconds: float) -> bool:
-        """Return True if the other side still knows the key, so that a second call with it is no second effect."""
+        """Return True if the other side still remembers the key, so that a second call with it has no second effect.
+
+        `since_seconds`: the time since the first call with the key.
+        """
         return self.provider_remembers is not None and since_seconds < self.provider_remembers.total_seconds()
 
 
 def make_request(
     options: OnceOptions, *, lease: timedelta, retention: timedelta, describe: Describe = name_and_line
 ) -> Request:
-    """Check the caller's options, before anything is called.
+    """Check the caller's options, and make a request of them.
 
     Args:
         describe: Turns an error of the call into the text that is stored.
 
     Raises:
-        InvalidKey, ArgumentError, ConfigError: something cannot be used as given.
+        InvalidKey, ArgumentError, ConfigError: an argument cannot be used as given.
     """
     _check_options(options)
     request = Request(
@@ -135,18 +138,21 @@ def _check_options(options: OnceOptions) -> None:
     if not isinstance(ask_first, bool):
         raise ConfigError(f"ask_first takes True or False, got {type(ask_first).__name__}")
     if ask_first and options.already_applied is None:
-        raise ConfigError("ask_first=True takes a look-up too: give already_applied=..., which is what is asked")
+        raise ConfigError("ask_first=True needs a look-up: give already_applied=..., which is called first")
 
 
 def _check_function(name: str, function: object, argument: str) -> None:
-    """Refuse a function that does not take one argument: found out by the call, it would be a call in doubt."""
+    """Refuse a function that does not take one argument.
+
+    It is refused before any call: an error of the call itself would leave in doubt if the other side was called.
+    """
     if not callable(function):
         raise ConfigError(f"once({name}=...) takes a function of {argument}, got {type(function).__name__}")
     try:
-        # Its own signature: one that it wraps may take what it adds.
+        # Its own signature counts: a wrapped function may take arguments that the wrapper adds.
         signature = inspect.signature(function, follow_wrapped=False)
     except (TypeError, ValueError):
-        # Some functions in C have none.
+        # Some functions in C have no signature.
         return
     try:
         signature.bind("")
@@ -160,5 +166,5 @@ def _check_function(name: str, function: object, argument: str) -> None:
 
 def provider_key(deployment: UUID, scope: str, key: str) -> UUID:
     """The idempotency key for the other side: a UUIDv5 (RFC 9562), the same at every try."""
-    # Neither may hold a newline, so no two pairs are spelled alike.
+    # Neither may contain a newline, so no two pairs have the same text.
     return uuid5(deployment, f"{scope}\n{key}")

@@ -34,10 +34,10 @@ MIN_LEASE_SECONDS, MAX_LEASE_SECONDS = 0.5, 3600.0
 
 
 class EffectRunner:
-    """Makes calls once, in the caller's thread.
+    """Performs the steps of `once` (transactions, calls, look-ups and pauses) in the caller's thread.
 
     Args:
-        tell: Called with the outcome of each, if given.
+        tell: Called with the outcome of each call, if given.
     """
 
     def __init__(self, transactions: Transactions, lease_seconds: float, *, tell: Tell | None = None) -> None:
@@ -84,10 +84,10 @@ class EffectRunner:
 
 
 class AsyncEffectRunner:
-    """Makes calls once, in an event loop.
+    """Performs the steps of `once` (transactions, calls, look-ups and pauses) in an event loop.
 
     Args:
-        keep: Runs the lock keeper's transactions, in its thread; by default they run through the event loop.
+        keep: Runs the lock keeper's transactions in the keeper's thread; by default they run through the event loop.
         tell: Called with the outcome of each call, if given.
     """
 
@@ -107,7 +107,7 @@ class AsyncEffectRunner:
         self._deployment: UUID | None = None
 
     def keeping(self, expiry: LockExpiry) -> AbstractContextManager[None]:
-        """Within the block, the lock is extended."""
+        """Extend the lock on a call while the block runs."""
         loop = asyncio.get_running_loop()
         keeper = self._keepers.get(loop)
         if keeper is None:
@@ -117,7 +117,7 @@ class AsyncEffectRunner:
         return keeper.keeping(expiry)
 
     async def deployment(self) -> UUID:
-        """The id of this deployment; read once."""
+        """Return the id of this installation of outboxq, of which provider keys are made; read at the first use."""
         if self._deployment is None:
             self._deployment = await self._transactions.run(_read_deployment)
         return self._deployment
@@ -130,7 +130,7 @@ class AsyncEffectRunner:
             return await self._drive(_told(once(request, expiry, deployment), request, self._tell), options)
 
     async def drive(self, steps: Steps[T]) -> T:
-        """Perform steps without a call among them, and return their result."""
+        """Perform steps that contain no call, and return their result."""
         return cast("T", await self._drive(steps, None))
 
     async def _drive(self, steps: Steps[object], options: OnceOptions | None) -> object:
@@ -142,7 +142,7 @@ class AsyncEffectRunner:
                 try:
                     answer = await self._perform(step, options, cancellation)
                 except GeneratorExit:
-                    # The event loop is gone: nothing can be awaited any more.
+                    # The event loop is gone: awaiting is impossible.
                     raise
                 except BaseException as error:  # noqa: BLE001  # the protocol decides, and raises it again
                     step = steps.throw(error)
@@ -163,7 +163,7 @@ class AsyncEffectRunner:
                 return await cancellation.finish(partial(asyncio.sleep, seconds))
             case Call(provider_key):
                 if cancellation.error is not None:
-                    # Recorded as not applied, instead of unknown: the call was certainly not made.
+                    # Recorded as not applied, and not as unknown: the call was certainly not made.
                     raise CallNotApplied("cancelled before the call")
                 assert options is not None
                 return await _awaited(call_here(options.call, provider_key))
@@ -184,10 +184,12 @@ def _told(steps: Steps[object], request: Request, tell: Tell | None) -> Steps[ob
 
 
 def check_lease(seconds: float) -> float:
-    """Refuse a lock that would expire before it can be extended, or block a key for too long.
+    """Return the time for which a lock on a call lasts, after a check that it is 0.5 to 3600 seconds.
+
+    A shorter lock would expire before it can be extended; a longer one would block its key for too long.
 
     Raises:
-        ConfigError: out of range.
+        ConfigError: `seconds` is out of range.
     """
     if not MIN_LEASE_SECONDS <= seconds <= MAX_LEASE_SECONDS:
         raise ConfigError(
@@ -203,19 +205,19 @@ def _read_deployment(connection: Connection) -> UUID:
 
 
 async def _awaited(value: Awaitable[object] | object) -> object:
-    # A plain function has done its work by now, which must be recorded, not refused.
+    # A plain function has done its work by now, so it must be recorded and not refused.
     return await await_here(value) if inspect.isawaitable(value) else value
 
 
 def _not_awaitable(value: object) -> object:
     if inspect.iscoroutine(value) and inspect.getcoroutinestate(value) == inspect.CORO_CREATED:
-        # Never awaited: close it, or Python warns.
+        # It was never awaited: close it, else Python warns.
         value.close()
         raise CallNotApplied(
-            "`call` is an async function, and nobody awaits it here: use an async handler, or AsyncEffects"
+            "`call` is an async function, which is not awaited here: use an async handler, or AsyncEffects"
         )
     if inspect.isawaitable(value):
         raise HandlerError(
-            f"`call` returned {with_article(type(value).__name__)}, which runs on, and nobody awaits it here"
+            f"`call` returned {with_article(type(value).__name__)}, which runs on, and is not awaited here"
         )
     return value

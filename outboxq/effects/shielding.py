@@ -1,4 +1,4 @@
-"""Writes that run to their end although the task that waits for them is cancelled."""
+"""Writes that run to their end even if the task that waits for them is cancelled."""
 
 import asyncio
 from asyncio import Task
@@ -9,22 +9,26 @@ T = TypeVar("T")
 
 
 class DelayedCancellation:
-    """Holds the cancellation of the current task back until the work that it awaits is done."""
+    """Holds back the cancellation of the current task until the work that it awaits is done."""
 
     def __init__(self) -> None:
         self.error: asyncio.CancelledError | None = None
 
     async def finish(self, begin: Callable[[], Awaitable[T]]) -> T:
-        """Return the result of the work; a cancellation that comes while it runs is kept in `error`."""
+        """Run the work to its end and return its result; a cancellation that arrives before is kept in `error`.
+
+        If the event loop ends and cancels the work itself, `begin` is called again.
+        """
         while True:
             task = asyncio.ensure_future(begin())
             while not task.done():
                 try:
-                    # wait() neither raises the task's error, nor cancels the task.
+                    # wait() neither raises the task's error nor cancels the task.
                     await asyncio.wait((task,))
                 except asyncio.CancelledError as error:
                     self.error = self.error or error
-            # Only an event loop that ends cancels this task, as it does all: begin again, for work may be repeated.
+            # Only an event loop that ends cancels this task, with all others: begin again, because the work may be
+            # repeated.
             if not (task.cancelled() and task.cancelling()):
                 return task.result()
 
@@ -35,10 +39,10 @@ class DelayedCancellation:
 
 
 class UncancelledWrites:
-    """Runs coroutines in tasks of their own, which go on when the one that waits for them is cancelled.
+    """Runs coroutines in tasks of their own, which go on when the task that waits for them is cancelled.
 
     A scope of anyio, such as the one of Starlette's BaseHTTPMiddleware, cancels a task again at each of its awaits: a
-    write inside of that task might never finish.
+    write inside that task might never finish.
     """
 
     def __init__(self) -> None:
@@ -46,18 +50,18 @@ class UncancelledWrites:
         self._tasks: set[Task[Any]] = set()
 
     def start(self, work: Coroutine[Any, Any, T]) -> Task[T]:
-        """Start a task, whose result may be left unread."""
+        """Start a task for this work, and keep it from being collected; its result or error need not be read."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._finished)
         return task
 
     async def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Start a task and wait for its result."""
+        """Start a task for this work, and wait for its result; if the waiting task is cancelled, the work goes on."""
         return await asyncio.shield(self.start(work))
 
     def _finished(self, task: Task[Any]) -> None:
         self._tasks.discard(task)
         if not task.cancelled():
-            # The result may be left unread: reading the exception keeps asyncio from logging it.
+            # The result may never be read: reading the exception keeps asyncio from logging it.
             task.exception()

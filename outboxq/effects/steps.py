@@ -1,6 +1,6 @@
-"""Steps: the actions that the effect protocol has a runner perform, one at a time, and their repetition.
+"""Steps: the actions that a runner performs for the effect protocol, one at a time, and their repetition.
 
-A protocol is a generator that yields steps and is sent the result of each. It does no I/O of its own, so that the same
+A protocol is a generator that yields steps and receives the result of each. It does no I/O of its own, so that the same
 code serves threads and event loops.
 """
 
@@ -21,9 +21,10 @@ _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.1, 2.0
 
 @dataclass(frozen=True, slots=True)
 class Transact:
-    """Run this in a short transaction of its own, committed before the answer.
+    """A step: call a function in a short transaction of its own, which is committed before the result is sent.
 
-    `settles`: it records an outcome, so its connections are not those of claims, and a cancellation waits for it.
+    `settles`: the step records an outcome, so it does not use the connections of claims, and a cancellation waits for
+    it.
     """
 
     run: Callable[[Connection], Any]
@@ -32,21 +33,21 @@ class Transact:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """Call the other side with this key."""
+    """A step: call the other side with this key."""
 
     provider_key: str
 
 
 @dataclass(frozen=True, slots=True)
 class LookUpCall:
-    """Ask the other side whether a call with this key was applied."""
+    """A step: call the look-up, which tells if a call with this key was applied."""
 
     provider_key: str
 
 
 @dataclass(frozen=True, slots=True)
 class Pause:
-    """Wait. `settles`: an outcome is recorded after it, so a cancellation waits too."""
+    """A step: wait for `seconds`. `settles`: an outcome is recorded after it, and a cancellation waits until then."""
 
     seconds: float
     settles: bool = False
@@ -57,9 +58,10 @@ Steps: TypeAlias = Generator[Step, Any, T]
 
 
 def try_twice(run: Callable[[Connection], T]) -> Steps[T]:
-    """Run a transaction, and once more if the database was away: a claim may be repeated.
+    """Run a transaction, and once more if the database was unavailable: a claim may be repeated.
 
-    A row that another transaction holds is waited for as long as the session would wait, in tries of a second.
+    A wait for a row that another transaction holds ends after a second; it begins again if the session itself would
+    wait without end, so that the caller can be cancelled in between.
     """
     was_away = False
     while True:
@@ -87,10 +89,10 @@ def insist(
     seconds: float,
     instead: Callable[[Exception], Callable[[Connection], T]] | None = None,
 ) -> Steps[T]:
-    """Record an outcome, again and again while the database is away; writing it twice does no harm.
+    """Record an outcome, again for up to `seconds` while the database is unavailable; writing it twice does no harm.
 
-    If the database refuses the data, `instead` turns the error into the write that is executed in its place.
-    An interruption (KeyboardInterrupt, SystemExit) is raised after the record; a second one at once.
+    If the database refuses the data, `instead` turns the error into the write that replaces it. An interruption
+    (KeyboardInterrupt, SystemExit) is raised after the record; a second one at once.
     """
     step: Step = Transact(run, settles=True)
     write, pauses = step, _pauses(until=time.monotonic() + seconds)
@@ -123,7 +125,7 @@ def insist(
 
 
 def _pauses(until: float) -> Iterator[Pause]:
-    """Longer and longer pauses, as long as they end before `until`."""
+    """Yield pauses, each up to twice as long as the one before it, as long as they end before `until`."""
     seconds = _FIRST_PAUSE_SECONDS
     while time.monotonic() + seconds <= until:
         yield Pause(seconds, settles=True)

@@ -18,7 +18,7 @@ _OUTCOMES: dict[type[BaseException], EffectOutcome] = {
 
 
 def telling(steps: Steps[T], scope: str, tell: Callable[[EffectCalled], None]) -> Steps[T]:
-    """Run the same steps, and call `tell` with their outcome at the end."""
+    """Yield the steps of a call of `once`, and at its end call `tell` with an event of its outcome."""
     is_called = False
     try:
         step = next(steps)

@@ -1,6 +1,6 @@
 """The short transactions of effects, on connections of their own.
 
-They come from pools of their own, so that callers who hold all connections of their engine do not block them.
+The connections come from separate pools, so that callers who hold all connections of their engine do not block them.
 """
 
 import asyncio
@@ -25,16 +25,16 @@ from outboxq.tables import SCHEMA, mapped_schema
 
 T = TypeVar("T")
 
-# Connections that were not used for so long are closed.
+# Connections that were unused for this long are closed.
 LINGER_SECONDS = 5.0
 _KEEPER_ANSWER_SECONDS = 30.0
 _READ_ONLY = "25006"
 
 
 class SidePool:
-    """A pool of our own, with an engine's settings and the same way to connect: tokens, connectors, events.
+    """A separate pool with an engine's settings and its way to connect: tokens, connectors, events.
 
-    `renew` closes its idle connections. One in use is closed when it is returned: SQLAlchemy would leave it open, in
+    `renew` closes its idle connections, and a connection in use when it is returned: SQLAlchemy would leave it open, in
     the old pool that no code uses any more.
     """
 
@@ -46,7 +46,7 @@ class SidePool:
         forget_in_children(self)
 
     def forget(self) -> None:
-        """Begin with a new pool: the connections are the parent's."""
+        """Begin with a new pool in a forked child: the connections belong to the parent."""
         self.engine = self._make()
 
     def _make(self) -> Engine:
@@ -73,30 +73,30 @@ class SidePool:
                         connection.invalidate()
                     raise
         finally:
-            # Once more: `renew` and `end` closed idle connections only, and this one was in use.
+            # Closed here: `renew` and `end` closed only idle connections, and this one was in use.
             if engine is not self.engine or self._is_over:
                 engine.pool.dispose()
 
     def renew(self) -> None:
-        """Replace the pool, then close the old one."""
+        """Make a new pool, and close the idle connections of the old one."""
         old, self.engine = self.engine, self._make()
         old.pool.dispose()
 
     def end(self) -> None:
-        """Close the pool, and from now on each connection that is returned."""
+        """Close the idle connections now, and each other connection when it is returned."""
         self._is_over = True
         self.engine.pool.dispose()
 
 
 def _cut_off_in_children(connection: DBAPIConnection, _record: object) -> None:
-    # The adapter of an async driver's connection names what it wraps. Producers may have other drivers than psycopg.
+    # An async driver's adapter names the connection that it wraps. Producers may use other drivers than psycopg.
     driver: Any = getattr(connection, "driver_connection", connection)
     if hasattr(driver, "fileno"):
         cut_off_in_children(driver)
 
 
 class EngineTransactions:
-    """Transactions on connections from three pools of our own: for claims, records and the lock keeper.
+    """Transactions on connections from three separate pools: for claims, records and the lock keeper.
 
     Claims that wait for a row must delay neither the records of calls that are under way, nor the extension of their
     locks. Each pool opens its first connection when it is needed.
@@ -113,14 +113,14 @@ class EngineTransactions:
     def run(self, work: Callable[[Connection], T], *, settles: bool = False) -> T:
         """Run `work` in a transaction of its own, committed when it returns.
 
-        `settles`: on a connection that no claim can use up.
+        `settles`: use a connection that claims cannot exhaust.
         """
         self._used_at = time.monotonic()
         with (self._records if settles else self._claims).transaction() as connection:
             return work(connection)
 
     def keeper_transaction(self) -> Transaction:
-        """The function by which the lock keeper runs its transactions, in any thread."""
+        """Return the function with which the lock keeper runs its transactions, in any thread."""
         return self._keep
 
     def _keep(self, work: Callable[[Connection], T]) -> T:
@@ -129,7 +129,7 @@ class EngineTransactions:
             return work(connection)
 
     def trim(self) -> None:
-        """Close the pools if they were not used for a while; a connection in use is closed when it is returned."""
+        """Close connections if none was used for `LINGER_SECONDS`; one that is in use is closed when it is returned."""
         if self._used_at is not None and time.monotonic() > self._used_at + LINGER_SECONDS:
             self._used_at = None
             for pool in self.pools:
@@ -142,10 +142,10 @@ class EngineTransactions:
 
 
 class AsyncEngineTransactions:
-    """`EngineTransactions` for an event loop; those of a sync engine run in threads.
+    """`EngineTransactions` for an event loop; transactions of a sync engine run in threads.
 
     Raises:
-        ConfigError: not an engine.
+        ConfigError: the argument is no engine.
     """
 
     def __init__(self, engine: AsyncEngine | Engine, schema: str | None) -> None:
@@ -162,7 +162,7 @@ class AsyncEngineTransactions:
         return await self._apart(partial(self._transactions.run, work, settles=settles))
 
     async def trim(self) -> None:
-        """Close the pools if they were not used for a while; a connection in use is closed when it is returned."""
+        """Close connections if none was used for `LINGER_SECONDS`; one that is in use is closed when it is returned."""
         await self._apart(self._transactions.trim)
 
     async def dispose(self) -> None:
@@ -173,9 +173,10 @@ class AsyncEngineTransactions:
         return await (asyncio.to_thread(work) if self._is_sync else greenlet_spawn(work))
 
     def keeper_transaction(self) -> Transaction:
-        """The function by which the lock keeper runs a transaction.
+        """Return the function with which the lock keeper, in its own thread, runs a transaction.
 
-        It works in the keeper's thread, or through the event loop, unless that is blocked.
+        With a sync engine the transaction runs in that thread, otherwise through the event loop, with a limit of 30
+        seconds in case the loop is blocked.
         """
         keep = self._transactions.keeper_transaction()
         if self._is_sync:
@@ -189,7 +190,7 @@ class AsyncEngineTransactions:
 
 
 class SavepointTransactions:
-    """Savepoints in a transaction that is rolled back in the end: for tests of users' handlers."""
+    """Savepoints in a transaction that is finally rolled back, for tests of users' handlers."""
 
     def __init__(self, connection: Callable[[], Connection]) -> None:
         self._connection = connection
@@ -201,12 +202,12 @@ class SavepointTransactions:
             return work(connection)
 
     def keeper_transaction(self) -> Transaction:
-        """Does nothing: the connection is the test's own, and no other sees these rows."""
+        """Return a function that does nothing: the connection is the test's own, no other sees these rows."""
         return lambda _: None
 
 
 class AsyncSavepointTransactions:
-    """Savepoints in a transaction of an event loop that is rolled back in the end."""
+    """Savepoints in an event loop's transaction that is finally rolled back, for tests of users' handlers."""
 
     def __init__(self, connection: Callable[[], Awaitable[AsyncConnection]]) -> None:
         self._connection = connection
@@ -218,7 +219,7 @@ class AsyncSavepointTransactions:
             return await connection.run_sync(work)
 
     def keeper_transaction(self) -> Transaction:
-        """Does nothing: no other connection sees these rows."""
+        """Return a function that does nothing: no other connection sees these rows."""
         return lambda _: None
 
 

@@ -1,7 +1,7 @@
-"""Set aside: a job whose row no statement can take becomes a dead letter or is put off, so that no other job waits.
+"""Jobs whose rows make every claim fail: such a job becomes a dead letter or is put off, so that no other job waits.
 
-A claim or a reaper's sweep is one statement for many jobs, and one row makes it fail for all of them: a row that is
-damaged, whose text is too long, or that a trigger of the users' refuses.
+A claim, or the periodic statement that takes jobs back from dead relays, is one statement for many jobs, and one bad
+row makes it fail for all of them: a damaged row, a row whose text is too long, or one that a user's trigger refuses.
 """
 
 import logging
@@ -26,29 +26,33 @@ logger = logging.getLogger("outboxq.relay")
 
 Rows: TypeAlias = "Sequence[tuple[object, ...]]"
 _PUT_OFF_SECONDS = 300.0
-# Classes of PostgreSQL (manual, appendix A) for errors of a statement, a session or the server: no job is to blame.
-# One row may cause any other: data, constraints, limits, a damaged page, any code that a user's trigger raises.
+# Classes of PostgreSQL's SQLSTATEs (manual, appendix A) for errors of a statement, a session or the server, for which
+# no job is to blame. One row may cause any other error: data, constraints, limits, a damaged page, a user's trigger.
 _OF_NO_ROW = (
     *("00", "01", "02", "03", "08", "0A", "0B", "0F", "0L", "0P", "0Z", "10", "24", "25", "26", "28", "2B", "2D"),
     *("34", "3B", "3D", "3F", "40", "42", "53", "55", "57", "58", "72", "F0", "HV"),
 )
-# Classes of errors that the row will cause again and again.
+# Classes of errors that a row will cause again and again.
 _FOR_GOOD = ("22", "54", "XX")
 
 
 def take_one(
     run: Callable[[str], Rows], taking: Callable[[int], str], max_crashes: int, schema: str, job_id: UUID
 ) -> Rows:
-    """Take back one lost job: as a suspect or a dead letter, or, if that fails, as a suspect for any number of crashes.
+    """Take back one job whose relay or connection was lost while the job ran; return one row about the job.
 
-    Return no rows if its row allows neither: the job stays as it is, and is tried again later.
+    The row has its id, queue, kind and crashes, and True if the job became a dead letter, as it does after
+    `max_crashes` crashes. With fewer it becomes a suspect: it runs alone next, so that another crash affects no other
+    job. If the server refuses to write the job's row, it becomes a suspect regardless of its crashes. If the server
+    refuses that too, return no row: the job stays as it is, and a later call tries again.
 
     Args:
         run: Runs a statement in a transaction of its own.
-        taking: Makes the statement that takes the job back, from the number of crashes that makes a dead letter.
+        taking: Makes the statement that takes the job back; its argument is the number of crashes that makes a dead
+            letter.
 
     Raises:
-        psycopg.Error: the cause is not the row.
+        psycopg.Error: a statement failed for a reason other than the job's row.
     """
     try:
         return run(taking(max_crashes))
@@ -68,13 +72,13 @@ def take_one(
 
 
 def say_of_job(level: int, message: str, kind: str, job_id: UUID, why: str) -> None:
-    """Log a line about one job, with its kind and id in the text and in the fields."""
+    """Log `message` about one job, with its kind, its id and the reason `why`; kind and id are also log fields."""
     extra = {"outboxq_kind": kind, "outboxq_job_id": str(job_id)}
     logger.log(level, "%s: kind=%s id=%s: %s", message, kind, job_id, why, extra=extra)
 
 
 def kind_of(run: Callable[[str], Rows], schema: str, job_id: UUID) -> str:
-    """The kind of a job, for a line about it; `?` if its row is gone, or cannot be read."""
+    """Return the kind of a job, for a log line about it; `?` if its row is gone or cannot be read."""
     try:
         rows = run(select_kind(schema, job_id))
     except psycopg.Error as error:
@@ -91,25 +95,26 @@ def set_aside_first(
     others: Iterable[tuple[AnyScript, UUID]],
     error: BaseException,
 ) -> tuple[JobSetAside, ...] | None:
-    """Set aside the job of a claim that failed, if that job is to blame; None if nothing was done.
+    """Test if one job's row made a claim fail; if so, make the job a dead letter, or put it off by `_PUT_OFF_SECONDS`.
 
-    A job is to blame if its claim fails again, and the claim of another job does not. A cause that all of them share,
-    such as a trigger that needs a missing partition, will be mended: the jobs wait for that.
+    Return the events to publish, none if the job was put off; None if the job was left as it is. The job's row is the
+    cause if claiming this job alone fails again, and claiming another job succeeds. If all fail, the cause is one that
+    will be repaired, such as a trigger that needs a missing partition: the jobs wait for that.
 
     Args:
-        first: The claim, and the job that it would have taken.
-        others: Jobs of the same queue, each with a claim that takes it in the same way.
+        first: The script of the claim that failed, and the id of the first job that it would have taken.
+        others: Jobs of the same queue, each as a script that claims it in the same way, and its id.
         error: The error of the failed claim.
     """
     if not is_of_a_row(error) or all(_failure(connection, schema, *other) for other in others):
         return None
-    # After the others: a shared cause may have been mended just before another one passed.
+    # After the other jobs: a shared cause may have been repaired just before another job passed.
     failure = _failure(connection, schema, *first)
     if failure is None:
         return None
     job_id, why = first[1], describe(failure)
     reason = f"it could not be claimed: {why}"
-    # An error of users' code may be mended.
+    # An error of users' code may be repaired.
     for dies in (True, False) if _of(failure, _FOR_GOOD) else (False, True):
         statement = (
             dead_letter_row(schema, job_id, WAITS, reason) if dies else postpone_row(schema, job_id, _PUT_OFF_SECONDS)
@@ -128,7 +133,11 @@ def set_aside_first(
 
 
 def _failure(connection: Connection, schema: str, script: AnyScript, job_id: UUID) -> psycopg.Error | None:
-    """Claim this job alone, and return the error, or None. The claim is undone, and its mark is cleared."""
+    """Claim one job by itself, and undo the claim; return the claim's error, or None if it succeeded.
+
+    The mark of the undone claim in the job's row is overwritten, because relays would take it for the claim of a dead
+    relay.
+    """
     failure = None
     with connection.begin():
         run_script(connection, UNTIMED, READABLE_DATES, "SAVEPOINT oq_probe")
@@ -153,7 +162,7 @@ def _try(connection: Connection, statement: str) -> Rows:
 
 
 def is_of_a_row(error: BaseException) -> bool:
-    """Return True if one row may have made a statement fail."""
+    """Return True if, by its SQLSTATE, a statement's error may come from one of the rows that the statement touched."""
     return sqlstate_of(error) is not None and not _of(error, _OF_NO_ROW)
 
 
@@ -162,5 +171,5 @@ def _of(error: BaseException, classes: tuple[str, ...]) -> bool:
 
 
 def describe(error: BaseException) -> str:
-    """The error's type and SQLSTATE; not its text, which may hold a value."""
+    """Return the error's type and SQLSTATE, for a log line; its text is left out, because it may hold a value."""
     return f"{type(error).__name__} ({sqlstate_of(error)})"

@@ -1,7 +1,7 @@
-"""One attempt: a handler runs inside the relay's transaction, contained by a session and a savepoint of its own.
+"""One attempt: a handler runs inside the relay's transaction, isolated by a session and a savepoint of its own.
 
-Either all or none of a handler's rows are in the transaction, and the claim is not undone. Jobs that run together share
-a savepoint.
+Either all or none of a handler's rows stay in the transaction; the claim stays in both cases. Jobs that run together
+share a savepoint.
 """
 
 import time
@@ -54,19 +54,21 @@ AttemptResult: TypeAlias = Outcome | Failed | CancelledResult
 
 
 def is_intact(connection: Connection, root: RootTransaction | None) -> bool:
-    """Return True if, as far as SQLAlchemy knows, `root` is still the connection's transaction."""
+    """Return True if, as far as SQLAlchemy knows, `root` is still the connection's open transaction."""
     return root is not None and root.is_active and connection.get_transaction() is root
 
 
 def undo(
     connection: Connection, guard: Guard, savepoint: Savepoint | None, *, intact: bool, in_transaction: bool = True
 ) -> bool:
-    """Go back to a savepoint; return False if the transaction has ended, or is not as the relay left it.
+    """Undo a handler's rows by going back to its savepoint; return False if the transaction has ended or was changed.
 
     Args:
-        savepoint: None if it was never set.
-        intact: As far as SQLAlchemy knows, the transaction is as the relay left it.
-        in_transaction: The server was in the relay's transaction when the handler began, or the savepoint was set.
+        guard: The watcher of the relay's connection, which reads the transaction's status from the driver.
+        savepoint: The handler's savepoint; None if it was never set.
+        intact: True if, as far as SQLAlchemy knows, the transaction is as the relay left it.
+        in_transaction: True if the server was in the relay's transaction when the handler began, or the savepoint was
+            set.
 
     Raises:
         ConnectionLost: the transaction is gone with its connection.
@@ -78,10 +80,10 @@ def undo(
         return intact and status == TransactionStatus.INTRANS
     if savepoint is None:
         if status != TransactionStatus.IDLE:
-            # The handler began a transaction on the driver's own connection: it must not be committed with the job.
+            # The handler began a transaction on the driver's own connection, which must not be committed with the job.
             run_script(connection, "ROLLBACK")
         return intact
-    # If the handler released the savepoint, its rows would be committed together with its failure.
+    # If the handler released the savepoint, its rows would be committed in spite of its failure.
     if not intact or savepoint.is_released or status == TransactionStatus.IDLE:
         return False
     try:
@@ -94,13 +96,16 @@ def undo(
 
 
 def check_rest(runtime: Runtime, job: Job, error: BaseException | None = None) -> None:
-    """Check the state of the driver's connection after a handler's call, also one that raised `error`.
+    """Check that a handler left nothing unfinished on the driver's connection, such as a COPY; else close it for good.
+
+    Args:
+        error: The error that the handler raised, if any.
 
     Raises:
-        ConnectionSpoiled: nothing can be sent on the connection, not even to undo the handler.
+        ConnectionSpoiled: the connection was closed: nothing could be sent on it, not even to undo the handler.
     """
     guard = runtime.guard
-    # Without an error, nothing can be under way if no job took the driver's connection, and this one sent nothing.
+    # Without an error, nothing can be under way if no job took the driver's connection, and this job sent nothing.
     is_untouched = guard.left is None and (guard.on_first_use is not None or not guard.lent)
     if (error is None and is_untouched) or guard.is_at_rest():
         return
@@ -112,9 +117,9 @@ def check_rest(runtime: Runtime, job: Job, error: BaseException | None = None) -
 
 
 class SharedSavepoint:
-    """The savepoint of several jobs of a batch: of a shared run, or of one call of a batch handler.
+    """The savepoint of several jobs of a batch: those of a shared run, or of one call of a batch handler.
 
-    The claim's own inner savepoint is used, so nothing is sent for the first jobs of a batch.
+    The inner one of the two savepoints that each claim sets is used, so nothing is sent for the first jobs of a batch.
 
     Args:
         first: The place in the batch of the first of these jobs.
@@ -124,7 +129,7 @@ class SharedSavepoint:
         assert batch.transaction is not None
         inner = batch.transaction.inner_savepoint
         if first > 0:
-            # Set again: the rows of earlier jobs stay if these jobs are undone.
+            # Set again, so that the rows of earlier jobs stay if these jobs are undone.
             run_script(connection, f"RELEASE SAVEPOINT {inner}; SAVEPOINT {inner}")
         self.xid = batch.transaction.xid
         self._batch = batch
@@ -134,13 +139,14 @@ class SharedSavepoint:
         self.savepoint = guard.begin_savepoint(inner)
 
     def check(self, *, closed: bool) -> None:
-        """Check that this is still the innermost savepoint of a working transaction. No I/O.
+        """Check that this is still the innermost savepoint of a working transaction, without sending a statement.
 
         Args:
             closed: False if closing the handler's session failed.
 
         Raises:
-            HandlerError: a handler returned as if done, and its rows were undone, or it left another transaction.
+            HandlerError: a handler returned normally although its rows were undone, or it left another transaction
+                open.
         """
         status = self.guard.transaction_status
         if not self.savepoint.is_active:
@@ -152,25 +158,27 @@ class SharedSavepoint:
             raise HandlerRolledBack("the handler left its session's transaction in another one than it was given")
 
     def is_same_transaction(self) -> bool:
-        """Return True if the open transaction is still the claim's."""
+        """Return True if the open transaction is still the one of the claim; sends a query for its id."""
         return current_xid(self._connection) == self.xid
 
     def keep_all(self) -> None:
-        """Keep the rows after the savepoint; check deferred constraints, unless COMMIT does it for all jobs.
+        """Release the savepoint: the rows of these jobs stay in the transaction.
+
+        Deferred constraints are checked first, unless COMMIT checks them for all jobs of the batch.
 
         Raises:
             psycopg.Error: a deferred constraint is violated.
-            TransactionEndedByHandler: this is not the claim's transaction any more.
+            TransactionEndedByHandler: this is no longer the claim's transaction.
         """
         if not self._batch.tries.together:
             check_shared(self._connection, self.xid)
         self.savepoint.commit()
 
     def undo_all(self, error: BaseException, *, closed: bool) -> None:
-        """Go back to the savepoint, after `error`.
+        """Undo the rows of all these jobs, because of `error`, by going back to the savepoint.
 
         Args:
-            closed: The handlers' sessions were closed without an error.
+            closed: True if the handlers' sessions were closed without an error.
 
         Raises:
             ConnectionLost: the transaction is gone with its connection.
@@ -181,24 +189,27 @@ class SharedSavepoint:
         is_undone = undo(self._connection, self.guard, self.savepoint, intact=intact)
         if not (is_undone and self.is_same_transaction()):
             job = self._batch.job
-            # If SQLAlchemy noticed the end of the transaction, its error says more than ours.
+            # If SQLAlchemy noticed the end of the transaction, its error says more than TransactionEscaped.
             reason = TransactionEndedByHandler() if intact else error
-            # Writes of one job may be sent while another runs.
+            # A job's writes may be sent while another job runs.
             args = [each.args for each in self._batch.jobs]
             raise TransactionEscaped(job, describe_failure(reason, job, args=args)) from error
 
 
 class Attempt(JobSession):
-    """One run of a job's handler, on the connection that it has joined.
+    """One run of a job's handler, on the connection that it uses.
 
     Args:
-        shared_xid: The claim's transaction, if other jobs share it. Then the deferred constraints are checked after
-            this job, so that a violation fails it alone; for a lone job COMMIT checks them.
-        begin: Begins the relay's transaction if need be; returns the savepoint to use as the attempt's, or None.
-        running: Begins and ends the call of the handler, which an operator may cancel.
+        shared_xid: The id of the claim's transaction if other jobs share this transaction, else None. If it is shared,
+            the deferred constraints are checked after this job, so that a violation fails only this job; for a lone job
+            COMMIT checks them.
+        begin: Begins the relay's transaction, unless it has begun; returns the name of a savepoint that exists and is
+            to be used, or None if the attempt is to set one of its own.
+        running: The batch's record of the job that runs now. The handler's call is entered there, so that an operator
+            can cancel it.
     """
 
-    # The handler has started, in a task of its own.
+    # True if the handler has started, in a task of its own.
     has_started = False
     # An operator's cancellation counts until the attempt has ended.
     _may_be_cancelled = True
@@ -230,7 +241,7 @@ class Attempt(JobSession):
         self._savepoint: Savepoint | None = None
 
     def join(self, connection: Connection, runtime: Runtime) -> "Attempt":
-        """Use this connection, with the runtime on it; return the attempt itself."""
+        """Use this connection and its runtime for the attempt; return the attempt itself."""
         guard = runtime.guard
         self._connection, self._runtime, self.guard = connection, runtime, guard
         # Without a lease the attempt is in the claim's own transaction.
@@ -240,7 +251,7 @@ class Attempt(JobSession):
         return self
 
     def run(self) -> AttemptResult:
-        """Run the handler; afterwards the transaction holds all of its rows if the job is done, else none.
+        """Run the handler; afterwards the transaction holds all of its rows if the job is done, and none otherwise.
 
         Raises:
             ConnectionLost: the transaction is gone with its connection.
@@ -248,7 +259,7 @@ class Attempt(JobSession):
         """
         self._call = self._running.begin_call((self._job,), self._runtime.notes)
         if self._in_transaction and self._runtime.invoker.flavour == "async":
-            # Now: a coroutine cannot send anything when it first names its session.
+            # Begun now: a coroutine cannot send anything at the moment when it first names its session.
             try:
                 self.open()
             except BaseException:
@@ -261,10 +272,16 @@ class Attempt(JobSession):
         return self._end(returned, None)
 
     def _inputs(self) -> tuple[Run, Args]:
-        """Load the arguments; return them with the other parts of the handler's call."""
+        """Return the handler's context without its session, as a `Run`, and the handler's arguments.
+
+        The arguments are decoded and their entities loaded now. For a handler within arounds (users' context managers
+        around its call), or with entities and in a task of its own, an object that does so later is returned in place
+        of the arguments.
+        """
         runtime, job = self._runtime, self._job
         if THEN_HEADER in job.headers:
-            # Checked before the handler runs: if it cannot be read, the handler's rows would have no follower.
+            # Checked before the handler runs: if the follower cannot be read, the handler's rows would have no
+            # follower.
             follower_of(job)
         run = self._run = Run(job, runtime.state, partial(runtime.effect_access, self._handler, job), [], self._call)
         arguments: Args
@@ -280,7 +297,7 @@ class Attempt(JobSession):
         return run, arguments
 
     def _end(self, returned: object, error: BaseException | None) -> AttemptResult:
-        """Keep or undo the rows of a handler that has returned, or raised an error; return the result."""
+        """Keep or undo the rows of a handler that has returned, or raised `error`; return the attempt's result."""
         runtime, job = self._runtime, self._job
         result: AttemptResult = _DONE
         try:
@@ -288,7 +305,7 @@ class Attempt(JobSession):
                 check_rest(runtime, job, error)
                 if error is None:
                     if self._call.is_cancelled and self._may_be_cancelled:
-                        # The handler may be half done even if it returned: none of its rows is kept.
+                        # The handler may be half done even if it returned: none of its rows are kept.
                         result = _CANCELLED
                     elif returned is not None or self._handler.keeps_result:
                         result = self._handler.returned.outcome(returned)
@@ -297,7 +314,7 @@ class Attempt(JobSession):
                             hand_over(self._run.deferred, self.session())
                         if self.made is not None or self._savepoint is not None:
                             self._keep()
-                        # Last: an error after the rows were kept would be a failure with rows.
+                        # Last: an error after the rows were kept would be a failure that has rows.
                         fault_point("after-handler")
             except BaseException as another:  # noqa: BLE001  # judged below
                 error = another
@@ -308,7 +325,7 @@ class Attempt(JobSession):
                 is_cancelled = self._call.is_cancelled and self._may_be_cancelled
                 result = _CANCELLED if is_cancelled else self._result_of(error)
         finally:
-            # The traceback of the error may refer to this frame.
+            # The traceback of the error may refer to this frame, and would keep it alive.
             error = None
             self._running.end_handler()
             self.guard.let_go()
@@ -318,7 +335,7 @@ class Attempt(JobSession):
         except BaseException as raised:
             if not runtime.is_failure(raised):
                 raise
-            # A listener of the user's raised this. The handler's own error says more.
+            # A user's listener raised this. The handler's own error says more.
             result = result if isinstance(result, Failed) else runtime.describe(raised, job)
         self.guard.take_back()
         if not (closed and isinstance(result, Done)):
@@ -326,14 +343,14 @@ class Attempt(JobSession):
         return result
 
     def open(self) -> None:
-        """Begin the transaction if need be, and set the savepoint, unless that was done.
+        """Begin the transaction and set the savepoint, unless both were done.
 
-        Called when the handler first names its session; under a lease, when the session is first used, so that a long
-        call outside the database holds no transaction open. A handler that needs neither pays nothing.
+        Called when the handler first reads `ctx.session`; under a lease, when the session is first used, so that a long
+        call outside the database holds no transaction open. A handler that never does so causes neither statement.
         """
         if self._savepoint is not None:
             return
-        # First: the statements below go through the guarded connection, too.
+        # First, because the statements below go through the guarded connection too.
         self.guard.on_first_use = None
         try:
             inner_savepoint = self._begin()
@@ -345,17 +362,20 @@ class Attempt(JobSession):
             raise
 
     def open_session(self, make: Callable[..., HandlerSession]) -> HandlerSession:
-        """Open the session, which `make` makes, when it is first needed."""
+        """Return a new session for the job, made by `make`.
+
+        The savepoint is set now if the transaction has begun, otherwise when the session is first used.
+        """
         session = super().open_session(make)
         if self._savepoint is None and self._in_transaction:
-            # Now: statements that bypass the session, on the driver's cursor, must come after the savepoint too.
+            # Now: statements that bypass the session, on the driver's cursor, must follow the savepoint too.
             self.open()
         elif self._savepoint is None:
             session.on_first_use = self.open
         return session
 
     def _arguments(self) -> dict[str, object]:
-        """Decode the job's arguments, and load its entities."""
+        """Return the job's decoded arguments, with loaded entities in place of their keys."""
         signature = self._runtime.registry.signatures[self._job.kind]
         arguments = signature.decode(self._job.args)
         if not signature.takes_entities:
@@ -373,12 +393,12 @@ class Attempt(JobSession):
         self._runtime.absent(self._connection, self._job)
 
     def _keep(self) -> None:
-        """Keep the rows of a handler that used the database, and returned as if done.
+        """Send the unsent changes of a handler that returned normally, and release its savepoint: its rows stay.
 
         Raises:
             HandlerError: the rows were undone.
             psycopg.Error: a deferred constraint is violated.
-            TransactionEndedByHandler: this is not the claim's transaction any more.
+            TransactionEndedByHandler: this is no longer the claim's transaction.
         """
         session, savepoint = self.made, self._savepoint
         is_session_gone = session is not None and session.is_rolled_back
@@ -393,7 +413,7 @@ class Attempt(JobSession):
             if self._savepoint is not None and session.identity_map._modified:  # noqa: SLF001  # `dirty` builds a set
                 session.look()
                 send_changes(session, self._connection)
-            # commit() and not flush(): it also ends the handler's open savepoints and flushes until nothing is left.
+            # commit() and not flush(): it also ends the handler's open savepoints, and flushes until no change is left.
             # A session joined by "rollback_only" commits nothing.
             session.commit()
         # Read again: under a lease the flush may set it.
@@ -413,10 +433,11 @@ class Attempt(JobSession):
         return self._runtime.describe(error, self._job)
 
     def _undo(self, result: AttemptResult, *, closed: bool) -> None:
-        """Undo the handler's rows.
+        """Go back to the savepoint, which undoes the handler's rows; nothing is sent if none was set.
 
         Args:
-            closed: The session was closed without an error.
+            result: The attempt's result, for the error.
+            closed: True if the session was closed without an error.
 
         Raises:
             ConnectionLost: the transaction is gone with its connection.
@@ -429,7 +450,7 @@ class Attempt(JobSession):
         if is_undone and self._shared_xid is not None:
             is_undone = current_xid(self._connection) == self._shared_xid
         if not is_undone:
-            # If SQLAlchemy noticed the end of the transaction, its error says more than ours.
+            # If SQLAlchemy noticed the end of the transaction, its error says more than TransactionEscaped.
             if intact or not isinstance(result, Failed):
                 result = self._runtime.describe(TransactionEndedByHandler(), self._job)
             raise TransactionEscaped(self._job, result)

@@ -1,4 +1,4 @@
-"""The call of a batch handler: its jobs in one call, one session and one savepoint."""
+"""The call of a batch handler, which receives several jobs at once: one call, one session and one savepoint for all."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -34,7 +34,9 @@ def call_batch_handler(
     segment: Segment,
     locks: Locks,
 ) -> Sequence[Outcome] | None:
-    """Call a batch handler with the jobs of a segment; return None if all is undone, and each job is to run alone.
+    """Call a batch handler once, with all jobs of a segment (consecutive jobs of the batch); return each job's outcome.
+
+    Return None if the call failed and all its rows are undone: the caller then runs each job alone.
 
     Raises:
         ConnectionLost: the transaction is gone with its connection.
@@ -63,7 +65,7 @@ def call_batch_handler(
     closed = _close(session, runtime)
     runtime.guard.take_back()
     savepoint.undo_all(failed, closed=closed)
-    # No hook receives it.
+    # No hook receives this error.
     drop_tracebacks(failed)
     batch.running.together = 1
     return None
@@ -107,7 +109,7 @@ def _call(
     session.commit()
     savepoint.keep_all()
     fault_point("after-handler")
-    # An around that returned an outcome in place of the call did so for all jobs.
+    # An around that returned an outcome instead of calling the handler did so for all jobs.
     return returned if isinstance(returned, list) else [handler.returned.outcome(returned)] * len(jobs)
 
 
@@ -119,7 +121,13 @@ def _load_items(
     locks: Locks,
     absent: Callable[[Job], None],
 ) -> dict[str, object]:
-    """Make the handler's items: each job with its arguments, and with its entities loaded."""
+    """Return the handler's argument `items`: each job with its arguments, and with its entities in the session.
+
+    Args:
+        locks: The row locks that the batch has taken.
+        absent: Called with a job if the row of one of its entities does not exist; raises an error if the row may come
+            later.
+    """
     # A reference keeps the entities: the session's identity map is weak.
     held = load_together(session, entity_keys(arguments), locks)
     given: list[dict[str, object]] = []
@@ -143,6 +151,6 @@ def _close(session: Session, runtime: Runtime) -> bool:
     except BaseException as error:
         if not runtime.is_failure(error):
             raise
-        # From a listener of the user's, or from a lost connection.
+        # The error comes from a user's listener, or from a lost connection.
         return False
     return True

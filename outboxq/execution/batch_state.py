@@ -27,16 +27,17 @@ from outboxq.job import Job
 from outboxq.statements.claim import ANCHOR
 from outboxq.statements.transaction import LOCAL_SETTINGS, NOTE_ROLE, local_timeouts
 
-# The wait for the lock, which is held for a moment, or for as long as a cancellation is on its way to the server.
+# The time to wait for the lock, which is held for a moment, or while a cancellation is on its way to the server.
 _LOCK_SECONDS = 1.0
 _TAKEN_AWAY = "the relay does not wait for this job any more"
 
 
 class Phase(Enum):
-    """Phases of a batch. Its slot or the relay decides on it: the first to leave RUNNING.
+    """The phases of a batch. Both its slot and its relay may try to end it: the first one to change RUNNING decides.
 
-    The slot sends COMMIT (and goes back to RUNNING if that is refused), or finds out what was committed after an
-    error; the relay takes the batch away from the slot.
+    The slot (a worker of the relay, with its own connection) sends COMMIT (COMMITTING, and RUNNING again if COMMIT is
+    refused) or, after an error, finds out what was committed (RECOVERING). The relay takes the batch away from the slot
+    (SEIZED).
     """
 
     RUNNING = auto()
@@ -47,27 +48,28 @@ class Phase(Enum):
 
 @dataclass(frozen=True, slots=True)
 class BatchReport:
-    """Number of jobs and events of a committed batch."""
+    """The report of a batch that has ended: the number of jobs that the batch had, and the events to publish."""
 
     claimed: int
     events: tuple[Event, ...]
 
     @property
     def parked_in(self) -> str | None:
-        """The queue, if it has jobs that this relay cannot run."""
+        """The batch's queue, if it put jobs off because this relay cannot run their kinds; None if it put off none."""
         return next((event.queue for event in self.events if isinstance(event, JobsParked)), None)
 
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """The end of a batch, or of the claim of one.
+    """The end of a batch, or of a claim that failed, with instructions for the slot's next claims.
 
     Attributes:
-        report: None if all of its jobs wait again as they were.
-        claimed: The answer to the claim that went along with COMMIT; None without one, or if it failed.
-        left: Steps whose statements after COMMIT are still to be sent, by `send_left`.
-        run_alone: The number of next jobs that should run one by one, so that the faulty one shows.
-        was_too_large: The claim took so long that it was cancelled.
+        report: The report; None if all jobs of the batch wait again, unchanged.
+        claimed: The jobs of the next claim, which was sent with COMMIT; None if none was sent, or if it failed.
+        left: Steps (statements that are normally sent with COMMIT) whose part after COMMIT is still to be sent, by
+            `send_left`.
+        run_alone: The number of next jobs that the slot should run one by one, to find the faulty one.
+        was_too_large: True if the claim was cancelled because it took too long.
     """
 
     report: BatchReport | None
@@ -79,7 +81,11 @@ class Ended:
 
 @dataclass(frozen=True, slots=True)
 class DeadLetters:
-    """The dead letters that a recovery wrote; the answer to their COMMIT may be lost."""
+    """The dead letters that a recovery wrote, kept in case the answer to their COMMIT is lost and recovery runs again.
+
+    `xid` is the id of the transaction that wrote them, `reason` the text that they store, and `failed` the attempt that
+    failed.
+    """
 
     xid: str
     reason: str
@@ -88,7 +94,11 @@ class DeadLetters:
 
 @dataclass(slots=True)
 class Ownership:
-    """The right to decide on a batch; `commit_was_sent`: its COMMIT was sent, and is not known to be refused."""
+    """The right to end a batch, for which its slot (the worker that runs it) and its relay compete.
+
+    Attributes:
+        commit_was_sent: True if COMMIT was sent and is not known to be refused.
+    """
 
     commit_was_sent: bool = False
     phase: Phase = Phase.RUNNING
@@ -96,30 +106,42 @@ class Ownership:
 
     @property
     def is_seized(self) -> bool:
-        """Return True if the relay has taken the batch away from its slot."""
+        """Return True if the relay has taken the batch away from its slot, which must not commit it."""
         return self.phase is Phase.SEIZED
 
     def begin_commit(self) -> None:
-        """Enter COMMITTING: from here on the server alone decides the outcome."""
+        """Enter COMMITTING, just before COMMIT is sent: from here on only the server decides the outcome.
+
+        Raises:
+            Abandoned: the relay has taken the batch away.
+        """
         with self._lock:
             if self.phase is Phase.SEIZED:
                 raise Abandoned(_TAKEN_AWAY)
             self.phase, self.commit_was_sent = Phase.COMMITTING, True
 
     def commit_refused(self) -> None:
-        """Go back to RUNNING: nothing was committed, and the slot goes on with the batch."""
+        """Go back to RUNNING after the server refused COMMIT: nothing was committed, and the slot goes on."""
         with self._lock:
             self.phase, self.commit_was_sent = Phase.RUNNING, False
 
     def begin_recovery(self) -> None:
-        """Enter RECOVERING: from here on the slot alone finds out what was committed of the batch."""
+        """Enter RECOVERING: only the slot determines what was committed, and the relay cannot take the batch away.
+
+        Raises:
+            Abandoned: the relay has taken the batch away already.
+        """
         with self._lock:
             if self.phase is Phase.SEIZED:
                 raise Abandoned(_TAKEN_AWAY)
             self.phase = Phase.RECOVERING
 
     def seize(self) -> bool:
-        """Take the batch away from its slot, once; False if its COMMIT, or its recovery, is under way."""
+        """Take the batch away from its slot, and return True; return False if that is not possible.
+
+        It is not possible while a COMMIT or a recovery is under way, if the batch was taken away already, or if the
+        slot keeps this object's lock for longer than `_LOCK_SECONDS`.
+        """
         if not self._lock.acquire(timeout=_LOCK_SECONDS):
             return False
         try:
@@ -132,20 +154,21 @@ class Ownership:
 
     @contextmanager
     def held(self) -> Iterator[bool]:
-        """Yield True if COMMIT was not sent; inside, the batch is neither committed nor taken away."""
+        """Hold the lock, so that the phase cannot change within the block; yield True if COMMIT was not sent yet."""
         with self._lock:
             yield not self.commit_was_sent
 
 
 @dataclass(slots=True)
 class Running:
-    """The run of a batch's job now, or the last one.
+    """The run of a job of the batch that is going on, or the last one that ended.
 
     Attributes:
-        position: The job that runs, until `deadline` (monotonic) if it has one.
+        position: The index in the batch of the job that runs; of the first one if several run together.
         together: The number of jobs, from `position` on, that one handler runs.
-        timeout_seconds: The longest time of a statement, as it is set in the transaction.
-        call: The call of a handler.
+        timeout_seconds: The longest time of a statement, as it is set in the transaction; None if none is set.
+        deadline: The time (monotonic) by which the handler must have ended; None if it has no limit.
+        call: The call of the handler that runs, or of the last one.
     """
 
     timeout_seconds: float | None = None
@@ -155,47 +178,52 @@ class Running:
     call: HandlerCall | None = None
     _began_at: float = 0.0
     _ran_seconds: float | None = 0.0
-    # Shared by the calls, which come one after the other.
+    # Shared by the calls, which follow one another.
     _call_lock: threading.Lock = field(default_factory=threading.Lock)
 
     @property
     def seconds(self) -> float:
-        """The time that the job runs, or that the last one ran; its share if several run."""
+        """The seconds that the present run, or the last one, took; if several jobs run together, one job's share."""
         ran = self._ran_seconds
         return (time.perf_counter() - self._began_at if ran is None else ran) / self.together
 
     @property
     def seconds_now(self) -> float | None:
-        """The time that a handler has been running; None if none runs."""
+        """The time in seconds that a handler has been running; None if none runs."""
         return None if self._ran_seconds is not None else time.perf_counter() - self._began_at
 
     def begin(self) -> None:
-        """Record that a job, or the jobs of one handler, begin to run."""
+        """Record the time at which a job, or the jobs of one handler, begin to run."""
         self._began_at, self._ran_seconds = time.perf_counter(), None
 
     def begin_deadline(self) -> None:
-        """Count the handler's deadline from now on."""
+        """Set the handler's deadline to `timeout_seconds` from now; to None if no timeout is set."""
         self.deadline = None if self.timeout_seconds is None else time.monotonic() + self.timeout_seconds
 
     def end(self) -> float:
-        """Record that they have ended; return their time."""
+        """Record that the run has ended; return its time in seconds."""
         seconds = self._ran_seconds = time.perf_counter() - self._began_at
         return seconds
 
     def begin_call(self, jobs: tuple[Job, ...], notes: ProgressNotes | None) -> HandlerCall:
-        """Make the call of a handler that is about to run these jobs."""
+        """Make, store and return the call of a handler for these jobs, by which an operator can cancel the handler.
+
+        Args:
+            notes: Receives the handler's progress; None if progress is not recorded.
+        """
         call = self.call = HandlerCall(jobs, self._call_lock, notes)
         return call
 
     def end_call(self) -> None:
-        """End the call, unless the handler has ended it, and its deadline, which holds for undoing its rows too."""
+        """Remove the handler's deadline, and end its call unless that was done; its rows are kept or undone by now."""
         self.deadline = None
         self.end_handler()
 
     def end_handler(self) -> None:
-        """Record that the handler has ended; waits for a cancellation that is on its way to the server.
+        """Record that the handler has ended, and clear its progress; first wait for a cancellation that is being sent.
 
-        Statements sent from now on are the relay's own: no cancellation may hit them.
+        A cancellation is sent to the server for the statement that runs there. It must not hit a later one, which is
+        the relay's own.
         """
         call = self.call
         if call is None or call.is_over:
@@ -208,13 +236,13 @@ class Running:
 
 @dataclass(slots=True)
 class Tries:
-    """The tries so far to run the jobs of a batch.
+    """A record of how the jobs of a batch were run so far, to choose how they run again.
 
     Attributes:
-        together: All jobs run together, to be checked by COMMIT.
-        apart: The jobs ran together and were undone: now each runs alone.
-        refused: The number of times that COMMIT was refused, and a lone job ran again.
-        has_deadlocked: Jobs that ran together were undone by a deadlock or a serialization failure.
+        together: True if all jobs run together, so that only COMMIT checks their deferred constraints.
+        apart: True if the jobs ran together and were undone, so that each now runs alone.
+        refused: The number of times that COMMIT was refused and the batch's only job then ran again.
+        has_deadlocked: True if jobs that ran together were undone by a deadlock or a serialization failure.
     """
 
     together: bool = False
@@ -225,18 +253,21 @@ class Tries:
 
 @dataclass(slots=True)
 class BatchState:
-    """The progress of a claimed batch, from which a recovery finds out, after an error, what was committed.
+    """The progress of a claimed batch; after an error, a recovery uses it to determine what was committed.
 
     Attributes:
-        claimed: The claim that took the jobs; `jobs` are these, with the newest content of those they run for.
-        transaction: The batch's transaction, once it has begun; `was_begun`: its BEGIN was tried.
-        writes_refused: The refusal of its BEGIN, because the server is a standby.
-        stands_for: The jobs that were taken along, by the id of the job that runs for them.
+        claimed: The claim that took the jobs; `jobs` are these jobs, with the newest content of jobs coalesced into
+            them.
+        transaction: The batch's transaction, once it has begun. `was_begun`: its BEGIN was tried by `begin`, and not by
+            the claim.
+        writes_refused: The error that BEGIN raised because the server is a standby, if it did.
+        stands_for: By the id of a job that runs, the ids of the jobs that were merged (coalesced) into it.
         expires: The time (monotonic) at which jobs expire, by id.
         decided: Results that are known without a run, by the job's id; `decide` fills it.
-        of_claim: The events of the claim and of what was decided, if the transaction commits.
-        events: Those of the jobs before the one that runs.
-        late_result: The result of a handler that never used the database, until its settlement has begun.
+        of_claim: The events of the claim and of decided jobs, published if the transaction commits.
+        events: The events of the jobs before the one that runs.
+        late_result: The result of a leased job whose handler never used the database, while no transaction has begun to
+            write it; it is not lost with the connection.
         dead_letters: The dead letters that a recovery of this batch has written.
     """
 
@@ -258,7 +289,7 @@ class BatchState:
 
     @classmethod
     def of(cls, claimed: Claimed) -> "BatchState":
-        """Make the state of jobs that were just claimed in transaction mode."""
+        """Make the state of a batch that was just claimed in transaction mode."""
         return cls(claimed, claimed.jobs, claimed.transaction, running=Running(claimed.request.timeout_seconds))
 
     @property
@@ -268,7 +299,7 @@ class BatchState:
 
     @property
     def job(self) -> Job:
-        """The job that runs."""
+        """The job that runs now."""
         return self.jobs[self.running.position]
 
     @property
@@ -279,22 +310,22 @@ class BatchState:
 
     @property
     def claimed_ids(self) -> tuple[UUID, ...]:
-        """The ids of all jobs whose rows the claim has taken."""
+        """The ids of all jobs that the batch has taken from the queue: its jobs, and those merged into them."""
         return (*(job.id for job in self.jobs), *chain.from_iterable(self.stands_for.values()))
 
     def parked(self, jobs: Sequence[Job]) -> list[JobsParked]:
-        """The event of those of these jobs whose kinds cannot run here now; none without any."""
+        """Return a list with one event for all of `jobs` that no handler here may run now; an empty list if none."""
         kinds = [job.kind for job in jobs if isinstance(self.decided.get(job.id), UnknownKindResult)]
         return [JobsParked(self.queue, tuple(sorted(set(kinds))), len(kinds))] if kinds else []
 
     @property
     def has_parked(self) -> bool:
-        """Return True if it has jobs of kinds that cannot run here now."""
+        """Return True if the claim contained jobs that no handler here may run now, so that they are put off."""
         return any(isinstance(event, JobsParked) for event in self.of_claim)
 
     @property
     def is_lone(self) -> bool:
-        """Return True if the batch has one job only."""
+        """Return True if the batch has only one job."""
         return len(self.jobs) == 1
 
     @property
@@ -303,10 +334,12 @@ class BatchState:
         return self.jobs[0].lease_token is not None
 
     def begin(self, connection: Connection) -> ClaimTransaction:
-        """Begin the batch's transaction, unless it has begun.
+        """Begin the batch's transaction, unless it has begun; return the transaction.
 
         Raises:
-            WritesRefused: the server takes no writes; also at each later call, if a handler swallowed the first.
+            Abandoned: the relay has taken the batch away.
+            WritesRefused: the server accepts no writes; raised again at each later call, because a handler may swallow
+                the first.
         """
         if self.owner.phase is Phase.SEIZED:
             raise Abandoned(_TAKEN_AWAY)
@@ -325,23 +358,30 @@ class BatchState:
         return self.transaction
 
     def blame_all(self, places: range) -> None:
-        """Drop the events of jobs that ran together: one of them ended the transaction, so none is known to be done."""
+        """Treat all jobs at these places as those that ran, and drop their events: one of them ended the transaction.
+
+        It is not known which one, so none of them counts as done.
+        """
         self.running.position, self.running.together = places.start, len(places)
         del self.events[places.start :]
 
     def forget_outcomes(self) -> None:
-        """Forget how jobs ended: their transaction is back at the end of the claim."""
+        """Drop the jobs' events and their results `GivenBack`, because all rows since the claim were undone."""
         self.events.clear()
         for job_id in [each for each, result in self.decided.items() if isinstance(result, GivenBack)]:
             del self.decided[job_id]
 
     def report(self, of_commit: tuple[Event, ...] = ()) -> BatchReport:
-        """Make the report of a batch that is known to be committed, with the events of its COMMIT."""
+        """Return the report of a batch that is known to be committed.
+
+        Args:
+            of_commit: The events of statements that were sent with its COMMIT.
+        """
         return BatchReport(len(self.jobs), (*self.events, *self.of_claim, *of_commit))
 
 
 def begin_transaction(connection: Connection, *settings: str) -> ClaimTransaction:
-    """Begin the transaction of a leased job."""
+    """Begin the transaction of a leased job, with these settings and two savepoints as a claim sets them; return it."""
     savepoint = f"oq_{secrets.token_hex(8)}"
     inner = f"{savepoint}_inner"
     anchor = f"SELECT {ANCHOR}, {NOTE_ROLE}"

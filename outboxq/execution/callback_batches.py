@@ -1,6 +1,7 @@
-"""The step of callback batches (`jobs.batch`): after the COMMIT of members, those that have ended get their callbacks.
+"""Callback batches (`jobs.batch`): when all jobs of one have ended, its callback jobs are added, right after COMMIT.
 
-If it fails, or its relay dies before it, the pruner's sweep finds the callback batch.
+A step, which is a set of statements sent together with COMMIT, does this. If it fails, or its relay dies before it, the
+pruner's periodic sweep finds the callback batch.
 """
 
 from collections.abc import Iterable
@@ -20,21 +21,24 @@ _FOUND = list[tuple[UUID, str, str, int]]
 
 @dataclass(frozen=True, slots=True)
 class FinishBatches(Step):
-    """Add the callbacks of the callback batches that have ended."""
+    """The step that adds the callback jobs of callback batches all of whose jobs have ended."""
 
     schema: str
     ids: frozenset[UUID]
     name = "callback batches"
 
     def after_commit(self) -> tuple[str, ...]:
-        """Check in a transaction of its own: before COMMIT two members that end at once would each see the other."""
+        """Return a transaction, as statements: it adds the callbacks of all these callback batches that have ended.
+
+        It is separate because, before COMMIT, two members that end at once would still see each other as not ended.
+        """
         return finish_batches(self.schema, self.ids)
 
     def committed(self, rows: Rows) -> tuple[BatchFinished, ...]:
-        """Return the callback batches that have ended; none if the check failed."""
+        """Return an event for each callback batch that has ended; none if the transaction sent after COMMIT failed."""
         return tuple(BatchFinished(*found) for (text,) in rows for found in msgspec.json.decode(str(text), type=_FOUND))
 
 
 def batch_ids(jobs: Iterable[Job]) -> frozenset[UUID]:
-    """Ids of the callback batches of these jobs."""
+    """Return the ids of the callback batches of these jobs."""
     return frozenset(job.batch_id for job in jobs if job.batch_id is not None)

@@ -1,4 +1,4 @@
-"""Chains: the transaction in which a job is done adds the job that follows it, once."""
+"""Chains: the transaction that finishes a job adds the next job of its chain, so that this is added exactly once."""
 
 from collections.abc import Iterable, Iterator, Mapping
 
@@ -15,7 +15,10 @@ from outboxq.outbox.stored_job import unfold_chain
 
 
 class _FollowerAnswer(UniqueAnswer):
-    """The answer for a unique job that follows another: it has no handle, so an event reports it."""
+    """Receives the answer to adding a unique job that is next in a chain: if its key is taken, an event reports that.
+
+    No caller waits for such a job with a handle, which would otherwise receive the answer.
+    """
 
     __slots__ = ("behind",)
 
@@ -25,18 +28,20 @@ class _FollowerAnswer(UniqueAnswer):
 
 
 def has_follower(job: Job) -> bool:
-    """Return True if another job follows this one."""
+    """Return True if the job's chain goes on after it."""
     return THEN_HEADER in job.headers
 
 
 def follower_of(job: Job) -> Mapping[str, NewJob]:
-    """Read the job that follows this one, by its id in hex, in the same callback batch; empty if none does.
+    """Return the next job of this job's chain as `{new id in hex: job}`, or an empty mapping if there is none.
+
+    The job's headers contain the next job. If this job is in a callback batch, the next one is in the same batch.
 
     Raises:
-        PayloadError: it cannot be read.
+        PayloadError: the headers or the next job cannot be read.
     """
     try:
-        # Other headers may be anything.
+        # Other headers may contain anything.
         stored = msgspec.json.decode(job.headers, type=dict[str, msgspec.Raw]).get(THEN_HEADER)
         text = None if stored is None else msgspec.json.decode(stored, type=str)
     except (msgspec.MsgspecError, RecursionError) as error:
@@ -52,13 +57,13 @@ def follower_of(job: Job) -> Mapping[str, NewJob]:
 
 
 def suppressed_followers(refused: Iterable[UniqueJob]) -> Iterator[FollowerSuppressed]:
-    """Yield the events of those refused unique jobs that follow others in their chains."""
+    """Yield an event for each of these refused unique jobs that was to follow another in its chain; skip the others."""
     for new in refused:
         if isinstance(new.answer, _FollowerAnswer):
             yield FollowerSuppressed(new.answer.behind, new.kind, new.answer.existing_id)
 
 
 def add_follower(connection: Connection, job: Job) -> None:
-    """Add the job that follows one that is done, if any, in the transaction of its rows."""
+    """Insert the next job of a done job's chain, if there is one, in the transaction that holds the done job's rows."""
     if follower := follower_of(job):
         insert_all(connection, follower, wakes="by queue")

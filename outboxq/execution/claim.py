@@ -1,7 +1,8 @@
-"""Claim: take waiting jobs out of the table, and set the savepoint after which they stay claimed.
+"""Claim: take waiting jobs out of the table, and set the savepoint that keeps the claim when rows are undone.
 
-In transaction mode the delete and the handlers' rows are one transaction: if the relay dies, the server's rollback
-gives its jobs back. In lease mode the claim is committed first, and a token fences off earlier holders of the job.
+In transaction mode a claim deletes the jobs in the transaction that also holds the handlers' rows: if the relay dies,
+the server's rollback puts the jobs back. In lease mode the claim is committed first, and writes a new token into each
+job's row, by which writes of an earlier claim's relay are refused.
 """
 
 import secrets
@@ -26,17 +27,17 @@ from outboxq.statements.transaction import BEGIN, READABLE_DATES, TIMED_AGAIN, U
 _END_OF_JOB = 1 + len(RETURNED) + 1
 # A claim's columns have the types of Job's fields.
 _JOB = cast("Callable[..., Job]", Job)
-# Statements before a claim, in a transaction that has begun or begins there.
+# Statements before a claim, in a transaction that has begun, or begins with them.
 _BEGUN = [("settings", UNTIMED), ("settings", READABLE_DATES)]
 _BEGIN = ("settings", BEGIN)
 
 
 @dataclass(frozen=True, slots=True)
 class ClaimTransaction:
-    """The transaction of a batch: its id, its backend and its savepoints.
+    """The transaction of a batch: its id, the process id of its server process, and the names of its savepoints.
 
-    Two savepoints follow the claim, under names that no handler can guess. Releasing the inner one proves that the
-    transaction is still the claim's; the outer one, `savepoint`, exists until COMMIT.
+    After the claim, two savepoints are set, under names that no handler can guess. Releasing the inner one proves that
+    the transaction is still the claim's; the outer one, `savepoint`, exists until COMMIT.
     """
 
     savepoint: str
@@ -45,24 +46,25 @@ class ClaimTransaction:
     pid: int
 
     def reset(self) -> str:
-        """Go back to the end of the claim. Fails if the transaction is not the claim's any more."""
+        """Return statements that go back to the end of the claim; they fail if the transaction has changed."""
         return f"ROLLBACK TO SAVEPOINT {self.savepoint}; SAVEPOINT {self.inner_savepoint}"
 
     def renew(self) -> str:
-        """Set the savepoints again: a reset keeps all that was written before."""
+        """Return statements that set both savepoints again, so that a later `reset` keeps all rows written so far."""
         outer = self.savepoint
         return f"RELEASE SAVEPOINT {outer}; SAVEPOINT {outer}; SAVEPOINT {self.inner_savepoint}"
 
 
 @dataclass(frozen=True, slots=True)
 class Claimed:
-    """The jobs of one claim, in the order in which they should run; `attempt` includes this one.
+    """The jobs of one claim, in the order in which they should run; their `attempt` counts this claim.
 
-    `moved` is the number of jobs that were made suspects instead, because an earlier claim of them died. `transaction`
-    is None if nothing was taken, and in lease mode, in which the jobs' transaction begins later. `is_full`: nothing was
-    claimed, because as many jobs of the queue run as may at once. `is_cut`: fewer were claimed than requested,
-    and more may wait. `look`: what else the claim found. `extras`: the names of `EXTRAS` that at least one of the jobs
-    has; checks for the others are left out.
+    `moved` is the number of jobs that were not taken because an earlier claim of them ended without an outcome: each is
+    made a suspect, which runs alone under a lease, to find a job that kills its relay. `transaction` is None if nothing
+    was taken, and in lease mode, in which the jobs' transaction begins later. `is_full`: nothing was claimed, because
+    the queue's limit of running jobs is reached. `is_cut`: fewer jobs were claimed than requested, and more may wait.
+    `look`: facts about groups that a claim of grouped jobs found. `extras`: the names of those optional job properties
+    (`EXTRAS`) that at least one of the jobs has; the checks for all other properties are skipped.
     """
 
     request: "ClaimRequest"
@@ -75,22 +77,28 @@ class Claimed:
     extras: Collection[str] = ()
 
     def may_leave_more(self, taken: int) -> bool:
-        """Return True if more jobs of the sort may wait, if the claim took so many, those that it moved included."""
+        """Return True if more jobs of the claim's sort (`Sort`) may wait in the queue.
+
+        Args:
+            taken: The number of jobs that the claim took or made suspects.
+        """
         return taken > 0 if self.request.script.takes_firsts else self.is_cut or taken >= self.request.limit
 
 
 @dataclass(frozen=True, slots=True)
 class ClaimRequest:
-    """A claim of up to `limit` jobs of a queue, of those after `cursor` only, and the savepoints after it.
+    """A claim of up to `limit` waiting jobs of one sort in a queue, and the settings and savepoints sent with it.
 
     Args:
-        cursor: A place in the order of the script; None for the start.
-        sort: The sort of jobs that `script` claims; `alike` are the claims that take jobs of the queue in the same way.
-        timeout_seconds: The longest deadline of the queue's handlers. It does not hold for the claim itself, which
-            may have far to walk and would never succeed. None for the settings of the role and the database.
-        server: The server session that claims, and knows the jobs' transaction.
+        script: Makes the statements that claim jobs of this sort.
+        cursor: The place, in the order in which `script` claims, after which the claim begins; None for the start.
+        sort: The sort of jobs that `script` claims; `alike` are the claims that take this queue's jobs in the same way,
+            for a comparison after `script` has failed.
+        timeout_seconds: The longest deadline of the queue's handlers. It does not apply to the claim itself, which may
+            have to skip many rows and would then never succeed. None means the settings of the role and the database.
+        server: The session on the server that claims: its prepared statements are used.
         clock: The clock of the jobs' `claimed_at`.
-        asked_at: When the claim was requested (monotonic).
+        asked_at: The time (monotonic) at which the claim was requested.
     """
 
     script: AnyScript
@@ -106,17 +114,19 @@ class ClaimRequest:
     savepoint: str = field(default_factory=lambda: f"oq_{secrets.token_hex(8)}")
 
     def add_to(self, script: Script, *, begins: bool = False) -> None:
-        """Append the claim, for a transaction that has done nothing but settle jobs; in lease mode it ends with COMMIT.
+        """Append the statements of the claim to `script`; in lease mode these end with COMMIT.
+
+        If `script` has earlier statements in the same transaction, they may only settle jobs.
 
         Args:
-            begins: Begin the transaction: the claim follows a COMMIT.
+            begins: True to begin a transaction first, because the script's last one has ended with COMMIT.
         """
         claim, parts = self.script.for_limit(self.limit), script.parts
         own = [*_BEGUN, *claim.parts(self.limit, self.cursor, self.server)]
         if begins:
             parts += [_BEGIN, *own]
         else:
-            # Results that are settled in the same transaction have made some of the settings.
+            # Settling results in the same transaction has already made some of these settings.
             parts += [part for part in own if part not in parts]
         if claim.leased:
             parts.append(("claim", "COMMIT"))
@@ -125,11 +135,19 @@ class ClaimRequest:
             script.add("settings", *settings, f"SAVEPOINT {self.savepoint}", f"SAVEPOINT {self.savepoint}_inner")
 
     def clearing(self) -> list[tuple[str, str]]:
-        """Statements that lock what the claim would pick, and return the ids."""
+        """Return statements that lock the jobs which the claim would pick, and return these jobs' ids.
+
+        Each comes after its owner's name. A failed claim leaves a mark in these jobs' rows, as the claim of a dead
+        relay does; COMMIT overwrites it.
+        """
         return self.script.clearing(self.limit, self.cursor)
 
     def failed(self, error: BaseException) -> bool:
-        """Return True if the claim failed for how it was sent, so that another try may succeed in a new transaction."""
+        """Return True if the claim failed only because of its prepared statement, so that another try may succeed.
+
+        For example, the statement was not prepared yet, or its plan was outdated. The server session then records that
+        the next try must prepare the claim again, or send it as text.
+        """
         return self.script.for_limit(self.limit).failed(error, self.server)
 
     def read(self, answer: Answer) -> Claimed:
@@ -145,23 +163,24 @@ class ClaimRequest:
         moved = cast("int", rows[0][0]) if rows else 0
         if moved < 0 or (look is not None and not look.has_room):
             return Claimed(self, is_full=True)
-        # One row without a job, or a row for each.
+        # The answer has one row without a job, or one row for each job.
         taken = rows if rows and rows[0][1] is not None else ()
         if len(taken) > self.limit:
-            raise AssertionError(f"a claim took {len(taken)} jobs where {self.limit} were asked for")
+            raise AssertionError(f"a claim took {len(taken)} jobs where {self.limit} were requested")
         jobs, extras, now = (
             list[Job](),
             set[str](),
             (datetime.fromtimestamp(time.time() + self.clock.ahead_seconds, UTC),),
         )
         for row in taken:
-            # The columns of RETURNED, in order, the token, and the time. Added: unpacking both would make a list first.
+            # The columns of RETURNED, in order, then the token and the time. Concatenated: unpacking would make a list
+            # first.
             job = _JOB(*(row[1:_END_OF_JOB] + now))
             jobs.append(job)
             if (found := extras_of(job)) != NO_EXTRAS:
                 extras.update(name for name, value in zip(EXTRAS, found, strict=True) if value is not None)
         if len(jobs) > 1:
-            # RETURNING has no order.
+            # RETURNING guarantees no order.
             jobs.sort(key=attrgetter("seq") if self.script.by_seq else _place_in_queue)
         transaction = None
         if jobs and not self.script.leased:
@@ -169,7 +188,7 @@ class ClaimRequest:
             transaction = ClaimTransaction(
                 self.savepoint, f"{self.savepoint}_inner", cast("str", xid), cast("int", pid)
             )
-        # Under a lease, the number of jobs at which the claim ended early, if it may have done so.
+        # Under a lease, the number of jobs after which the claim may have stopped early.
         ends = rows[0][_END_OF_JOB:] if rows and self.script.leased else ()
         is_cut = bool(ends) and ends[0] is not None and ends[0] <= len(jobs) < self.limit
         return Claimed(self, tuple(jobs), moved, transaction, is_cut=is_cut, look=look, extras=extras)
@@ -180,7 +199,7 @@ def _place_in_queue(job: Job) -> tuple[int, int]:
 
 
 def claim(connection: Connection, request: ClaimRequest) -> Claimed:
-    """Claim in the connection's transaction."""
+    """Send the claim in the connection's transaction, and return the jobs that it took."""
     script = Script()
     request.add_to(script)
     answer = script.send(connection)
@@ -190,20 +209,23 @@ def claim(connection: Connection, request: ClaimRequest) -> Claimed:
 
 
 def claim_one(connection: Connection, schema: str, job_id: str) -> Claimed:
-    """Claim one job by its id; nothing if it is gone, leased, or held by another transaction."""
+    """Claim one job by its id; the result has no job if it is gone, leased, or locked by another transaction."""
     return claim(connection, ClaimRequest(claim_by_id(schema, job_id), 1))
 
 
 def clear_marks(connection: Connection, schema: str, job_ids: Iterable[UUID]) -> None:
-    """Clear these jobs' marks, once committed: their claim was rolled back on purpose, and killed no relay."""
+    """Lock these jobs, so that COMMIT overwrites the marks in their rows of a claim that was rolled back on purpose.
+
+    A job whose mark remains would be treated as one whose relay died while it ran.
+    """
     run_script(connection, marks_cleared(schema, [str(job_id) for job_id in job_ids]))
 
 
 def forgive(connection: Connection, request: ClaimRequest) -> list[UUID]:
-    """Clear the marks of a claim that failed, once committed; return the ids of the jobs that it would have taken.
+    """Lock the jobs that a failed claim would have taken, so that COMMIT overwrites its marks there; return their ids.
 
-    No handler ran, and no relay died. If another slot finds the marks before this commits, the jobs run one by one,
-    once.
+    Normally such a mark means that a relay died while the job ran; here no handler ran, and no relay died. If another
+    slot finds the marks before this commits, the only effect is that the jobs run one by one, once.
     """
     answer = Script([("settings", UNTIMED), *request.clearing()]).send(connection)
     if answer.error is not None:

@@ -1,18 +1,20 @@
-"""Coalesce: before the handlers of a claim run, the waiting jobs of their keys are taken along.
+"""Coalesce: before a claimed job's handler runs, the waiting jobs with its key are merged into it.
 
-In transaction mode they are deleted before the claim's savepoints, so that they go and come back with the claim. Under
-a lease that is a transaction of its own, in which the leased row takes over the newest arguments: if the relay dies
-before it, they wait on, and if it dies after it, the row runs again with the newest arguments.
+In transaction mode the waiting jobs are deleted before the claim's savepoints, so a rollback of the claim restores
+them. Under a lease this is a separate transaction, in which the leased row takes over the newest arguments: if the
+relay dies before it, the waiting jobs remain, and if it dies after it, the row runs again with the newest arguments.
 
-Two runs of a key may overlap, as two slots may claim two of its jobs in the same moment. Only a group excludes that.
+Two runs of a key may overlap, because two slots may claim two of its jobs at the same moment. Only a group excludes
+that.
 
-Before that, windows: a claimed job with `every` runs if its key's window is its own; else it waits for the next one. A
-window belongs to one job, which may run in it again if it fails, is put off or comes back from a relay that died. In
-transaction mode the window goes and comes back with the claim; under a lease it is committed with the id of the job,
-before the others of the key are taken along.
+A job with `every` runs at most once in each period of that length (a window) for its key. This is decided before jobs
+are merged: the first job that claims the present window owns it and runs, and may run in it again if it fails, is put
+off or comes back from a dead relay. A claimed job of the key that does not own the window waits for the next one. In
+transaction mode a rollback of the claim also frees the window; under a lease the window is committed with the id of the
+job, before the other jobs of the key are merged.
 
-A job that waits for the next window is put back as it was, its attempt uncounted. A later run of its key takes it
-along, as any other. If a newer job of its key runs or waits, it takes over that one's arguments.
+A job that waits for the next window is put back unchanged, without a counted attempt. A later run of its key includes
+it like any other job. If a newer job of its key runs or waits, it takes over the newer job's arguments.
 """
 
 import logging
@@ -46,17 +48,17 @@ logger = logging.getLogger("outboxq.relay")
 
 _place = attrgetter("added_order")
 _MOST_MICROSECONDS = MAX_DELAY.days * 86_400_000_000
-# For a pruner that deletes old keys, or a reaper: both are done in a moment.
+# The lock may be held by a pruner that deletes old keys, or by a reaper: both need only a moment.
 _PATIENCE = "SET LOCAL lock_timeout = '5s'"
 _NOT_TAKEN_ALONG = "jobs with the key of a claimed job could not be taken along"
 _NO_WINDOWS = "jobs with every= run although their window may be over"
 
 
 class _Runs:
-    """The job that runs for each key among claimed jobs, with the newest content; and the jobs that it runs for.
+    """For each key among claimed jobs, the job that runs, with the newest content, and the jobs merged into it.
 
     Attributes:
-        dropped: Claimed jobs for which a newer one of the same claim runs.
+        dropped: Claimed jobs that are merged into a newer job of the same claim.
     """
 
     def __init__(self, jobs: Sequence[Job]) -> None:
@@ -70,12 +72,15 @@ class _Runs:
                 self._others[key].append(job.id)
 
     def keep(self, job_ids: set[UUID]) -> None:
-        """Run these jobs, which were to be dropped, by themselves."""
+        """Run these claimed jobs by themselves, although they were to be merged into newer ones."""
         for ids in self._others.values():
             ids[:] = [job_id for job_id in ids if job_id not in job_ids]
 
     def add(self, rows: Iterable[Sequence[object]]) -> int:
-        """Add the jobs that a statement has taken along; return their number."""
+        """Record the jobs that a statement has merged, from the rows that it returned; return the number of these jobs.
+
+        If a merged job is newer than the one that runs for its key, the latter takes over the newer content.
+        """
         count = 0
         for row in rows:
             key, ids, seq, *content = cast("tuple[str, list[UUID], int, *tuple[Any, ...]]", row)
@@ -83,35 +88,36 @@ class _Runs:
             count += len(ids)
             run, newest = self.by_key[key], dict(zip(CONTENT, content, strict=True))
             if added_order(newest["headers"], seq) > run.added_order:
-                # Its `id` and `seq` stay: they find it again if the answer to COMMIT is lost.
+                # The job's `id` and `seq` stay: by these it is found if the answer to COMMIT is lost.
                 self.by_key[key] = msgspec.structs.replace(run, **newest)
         return count
 
     def running(self) -> tuple[Job, ...]:
-        """Return the jobs that run, in the order in which they were claimed."""
+        """Return the jobs that run, with the newest content of their keys, in the order in which they were claimed."""
         newest = {job.id: job for job in self.by_key.values()}
         others = set(chain.from_iterable(self._others.values()))
         return tuple(newest.get(job.id, job) for job in self.jobs if job.id not in others)
 
     def stands_for(self) -> dict[UUID, tuple[UUID, ...]]:
-        """Return the jobs for which others run, by the id of the job that runs."""
+        """Return, by the id of a job that runs, the ids of the jobs merged into it."""
         return {self.by_key[key].id: tuple(ids) for key, ids in self._others.items() if ids}
 
     def events(self) -> tuple[JobsCoalesced, ...]:
-        """Return the events, for after COMMIT."""
+        """Return one event for each job into which others were merged, to publish after COMMIT."""
         return tuple(JobsCoalesced(self.by_key[key], len(ids)) for key, ids in self._others.items() if ids)
 
 
 def coalesce(connection: Connection, batch: BatchState, schema: str) -> None:
-    """Take along the jobs that wait for the keys of a batch.
+    """Merge waiting jobs into the batch's jobs with the same coalescing keys; these take over the newest content.
 
-    In transaction mode COMMIT puts back jobs whose windows others have.
+    A job with `every` does not run if another job has already run in the present period of its key; in transaction mode
+    COMMIT then puts it back.
     """
     transaction = batch.transaction
     if transaction is None:
         _coalesce_leased(connection, batch, schema)
         return
-    # The savepoints are set again, after jobs were put back or deleted.
+    # The savepoints are set again after jobs were put back or deleted.
     settled = (*(local_timeouts(batch.running.timeout_seconds) or (TIMED_AGAIN,)), transaction.renew())
     throttled = _throttled(batch.jobs)
     if throttled:
@@ -123,7 +129,7 @@ def coalesce(connection: Connection, batch: BatchState, schema: str) -> None:
     if not runs.by_key:
         return
     script = (UNTIMED, *take_along(schema, list(runs.by_key)), *settled)
-    # If it fails, jobs that are left run by themselves.
+    # If this fails, the remaining jobs run by themselves.
     with _or_back(connection, transaction.reset(), _NOT_TAKEN_ALONG):
         while runs.add(run_script(connection, *script)) == TAKEN_AT_ONCE:
             pass
@@ -135,9 +141,10 @@ def coalesce(connection: Connection, batch: BatchState, schema: str) -> None:
 
 
 def _coalesce_leased(connection: Connection, batch: BatchState, schema: str) -> None:
-    """Take along the jobs that wait for the keys of leased jobs, and commit; the batch keeps the jobs that run.
+    """Merge waiting jobs into leased jobs that have the same keys, and commit; the batch keeps only the jobs that run.
 
-    Before that, jobs whose windows others have are put back, and that is committed.
+    First, in a separate transaction, jobs with `every` are put back if another job of their key owns the present
+    window.
     """
     throttled = _throttled(batch.jobs)
     if throttled:
@@ -153,7 +160,7 @@ def _coalesce_leased(connection: Connection, batch: BatchState, schema: str) -> 
     with _or_back(connection, "ROLLBACK", _NOT_TAKEN_ALONG):
         while _take_along_leased(connection, runs, schema) == TAKEN_AT_ONCE:
             pass
-    # If that succeeded, none is left.
+    # If that succeeded, no job is left.
     runs.keep({job.id for job in runs.dropped})
     batch.jobs = runs.running()
     batch.stands_for = runs.stands_for()
@@ -163,7 +170,7 @@ def _coalesce_leased(connection: Connection, batch: BatchState, schema: str) -> 
 def _take_along_leased(connection: Connection, runs: _Runs, schema: str) -> int:
     script = Script().add("settings", UNTIMED, READABLE_DATES)
     if runs.dropped:
-        # They were committed before their claim, and the run begins after it. Locked ones are left, and run alone.
+        # These jobs were committed before the claim, and the run begins after it. Locked ones are left, and run alone.
         script.add("dropped", finish_leased(schema, runs.dropped, free=True))
     script.add("taken along", *take_along_leased(schema, runs.by_key.values())).add("settings", "COMMIT")
     with _transaction(connection):
@@ -171,7 +178,7 @@ def _take_along_leased(connection: Connection, runs: _Runs, schema: str) -> int:
         if answer.error is not None:
             raise answer.error
     runs.dropped = []
-    # Jobs that are locked, or another relay's by now.
+    # Jobs that are locked, or belong to another relay by now.
     runs.keep({job_id for job_id, _ in answer.rows.get("dropped", ())})
     return runs.add(answer.rows["taken along"])
 
@@ -179,7 +186,14 @@ def _take_along_leased(connection: Connection, runs: _Runs, schema: str) -> int:
 def _put_off(
     connection: Connection, throttled: dict[str, tuple[int, list[Job]]], settings: tuple[str, ...], schema: str
 ) -> list[Job]:
-    """Take the windows of these keys; put back the jobs of keys without one, and return them."""
+    """Try to take the present window of each key; put back the jobs of keys whose window another job owns.
+
+    Return the jobs that were put back: they wait until the next window.
+
+    Args:
+        throttled: By key, the length of its window in microseconds, and the claimed jobs.
+        settings: Statements that are sent first.
+    """
     wanted = [WantedWindow(key, jobs[-1].id, every) for key, (every, jobs) in throttled.items()]
     claimed = [job.id for _, jobs in throttled.values() for job in jobs]
     put_off: list[Job] = []
@@ -188,16 +202,17 @@ def _put_off(
         newest = dict(zip(("created_at", "args", "headers", "max_attempts"), content, strict=True))
         for job in throttled[key][1]:
             is_older = place is not None and job.added_order < tuple(place)
-            # If the lease was lost, this writes nothing: another relay has the job.
+            # If the lease was lost, this changes nothing: another relay has the job.
             connection.execute(put_back_until(msgspec.structs.replace(job, **newest) if is_older else job, until))
             put_off.append(job)
     return put_off
 
 
 def _throttled(jobs: Iterable[Job]) -> dict[str, tuple[int, list[Job]]]:
-    """Find the jobs of each key that runs once in a window, the newest last, with its microseconds.
+    """Return, by key, the microseconds of its window and its jobs, the newest last, for keys that run once in a window.
 
-    A claimed job of the key without `every` runs at once, also for the others.
+    If a claimed job of a key has no `every`, the key is left out: this job runs at once, and the others are merged into
+    it.
     """
     found: dict[str, list[Job]] = {}
     for job in sorted(jobs, key=_place):
@@ -212,21 +227,21 @@ def _throttled(jobs: Iterable[Job]) -> dict[str, tuple[int, list[Job]]]:
 
 
 def _every(job: Job) -> int | None:
-    """The length of a job's windows in microseconds; None if it has none, or one that our producers cannot set."""
+    """Return the length of a job's window in microseconds; None if it has none, or one that no producer can set."""
     given = number_in(job.headers, EVERY_HEADER)
     return given if given is not None and 0 < given <= _MOST_MICROSECONDS else None
 
 
 def _transaction(connection: Connection) -> AbstractContextManager[object]:
-    """Begin a transaction by SQLAlchemy, unless one is open: users' listeners set up each transaction."""
+    """Begin SQLAlchemy's transaction unless one is open; users' listeners to its beginning may set it up."""
     return nullcontext() if connection.in_transaction() else connection.begin()
 
 
 @contextmanager
 def _or_back(connection: Connection, back: str, failed: str) -> Iterator[None]:
-    """Go back by the statements `back`, and log `failed`, if the server refuses something: the jobs run all the same.
+    """If the server refuses a statement in the block, execute `back` to undo the block and log `failed`.
 
-    Usually that is a row which cannot be read or deleted.
+    The jobs still run. The usual cause is a row that cannot be read or deleted.
     """
     try:
         yield

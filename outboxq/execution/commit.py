@@ -1,4 +1,7 @@
-"""Commit: the end of a batch's transaction, with the steps that ride on it, and the next claim, in one round trip."""
+"""Commit: a batch's transaction ends in one round trip, in which the slot's next claim is sent too.
+
+Steps are sent as well: sets of statements for other features, such as callback batches.
+"""
 
 from collections.abc import Sequence
 from contextlib import suppress
@@ -29,24 +32,25 @@ _STEPS_SAVEPOINT = "oq_steps"
 def commit(
     connection: Connection, batch: BatchState, runtime: Runtime, next_claim: ClaimRequest | None
 ) -> Ended | None:
-    """Commit a batch that has run; return None if COMMIT was refused and all undone: its jobs are to run again.
+    """Commit a batch that has run; return its end, or None if COMMIT was refused and the batch's jobs must run again.
 
-    Jobs that ran together then run each by itself. A lone job runs again, `FREE_RETRIES` times for free, after a
-    deadlock, a serialization failure, or a lock_timeout, usually at a key that another transaction takes.
-    Any other refusal is a failed attempt of the lone job, and committed as such; but if COMMIT itself gets no lock,
-    which is never that of a row, the error is raised, and nothing counted.
+    In the latter case all rows since the claim are undone. Jobs that ran together then each run alone. A lone job runs
+    again, `FREE_RETRIES` times without a counted attempt, after a deadlock, a serialization failure, or a lock_timeout,
+    which usually occurs at a key that another transaction takes. Any other refusal is a failed attempt of the lone job,
+    and is committed as such. But if the server could not lock anything for COMMIT itself, which is never a row's lock,
+    the error is raised and nothing is counted.
 
     Raises:
         ConnectionLost: the answer to COMMIT was lost: all is committed, or nothing.
-        psycopg.Error: COMMIT was refused, and it is not known which of several jobs is the cause, or none is.
+        psycopg.Error: COMMIT was refused, and it is not known which of several jobs is the cause, or no job is.
         TransactionEscaped: a handler had ended the transaction.
     """
     assert batch.transaction is not None, "what settles the jobs has begun it"
     sent = _send(connection, batch, batch.transaction, runtime, next_claim)
     if isinstance(sent, Ended):
         return sent
-    # If several jobs each passed their own check, the one to blame shows when each runs alone. Without an event there
-    # is no attempt to charge: a lone job was parked, or put back by its claim.
+    # If several jobs each passed their own check, running each alone shows the cause. Without an event there is no
+    # attempt to count: a lone job was parked, or put back by its claim.
     if not (batch.is_lone or batch.tries.together) or not batch.events:
         raise sent
     if sent.sqlstate == LOCK_NOT_AVAILABLE and transaction_status(connection) == TransactionStatus.IDLE:
@@ -63,9 +67,13 @@ def commit(
 
 
 def _runs_again(batch: BatchState, *, is_conflict: bool) -> bool:
-    """Record that COMMIT was refused; return True if the jobs run again for free."""
+    """Record that COMMIT was refused; return True if the jobs are to run again without a counted attempt.
+
+    Args:
+        is_conflict: True if another transaction was the cause: a deadlock, a serialization failure, or a lock_timeout.
+    """
     if not batch.is_lone:
-        # COMMIT checked all jobs. When they run apart, each is checked by itself.
+        # COMMIT checked all jobs. When they run apart, each is checked alone.
         batch.tries.has_deadlocked |= is_conflict
         batch.tries.apart = True
         return True
@@ -82,10 +90,10 @@ def _send(
     runtime: Runtime,
     next_claim: ClaimRequest | None,
 ) -> Ended | psycopg.Error:
-    """Send COMMIT, the steps and the next claim; return the error of a COMMIT that was refused.
+    """Send COMMIT with its steps and the next claim; return the end of the batch, or the error if COMMIT was refused.
 
     Raises:
-        ConnectionLost: there was no answer.
+        ConnectionLost: the server did not answer.
     """
     fault_point("before-commit")
     batch.owner.begin_commit()
@@ -94,19 +102,19 @@ def _send(
     if not answer.is_committed:
         error = answer.error or AssertionError("COMMIT was answered with ROLLBACK")
         if is_lost(connection):
-            raise ConnectionLost("the connection was lost at COMMIT: either everything stands, or none") from error
+            raise ConnectionLost("the connection was lost at COMMIT: all is committed, or nothing") from error
         # The server answered with an error: nothing was committed.
         batch.owner.commit_refused()
         if not isinstance(error, psycopg.Error):
             raise error
         return error
     fault_point("after-commit")
-    # Not with COMMIT if users' code listens to the engine: it sets up each transaction.
+    # Not together with COMMIT if users' code listens to the engine, because it sets up each transaction.
     left = tuple(steps) if steps and is_listened_to(connection) else ()
     events = _events_of(steps, answer) if steps else ()
     report, claimed = batch.report(events), None
     if answer.error is not None:
-        # The batch is committed, and the answers up to the failure hold.
+        # The batch is committed, and the answers before the failure are valid.
         _end_failed(connection, next_claim, answer.error)
     elif next_claim is not None:
         fault_point("before-claim")
@@ -117,12 +125,12 @@ def _send(
 def send_commit(
     connection: Connection, inner_savepoint: str, steps: Sequence[Step], next_claim: ClaimRequest | None = None
 ) -> tuple[Answer, Sequence[Step]]:
-    """Commit a transaction of ours in one round trip, with its steps, if its checks pass.
+    """Send a check that no handler has ended the transaction, the steps, COMMIT and the next claim in one round trip.
 
     PostgreSQL stops at the first failure. The savepoint comes first: a transaction that a handler ended has lost it
-    (3B001, 25P01), and one in which an error was swallowed refuses it (25P02), so that any later error, usually a
-    deferred constraint, is of the relay's own transaction. Drivers report success when `commit()` ends a failed
-    transaction; the command tag of COMMIT does not.
+    (3B001, 25P01), and one in which an error was swallowed refuses it (25P02), so any later error, usually of a
+    deferred constraint, belongs to the relay's own transaction. Drivers report success when `commit()` ends a failed
+    transaction; the command tag of COMMIT shows the failure.
 
     Returns:
         The answer, and the steps that were sent with it: a refused optional step is replaced or left out.
@@ -146,14 +154,17 @@ def send_commit(
         refused = next((step for step in steps if step.is_optional and step.name == answer.failed_at), None)
         if refused is None:
             return answer, steps
-        # For an optional step the transaction is not undone, nor do its handlers run again.
+        # A refused optional step neither undoes the transaction nor makes its handlers run again.
         instead = refused.refused(answer.error)
         rest = [step if step is not refused else instead for step in steps]
         steps, check = [step for step in rest if step is not None], f"ROLLBACK TO SAVEPOINT {_STEPS_SAVEPOINT}"
 
 
 def send_left(connection: Connection, steps: Sequence[Step]) -> tuple[Event, ...]:
-    """Send the steps' statements that could not go along with COMMIT; SQLAlchemy has no transaction open."""
+    """Send the statements of steps that belong after COMMIT and could not be sent with it; return the steps' events.
+
+    Each step has its own transaction; SQLAlchemy must have none open.
+    """
     events: tuple[Event, ...] = ()
     for step in steps:
         script = Script().add(step.name, *step.after_commit())
@@ -168,9 +179,10 @@ def send_left(connection: Connection, steps: Sequence[Step]) -> tuple[Event, ...
 
 
 def _end_failed(connection: Connection, request: ClaimRequest | None, error: psycopg.Error) -> None:
-    """End the transaction that failed after COMMIT, and clear the claim's marks; sent again alone, it shows its error.
+    """Roll back a transaction that failed after COMMIT in the same round trip; clear marks of the next claim, if any.
 
-    ROLLBACK and COMMIT are sent as statements: SQLAlchemy's transaction ended on the server, but not for SQLAlchemy.
+    The error is not raised: the next claim is sent again by itself, and then raises it. ROLLBACK and COMMIT are sent as
+    statements: the transaction has ended on the server, but SQLAlchemy considers it open.
     """
     with suppress(psycopg.Error):
         run_script(connection, "ROLLBACK")
@@ -187,9 +199,10 @@ def _end_failed(connection: Connection, request: ClaimRequest | None, error: psy
 def _back_to_claim(
     connection: Connection, batch: BatchState, transaction: ClaimTransaction, runtime: Runtime, error: psycopg.Error
 ) -> Failed:
-    """Undo all rows after the claim, for a refused COMMIT (usually a deferred constraint); return its error.
+    """Undo all rows since the claim, after COMMIT was refused with `error`; return that error as a failed attempt.
 
     Raises:
+        ConnectionLost: the connection was lost after the refusal.
         TransactionEscaped: a handler had ended the transaction.
     """
     failed = runtime.describe(error, batch.job)
@@ -203,16 +216,18 @@ def _back_to_claim(
             failed = runtime.describe(TransactionEndedByHandler(), batch.job)
         raise TransactionEscaped(batch.job, failed) from gone
     batch.forget_outcomes()
-    # The rollback also undid the time-outs that were set for a handler alone.
+    # The rollback also undid the time-outs that were set for one handler.
     batch.running.timeout_seconds = runtime.registry.timeout_seconds(batch.queue)
     return failed
 
 
 def commit_checked(connection: Connection, inner_savepoint: str, steps: Sequence[Step]) -> tuple[Event, ...]:
-    """Commit by `send_commit`, check that it is done, and return the events of the steps.
+    """Send COMMIT with these steps, and return the steps' events; raise an error unless the transaction is committed.
+
+    Nothing is committed if a handler has ended the transaction, which the release of `inner_savepoint` shows.
 
     Raises:
-        psycopg.Error: nothing was committed, unless the connection was lost on the way.
+        psycopg.Error: nothing was committed, unless the connection was lost in between.
     """
     answer, steps = send_commit(connection, inner_savepoint, steps)
     if not answer.is_committed:

@@ -1,4 +1,4 @@
-"""Errors that end a batch, and never leave the relay."""
+"""Errors that end a batch. The relay handles all of them: none is raised to its caller."""
 
 from typing import TYPE_CHECKING
 
@@ -15,20 +15,20 @@ ROLLED_BACK = (
 SWALLOWED = "the handler swallowed a database error, which had undone its rows: let it raise"
 
 NO_SUCH_SAVEPOINT = "3B001"
-# The inner savepoint is gone, or refused: a handler ended or broke the relay's transaction.
+# The inner savepoint is gone or refused: a handler ended or broke the relay's transaction.
 ESCAPED = frozenset({NO_SUCH_SAVEPOINT, "25P01", "25P02"})
 
 
 class ConnectionLost(OutboxqError):
-    """The connection was lost: the server has undone the claim, or committed it; no attempt is counted."""
+    """The connection was lost: the server undoes the batch's transaction or has committed it; no attempt is counted."""
 
 
 class WritesRefused(ConnectionLost):
-    """The server takes no writes: a standby, which was the primary or will be. No handler's statement was sent."""
+    """The server accepts no writes, because it is a standby, as during a failover. No handler's statement was sent."""
 
 
 class ConnectionSpoiled(ConnectionLost):
-    """A handler left the connection so that nothing can be sent on it: it is closed, and the attempt counted."""
+    """A handler left the connection unusable: no statement can be sent. It was closed, and the attempt is counted."""
 
     def __init__(self, failed: "Failed") -> None:
         super().__init__("a handler left a statement of its own unfinished")
@@ -36,25 +36,29 @@ class ConnectionSpoiled(ConnectionLost):
 
 
 class Abandoned(OutboxqError):
-    """The relay took this batch away from its slot, which must not commit any of it."""
+    """The relay took this batch away from its slot (the worker that runs it), which must not commit any part of it."""
 
 
 class SharingEnded(BaseException):
-    """A shared batch cannot go on, for a reason of outboxq's own: raised into the handler that runs.
+    """Raised in the handler that runs in a shared batch if outboxq cannot go on, and no handler is to blame.
 
-    Each job of the batch runs again, by itself. No `except Exception` of a handler's catches it.
+    A shared batch runs several handlers on one savepoint; now each of its jobs runs again, by itself. A handler's
+    `except Exception` does not catch this.
     """
 
 
 class BatchDeadlocked(OutboxqError):
-    """A second deadlock of a job in its batch: the other jobs hold locks up to COMMIT, and none is to blame."""
+    """A job of a batch has deadlocked twice; other jobs of the batch may hold the locks until COMMIT: none is blamed.
+
+    The whole batch is rolled back, and its jobs run alone.
+    """
 
     def __init__(self) -> None:
         super().__init__("a deadlock with rows that several jobs of the batch have locked")
 
 
 class TransactionEscaped(OutboxqError):
-    """A handler ended the claim's transaction, or left it without the claim's savepoint."""
+    """A handler ended the claim's transaction, or removed the claim's savepoint: its rows may have been committed."""
 
     def __init__(self, job: Job, failed: "Failed") -> None:
         super().__init__(f"the handler of {job.kind!r} ended the relay's transaction")

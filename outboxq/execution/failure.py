@@ -1,13 +1,13 @@
 """The record of a failed attempt: enough to find the fault, nothing of the payload.
 
-The exception and all that led to it are kept with their types, tracebacks and redacted texts. For a handler with
-messages="withheld" no texts are kept; with messages="whole" they are kept as they are. Of the frames the user's own
-code is kept, and the rest is folded.
+The exception, its causes and its contexts are kept with their types, tracebacks and redacted texts. For a handler with
+messages="withheld" no texts are kept; with messages="whole" they are kept as they are. Frames of the user's own code
+are kept, all others are folded.
 
 Error texts of drivers quote parameters and row values, those of Pydantic their input: these parts are left out. In the
-rest of a text every value of an argument is replaced by the argument's name, as it is stored and in Python's other
-spellings. Not promised: values of one character, which identify nothing; what a handler makes of a value, such as a
-slice or a hash; and the rest of a value that the text repeats over its own end.
+remaining text, the name of an argument replaces its value, as stored and in Python's other spellings. Not replaced are:
+values of one character, which identify nothing; values derived by a handler, such as a slice or a hash; and the
+remainder of a value where two copies of it overlap in the text.
 """
 
 import functools
@@ -52,14 +52,14 @@ WITHHELD = "message withheld"
 TRANSIENT = ("40001", DEADLOCK)
 
 _CHAIN_BYTES = 8 * 1024
-# Exceptions kept of a chain: the last that were raised, and the first.
+# The exceptions of a chain that are kept: the last that were raised, and the first ones.
 _NEWEST, _OLDEST = 6, 4
 _LONGEST_CHAIN = 1_000
 _MEMBERS, _DEPTH, _MOST_EXCEPTIONS = 5, 3, 30
 _FRAMES, _NOTES, _TEXT_CHARACTERS = 20, 5, 500
-# Limits for a chain that does not fit: frames of each exception, and characters of each text.
+# Limits for a chain that does not fit: the frames of each exception, and the characters of each text.
 _SHORTER = ((10, 300), (5, 150), (2, 80))
-# Attributes of exceptions, read as Python does: users' classes can redefine them.
+# Attributes of exceptions, read as Python does, because users' classes can redefine them.
 _CAUSE, _CONTEXT = vars(BaseException)["__cause__"], vars(BaseException)["__context__"]
 _SUPPRESSES_CONTEXT = vars(BaseException)["__suppress_context__"]
 _FOLDED = ("outboxq", "the standard library")
@@ -69,35 +69,37 @@ _STANDARD = tuple({sysconfig.get_path(name) + path.sep for name in ("stdlib", "p
 _INSTALLED = frozenset({"site-packages", "dist-packages"})
 # The number of frames that `where` names.
 _NAMED_FRAMES = 5
-# The number of frames that are read at the outer and the inner end of an endless recursion's stack.
+# The number of frames that are read at each end of an endless recursion's stack.
 _OUTER_FRAMES, _INNER_FRAMES = 50, 100
 _PATH_CHARACTERS = 200
 
-# The part of a text that is read: replacing values may make it shorter.
+# The part of a text that is read: replacing values may shorten it.
 READ_CHARACTERS = 2 * MAX_MESSAGE_CHARACTERS
 _LABEL_CHARACTERS = 63
 # The SQLSTATE class whose texts quote the offending value.
 _DATA_EXCEPTION = "22"
-# DETAIL quotes rows, CONTEXT those of a COPY, LINE and QUERY statements with their literals, SQLAlchemy the parameters.
+# DETAIL quotes rows, CONTEXT the rows of a COPY, LINE and QUERY statements with their literals, SQLAlchemy the
+# parameters.
 _QUOTED_ROWS = re.compile(r"LINE \d+:|DETAIL:|CONTEXT:|QUERY:|\[SQL:|\[parameters:|Original exception was:")
-# Fields of a server's report that quote rows and statements. Its text has their titles in the server's language.
+# Fields of a server's report that quote rows and statements. The error's text has their titles in the server's
+# language.
 _QUOTING_FIELDS = ("message_detail", "context", "internal_query")
-# Pydantic quotes its input, without the middle of a long one, so that its value is not found.
+# Pydantic quotes its input, and cuts the middle out of a long one, so that its value cannot be found.
 _INPUT = re.compile(r"(?<=input_value=).*?(?=, input_type=|\Z)", re.DOTALL)
-# Values of this length and longer are replaced inside other words, too.
+# Values of this length and longer are replaced even inside other words.
 _LONG_VALUE = 8
 _ESCAPED = re.compile(r"""["'\\]""")
 _DATE = re.compile(r"\d{4}-\d\d-\d\d")
 _DATETIME = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d{1,6})?(Z|[+-]\d\d:\d\d)?")
-# The most values, counted in each spelling, to search for: a text of READ_CHARACTERS takes 4 µs for each.
+# The most values to search for, counted in each spelling: a text of READ_CHARACTERS takes 4 µs for each.
 MOST_VALUES = 10_000
 _TOO_MANY = "(text withheld: there are too many values that it may quote)"
 
 
 class Frame(NamedTuple):
-    """A frame of a call stack: file, line and function name; without a path, `line` is the number of those left out.
+    """A frame of a call stack: file, line and function. Without a path it replaces omitted frames: `line` is the count.
 
-    `is_made`: its code is not that of a module's file; its names may be made from values.
+    `is_made`: the code was generated at run time and is in no module's file, so its names may contain values.
     """
 
     path: str
@@ -107,18 +109,28 @@ class Frame(NamedTuple):
 
 
 def frames_of(error: BaseException) -> list[Frame]:
-    """The frames of an exception's traceback, the innermost last."""
+    """Return the frames of an exception's traceback, the innermost last."""
     # Read as Python does: users' classes can redefine the attribute.
     return _ends([*walk_tb(vars(BaseException)["__traceback__"].__get__(error))])
 
 
 def frames_of_stack(innermost: FrameType) -> list[Frame]:
-    """The frames of a call stack, read from outside, the innermost last."""
+    """Return the frames of a call stack that is still running, the innermost last.
+
+    Args:
+        innermost: The stack's innermost frame.
+    """
     return _ends([*walk_stack(innermost)][::-1])
 
 
 def _ends(steps: list[tuple[FrameType, int]]) -> list[Frame]:
-    """Both ends of a stack; between them, if it is too long, the number of frames left out."""
+    """Return the frames of a stack; of a long one, only the first `_OUTER_FRAMES` and the last `_INNER_FRAMES`.
+
+    Between these is a frame without a path, with the number of omitted ones as its line.
+
+    Args:
+        steps: Python's frames, each with its line, the outermost first.
+    """
     left_out = len(steps) - _OUTER_FRAMES - _INNER_FRAMES
     found: list[Frame] = []
     for frame, line in steps if left_out <= 0 else (*steps[:_OUTER_FRAMES], *steps[-_INNER_FRAMES:]):
@@ -131,7 +143,13 @@ def _ends(steps: list[tuple[FrameType, int]]) -> list[Frame]:
 
 
 def where(frames: Sequence[Frame], homes: tuple[str, ...]) -> tuple[str, ...]:
-    """The innermost frames of users' code, as `app/jobs.py:12 in credit`; of libraries if there are none."""
+    """Return the places where an error occurred, as `app/jobs.py:12 in credit`: at most `_NAMED_FRAMES` frames.
+
+    These are the innermost frames of users' code, or of libraries if there are none; the innermost is the last.
+
+    Args:
+        homes: The paths of the application's code.
+    """
     own = [frame for frame in frames if _owner(frame.path, homes) == "user"]
     named = own or [frame for frame in frames if _owner(frame.path, homes) not in ("outboxq", "")]
     found: list[str] = []
@@ -142,12 +160,13 @@ def where(frames: Sequence[Frame], homes: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def stored_frames(frames: Sequence[Frame], homes: tuple[str, ...], most: int) -> tuple[StoredFrame, ...]:
-    """The frames of a handler's failure, from the handler's on; all but users' are folded.
+    """Return the frames of a failure that are stored with its job, from the handler's own frame inwards.
 
-    Frames before the handler's start a thread, are the relay's, or drive a coroutine. Of a library, the frames at
-    which it was called and failed are kept.
+    All frames of users' code are kept. Consecutive frames of outboxq or of the standard library become one entry with
+    their number; of those of a library, the first and the last are kept.
 
     Args:
+        homes: The paths of the application's code.
         most: The most frames that are kept, two thirds of them at the inner end.
     """
     owners = [_owner(frame.path, homes) for frame in frames]
@@ -169,7 +188,10 @@ def stored_frames(frames: Sequence[Frame], homes: tuple[str, ...], most: int) ->
 
 
 def shortened(frames: tuple[StoredFrame, ...], most: int) -> tuple[StoredFrame, ...]:
-    """At most `most` frames, two thirds of them from the inner end."""
+    """Return the frames; of more than `most`, only a third of `most` at the outer end, and the rest at the inner end.
+
+    Between the two is an entry with the number of omitted frames.
+    """
     if len(frames) <= most:
         return frames
     outer = most // 3
@@ -180,7 +202,7 @@ def shortened(frames: tuple[StoredFrame, ...], most: int) -> tuple[StoredFrame, 
 
 @functools.lru_cache(maxsize=1_000)
 def _owner(file: str, homes: tuple[str, ...]) -> str:
-    """The owner of a file: "user", one of `_FOLDED`, or an installed package; "" if there is no file."""
+    """Return the owner of a source file: "user", one of `_FOLDED`, or an installed package; "" if there is no file."""
     if not file:
         return ""
     if file.startswith(_OURS):
@@ -191,17 +213,18 @@ def _owner(file: str, homes: tuple[str, ...]) -> str:
     if not _INSTALLED.isdisjoint(parts):
         below = max(number for number, part in enumerate(parts) if part in _INSTALLED) + 1
         return parts[below].removesuffix(".py") if below < len(parts) else "a library"
-    # Generated code has names such as `<string>`, `<frozen importlib._bootstrap>` or `<attrs generated init Order>`.
+    # Generated code has file names such as `<string>`, `<frozen importlib._bootstrap>` or `<attrs generated init
+    # Order>`.
     return "the standard library" if file.startswith((*_STANDARD, "<")) else "user"
 
 
 def homes_of(module: str | None) -> tuple[str, ...]:
-    """The paths of a handler's application: its top-level package, and its distribution's others.
+    """Return the paths of a handler's application: its top-level package, and others of the same distribution.
 
-    Read when a relay starts, because reading what is installed takes a while.
+    They are first read when a relay starts, because reading the installed distributions takes a while.
 
     Args:
-        module: The name of the handler's module; None if it is in none.
+        module: The name of the handler's module; None if it has none.
     """
     if module is None:
         return ()
@@ -221,7 +244,7 @@ def _homes_of_top(top: str) -> tuple[str, ...]:
         own.append(file)
     folders = {path.dirname(each.rstrip(path.sep)) for each in own}
     beside: list[str] = []
-    # Importers and packages' metadata may raise anything: the top-level package is known.
+    # Importers and packages' metadata may raise anything; then only the top-level package is known.
     with suppress(Exception):
         for folder in sorted(each for each in folders if not _INSTALLED.isdisjoint(PurePath(each).parts)):
             for name in sorted(_names_beside(top, folder)):
@@ -230,10 +253,11 @@ def _homes_of_top(top: str) -> tuple[str, ...]:
 
 
 def _names_beside(top: str, folder: str) -> set[str]:
-    """The other top-level packages and modules of the distributions in this folder that have the package `top`."""
+    """Return the top-level names, except `top`, of the distributions in this folder that contain the package `top`."""
     beside: set[str] = set()
     for distribution in importlib.metadata.distributions(path=[folder]):
-        # The list of files as text: parsing them all would take a second. Debian's packages have top_level.txt alone.
+        # The list of files is searched as text: parsing it would take a second. Debian's packages only have
+        # top_level.txt.
         written = distribution.read_text("RECORD") or distribution.read_text("top_level.txt") or ""
         if re.search(rf"^{re.escape(top)}(/|\.py,|$)", written, re.MULTILINE):
             names = {re.split(r"[/,]", line)[0].removesuffix(".py") for line in written.splitlines()}
@@ -243,11 +267,12 @@ def _names_beside(top: str, folder: str) -> set[str]:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """An attempt that raised.
+    """The result of an attempt that raised an error.
 
-    `transient`: a deadlock, a serialization failure or a statement that was `prepared` before its table was altered,
-    for which no job is to blame. `permanent`: another attempt cannot help. `sqlstate`: that of a database error.
-    `error`: the exception itself, for hooks.
+    `record`: the description to store with the job. `transient`: no job is to blame, because the error was a deadlock,
+    a serialization failure, or the failure of a prepared statement whose table was altered since; `prepared`: it was
+    the last of these. `permanent`: another attempt cannot help. `sqlstate`: that of a database error. `error`: the
+    exception itself, for hooks.
     """
 
     record: ErrorRecord
@@ -259,7 +284,7 @@ class Failed:
 
 
 def withheld(result: R) -> R:
-    """Remove the text of its error or handler from an attempt's result; type, place and SQLSTATE stay."""
+    """Return an attempt's result without texts of the error or the handler; its type, places and SQLSTATE stay."""
     if isinstance(result, Failed):
         text = f"{WITHHELD} (SQLSTATE {result.sqlstate})" if result.sqlstate else WITHHELD
         chain = tuple(map(_without_text, result.record.chain))
@@ -281,11 +306,11 @@ def describe_failure(
     homes: tuple[str, ...] = (),
     stack: Sequence[Frame] | None = None,
 ) -> Failed:
-    """The record of an exception that ended an attempt of `job`.
+    """Describe an exception that ended an attempt of `job`: return the failed attempt with the record to store.
 
     Args:
         args: The stored arguments of all jobs of the call that failed; by default the job's own.
-        is_whole: Texts are kept whole, and not redacted by the arguments.
+        is_whole: True if texts are kept whole, and not redacted by the arguments.
         homes: The paths of the application's code.
         stack: The handler's call stack, if it did not raise the error itself.
     """
@@ -294,7 +319,7 @@ def describe_failure(
     frames = describer.frames(frames_of(error) if stack is None else stack)
     kind, message = describer.type_of(original), describer.message(error, READ_CHARACTERS)
     chain: tuple[StoredException, ...] = ()
-    # If users' classes raise, the attempt is still recorded.
+    # If users' classes raise an error here, the attempt is still recorded.
     with suppress(BaseException):
         first = StoredException(type=kind, message=message, frames=stored_frames(frames, homes, _FRAMES))
         chain = _fitting(describer.chain(error, _DEPTH, first))
@@ -305,12 +330,19 @@ def describe_failure(
 
 
 def describe_reason(reason: object, args: str | None) -> str:
-    """Redact the reason of a handler for a retry, a dead letter or a discarded job; whole if `args` is None."""
+    """Return a handler's reason for a retry, a dead letter or a discarded job, with the job's payload removed from it.
+
+    Args:
+        args: The job's stored arguments, whose values are removed; None to return the whole text.
+    """
     return storable_or_withheld(lambda: Redactor(None if args is None else [args]).redact(text_of(reason)))
 
 
 def kept_errors(stored: str) -> str:
-    """Keep the newest of the stored records, one less than `KEPT_ERRORS`, to make room for one."""
+    """Return, as JSON, the newest `KEPT_ERRORS` - 1 of a job's stored error records, to make room for a new one.
+
+    If the stored ones cannot be read, return an empty list.
+    """
     try:
         history = msgspec.json.decode(stored.encode(), type=list[msgspec.Raw])
     except (msgspec.DecodeError, RecursionError):
@@ -319,7 +351,7 @@ def kept_errors(stored: str) -> str:
 
 
 def count_unfinished(stored: str) -> int:
-    """Count the stored records of runs that were interrupted, or died with their relay."""
+    """Return the number of a job's stored error records that report a run interrupted by its relay, or lost with it."""
     types = (INTERRUPTED, RELAY_DIED)
     try:
         return sum(record.type in types for record in msgspec.json.decode(stored.encode(), type=list[_Typed]))
@@ -328,7 +360,10 @@ def count_unfinished(stored: str) -> int:
 
 
 class JudgesFailures:
-    """The base of a runtime: tells failures from other errors, and describes them as their handlers want them kept."""
+    """The base of `Runtime`: separates failed attempts from the relay's own errors, and describes failed attempts.
+
+    The setting `messages` of each handler decides which texts a description contains.
+    """
 
     __slots__ = ()
     registry: Registry
@@ -337,14 +372,14 @@ class JudgesFailures:
     def is_failure(self, error: BaseException) -> bool:
         """Return True if an error of a handler is a failed attempt of its job.
 
-        Every error of a handler is, KeyboardInterrupt and other BaseExceptions included: a job must not be able to end
-        its relay. Only a lost connection, and the relay's own interruption, are raised again.
+        Every error of a handler is one, KeyboardInterrupt and other BaseExceptions included: a job must not end its
+        relay. The exceptions are a lost connection, and the relay's own interruption or loss of the batch.
         """
-        # By its type, which users' classes cannot redefine.
+        # Compared by the exact type, which users' classes cannot redefine.
         return not (issubclass(type(error), Abandoned | ConnectionLost) or self.is_interruption(error))
 
     def describe(self, error: BaseException, job: Job, *, stack: Sequence[Frame] | None = None) -> Failed:
-        """Describe an exception that ended an attempt, as the job's handler wants it kept.
+        """Describe an exception that ended an attempt, by the `messages` setting of the job's handler.
 
         Args:
             stack: The handler's call stack, if it did not raise the error itself.
@@ -354,7 +389,7 @@ class JudgesFailures:
         return describe_failure(error, job, is_whole=self._keeps_whole(job), homes=homes, stack=stack)
 
     def reason(self, reason: object, job: Job) -> str:
-        """Redact the reason that a handler gave for its outcome."""
+        """Return the reason that a handler gave for its outcome, redacted unless the handler keeps its texts whole."""
         return describe_reason(reason, None if self._keeps_whole(job) else job.args)
 
     def _keeps_whole(self, job: Job) -> bool:
@@ -362,7 +397,7 @@ class JudgesFailures:
         return handler is not None and handler.messages == "whole"
 
     def redacted(self, job: Job, result: R) -> R:
-        """Remove the texts of an attempt's result, if its handler withholds them."""
+        """Return an attempt's result, without its texts if the job's handler withholds them."""
         handler = self.registry.handlers.get(job.kind)
         return withheld(result) if handler is not None and handler.messages == "withheld" else result
 
@@ -372,7 +407,7 @@ class _Typed(msgspec.Struct):
 
 
 class _Describer:
-    """Describes the exceptions of one failure, up to a number of them, as its handler wants."""
+    """Describes the exceptions of one failure, up to `_MOST_EXCEPTIONS`, with payload removed from their texts."""
 
     def __init__(self, args: Sequence[str] | None, homes: tuple[str, ...], error: BaseException) -> None:
         self._redactor = Redactor(args, () if args is None else _reachable(error))
@@ -380,20 +415,20 @@ class _Describer:
         self._left = _MOST_EXCEPTIONS
 
     def type_of(self, error: BaseException) -> str:
-        """The name of an exception's class, redacted if it may be made from values."""
+        """Return the name of an exception's class, redacted if it may contain values."""
         kind, name = type(error), name_of(error)
         with suppress(BaseException):
-            # Found in its module under its name, so it was not made while a job ran.
+            # The class is in its module under its name, so it was not made while a job ran.
             if attrgetter(kind.__qualname__)(sys.modules[kind.__module__]) is kind:
                 return name
         return storable(self._redactor.redact(name))
 
     def message(self, error: BaseException, characters: int) -> str:
-        """The message of an exception."""
+        """Return the redacted text of an exception, at most `characters` long."""
         return storable_or_withheld(self._redactor.message, error, characters)[:characters]
 
     def frames(self, frames: Sequence[Frame]) -> list[Frame]:
-        """Redact the names of generated code, which may be made from values."""
+        """Return the frames; names and paths of generated code are redacted, because they may contain values."""
         redact = self._redactor.redact
         return [
             frame._replace(path=redact(frame.path), name=redact(frame.name)) if frame.is_made else frame
@@ -401,7 +436,7 @@ class _Describer:
         ]
 
     def notes(self, error: BaseException) -> tuple[str, ...]:
-        """The notes of `add_note`; that attribute may hold anything."""
+        """Return the first `_NOTES` notes of an exception (`add_note`), redacted; users may have put anything there."""
         kept: list[str] = []
         with suppress(BaseException):
             notes = getattr(error, "__notes__", ())
@@ -411,10 +446,10 @@ class _Describer:
         return tuple(kept)
 
     def chain(self, error: BaseException, depth: int, first: StoredException | None = None) -> _Chain:
-        """Describe an exception and those that led to it, without the middle of a long chain.
+        """Describe an exception with its causes and contexts, without the middle of a long chain.
 
         Args:
-            depth: The depth to which members of groups are described.
+            depth: The number of nested levels of exception groups whose members are described too.
             first: The type, message and frames of the exception itself, if they are known.
         """
         links = _links(error)
@@ -444,7 +479,7 @@ class _Describer:
 
 
 def _members(error: BaseException) -> tuple[BaseException, ...]:
-    """The exceptions of a group; none for any other."""
+    """Return the exceptions of a group; none for any other exception."""
     if not issubclass(type(error), BaseExceptionGroup):
         return ()
     members: tuple[BaseException, ...] = vars(BaseExceptionGroup)["exceptions"].__get__(error)
@@ -452,7 +487,11 @@ def _members(error: BaseException) -> tuple[BaseException, ...]:
 
 
 def _links(error: BaseException) -> list[tuple[BaseException, bool]]:
-    """The exceptions of a chain, the last raised first, each with True if it is the context of the one before."""
+    """Return an exception, the cause or context of that one, the cause or context of the next, and so on.
+
+    Each comes with True if it is the implicit context (`__context__`) of the exception before it in the list, and False
+    if it is the explicit cause (`__cause__`), or the first of all.
+    """
     found, seen = [(error, False)], {id(error)}
     while len(found) < _LONGEST_CHAIN:
         last = original_of(found[-1][0])
@@ -469,7 +508,10 @@ def _links(error: BaseException) -> list[tuple[BaseException, bool]]:
 
 
 def _reachable(error: BaseException) -> list[BaseException]:
-    """Find all exceptions that led to an error, up to a number: also those that its chain omits."""
+    """Return an error and the exceptions that led to it, up to `_LONGEST_CHAIN`, also those not in its traceback.
+
+    Their texts are searched for quoted rows, which the error's own text may repeat.
+    """
     found, seen = [error], {id(error)}
     for each in found:
         nearest = (original_of(each), _CAUSE.__get__(each), _CONTEXT.__get__(each), *_members(each)[:_LONGEST_CHAIN])
@@ -481,7 +523,7 @@ def _reachable(error: BaseException) -> list[BaseException]:
 
 
 def _fitting(chain: _Chain) -> _Chain:
-    """Cut a chain down until it fits into an attempt's record."""
+    """Shorten a chain of exceptions until its JSON has at most `_CHAIN_BYTES` bytes; empty if that is not possible."""
     if len(msgspec.json.encode(chain)) <= _CHAIN_BYTES:
         return chain
     for most_frames, characters in _SHORTER:
@@ -503,13 +545,14 @@ def _shorter(error: StoredException, most_frames: int, characters: int) -> Store
 
 
 class Redactor:
-    """Takes the payload out of the texts of one failure, unless its handler wants them whole.
+    """Removes the payload from the texts of one failure, unless its handler keeps them whole.
 
-    It reads READ_CHARACTERS of a text and of a value, and withholds all texts if there are more than MOST_VALUES.
+    It reads the first READ_CHARACTERS of each text and value, and withholds all texts if the arguments have more than
+    MOST_VALUES values.
 
     Args:
         args: The stored arguments, of all jobs of the call that failed; None if texts are kept whole.
-        errors: The exceptions of the failure. The texts of some must not appear in the texts of others.
+        errors: The exceptions of the failure. Quoted rows of one may appear in the text of another.
     """
 
     def __init__(self, args: Sequence[str] | None, errors: Iterable[BaseException] = ()) -> None:
@@ -528,10 +571,10 @@ class Redactor:
         self._values = sorted(self._labels, key=len, reverse=True)
 
     def redact(self, text: str, kept_characters: int = READ_CHARACTERS) -> str:
-        """The beginning of a text without quoted rows, and with the names of arguments in place of their values.
+        """Return the beginning of a text without quoted rows, and with arguments' names in place of their values.
 
-        All values are searched in the original text: none is hidden by an overlap, or found in a label. A value shorter
-        than _LONG_VALUE counts only as a whole word: "order" is not replaced in "ordered".
+        All values are searched for in the original text, so that overlaps hide none, and none is found in an inserted
+        name. A value shorter than _LONG_VALUE counts only as a whole word: "order" is not replaced in "ordered".
         """
         if self._is_whole:
             return text[:kept_characters]
@@ -540,7 +583,7 @@ class Redactor:
         quoted = _QUOTED_ROWS.search(text, 0, kept_characters)
         end = quoted.start() if quoted else kept_characters
         kept = _INPUT.sub("(withheld)", text[:end])
-        # With as much after it as a value that is cut may have.
+        # The text includes as much after the cut as a cut value may have.
         read = kept + text[end : end + READ_CHARACTERS]
         is_word = bytearray([character.isalnum() or character == "_" for character in read]) + b"\0"
         found: list[tuple[int, int, str]] = []
@@ -555,7 +598,7 @@ class Redactor:
                     is_word[start:end] = bytes(len(value))
                 start = read.find(value, end if is_replaced else start + 1, last)
         parts, reached = list[str](), 0
-        # Of those that begin at one place, the longest is first: it was found first.
+        # Of matches that begin at the same place, the longest one counts, because it was searched for first.
         for start, end, label in sorted(found, key=itemgetter(0)):
             if end > reached:
                 parts += read[reached:start], label
@@ -563,13 +606,13 @@ class Redactor:
         return "".join((*parts, read[reached : len(kept)])).rstrip()
 
     def message(self, error: BaseException, kept_characters: int = READ_CHARACTERS) -> str:
-        """The text of an exception without the payload."""
+        """Return the redacted text of an exception; for a database error that quotes data, only its SQLSTATE."""
         if self._is_whole:
             return text_of(original_of(error))[:kept_characters]
         if isinstance(error, EffectFailed | CallRefused):
             return str(error).replace(error.reason, self.redact(error.reason)) if error.reason else str(error)
         kind = type(error)
-        # Our own texts never quote a value. A PermanentError is raised by handlers, as are classes that they derive.
+        # Outboxq's own texts never quote a value. Handlers raise PermanentError and classes that they derive.
         if isinstance(error, OutboxqError) and kind.__module__.startswith("outboxq.") and kind is not PermanentError:
             return str(error)
         original = original_of(error)
@@ -584,12 +627,13 @@ class Redactor:
 
 
 def _quoting_texts(errors: Iterable[BaseException]) -> list[str]:
-    """The texts of the failure that quote rows and data, which other texts may repeat."""
+    """Return those parts of the exceptions' texts that quote rows and data, and that other texts may repeat."""
     quoting: list[object] = []
     for error in errors:
-        # Users' classes can have another such attribute, which may raise.
+        # Users' classes may have an attribute of the same name, which may raise.
         with suppress(BaseException):
-            # The server's report, of psycopg; other drivers have the same fields in their text, with English titles.
+            # The server's report, as psycopg has it; other drivers have the same fields in their text, with English
+            # titles.
             report: Any = getattr(error, "diag", None)
             for name in _QUOTING_FIELDS:
                 quoting.append(getattr(report, name, None))  # noqa: PERF401  # kept if the next one raises
@@ -599,8 +643,8 @@ def _quoting_texts(errors: Iterable[BaseException]) -> list[str]:
 
 
 def original_of(error: BaseException) -> BaseException:
-    """The driver's error that SQLAlchemy has wrapped, or the error itself."""
-    # By its type: users' classes can have another `__class__`, or none.
+    """Return the driver's error that SQLAlchemy has wrapped, or the error itself."""
+    # By the exact type: users' classes may have another `__class__`, or none.
     original = None
     with suppress(BaseException):
         original = error.orig if issubclass(type(error), StatementError) else None  # type: ignore[attr-defined]  # it has one
@@ -608,16 +652,16 @@ def original_of(error: BaseException) -> BaseException:
 
 
 def text_of(value: object) -> str:
-    """The text of any object, even if its class raises."""
+    """Return the text of any object; if its class raises an error, a text that says so."""
     try:
-        # An exact str: a class derived from it could do anything when it is read.
+        # An exact str: a derived class could do anything when it is read.
         return str.__str__(str(value))
     except BaseException:  # noqa: BLE001  # users' code; a broken __str__ must not take the job's record with it
         return f"(the text of this {type(value).__name__} cannot be read)"
 
 
 def _leaves(args: str) -> list[tuple[str, str]]:
-    """The values in the stored arguments that can identify anything, each with its argument's name."""
+    """Return the texts and numbers of two or more characters in the stored arguments, each with its argument's name."""
     try:
         fields = msgspec.json.decode(args.encode(), type=dict[str, object])
     except (msgspec.DecodeError, RecursionError):
@@ -637,12 +681,12 @@ def _leaves(args: str) -> list[tuple[str, str]]:
 
 
 def _spellings(value: str) -> set[str]:
-    """The value as it is stored, and as Python and JSON write it in a longer text."""
+    """Return a value as it is stored, and as Python and JSON write it inside a longer text."""
     found = {value}
     if not (value.isascii() and value.isprintable()) or _ESCAPED.search(value):
         # As repr(), ascii() and JSON write it, with quotes, backslashes and newlines escaped.
         found |= {repr(value)[1:-1], ascii(value)[1:-1], msgspec.json.encode(value).decode()[1:-1]}
-    # A text may look like a time and be none: 30 February.
+    # A text may look like a time without being one: 30 February.
     with suppress(ValueError):
         if _DATE.fullmatch(value):
             found.add(repr(date.fromisoformat(value)))

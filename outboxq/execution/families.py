@@ -1,7 +1,8 @@
-"""The families that the core does not name: what decides a job without a run, and what rides on its COMMIT.
+"""Features that the core of a claim and a commit does not know by name, such as expiry, cancellation, and unique keys.
 
-A job is decided if it has expired, was cancelled, has no handler here, or is settled by its claim (`coalesce`). Then
-it is settled like all others. The steps of a COMMIT have a file each.
+They decide jobs that end without a run: a job has expired, was cancelled, has no handler here, or was settled by its
+claim (`coalesce`). Decided jobs are settled like all others. They also add steps to a COMMIT: sets of statements sent
+together with it, each defined in a file of its own.
 """
 
 import math
@@ -28,7 +29,11 @@ from outboxq.statements.transaction import clock_seconds
 
 
 def decide(connection: Connection, batch: BatchState, runtime: Runtime) -> Handlers:
-    """Fill `batch.decided`, once for a claim, and the events of the claim; return the handlers, by kind."""
+    """Record in `batch.decided` those jobs of a new claim that end without a run, with their results.
+
+    Return each kind's handler, or None for a kind that cannot run here now. Called once for a claim; also merges jobs
+    with coalescing keys, and adds the events of the claim to the batch.
+    """
     claimed, extras = batch.claimed, batch.claimed.extras
     if claimed.moved:
         batch.of_claim.append(JobsSuspected(batch.queue, claimed.moved))
@@ -54,16 +59,22 @@ def decide(connection: Connection, batch: BatchState, runtime: Runtime) -> Handl
 
 
 def ended_meanwhile(batch: BatchState, job: Job, runtime: Runtime) -> CancelledResult | ExpiredResult | None:
-    """Return the result of a job that has expired or was cancelled, also while it waited for others of its batch."""
+    """Return the result of a job that has expired or was cancelled by now; None for any other job.
+
+    That may have happened while the job waited for others of its batch.
+    """
     if batch.expires and time.monotonic() >= batch.expires.get(job.id, math.inf):
         return ExpiredResult()
-    # Also a job that is retried, or comes back after its relay died: the request exists until the job is gone.
+    # This includes a retried job, and one whose relay died: the request exists until the job is gone.
     cancelled = runtime.orders.cancelled
     return CancelledResult() if cancelled and job.id in cancelled else None
 
 
 def hold_back(batch: BatchState, job: Job, runtime: Runtime) -> None:
-    """Decide that later jobs of the batch wait behind this one, if it was put off and holds up its group."""
+    """If this job was put off and its group must keep its order, let the group's later jobs in the batch wait too.
+
+    This only decides it: their result becomes `GivenBack`.
+    """
     if job.group_key is not None and not passes(job, runtime):
         for later in batch.jobs[batch.running.position + 1 :]:
             if later.group_key == job.group_key:
@@ -71,15 +82,16 @@ def hold_back(batch: BatchState, job: Job, runtime: Runtime) -> None:
 
 
 def _expiries(connection: Connection, batch: BatchState, runtime: Runtime) -> dict[UUID, float]:
-    """Return when jobs expire, on this process's clock: the database is queried for its time.
+    """Return the times (monotonic) at which jobs of the batch expire, by id, after a query of the database's time.
 
-    A unique job that has not expired by now has begun: producers of its key rely on it from its claim on.
+    A unique job that has not expired by now is left out: it will run even if its time passes while it waits for others
+    of its batch, because from its claim on, producers that add the same key rely on it.
     """
     expiring = {job.id: job.expires_at for job in batch.jobs if job.expires_at is not None}
     if not expiring:
         return {}
     if runtime.guard.transaction_status == TransactionStatus.IDLE:
-        # Under a lease no transaction may be open while the handler works.
+        # Under a lease no transaction may be open while the handler runs.
         rows = run_outside_transaction(connection, clock_seconds())
     else:
         rows = run_script(connection, clock_seconds())
@@ -99,12 +111,12 @@ def steps_of(
     runtime: Runtime,
     stands_for: Mapping[UUID, tuple[UUID, ...]] | None = None,
 ) -> list[Step]:
-    """Make the steps of a transaction in which jobs of a batch end by these events; none for plain jobs.
+    """Return the steps (statements sent with COMMIT) that jobs of a batch which end with these events need; often none.
 
-    `steps_of_many` makes those of leased jobs that used no session.
+    For leased jobs that used no session, use `steps_of_many`.
 
     Args:
-        stands_for: Jobs that others run for; by default the batch's.
+        stands_for: By the id of a job that ran, the ids of the jobs merged into it; by default those of the batch.
     """
     found: list[Step] = []
     if runtime.keeper.kinds:
@@ -112,7 +124,7 @@ def steps_of(
         found += runtime.keeper.steps(runtime.schema, events, stands_for, runtime.prepared_rows)
     if runtime.guard.added:
         found.append(TakeKeys(runtime.schema, runtime.guard.added))
-    # Under a lease a batch is one job, and another one of its claim may have the callback batch.
+    # Under a lease a batch is one job, and another job of its claim may be in the same callback batch.
     if "batch_id" in batch.claimed.extras and (ids := batch_ids(batch.jobs)):
         found.append(FinishBatches(runtime.schema, ids))
     return found
@@ -125,13 +137,14 @@ def steps_of_many(
     keeper: Keeper,
     stands_for: Mapping[UUID, tuple[UUID, ...]],
 ) -> list[Step]:
-    """Make the steps of a transaction that settles leased jobs of any claims, whose handlers used no session.
+    """Return the steps (statements sent with COMMIT) for leased jobs of any claims whose handlers used no session.
 
-    Their finished rows go into the statement that removes the jobs: another relay may have taken some of them.
+    Unlike `steps_of`, these do not write the finished rows (kept results): the statement that removes the jobs does,
+    because another relay may have taken some.
 
     Args:
         jobs: The jobs that have ended.
-        stands_for: Jobs that others run for.
+        stands_for: By the id of a job that ran, the ids of the jobs merged into it.
     """
     found: list[Step] = []
     if ended := keeper.ended(events, stands_for):

@@ -1,4 +1,4 @@
-"""The outcome of a batch that did not end in order, as the server reports it: nothing is guessed."""
+"""Finds out from the server what was committed of a batch that ended in an error or whose COMMIT got no answer."""
 
 import logging
 
@@ -23,12 +23,12 @@ _PREPARED_BY_HANDLER = (
     "its handler prepared the transaction as {gid!r}, and the relay may not end it: its rows may come to stand, so it "
     "never runs again. Look what it did, then COMMIT PREPARED or ROLLBACK PREPARED"
 )
-# For a prepared transaction that may hold the job's own row, which only the end of that transaction frees.
+# The time to wait for a prepared transaction that may hold the job's own row, which only its end frees.
 _BRIEFLY = "SET LOCAL lock_timeout = '500ms'"
 
 
 class LeftPrepared(Exception):
-    """The transaction of a batch is prepared, as `gid`, and the relay may not end it."""
+    """The transaction of a batch is prepared (two-phase commit) under the name `gid`, and the relay may not end it."""
 
     def __init__(self, gid: str) -> None:
         super().__init__(gid)
@@ -36,11 +36,15 @@ class LeftPrepared(Exception):
 
 
 def find_outcome(connection: Connection, batch: BatchState) -> BatchReport | None:
-    """Find out what was committed of a batch that ended in an error, on a working connection; None if nothing was.
+    """Find out what was committed of a batch that ended in an error; return its report, or None if nothing was.
 
-    If the relay's COMMIT went through and its answer was lost, all is committed. If the transaction was committed and
-    the relay never sent COMMIT, a handler did it: the jobs after it are put back. If a handler prepared the
-    transaction, and the relay may not end it, the handler's job does not run again.
+    If the relay's COMMIT succeeded and only its answer was lost, all is committed. If the transaction was committed
+    although the relay never sent COMMIT, a handler committed it: the handler's job becomes a dead letter, and the jobs
+    after it are put back. If a handler prepared the transaction (two-phase commit), and the relay may not end it, the
+    handler's job does not run again.
+
+    Args:
+        connection: A working connection.
 
     Raises:
         ConnectionLost: the server has not noticed yet that the transaction's connection is gone.
@@ -54,7 +58,7 @@ def find_outcome(connection: Connection, batch: BatchState) -> BatchReport | Non
 def _resolve(connection: Connection, batch: BatchState) -> BatchReport | None:
     if batch.transaction is not None and _server_epoch(connection) != batch.claimed.request.server.epoch:
         return _resolve_by_presence(connection, batch)
-    # An earlier recovery's COMMIT was not answered: a second one could put back jobs that are done by now.
+    # An earlier recovery's COMMIT was not answered: a second recovery could put back jobs that are done by now.
     if batch.dead_letters is not None and was_committed(connection, batch.dead_letters.xid):
         return _report_of(batch, batch.dead_letters)
     if batch.transaction is None or not was_committed(connection, batch.transaction.xid):
@@ -66,10 +70,11 @@ def _resolve(connection: Connection, batch: BatchState) -> BatchReport | None:
 
 
 def _resolve_by_presence(connection: Connection, batch: BatchState) -> BatchReport | None:
-    """Find the outcome by the job's row after a crash or a failover, when transaction ids are given out again.
+    """Find the outcome by the job's row, because a crash or a failover may have caused transaction ids to be reused.
 
-    If the row is gone, our COMMIT removed it, if we sent one and the server may know of it; else another relay was
-    quicker, and has reported the job. If our id was given out again and committed, both relays report the job.
+    If the row is there, nothing was committed. If it is gone, this relay's COMMIT removed it, provided that COMMIT was
+    sent and the server may have it; else another relay was quicker, and has reported the job. If the transaction's id
+    was reused and committed, both relays report the job.
     """
     assert batch.transaction is not None
     with connection.begin():
@@ -98,9 +103,9 @@ def was_committed(connection: Connection, xid: str) -> bool:
 
 
 def _undo_prepared(connection: Connection, gid: str) -> None:
-    """End the relay's transaction that a handler has prepared.
+    """Roll back the relay's transaction, which a handler has prepared (two-phase commit).
 
-    Else it would hold the job and its rows for ever, and could be committed in addition to another run of the job.
+    Otherwise it would hold the job and its rows for ever, and could be committed in addition to another run of the job.
 
     Raises:
         LeftPrepared: another role prepared it.
@@ -110,17 +115,17 @@ def _undo_prepared(connection: Connection, gid: str) -> None:
     except psycopg.Error as error:
         if is_lost(connection):
             raise
-        # If it is undefined, another session has ended it: the caller queries how.
+        # If the name is undefined, another session has ended it: the caller queries how.
         if error.sqlstate != _UNDEFINED_OBJECT:
             logger.exception("a handler prepared its transaction as %r: the relay may not roll it back, do so", gid)
             raise LeftPrepared(gid) from error
 
 
 def leave_prepared(connection: Connection, batch: BatchState, failed: Failed, left: LeftPrepared) -> BatchReport:
-    """Free the slot of a transaction that is prepared, and that the relay may not end.
+    """Return the report of a batch whose transaction a handler has prepared and the relay may not end.
 
-    It holds the rows of the jobs that it claimed: they wait for its end, and cannot be written. The row of a leased
-    job is free, and the job would run again although the transaction may be committed: it becomes a dead letter.
+    In transaction mode the jobs wait for the end of that transaction, which holds their rows. A leased job's row is
+    free, and the job would run again although the transaction may be committed: so it becomes a dead letter.
     """
     if not batch.is_leased:
         return BatchReport(len(batch.jobs), ())
@@ -128,7 +133,7 @@ def leave_prepared(connection: Connection, batch: BatchState, failed: Failed, le
 
 
 def write_dead_letters(connection: Connection, batch: BatchState, reason: str, failed: Failed) -> BatchReport:
-    """Make dead letters of the jobs whose rows may be committed, and put later jobs back."""
+    """Make the jobs that ran last, whose rows may be committed, dead letters; put back the batch's jobs after them."""
     jobs, position = batch.jobs, batch.running.position
     try:
         with connection.begin():
@@ -147,7 +152,7 @@ def write_dead_letters(connection: Connection, batch: BatchState, reason: str, f
 def _report_of(batch: BatchState, dead_letters: DeadLetters) -> BatchReport:
     reason, failed = dead_letters.reason, dead_letters.failed
     died = (settle.died(job, reason, failed.record, failed.error, batch.running.seconds) for job in batch.running_jobs)
-    # Only jobs before the handler were parked: those after it are put back.
+    # Only jobs before the handler's were parked: those after it are put back.
     of_claim = [event for event in batch.of_claim if not isinstance(event, JobsParked)]
     parked = batch.parked(batch.jobs[: batch.running.position])
     return BatchReport(len(batch.jobs), (*batch.events, *of_claim, *parked, *died))

@@ -1,6 +1,6 @@
 """Invoke: give a handler its context and its session, and call it.
 
-Plain functions are called directly, coroutines in tasks of their own. A session joins the relay's transaction; it is
+Plain functions are called directly, coroutines in tasks of their own. A session joins the relay's transaction, and is
 made when the handler first uses it.
 """
 
@@ -51,13 +51,13 @@ SESSION_OPTIONS: dict[str, Any] = {
 
 
 class Watch(NamedTuple):
-    """Entities whose rows are not locked, with the object that checks their changes."""
+    """Entities whose rows the job has not locked; `changes` logs if the handler changes them."""
 
     changes: UnlockedChanges
     entities: Sequence[object]
 
     def look(self) -> bool:
-        """Check the changes now; return False if that cannot be done."""
+        """Log it if the handler has changed these entities; return False if a defect of outboxq prevented the check."""
         try:
             self.changes.look(self.entities)
         except Exception as error:  # noqa: BLE001  # raised again, unless it is a defect
@@ -70,11 +70,12 @@ class HandlerSession(OutboxSession):
     """The session of a handler.
 
     Attributes:
-        on_first_use: Called before it uses its connection; None if transaction and savepoint exist already.
-        engine: The engine of its connection, while it has none. Its `bind` is None then: an engine would be no part of
-            the job's transaction.
-        watched: Entities whose changes are checked before each flush.
-        is_rolled_back: Its transaction was rolled back, and not just a savepoint.
+        on_first_use: Called before the session uses its connection; begins the transaction and sets the savepoint. None
+            if both exist already.
+        engine: The engine of the session's future connection, as long as it has none. The session's `bind` is None
+            then, because an engine would not belong to the job's transaction.
+        watched: Entities without a row lock, which are checked for changes before each flush.
+        is_rolled_back: True if the session's whole transaction was rolled back, and not only a savepoint.
     """
 
     on_first_use: Callable[[], None] | None = None
@@ -83,17 +84,21 @@ class HandlerSession(OutboxSession):
     watched: Watch | None = None
 
     def watch(self, changes: UnlockedChanges, entities: Sequence[object]) -> None:
-        """Check the changes of these entities before each flush, by `changes`."""
+        """Check before each flush if the handler changed these entities, whose rows are unlocked; `changes` logs it."""
         if entities:
             self.watched = Watch(changes, entities)
 
     def look(self) -> None:
-        """Check the changes of watched entities now."""
+        """Check now if the handler changed entities whose rows are not locked; stop checking if the check fails."""
         if self.watched is not None and not self.watched.look():
             self.watched = None
 
     def get_bind(self, *args: Any, **kwargs: Any) -> Engine | Connection:
-        """SQLAlchemy's hook before every use of a connection."""
+        """Return the engine or connection to use; SQLAlchemy calls this before every use of a connection.
+
+        At the first use, begin the job's transaction and savepoint. Once the handler locks rows by a statement of its
+        own (FOR UPDATE), stop checking if it changes unlocked entities.
+        """
         if self.on_first_use is not None:
             self.on_first_use()
         if self.watched is not None and getattr(kwargs.get("clause"), "_for_update_arg", None) is not None:
@@ -102,20 +107,23 @@ class HandlerSession(OutboxSession):
         return super().get_bind(*args, **kwargs)
 
     def flush(self, objects: Sequence[Any] | None = None) -> None:
-        """SQLAlchemy's hook for every flush, also an autoflush and that of a commit."""
+        """Flush, after checking if the handler changed entities whose rows are not locked.
+
+        SQLAlchemy calls this for every flush, also at commit.
+        """
         if self.watched is not None:
             self.look()
         super().flush(objects)
 
     def peek_bind(self, **kwargs: Any) -> Engine | Connection:
-        """The engine or connection that the session would use; begins no savepoint."""
+        """Return the engine or connection that the session would use, without beginning a transaction or savepoint."""
         return super().get_bind(**kwargs) if self.engine is None else self.engine
 
     def check(self) -> None:
-        """Check that the handler did not roll the session's transaction back in any way.
+        """Raise an error if the handler rolled back the session's whole transaction in any way.
 
         Raises:
-            HandlerRolledBack: it did, and returned as if done.
+            HandlerRolledBack: the handler did so, and then returned normally.
         """
         if self.is_rolled_back:
             raise HandlerRolledBack(ROLLED_BACK)
@@ -125,12 +133,13 @@ class JobSession:
     """The session of one job, opened at its first use.
 
     Attributes:
-        made: The session, once it is open.
-        entities: Those that came before (`job_entities.Entities`); None without any.
-        failed: The error of opening it for entities: the job must not be done without their changes.
-        is_over: The job ended, or nothing but its end is left.
-        lock: Held while it is opened, and by the relay while it decides that it is not: threads that the handler has
-            left may look at an entity at any time.
+        made: The session; None until it is open.
+        entities: The entities that were read before it was opened (`job_entities.Entities`); None without any.
+        failed: The error that opening the session for its entities raised; it is raised again at each later use,
+            because the job must not be done without the entities' changes.
+        is_over: True if the session cannot be opened any more: the job has ended, or only its end is left.
+        lock: Held while the session is opened, and while the relay decides that it is not open: threads that the
+            handler left running may use an entity at any time.
     """
 
     made: HandlerSession | None = None
@@ -145,15 +154,15 @@ class JobSession:
         self.lock = threading.RLock()
 
     def open_session(self, make: Callable[..., HandlerSession]) -> HandlerSession:
-        """Open the session, which `make` makes, when it is first needed."""
+        """Return a new session, made by `make`, on the job's own `Connection` object over the relay's connection."""
         session: HandlerSession = self._runtime.invoker.open_session(self._runtime.guard.lend(), make)
         return session
 
     def session(self) -> HandlerSession:
-        """Return the session, open.
+        """Return the job's session; open it at the first call.
 
         Raises:
-            InvalidRequestError: the job ended: the session would write into another job's transaction.
+            InvalidRequestError: the job has ended: the session would write into another job's transaction.
         """
         with self.lock:
             if self.made is not None:
@@ -166,7 +175,8 @@ class JobSession:
             try:
                 made = self.open_session(HandlerSession if entities is None else entities.make_session)
                 dispatch: Any = made.dispatch
-                # What stands for the listeners of all sessions; else each is looked up when it is used, by Python code.
+                # The object that represents the listeners of all sessions; without it, Python code would look up each
+                # on use.
                 for name, unlistened in dispatch._empty_listeners.items():  # noqa: SLF001  # as its `__getattr__` does
                     setattr(dispatch, name, unlistened)
                 if entities is not None:
@@ -180,24 +190,24 @@ class JobSession:
         return made
 
     def reach(self) -> None:
-        """Open the session, for code that found it by an entity.
+        """Open the job's session, because code uses it through one of the job's entities, such as to load a relation.
 
         Raises:
             InvalidRequestError: the job, or its handler, has ended.
         """
         with self.lock:
-            # Else the opening itself looks at it.
+            # Otherwise the opening itself would look at it.
             if not self._is_opening:
                 if self.made is None and self._runtime.invoker.has_ended:
                     raise InvalidRequestError(_HAS_ENDED)
                 self.session()
 
     def watch(self, changes: UnlockedChanges, entities: Sequence[object]) -> None:
-        """Check the changes of these entities before each flush, by `changes`."""
+        """Check before each flush if the handler changed these entities, whose rows are unlocked; `changes` logs it."""
         (self.made or self.entities or self.session()).watch(changes, entities)
 
     def close(self) -> bool:
-        """Close the session for good; return False if that fails, because the transaction is not as it was.
+        """Close the session for good; return False if that fails because the transaction has changed.
 
         Errors of users' listeners are raised.
         """
@@ -226,12 +236,12 @@ def _send_deferred(session: HandlerSession) -> None:
 
 
 send_at_commit(HandlerSession, _send_deferred)
-# A session that has not used its connection has no savepoint there that would show its rollback.
+# A session that has not used its connection has no savepoint on it that would show a rollback.
 event.listen(HandlerSession, "after_soft_rollback", _note_rollback)
 
 
 class AsyncHandlerSession(AsyncOutboxSession):
-    """The session of an async handler: its coroutines are counted, none of which the handler may leave unawaited."""
+    """The session of an async handler. It records the coroutines that its methods return: all must be awaited."""
 
     sync_session_class = HandlerSession
 
@@ -252,7 +262,7 @@ for _name, _method in inspect.getmembers(AsyncSession, inspect.isfunction):
 
 
 def hand_over(deferred: list[Write], session: Session) -> None:
-    """Give a session the statements that were deferred before it was made."""
+    """Move statements that a handler deferred before it had a session into the session, which sends them later."""
     if deferred:
         defer(session, *deferred)
         deferred.clear()
@@ -262,6 +272,7 @@ class Run(NamedTuple):
     """The parts of a handler's context, without its session.
 
     Attributes:
+        effect_access: Returns the job's access to effects (`ctx.once`); None if this relay cannot call effects.
         deferred: The statements that the handler defers before it has a session.
         call: The call itself, which an operator may cancel.
     """
@@ -274,10 +285,10 @@ class Run(NamedTuple):
 
 
 class _Opening(JobContext[Any, Any]):
-    """A context that opens its session at the first use.
+    """A handler's context that opens its session when `ctx.session` is first read.
 
-    By a property without a lock: `functools` in Python 3.11 has one lock for all instances, and a slot whose
-    connection hangs would keep every other from its session.
+    It uses a property without a lock: `cached_property` in Python 3.11 has one lock for all instances, so a slot whose
+    connection hangs would keep all others from their sessions.
     """
 
     def __init__(self, run: Run, session: Callable[[], OutboxSession | AsyncOutboxSession]) -> None:
@@ -306,14 +317,14 @@ class _Opening(JobContext[Any, Any]):
 
 
 class _OpeningContext(_Opening, Context[Any]):  # pyright: ignore[reportIncompatibleVariableOverride]  # made later
-    """A context that opens a sync session."""
+    """The context of a sync handler, which opens a sync session when `ctx.session` is first read."""
 
 
 class _OpeningAsyncContext(_Opening, AsyncContext[Any]):  # pyright: ignore[reportIncompatibleVariableOverride]  # made later
-    """A context that opens an async session."""
+    """The context of an async handler, which opens an async session when `ctx.session` is first read."""
 
 
-# The arguments of a call; if there are arounds, an object that makes them within these.
+# The arguments of a call; with arounds, an object that makes the arguments within these.
 Args: TypeAlias = dict[str, object] | Surrounded
 # The value that a handler returned, and None; or None, and its error.
 HandlerEnd: TypeAlias = tuple[object, BaseException | None]
@@ -322,58 +333,69 @@ Apart: TypeAlias = Callable[..., Any]
 
 
 class Invoker(Protocol):
-    """Opens the sessions of one flavour's handlers and calls them, from code on a sync `Connection`."""
+    """Opens the sessions of sync or async handlers, and calls these, for relay code on a sync `Connection`."""
 
     flavour: Flavour
-    # The handler's own code has ended, and not just its call.
+    # True if the handler's own code has ended, and not only its call.
     has_ended: bool
 
     def apart(self) -> Apart:
-        """Return a function that runs one attempt in its own context: the next job sees none of its variables."""
+        """Return a function `run(attempt, *args)` that calls `attempt` with a new copy of the context variables.
+
+        So the next job does not see context variables that this job's handler has set.
+        """
         ...
 
     def open_session(
         self, lent: Connection | None, make: Callable[..., HandlerSession] = HandlerSession
     ) -> HandlerSession:
-        """Open a session that joins the savepoint of a connection that is lent to the job.
+        """Return a new session that joins the transaction and savepoint of the job's connection.
 
         Args:
-            lent: None if the connection is not known before `bind_session`.
+            lent: The `Connection` object that was made for the job, over the relay's connection; None if it is not
+                known yet: then `bind_session` sets it later.
             make: Makes the plain session.
         """
         ...
 
     def bind_session(self, session: HandlerSession, lent: Connection) -> None:
-        """Bind a session of `open_session` to a connection that is lent to the job."""
+        """Give a session that `open_session` made without a connection the one that is now lent to the job."""
         ...
 
     def call(self, handler: AnyHandler, session: Callable[[], Session], run: Run, args: Args) -> object:
-        """Run the handler to its end; `session` is called when the handler first uses its session."""
+        """Run the handler to its end; return its value.
+
+        Args:
+            session: Returns the job's session, and opens it at the first call; called when the handler first reads it.
+        """
         ...
 
 
 class SyncInvoker:
-    """Calls plain functions, in the slot's thread."""
+    """Calls sync handlers, which are plain functions, directly in the slot's thread."""
 
     flavour: Flavour = "sync"
     has_ended = False
 
     def apart(self) -> Apart:
-        """A function that runs one attempt in its own context."""
+        """Return a function `run(attempt, *args)` that calls `attempt` with a new copy of the context variables."""
         return copy_context().run
 
     def open_session(
         self, lent: Connection | None, make: Callable[..., HandlerSession] = HandlerSession
     ) -> HandlerSession:
-        """A session joined by "rollback_only": the handler's commit() commits nothing, its rollback() is seen."""
+        """Return a new session that joins the open transaction: commit() commits nothing, and rollback() is noticed.
+
+        This is SQLAlchemy's `join_transaction_mode="rollback_only"`.
+        """
         return make(bind=lent, **SESSION_OPTIONS)
 
     def bind_session(self, session: HandlerSession, lent: Connection) -> None:
-        """Bind the session."""
+        """Give the session, which was opened without a connection, the one that is now lent to the job."""
         session.bind, session.engine = lent, None
 
     def call(self, handler: AnyHandler, session: Callable[[], Session], run: Run, args: Args) -> object:
-        """Run the handler to its end."""
+        """Call the handler, within its arounds (users' context managers) if it has any, and return its value."""
         ctx = _OpeningContext(run, cast("Callable[[], OutboxSession]", session))
         if isinstance(args, Surrounded):
             load = args.load
@@ -383,7 +405,7 @@ class SyncInvoker:
 
 @functools.cache
 def _greenlets() -> Callable[[], Any]:
-    """The function that returns the current greenlet; installed if SQLAlchemy has coroutines."""
+    """Return `greenlet.getcurrent`, imported here: greenlet is only installed if SQLAlchemy has coroutines."""
     from greenlet import getcurrent
 
     found: Callable[[], Any] = getcurrent
@@ -391,7 +413,10 @@ def _greenlets() -> Callable[[], Any]:
 
 
 class AsyncInvoker:
-    """Calls coroutine functions: makes their coroutines, or awaits these through the greenlet of `run_sync`."""
+    """Calls coroutine functions for relay code that runs synchronously in a greenlet (SQLAlchemy's `run_sync`).
+
+    `begin` makes the handler's coroutine; `call` makes it and awaits it through that greenlet.
+    """
 
     flavour: Flavour = "async"
     has_ended = False
@@ -402,15 +427,18 @@ class AsyncInvoker:
         self._session: AsyncOutboxSession | None = None
         # The task of the handler that runs, or of the last one.
         self.task: asyncio.Task[None] | None = None
-        # The variables from before a handler that the caller has started; None if it starts none.
+        # The context variables from before a handler that the caller has started; None if it starts none.
         self.base: ContextVars | None = None
 
     def apart(self) -> Apart:
-        """A function that runs one attempt in its own context, which its handler's task gets too."""
+        """Return a function `run(attempt, *args)` that calls `attempt` with a new copy of the context variables.
+
+        The handler's task gets this copy too, so the next job does not see variables that this one's handler has set.
+        """
         return self._run_apart
 
     def _run_apart(self, attempt: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        # Not by Context.run(): no task can enter a context that is entered.
+        # Not by Context.run(): no task can enter a context that is already entered.
         own = self._greenlet()
         before, own.gr_context = own.gr_context, copy_context() if self.base is None else self.base.copy()
         try:
@@ -421,7 +449,10 @@ class AsyncInvoker:
     def open_session(
         self, lent: Connection | None, make: Callable[..., HandlerSession] = HandlerSession
     ) -> HandlerSession:
-        """A session joined by "rollback_only", with an async session around it for the handler."""
+        """Return a new sync session that joins the open transaction; keep an async session around it for the handler.
+
+        Its commit() commits nothing, and its rollback() is noticed (`join_transaction_mode="rollback_only"`).
+        """
         bind = None if lent is None else AsyncConnection(self._engine, lent)
         self._session = AsyncHandlerSession(bind=bind, sync_session_class=cast("Any", make), **SESSION_OPTIONS)
         # The class has it.
@@ -431,7 +462,7 @@ class AsyncInvoker:
         return session
 
     def bind_session(self, session: HandlerSession, lent: Connection) -> None:
-        """Bind the session, and the async one around it."""
+        """Give the session, and the async one around it, the connection that is now lent to the job."""
         session.bind, session.engine = lent, None
         if self._session is not None and self._session.sync_session is session:
             self._session.bind = AsyncConnection(self._engine, lent)
@@ -439,7 +470,7 @@ class AsyncInvoker:
     def begin(
         self, handler: AnyHandler, session: Callable[[], Session], run: Run, args: Args, ended: list[HandlerEnd]
     ) -> Coroutine[Any, Any, None]:
-        """Return the coroutine that runs the handler to its end, and appends that to `ended`; it raises nothing."""
+        """Return a coroutine that runs the handler and appends its value or error to `ended`; it raises nothing."""
 
         def opened() -> AsyncOutboxSession:
             if ended:
@@ -453,7 +484,10 @@ class AsyncInvoker:
         return self._run(handler, _OpeningAsyncContext(run, opened), args, ended)
 
     def call(self, handler: AnyHandler, session: Callable[[], Session], run: Run, args: Args) -> object:
-        """Await the handler to its end, in its own task: a later cancellation of that task hits nothing else."""
+        """Await the handler in a task of its own, and return its value.
+
+        A cancellation of that task, even a late one, does not hit the relay's own tasks.
+        """
         ended: list[HandlerEnd] = []
         running = self.begin(handler, session, run, args, ended)
         await_only(self._in_task(running, self._greenlet().gr_context, ended))
@@ -463,8 +497,8 @@ class AsyncInvoker:
         return returned
 
     def cancel(self, call: HandlerCall) -> None:
-        """Cancel the task of this call, if it runs; called in the event loop."""
-        # The task of an earlier call is done.
+        """Cancel the handler's task if this call has not ended; called in the thread of the event loop."""
+        # The task of an earlier call has ended.
         if not call.is_over and self.task is not None:
             self.task.cancel()
 
@@ -474,7 +508,7 @@ class AsyncInvoker:
         own = asyncio.current_task()
         assert own is not None
         cancelled = own.cancelling()
-        # Not by the loop's create_task(): the user's task factory may not take a context.
+        # Not by the loop's create_task(): a user's task factory may not accept a context.
         self.task = asyncio.Task(running, loop=asyncio.get_running_loop(), context=context)
         try:
             await self.task
@@ -484,13 +518,13 @@ class AsyncInvoker:
                 raise
 
     async def _run(self, handler: AnyHandler, ctx: AsyncContext[Any], args: Args, ended: list[HandlerEnd]) -> None:
-        """Await a handler, and append its value, or its error.
+        """Await a handler, and append its value or its error to `ended`.
 
         The error is not raised here: a KeyboardInterrupt or SystemExit that leaves a task ends the event loop.
         """
         try:
             if ctx.call is not None and ctx.call.is_cancelled:
-                # Cancelled before there was a task.
+                # Cancelled before the task existed.
                 raise asyncio.CancelledError
             made = count_coroutines()
             try:
@@ -505,12 +539,13 @@ class AsyncInvoker:
             ended.append((returned, None))
         self.has_ended = True
         if self._session is not None:
-            # Tasks that the handler left behind run before the relay goes on, and would use the session with it.
+            # Tasks that the handler left behind run before the relay goes on, and would use the session at the same
+            # time.
             self._session.sync_session = self._session._proxied = cast("Session", _REFUSING)  # noqa: SLF001  # its methods call it
 
 
 class _Refusing:
-    """Replaces the plain session of an async session when its handler has ended."""
+    """Replaces the plain session in an async session when its handler has ended: any use raises InvalidRequestError."""
 
     def __getattr__(self, name: str) -> NoReturn:
         raise InvalidRequestError(_HAS_ENDED)
@@ -532,7 +567,11 @@ def _awaited(handler: AnyHandler, ctx: AsyncContext[Any], args: Args) -> Awaitab
 
 
 async def _within(seconds: float | None, running: Awaitable[object]) -> object:
-    """Await a handler, and cancel it at its deadline; one that swallows the cancellation has failed too."""
+    """Await a handler, and return its value; cancel it after `seconds`, if there is a limit.
+
+    Raises:
+        HandlerTimedOut: the handler reached the limit, even if it then swallowed the cancellation.
+    """
     task, deadline = asyncio.current_task(), asyncio.timeout(seconds)
     assert task is not None
     try:
@@ -541,13 +580,13 @@ async def _within(seconds: float | None, running: Awaitable[object]) -> object:
                 returned = await await_here(running)
             finally:
                 if task.cancelling():
-                    # If the handler cancelled its own task and did not wait, the cancellation comes here.
+                    # If the handler cancelled its own task without waiting, the cancellation arrives here.
                     await asyncio.sleep(0)
     except BaseException as error:
-        # A CancelledError that the timeout let through is not its own.
+        # A CancelledError that passes through the timeout was not caused by it.
         if seconds is None or not deadline.expired() or isinstance(error, asyncio.CancelledError):
             raise
-        # The TimeoutError was raised here; its cause at the handler's place.
+        # The TimeoutError was raised here; its cause shows the handler's place.
         stood = error.__cause__ or error
         raise HandlerTimedOut(seconds).with_traceback(stood.__traceback__) from error
     if seconds is not None and deadline.expired():

@@ -1,8 +1,8 @@
 """Entities of a job whose session is not open yet.
 
-Many a handler changes the entities that it is given, and needs no session for that: the changed columns are read off
-the entities. So these belong to a session that opens when anything looks at it, by the context or by an entity, and is
-then begun and joined, with the entities in it.
+Many handlers only change the entities that they receive, and need no session for that: the changed columns are read
+from the entities. So these entities belong to a session that opens as soon as code looks at it, through the context or
+through an entity; it then joins the transaction, with the entities in it.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,7 +32,7 @@ from outboxq.execution.write_buffer import (
 from outboxq.handlers.set_based import FactsOf
 from outboxq.handlers.unlocked import UnlockedChanges
 
-# Users' listeners for these see a session begin, flush and end, and entities come into it and leave it.
+# Users' listeners for these events see a session begin, flush and end, and see entities enter and leave it.
 _WHILE_OPEN: Listeners = attrgetter(
     *FLUSH_EVENTS, "before_attach", "after_attach", "detached_to_persistent", "persistent_to_detached"
 )
@@ -41,7 +41,7 @@ _ids = count(-1, -1)
 
 
 def put(opened: JobSession, entity: object) -> object:
-    """Put an entity that was read into a job's session, and return it."""
+    """Put an entity into the job's session or, if that is not open, among those that wait for it; return the entity."""
     if opened.made is not None or is_class_listened_to(HandlerSession, _WHILE_OPEN):
         return attach(opened.session(), entity)
     if opened.entities is None:
@@ -51,10 +51,11 @@ def put(opened: JobSession, entity: object) -> object:
 
 
 def may_read(opened: JobSession, key: Any, events: Listeners) -> bool:
-    """Return True if the row with this identity key is not in a job's session, and its loading shows nowhere else.
+    """Return True if a row may be read without the job's session: it is not in there, and no listener sees its loading.
 
     Args:
-        events: Those that tell users' code of loading.
+        key: The identity key of the row.
+        events: The events by which SQLAlchemy notifies users' code of loading.
     """
     session, entities = opened.made, cast("Entities | None", opened.entities)
     if session is None:
@@ -66,9 +67,10 @@ def may_read(opened: JobSession, key: Any, events: Listeners) -> bool:
 
 
 def changes_before(opened: JobSession, facts_of: FactsOf) -> list[RowChange] | None:
-    """Take the UPDATEs that a flush of a job's session would send; None if that is open, or a flush might do more.
+    """Return the UPDATEs for the changed entities of a job whose session is not open, for the caller to send.
 
-    Once they are taken, nothing opens the session any more.
+    They are those that a flush would send; afterwards the session can no longer be opened. Return None if it is open
+    already, or if a flush might do more than these UPDATEs.
     """
     with opened.lock:
         found = _changes(opened, facts_of)
@@ -77,11 +79,13 @@ def changes_before(opened: JobSession, facts_of: FactsOf) -> list[RowChange] | N
 
 
 def send_before(opened: JobSession, connection: Connection) -> bool:
-    """Send the changes of a lone job's entities by themselves; return False if all is left to the session's flush.
+    """Send the changes of a lone job's entities directly, which is faster than opening a session for them; return True.
+
+    Return False, and send nothing, if they must be left to the session's flush.
 
     Raises:
         StaleDataError: a row does not exist any more.
-        sqlalchemy.exc.DBAPIError: as SQLAlchemy raises it.
+        sqlalchemy.exc.DBAPIError: as SQLAlchemy would raise it.
     """
     with opened.lock:
         found = _changes(opened, as_flushed)
@@ -95,7 +99,7 @@ def send_before(opened: JobSession, connection: Connection) -> bool:
 
 def _changes(opened: JobSession, facts_of: FactsOf) -> list[RowChange] | None:
     if opened.failed is not None:
-        # The handler may have swallowed it.
+        # The handler may have swallowed the error.
         raise opened.failed
     entities = cast("Entities | None", opened.entities)
     if opened.made is not None:
@@ -104,7 +108,9 @@ def _changes(opened: JobSession, facts_of: FactsOf) -> list[RowChange] | None:
 
 
 class Entities:
-    """The entities of one job, in a session that is not open.
+    """The entities of one job whose session is not open yet.
+
+    SQLAlchemy sees a placeholder as their session; any use of it opens the job's real session.
 
     Args:
         reach: Opens the session.
@@ -117,26 +123,26 @@ class Entities:
         _sessions[self._id] = self._unopened
 
     def add(self, entity: object) -> None:
-        """Add an entity that was read."""
+        """Add an entity; for SQLAlchemy, the placeholder is now the entity's session."""
         state = instance_state(entity)
         state.session_id, state._instance_dict = self._id, cast("Any", _no_map)  # noqa: SLF001  # as an identity map does
         self._entities[state] = entity
 
     def has(self, key: Any) -> bool:
-        """Return True if the row with this identity key is here."""
+        """Return True if the row with this identity key is among these entities."""
         return any(state.key == key for state in self._entities)
 
     def watch(self, changes: UnlockedChanges, entities: Sequence[object]) -> None:
-        """Check the changes of these entities before each flush, by `changes`."""
+        """Check, before changes are sent, if the handler made some to these unlocked entities; `changes` logs it."""
         if entities:
             self._watched = Watch(changes, entities)
 
     def modified(self) -> list[InstanceState[Any]]:
-        """Return the states of changed entities."""
+        """Return SQLAlchemy's states of the entities that were changed."""
         return [state for state in self._entities if state.modified]
 
     def changes(self, facts_of: FactsOf) -> list[RowChange] | None:
-        """Make the UPDATEs that a flush would send; None if a flush might do more."""
+        """Return the UPDATEs that a flush would send; None if a flush might do more."""
         # The handler may have added a listener.
         if is_class_listened_to(HandlerSession, _WHILE_OPEN):
             return None
@@ -145,17 +151,17 @@ class Entities:
         return changes_of(self.modified(), facts_of)
 
     def make_session(self, **options: Any) -> HandlerSession:
-        """Make an ordinary session of the one that is not open, with the arguments of its class."""
+        """Turn the placeholder into an ordinary session with these options, and return it."""
         made, other = self._unopened, HandlerSession(**options)
         values = vars(other)
-        # At once, for other threads that look at it.
+        # Published at once, for other threads that look at it.
         _vars(made).update(values)
         _sessions[values["hash_key"]] = made
         object.__setattr__(made, "__class__", HandlerSession)
         return made
 
     def move_to(self, session: HandlerSession) -> None:
-        """Put all into the session that was made."""
+        """Move all entities into the session that was opened for them, which also goes on checking unlocked ones."""
         for entity in self._entities.values():
             attach(session, entity)
         if self._watched is not None:
@@ -164,26 +170,26 @@ class Entities:
         del _sessions[self._id]
 
     def leave(self) -> None:
-        """Detach all, as a session's close does."""
+        """Detach all entities from the placeholder, as closing a session does."""
         if self._id in _sessions:
             for state in self._entities:
                 state.session_id = state._strong_obj = None  # noqa: SLF001  # as SQLAlchemy detaches them
                 state.__dict__.pop("_instance_dict", None)
             del _sessions[self._id]
         else:
-            # The session was opened: they would be a circle of references.
+            # The session was opened: the entities would form a reference cycle.
             _vars(self._unopened).pop("outboxq_reach", None)
 
 
 class _Unopened(HandlerSession):
-    """A session that opens when any of its attributes is used, and is an ordinary one from then on."""
+    """A session that opens when any of its attributes is used, and then becomes an ordinary session."""
 
     def __init__(self, reach: Callable[[], None]) -> None:
         _vars(self)["outboxq_reach"] = reach
 
     def __getattribute__(self, name: str) -> Any:
         if name == "__class__":
-            # What looks at all objects, as a logger does, opens none.
+            # Attributes that code reads from any object, as a logger does, do not open it.
             return HandlerSession
         _vars(self)["outboxq_reach"]()
         return object.__getattribute__(self, name)
@@ -193,7 +199,7 @@ class _Unopened(HandlerSession):
         object.__setattr__(self, name, value)
 
     def __hash__(self) -> int:
-        # An async session is found by that of the plain one.
+        # An async session is found through the attribute of the plain session.
         _vars(self)["outboxq_reach"]()
         return object.__hash__(self)
 
@@ -204,16 +210,16 @@ def _vars(unopened: _Unopened) -> dict[str, Any]:
 
 
 class _NoMap:
-    """The identity map of all unopened sessions. It records nothing, and says that the session has begun."""
+    """The identity map of all placeholders for sessions. It records nothing, and reports that the session has begun."""
 
     def __init__(self) -> None:
         self._modified = self
 
     def add(self, state: object) -> None:
-        """Do nothing."""
+        """Do nothing: nothing is recorded."""
 
     def __call__(self) -> "_NoMap":
-        """Return itself, as the weak reference does that an entity's state has."""
+        """Return the map itself: an entity's state calls its reference to the map, which is usually a weak one."""
         return self
 
 

@@ -1,8 +1,8 @@
 """Finished rows: the rows of finished jobs with `keep=`. They are written in the transaction that removes the jobs.
 
-So a row exists only if the effect of its job does: in transaction mode it goes along in the string of COMMIT, under a
-lease in the statement that removes the job. If its table refuses it, the job is done without it: jobs must not depend
-on finished rows. Waiters for the result of a job are notified in the same string.
+So a row exists only if its job's effect does: in transaction mode it is written in the same round trip as COMMIT, under
+a lease by the statement that removes the job. If the table refuses a row, the job is done without it: jobs must not
+depend on finished rows. Code that waits for a job's result is notified in that round trip too.
 """
 
 import logging
@@ -35,22 +35,22 @@ _OUTCOMES: Mapping[type[Event], str] = {
     JobExpired: "expired",
 }
 _NO_OTHERS: Mapping[UUID, tuple[UUID, ...]] = {}
-# Classes of errors that are no refusal of rows: of the connection, of a transaction that is to be repeated, and of a
-# server that ends. Any other may be one: data, constraints, rights, no room, foreign locks, a role's time-out, a
-# damaged page, any code that a user's trigger raises.
+# Classes of errors that do not come from the rows: of the connection, of a transaction to be repeated, and of a server
+# that stops. Any other error may: data, constraints, rights, no disk space, foreign locks, a role's time-out, a damaged
+# page, a user's trigger.
 _NO_REFUSALS = ("08", "40", "57P")
 _UNIQUE_VIOLATION = "23505"
-# The pause after a refusal, so that not each transaction meets it, and waits for a foreign lock.
+# The pause after a refusal. Otherwise every COMMIT would meet the same error, or wait for the same lock.
 _PAUSE_SECONDS = 60.0
 
 
-# Rows wait for the lock of an operator's forgotten session for a moment, and not as long as a handler may: slots, and
+# Rows wait only a moment for the lock of an operator's forgotten session, and not as long as a handler may: slots, and
 # rows that handlers have locked, wait with them.
 _BRIEFLY = (
     "SELECT pg_catalog.set_config('outboxq.lock_timeout', pg_catalog.current_setting('lock_timeout'), true), "
     "pg_catalog.set_config('lock_timeout', '1s', true)"
 )
-# Also for COMMIT: one that notifies waits for the lock of others that do.
+# This also applies to COMMIT: a COMMIT that notifies waits for the lock of others that do.
 _AS_LONG_AS_BEFORE = (
     "SELECT pg_catalog.set_config('lock_timeout', pg_catalog.current_setting('outboxq.lock_timeout'), true)"
 )
@@ -58,7 +58,7 @@ _AS_LONG_AS_BEFORE = (
 
 @dataclass(frozen=True, slots=True)
 class FinishedRows(Step):
-    """The step that writes the rows of finished jobs.
+    """The step (statements sent with COMMIT) that writes the rows of finished jobs; COMMIT succeeds without it.
 
     Attributes:
         prepared: The connection's prepared INSERT.
@@ -72,7 +72,7 @@ class FinishedRows(Step):
     is_optional = True
 
     def statements(self) -> Sequence[str]:
-        """The INSERT, with its own lock_timeout. PREPARE takes a lock too."""
+        """Return the INSERT, with a PREPARE if that was not sent yet, and a lock_timeout of one second for both."""
         given = self.schema, self.jobs, self.keeper.relay
         if self.prepared.is_plain:
             insert = [insert_finished(*given)]
@@ -82,12 +82,15 @@ class FinishedRows(Step):
         return _BRIEFLY, *insert, _AS_LONG_AS_BEFORE
 
     def committed(self, rows: Rows) -> tuple[Event, ...]:  # noqa: ARG002  # the INSERT returns none
-        """Record that the INSERT was executed."""
+        """Record that the prepared INSERT works; return no events."""
         self.prepared.succeeded(prepared_insert(self.schema).name)
         return ()
 
     def refused(self, error: BaseException) -> "FinishedRows | None":
-        """The same rows as text, if the prepared INSERT was lost or met an earlier row; else none, for a while."""
+        """Return the step with an INSERT that is not prepared, if the prepared one was lost or had an old plan.
+
+        For any other error return None, and write no finished rows for `_PAUSE_SECONDS`.
+        """
         if self.prepared is not NOT_PREPARED and (may_be_of_prepared(error) or sqlstate_of(error) == _UNIQUE_VIOLATION):
             self.prepared.failed(error, prepared_insert(self.schema).name)
             return replace(self, prepared=NOT_PREPARED)
@@ -97,20 +100,23 @@ class FinishedRows(Step):
 
 @dataclass(frozen=True, slots=True)
 class TellWaiters(Step):
-    """The step that notifies the waiters for the results of jobs; late, as its locks are held until COMMIT."""
+    """The step (statements sent with COMMIT) that notifies code waiting for jobs' results.
+
+    It is the last one, because its advisory locks are held until COMMIT.
+    """
 
     schema: str
     job_ids: Sequence[UUID]
     name = "waiters"
 
     def statements(self) -> Sequence[str]:
-        """One statement."""
+        """Return one statement, which notifies the code that waits for these jobs."""
         return (tell_waiters(self.schema, self.job_ids),)
 
 
 @dataclass(slots=True)
 class Keeper:
-    """The finished rows of a relay, by options of kind and alias; without kinds, none."""
+    """Makes the rows that a relay writes for finished jobs, by the `keep=` options of each kind and alias."""
 
     kinds: Mapping[str, Keeping] = field(default_factory=dict)
     relay: UUID | None = None
@@ -125,21 +131,23 @@ class Keeper:
 
     @classmethod
     def of(cls, registry: Registry, relay: UUID | None = None) -> "Keeper":
-        """Make the keeper of a registry's handlers."""
+        """Make the keeper for the handlers of a registry, from their `keep=` options."""
         kinds = {kind: handler.keeping for kind, handler in registry.handlers.items() if handler.keeping is not None}
         return cls(kinds, relay)
 
     def keep_nothing(self) -> None:
-        """Write no finished rows from now on; waiters for results are still notified."""
+        """Write no finished rows until the relay ends; code waiting for results is still notified."""
         self._paused_until = math.inf
 
     def finished_rows(
         self, events: Iterable[Event], others: Mapping[UUID, tuple[UUID, ...]] = _NO_OTHERS
     ) -> FinishedColumns | None:
-        """The finished rows of jobs that ended by these events, of kinds with `keep=`; None without any.
+        """Return the rows to write for jobs that ended by these events and whose kinds have `keep=`.
+
+        Return None if there are none, or if writing them is paused after a refusal.
 
         Args:
-            others: The jobs that runs have taken along, by the id of the job that ran.
+            others: By the id of a job that ran, the ids of the jobs merged into it.
         """
         kinds = self.kinds
         if not kinds or self._is_paused():
@@ -156,9 +164,11 @@ class Keeper:
         others: Mapping[UUID, tuple[UUID, ...]] = _NO_OTHERS,
         prepared: PreparedStatements = NOT_PREPARED,
     ) -> list[Step]:
-        """The steps of a transaction in which jobs end by these events.
+        """Return the steps that write finished rows and notify waiting code, for a transaction in which jobs end.
 
         Args:
+            events: The events by which the jobs end.
+            others: By the id of a job that ran, the ids of the jobs merged into it.
             prepared: The connection's prepared INSERTs, if it may have any.
         """
         rows, ended = self.finished_rows(events, others), self.ended(events, others)
@@ -170,7 +180,13 @@ class Keeper:
         return steps
 
     def ended(self, events: Iterable[Event], others: Mapping[UUID, tuple[UUID, ...]] = _NO_OTHERS) -> list[UUID]:
-        """The ids of the jobs that ended by these events, of kinds whose results can be waited for."""
+        """Return the ids of jobs that ended by `events` and whose kinds keep results, to notify code waiting for them.
+
+        Jobs merged into them are included.
+
+        Args:
+            others: By the id of a job that ran, the ids of the jobs merged into it.
+        """
         if not self._has_results:
             return []
         found: list[UUID] = []
@@ -183,12 +199,12 @@ class Keeper:
 
     @staticmethod
     def may_be_refusal(error: BaseException) -> bool:
-        """Return True if an error may come from the table of finished rows, and would come again."""
+        """Return True if an error may come from the table of finished rows, and would occur again at another try."""
         sqlstate = sqlstate_of(error)
         return sqlstate is not None and not sqlstate.startswith(_NO_REFUSALS)
 
     def refused(self, error: BaseException) -> None:
-        """Write no finished rows for a while, since the table has refused some, and log that once."""
+        """Write no finished rows for `_PAUSE_SECONDS`, because the table has refused some; log it once a pause."""
         with self._lock:
             # Several COMMITs may have been under way.
             is_known, self._paused_until = self._is_paused(), max(self._paused_until, clock() + _PAUSE_SECONDS)
@@ -206,7 +222,7 @@ class Keeper:
         return bool(self._paused_until) and clock() < self._paused_until
 
     def _columns(self, over: Sequence[Over], others: Mapping[UUID, tuple[UUID, ...]]) -> FinishedColumns:
-        # Column by column, and only those that a kind keeps: every COMMIT waits for this.
+        # Column by column, and only columns that a kind keeps, because every COMMIT waits for this.
         jobs = [event.job for event in over]
         keepings = [self.kinds[job.kind] for job in jobs]
         given = list(zip(jobs, keepings, strict=True)) if self._has_args else []

@@ -1,7 +1,7 @@
-"""A call under the lease: one job's handler, with a connection only from its session's first use to its COMMIT.
+"""A call under a lease: one job's handler, with a connection only from its session's first use to COMMIT.
 
-A job whose session was used is settled in the transaction of its handler's rows. The result of any other is returned,
-to be settled with others: such a handler costs no connection.
+A job whose session was used is settled (its row removed or put back) in the transaction of its handler's rows. Any
+other job's result is returned, to be settled together with others: such a handler needs no connection.
 """
 
 import asyncio
@@ -28,20 +28,21 @@ _TWO = (
     "ctx.session waits for its connection, and another task or thread of the handler uses it: a session serves one at "
     "a time"
 )
-# A connection that is lent to a call until the stack is closed, and the runtime on it.
+# A connection that is lent to a call until the stack is closed, and the connection's runtime.
 Lent: TypeAlias = tuple[Connection, Runtime]
 Lend: TypeAlias = Callable[[ExitStack], Lent]
 
 
 class LeasedCall:
-    """The run of one leased job.
+    """The run of one leased job, from its handler's call to its settlement or COMMIT.
 
     Args:
-        runtime: That of a call without a connection.
-        lend: Waits for a connection; called in the handler's task or thread.
+        runtime: The runtime of a call without a connection.
+        lend: Borrows a connection, and waits until one is free; called in the handler's task or thread, with an exit
+            stack that gives it back.
 
     Attributes:
-        lent: The connection, once the handler has used its session.
+        lent: The connection and its runtime; None until the handler uses its session, and after `give_back`.
     """
 
     def __init__(self, batch: BatchState, handler: AnyHandler, runtime: Runtime, engine: Engine, lend: Lend) -> None:
@@ -56,38 +57,41 @@ class LeasedCall:
         self._transaction = ExitStack()
         self._thread = 0
         self._is_lending = threading.Lock()
-        # Held for a moment, by what sets or takes the connection.
+        # Held for a moment by code that sets or takes the connection.
         self._lock = threading.Lock()
         self._is_over = False
         self._started: _LeasedAttempt | None = None
 
     def start(self) -> Coroutine[Any, Any, None] | None:
-        """Begin the run of an async handler; return its coroutine, for a task of its own. `run` goes on at its end.
+        """Begin the run of an async handler; return its coroutine, for a task of its own. After that ends, call `run`.
 
-        None if there is nothing to await: `run` may be called at once.
+        Return None if there is nothing to await: `run` may be called at once.
         """
         try:
             self._begin()
         except Abandoned:
-            # `run` raises it again.
+            # `run` raises the error again.
             return None
         started = self._started = _LeasedAttempt(self, self._handler, self._runtime)
         return started.start()
 
     def needs_connection(self) -> bool:
-        """Return True if `run` may need a connection after the handler's end, and is to be called in a greenlet."""
+        """Return True if `run` may need a connection after the handler's end, and must thus be called in a greenlet."""
         return self._started is not None and self._started.needs_connection()
 
     def run(self) -> Settlement | Ended:
-        """Run the handler; return what is to be settled with others, or, if its session was used, what was committed.
+        """Run the handler, unless `start` did; then settle the job and commit, or return the change that settles it.
+
+        The latter is done if no connection was needed, for example because the handler did not use its session: the
+        caller sends such changes of several jobs together. After a commit, the end of the batch is returned.
 
         Raises:
             Abandoned: the relay has taken the job away.
-            BaseException: what `run` and `commit` raise; `lent` is the connection, if there is one.
+            BaseException: any error of `run` and `commit`; `lent` is the connection, if there is one.
         """
         if self._started is None:
             self._begin()
-        # Leaving the block ends the transaction that the last script began, for SQLAlchemy.
+        # Leaving the block also ends, for SQLAlchemy, the transaction that the last script began.
         with self._transaction:
             return self._run()
 
@@ -112,14 +116,14 @@ class LeasedCall:
         handlers = {self.job.kind: self._handler}
         settle_alone(connection, batch, self.job, runtime, result)
         ended = commit(connection, batch, runtime, None)
-        # None if COMMIT was refused, and all is undone.
+        # The result is None if COMMIT was refused, and all is undone.
         while ended is None:
             run(connection, batch, runtime, handlers, shared=False)
             ended = commit(connection, batch, runtime, None)
         return ended
 
     def borrow(self) -> Lent:
-        """Return the connection, borrowed at the first call.
+        """Return the job's connection and its runtime; borrow them and begin a transaction at the first call.
 
         Raises:
             InvalidRequestError: the handler has ended, or two of its tasks or threads want the connection at once.
@@ -134,25 +138,29 @@ class LeasedCall:
             with self._lock:
                 if not self._is_over:
                     guard = lent[1].guard
-                    # The call's own: the session may first be used in another thread of the handler.
+                    # The call's own context: the session may first be used in another thread of the handler.
                     guard.thread = self._thread
                     guard.is_altered, guard.added, guard.collects = False, {}, True
-                    # BEGIN goes with the first statement.
+                    # BEGIN is sent with the first statement.
                     self._transaction.enter_context(lent[0].begin())
                     self.lent, self._stack = lent, stack
                     return lent
-            # A task or thread that the handler left behind.
+            # The caller is a task or thread that the handler left behind.
             stack.close()
             raise InvalidRequestError(IS_OVER)
         finally:
             self._is_lending.release()
 
     def begin(self) -> str:
-        """Begin the job's transaction on the connection, unless it has begun; return its inner savepoint."""
+        """Begin the job's transaction on the connection, unless it has begun; return its inner savepoint's name."""
         return self.batch.begin(self.borrow()[0]).inner_savepoint
 
     def give_back(self, error: BaseException | None = None) -> None:
-        """Give the connection back, if there is one; after an error it is closed."""
+        """Give the borrowed connection back, if there is one; from now on none can be borrowed.
+
+        Args:
+            error: The error that ended the call, if any; the connection is then closed.
+        """
         with self._lock:
             lent, self.lent, self._is_over = self.lent, None, True
         if lent is not None:
@@ -168,19 +176,19 @@ class LeasedCall:
 
 
 class _LeasedAttempt(Attempt):
-    """An attempt that joins its connection when its session is first used."""
+    """An attempt that takes its connection when its session is first used."""
 
     def __init__(self, of: LeasedCall, handler: AnyHandler, runtime: Runtime) -> None:
         super().__init__(handler, of.job, runtime, None, of.begin, of.batch.running)
         self._of = of
         self._no_guard = runtime.guard
-        # The end of a handler that was started by `start`.
+        # The end of a handler that `start` has started.
         self._ended: list[HandlerEnd] = []
         if of.lent is not None:
             self.join(*of.lent)
 
     def start(self) -> Coroutine[Any, Any, None] | None:
-        """Return the coroutine of the handler, after whose end `run` goes on; None if it cannot be called."""
+        """Return the coroutine that runs the handler, to await before `run`; None if the handler cannot be called."""
         invoker, self.has_started = self._runtime.invoker, True
         assert isinstance(invoker, AsyncInvoker)
         self._call = self._running.begin_call((self._job,), self._runtime.notes)
@@ -191,28 +199,32 @@ class _LeasedAttempt(Attempt):
             return None
 
     def needs_connection(self) -> bool:
-        """Return True if the rest of the attempt may need a connection; decided once, after the handler's end."""
+        """Return True if ending the attempt may need a connection; called once, after the handler's end.
+
+        If none is needed, the result is fixed: a cancellation of the job that comes later has no effect.
+        """
         is_followed = THEN_HEADER in self._job.headers
         has_written = self.made is not None or self.entities is not None
-        # A handler that failed may be called again at once: see `attempt`.
+        # A failed handler may be called again at once: see `attempt`.
         has_failed = not self._ended or self._ended[0][1] is not None
         is_needed = has_failed or has_written or is_followed or self._call.is_cancelled or bool(self._run.deferred)
-        # A cancellation that comes later is too late: its request cannot be read without a connection.
+        # A later cancellation has no effect: its request cannot be read without a connection.
         self._may_be_cancelled = is_needed
         return is_needed
 
     def run(self) -> AttemptResult:
-        """Run the handler, or go on after its end if it was started."""
+        """Run the handler, unless `start` did; then keep or undo its rows, and return the attempt's result."""
         if not self.has_started:
             return super().run()
-        # A task that is cancelled before its first step has appended nothing.
+        # A task that was cancelled before its first step has appended nothing.
         ended = self._ended[0] if self._ended else (None, asyncio.CancelledError())
-        # The error goes, as its traceback refers to this attempt; an entry stays, as the handler has ended.
+        # The error is removed, because its traceback refers to this attempt; an entry stays, because the handler has
+        # ended.
         self._ended[:] = [(None, None)]
         return self._end(*ended)
 
     def open(self) -> None:
-        """Join the call's connection, begin the transaction and set the savepoint, unless that was done."""
+        """Borrow the call's connection, begin the transaction and set the savepoint, unless that was done."""
         if self.is_over:
             raise InvalidRequestError(IS_OVER)
         if self.guard is self._no_guard:
@@ -225,7 +237,7 @@ class _LeasedAttempt(Attempt):
         super().open()
 
     def open_session(self, make: Callable[..., HandlerSession]) -> HandlerSession:
-        """Open the session, which has no connection before its first use."""
+        """Return a new session for the job, made by `make`; it has no connection before its first use."""
         if self.guard is not self._no_guard:
             return super().open_session(make)
         session = self._runtime.invoker.open_session(None, make)

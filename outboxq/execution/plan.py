@@ -9,8 +9,8 @@ from outboxq.execution.chain import follower_of, has_follower
 from outboxq.handlers.handler import AnyHandler, BatchHandler
 from outboxq.job import Job
 
-# Each job of a shared run that fails is repeated in its own savepoint: with more than 64 that wrote, a backend's list
-# of subtransactions overflows, and every snapshot elsewhere must look them up.
+# Each failing job of a shared run is repeated in its own savepoint: with more than 64 that wrote, a backend's list of
+# subtransactions overflows, and every snapshot elsewhere must look them up.
 SHARED_AT_ONCE = 50
 
 SegmentKind: TypeAlias = Literal["shared", "batch", "alone"]
@@ -21,7 +21,11 @@ _Given: TypeAlias = tuple[Job, Mapping[str, object]]
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Consecutive jobs of a batch that run alike; with their arguments if they run together."""
+    """Consecutive jobs of a batch that run in the same way, at `places` in the batch.
+
+    `kind` is "shared" (several handlers on one savepoint), "batch" (one call of a batch handler) or "alone" (one by
+    one). `arguments`: the jobs' decoded arguments, unless they run alone.
+    """
 
     kind: SegmentKind
     places: range
@@ -29,9 +33,10 @@ class Segment:
 
 
 def plan_segments(batch: BatchState, handlers: Handlers) -> Sequence[Segment]:
-    """Sort the jobs by how they run, those of batchable kinds first, then in the order of the claim.
+    """Divide the batch's jobs into segments, and put `batch.jobs` into the order of these.
 
-    A job whose arguments or follower cannot be read runs by itself, and costs the others nothing.
+    Jobs of batchable kinds come first, then those of batch handlers, then jobs that run alone. A job runs alone,
+    without affecting the others, if its arguments or the next job of its chain cannot be read.
     """
     if (
         batch.tries.apart
@@ -39,7 +44,7 @@ def plan_segments(batch: BatchState, handlers: Handlers) -> Sequence[Segment]:
         or ("group_key" in batch.claimed.extras and _reorders_groups(batch, handlers))
     ):
         return (Segment("alone", range(len(batch.jobs))),)
-    # The jobs of each batch handler; under None those of batchable kinds.
+    # The jobs of each batch handler, and under None the jobs of batchable kinds.
     together: dict[BatchHandler[Any, Any] | None, list[_Given]] = {None: []}
     alone: list[Job] = []
     for job in batch.jobs:
@@ -79,11 +84,11 @@ def _runs_together(handler: AnyHandler | None) -> TypeGuard[AnyHandler]:
 
 
 def _reorders_groups(batch: BatchState, handlers: Handlers) -> bool:
-    """Return True if running jobs together would change the order of several jobs of a group."""
+    """Return True if running jobs together would change the order of several jobs of one group."""
     keys = [job.group_key for job in batch.jobs if job.group_key is not None]
     if len(keys) == len(set(keys)):
         return False
-    # Jobs of batchable kinds run one after the other, as they were claimed; a batch handler gives each its own outcome.
+    # Jobs of batchable kinds run in the order of the claim; a batch handler gives each its own outcome.
     return not all(
         (handler := handlers[job.kind]) is not None and handler.batchable and _arguments(handler, job) is not None
         for job in batch.jobs

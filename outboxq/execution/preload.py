@@ -1,10 +1,10 @@
-"""Preloading: the rows of a batch's entity arguments, loaded in one SELECT per class, and handed to one job each.
+"""Preloading: the rows of a batch's entity arguments, loaded in one SELECT per class, each used by one job.
 
-A row that was loaded ahead equals the one that its job would have loaded, while nothing was sent in between and no
-change of it waits in the write buffer: before anything is sent, all loaded rows are dropped.
+A preloaded row equals the row that its job would have loaded, as long as nothing was sent in between and no unsent
+change of the row waits in the write buffer. So before anything is sent, all preloaded rows are dropped.
 
 On Citus a job may be seen before the rows of the transaction that added it: Citus commits a transaction on its nodes
-one after the other. If one dies in between, the rows come only with Citus' recovery, by default within a minute.
+one after the other. If a node dies in between, the rows come only with Citus' recovery, by default within a minute.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -30,9 +30,9 @@ from outboxq.handlers.unlocked import UnlockedChanges
 from outboxq.job import Job
 from outboxq.statements.transaction import clock_seconds
 
-# The most rows of one SELECT, unless it locks: rows are locked in one order, so in one statement.
+# The most rows of one SELECT, unless it locks: all rows are locked in one order, and so in one statement.
 _LOADED_AT_ONCE = 1_000
-# Users' listeners for these events see a row come into its session, and may change it.
+# Users' listeners for these events see a row enter its session, and may change it.
 _AT_LOAD: Listeners = attrgetter(
     "after_attach",
     "after_begin",
@@ -52,7 +52,10 @@ Load: TypeAlias = Callable[[Any, Identities, bool], list[object]]
 
 
 class RowsMayBeLate(Exception):
-    """A row that a young job names is missing: the job is put off, without counting an attempt."""
+    """The row of a job's argument is missing, but the job was added so recently that the row may come, as on Citus.
+
+    The job is put off by `retry_after_seconds`, without counting an attempt.
+    """
 
     def __init__(self, retry_after_seconds: float) -> None:
         super().__init__("a row of the job's arguments is not there yet")
@@ -60,10 +63,12 @@ class RowsMayBeLate(Exception):
 
 
 def wait_while_young(connection: Connection, job: Job) -> None:
-    """Put off a job that was added a moment ago, by the database's clock, each time for its present age.
+    """Raise an error that puts a job off, if it was added less than `_YOUNG_SECONDS` ago by the database's clock.
+
+    The job waits for as many seconds as it is old, but at least 0.1 and at most 10.
 
     Raises:
-        RowsMayBeLate: it is young.
+        RowsMayBeLate: the job was added that recently.
     """
     age_seconds = float(str(run_script(connection, clock_seconds())[0][0])) - job.created_at.timestamp()
     left_seconds = _YOUNG_SECONDS - age_seconds
@@ -80,10 +85,12 @@ def load_entity(
     *,
     may_lock: bool = True,
 ) -> object:
-    """Load the entity of an argument into the job's session, locked if `key` is.
+    """Load the entity of an argument into the job's session, and lock its row if `key.locked`.
+
+    Return None if the row does not exist and the argument is optional.
 
     Args:
-        absent: Called if the row does not exist; raises an error if it may come later.
+        absent: Called if the row does not exist; raises an error if the row may come later.
         may_lock: False if the row is locked already.
 
     Raises:
@@ -101,10 +108,10 @@ def load_entity(
 def load_alone(
     opened: JobSession, connection: Connection, name: str, key: EntityKey, absent: Callable[[], None]
 ) -> object:
-    """Load the entity of an argument as `load_entity`, for a job that shares no batch.
+    """Load the entity of an argument as `load_entity` does, for a job that runs alone.
 
-    Nothing waits to be sent before its row is read, so that SQLAlchemy's own loading, which takes several times as
-    long, does no more, unless the row does not exist.
+    If possible (`is_readable`), the row is read on the driver's cursor, because SQLAlchemy's own loading takes several
+    times as long. No unsent change of the row can exist then.
     """
     entity: Any = key.entity
     if is_readable(entity) and _has_plain_keys(entity) and is_direct(connection):
@@ -118,39 +125,45 @@ def load_alone(
 
 
 class Watched(Protocol):
-    """A session whose entities' changes can be checked."""
+    """A session, open or not, that can check if the handler changes entities whose rows are not locked."""
 
     def watch(self, changes: UnlockedChanges, entities: Sequence[object]) -> None: ...
 
 
 def watch_unlocked(session: Watched, changes: UnlockedChanges, loaded: Collection[tuple[EntityKey, object]]) -> None:
-    """Check the changes of these entities, except those whose rows are locked, by `changes`."""
+    """Make the session check if the handler changes loaded entities whose rows are not locked: updates may get lost.
+
+    Args:
+        changes: Logs it, once.
+        loaded: The entities, each after its key.
+    """
     if changes.is_said:
         return
     entities = {id(entity): entity for _, entity in loaded if entity is not None}
     for key, entity in loaded:
         if key.locked:
-            # Even if the entity is also another argument, without a lock.
+            # This includes an entity that is also another argument, without a lock.
             entities.pop(id(entity), None)
     session.watch(changes, tuple(entities.values()))
 
 
 def entity_keys(arguments: Iterable[Mapping[str, object]]) -> list[EntityKey]:
-    """Find the entities among the decoded arguments of jobs."""
+    """Return the keys of entities among the decoded arguments of jobs."""
     return [value for values in arguments for value in values.values() if type(value) is EntityKey]
 
 
 class Locks:
-    """The row locks of a batch's jobs; every batch takes them in the same order.
+    """A record of the row locks that a batch has taken for its jobs, and the code that takes them.
 
-    Tables are locked in the order of their names, one statement each, and rows by primary key.
+    Every batch takes them in the same order, so that no two batches deadlock: tables by name, one statement each, and
+    rows by primary key.
     """
 
     def __init__(self) -> None:
         self._taken: set[Identity] = set()
 
     def has(self, entity: type[object], identity: tuple[object, ...]) -> bool:
-        """Return True if `take` has locked the row."""
+        """Return True if `take` has locked the row of this class with this primary key."""
         return (entity, identity) in self._taken
 
     def forget(self) -> None:
@@ -160,11 +173,13 @@ class Locks:
     def take(
         self, session: Session, keys: Iterable[EntityKey], can_load: Callable[[type[object]], bool], load: Load
     ) -> list[object]:
-        """Lock the rows of keys that are `locked`; return the entities that the same statements loaded.
+        """Lock the rows of those keys that are `locked`, unless it was done; return the entities loaded with them.
+
+        Rows whose entities may not be loaded are only locked.
 
         Args:
             can_load: Returns True if entities of a class may be loaded.
-            load: Loads them.
+            load: Loads entities of a class, and locks their rows.
         """
         wanted = _by_entity(key for key in keys if key.locked and not self.has(key.entity, key.identity))
         tables: dict[str, list[Any]] = {}
@@ -180,29 +195,33 @@ class Locks:
                 identities = [identity for entity in entities for identity in wanted[entity]]
                 rows = session.execute(_lock_by_keys(entities[0]), _parameters(identities))
                 locked = {tuple(row) for row in rows}
-            # No others: a row that is not visible now may be when its job loads it.
+            # Only these rows: a row that is not visible now may be visible when its job loads it.
             self._taken.update((entity, key) for entity in entities for key in wanted[entity] if key in locked)
         return found
 
 
 def lock_ahead(connection: Connection, keys: Iterable[EntityKey], locks: Locks) -> None:
-    """Lock the rows of keys that are `locked`, and load nothing."""
+    """Lock the rows of those keys that are `locked`, before the jobs run, without loading any entity."""
     with _session_on(connection) as session:
         locks.take(session, keys, lambda _: False, _into(session))
 
 
 def load_together(session: Session, keys: Collection[EntityKey], locks: Locks) -> list[object]:
-    """Load the entities of several jobs into one session, one SELECT per class; lock rows of `locked` keys."""
+    """Load the entities of several jobs into one session, one SELECT per class, and return them.
+
+    Rows of keys that are `locked` (arguments declared `Locked`) are locked by the same SELECT.
+    """
     load = _into(session)
     found = locks.take(session, keys, lambda _: True, load)
     return found + _load_others(keys, found, load)
 
 
 class PreloadedEntities:
-    """Rows that were loaded ahead, each for the next job that has it as an argument.
+    """Rows of entity arguments that were loaded in advance; each is removed by the next job that has it as an argument.
 
     Args:
-        own_types: Load only classes whose columns all have SQLAlchemy's own types: others run code of the user's.
+        own_types: True to preload only classes whose columns all have SQLAlchemy's own types: other types run users'
+            code.
     """
 
     def __init__(self, connection: Connection, locks: Locks, *, own_types: bool) -> None:
@@ -213,23 +232,26 @@ class PreloadedEntities:
         self._oids: dict[type[object], int | None] = {}
 
     def take(self, key: EntityKey) -> object | None:
-        """Return the row, for its job to change; None if it is not here."""
+        """Remove and return the preloaded entity of a key, for its job to change; None if it was not preloaded."""
         return self._rows.pop((key.entity, key.identity), None)
 
     def drop(self) -> None:
-        """Forget all rows, because something is sent."""
+        """Forget all preloaded rows; called before a statement of a handler is sent, because it may change them."""
         self._rows.clear()
 
     def changed(self, row: RowId, entity: type[object]) -> None:
-        """Forget a row whose change, made through this class, waits to be sent."""
+        """Forget the preloaded row that a job has changed through the class `entity`, as the change is not sent yet.
+
+        If rows of the table were also preloaded through other classes, forget all rows.
+        """
         if any(oid == row[0] and loaded is not entity for loaded, oid in self._oids.items()):
-            # Another class of the same table, whose key for the row may be another.
+            # Another class of the same table may have another key for the row.
             self.drop()
         else:
             self._rows.pop((entity, row[1]), None)
 
     def _oid(self, entity: type[object], facts_of: FactsOf) -> int | None:
-        """The table of a class whose rows can be loaded ahead; None for all other classes."""
+        """Return the oid of the table of a class whose rows can be preloaded; None for any other class."""
         if entity not in self._oids:
             is_plain = is_readable(entity, own_types=self._own_types)
             table: Any = mapper_of(entity).local_table
@@ -238,10 +260,12 @@ class PreloadedEntities:
         return self._oids[entity]
 
     def load(self, keys: Iterable[EntityKey], facts_of: FactsOf) -> None:
-        """Load the rows that are not here yet and can be loaded ahead, and lock rows of `locked` keys.
+        """Preload the rows of keys that are not preloaded yet, if their classes allow it; lock rows of `locked` keys.
+
+        Rows of `locked` keys are locked even if their classes do not allow it.
 
         Args:
-            facts_of: The facts of a table.
+            facts_of: Returns the facts of a table.
         """
         session = _session_on(self._connection)
         is_hidden = not is_listened_to(session, _AT_LOAD)
@@ -252,7 +276,7 @@ class PreloadedEntities:
         )
         if is_hidden:
             found += _load_others([key for key in missing if self._oid(key.entity, facts_of) is not None], found, load)
-        # The entities belong to no session now: the job's own session takes them in.
+        # The entities belong to no session now: the job's own session adds them.
         session.expunge_all()
         session.close()
         for entity in found:
@@ -281,7 +305,7 @@ def _by_entity(keys: Iterable[EntityKey]) -> dict[Any, list[tuple[object, ...]]]
 
 
 def _load_others(keys: Iterable[EntityKey], loaded: list[object], load: Load) -> list[object]:
-    """Load the entities that are not loaded yet."""
+    """Load the entities of those keys that are not among the `loaded` ones, and return them."""
     here = {(type(entity), _identity_of(entity)) for entity in loaded}
     wanted = _by_entity(key for key in keys if (key.entity, key.identity) not in here)
     found: list[object] = []
@@ -292,7 +316,7 @@ def _load_others(keys: Iterable[EntityKey], loaded: list[object], load: Load) ->
 
 
 def _into(session: Session) -> Load:
-    """Return a function that loads entities into a session."""
+    """Return a function that loads entities of one class by their primary keys into this session, and returns them."""
     return lambda entity, identities, locks: [
         *session.scalars(_by_keys(entity, locks), _parameters(identities)).unique()
     ]
@@ -304,13 +328,16 @@ def _parameters(identities: list[tuple[object, ...]]) -> dict[str, list[Any]]:
 
 
 def _locked_table(entity: type[object]) -> Any:
-    # With joined tables, the row of the base table is locked.
+    # With joined-table inheritance, the row of the base table is locked.
     return mapper_of(entity).base_mapper.local_table
 
 
 @lru_cache(256)
 def _by_key(entity: Any, *, locks: bool) -> Select[Any]:
-    """The columns of the row with this primary key, FOR NO KEY UPDATE if it is to be locked. Index: the primary key."""
+    """Return a SELECT of the columns of the row with one key, FOR NO KEY UPDATE if it is to be locked.
+
+    Index: the primary key.
+    """
     (key,) = mapper_of(entity).primary_key
     statement = select(*columns_of(entity)).where(key == bindparam("outboxq_key", type_=key.type))
     return statement.with_for_update(key_share=True) if locks else statement
@@ -318,11 +345,11 @@ def _by_key(entity: Any, *, locks: bool) -> Select[Any]:
 
 @lru_cache(256)
 def _by_keys(entity: Any, locks: bool, *, as_columns: bool = False) -> Select[Any]:
-    """The rows with these primary keys. Index: the primary key.
+    """Return a SELECT of the rows with these primary keys. Index: the primary key.
 
     Args:
-        locks: FOR NO KEY UPDATE in the order of their keys: each is locked as it leaves the sort.
-        as_columns: The columns, and not the entities.
+        locks: True to lock the rows FOR NO KEY UPDATE, in the order of their keys.
+        as_columns: True to select columns, and not entities.
     """
     mapper = mapper_of(entity)
     statement = _with_keys(select(*columns_of(entity)) if as_columns else select(entity), mapper)
@@ -335,14 +362,17 @@ def _with_keys(statement: Select[Any], mapper: Mapper[Any]) -> Select[Any]:
     first, *others = mapper.primary_key
     array = _array_of(mapper)
     if array is not None:
-        # One statement for any number of keys; a list would be another for each number.
+        # One statement for any number of keys; a list of parameters would make one for each number.
         return statement.where(first == any_(bindparam("outboxq_keys", type_=array)))
     keys = tuple_(first, *others) if others else first
     return statement.where(keys.in_(bindparam("outboxq_keys", expanding=True)))
 
 
 def _array_of(mapper: Mapper[Any]) -> TypeEngine[Any] | None:
-    """The type of an array of keys; None if there is none, or a key may be equal here and not on the server."""
+    """Return the SQL type of an array of a class's primary keys, so that one parameter can hold many keys.
+
+    Return None if the key has several columns, or if keys that Python considers different may be equal on the server.
+    """
     first, *others = mapper.primary_key
     return None if others else key_array(first.type)
 
@@ -354,6 +384,6 @@ def _has_plain_keys(entity: Any) -> bool:
 
 @lru_cache(256)
 def _lock_by_keys(entity: Any) -> Select[Any]:
-    """The locks of `_by_keys` in the same order, for several classes of one table, loading nothing."""
+    """Return a SELECT that locks rows in the order of `_by_keys` without loading, for several classes of one table."""
     base = mapper_of(entity).base_mapper
     return _with_keys(select(*base.primary_key), base).order_by(*base.primary_key).with_for_update(key_share=True)

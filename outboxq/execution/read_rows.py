@@ -1,6 +1,6 @@
-"""Read rows: entities of plain classes, read on the driver's cursor, and in no session yet.
+"""Reads entities of plain classes on the driver's cursor, which is faster than a session; they are in no session yet.
 
-Each is as a session's SELECT would have made it. `attach` puts it into its session.
+Each entity equals the one that a session's SELECT would have made. `attach` puts it into its session.
 """
 
 from collections.abc import Callable, Mapping
@@ -21,22 +21,22 @@ from outboxq.handlers.row_writes import is_sqlalchemy_type
 _LAZY = (True, "select", "raise", "raise_on_sql", "dynamic", "write_only")
 # The strategy of a column that is loaded with its row.
 _WITH_THE_ROW = (("deferred", False), ("instrument", True))
-# Users' listeners for these see an entity come into a session.
+# Users' listeners for these events see an entity enter a session.
 _AT_ATTACH: Listeners = attrgetter("before_attach", "after_attach", "detached_to_persistent")
 
 
 def mapper_of(entity: type[object]) -> Mapper[Any]:
-    """Return the mapper of a class that is mapped."""
+    """Return SQLAlchemy's mapper of a mapped class."""
     mapper = entity_mapper(entity)
     assert mapper is not None
     return mapper
 
 
 def is_readable(entity: Any, *, own_types: bool = False) -> bool:
-    """Return True if entities of a class are made of columns of their own table alone, and no code runs at their load.
+    """Return True if a class's entities consist of columns of one table, and no code runs when they are loaded.
 
     Args:
-        own_types: All columns have SQLAlchemy's own types: others run code of the user's.
+        own_types: True if all columns must have SQLAlchemy's own types: other types run users' code.
     """
     hooks = mapper_of(entity).class_manager.dispatch
     return _is_plain(entity) and not (hooks.load or hooks.refresh) and (not own_types or _has_own_types(entity))
@@ -67,7 +67,9 @@ def _has_own_types(entity: Any) -> bool:
 def read_rows(
     connection: Connection, entity: Any, statement: Select[Any], parameters: Mapping[str, object]
 ) -> list[object]:
-    """Make entities of a readable class, with a key of one column, of the rows of a SELECT of its `columns_of`.
+    """Execute a SELECT of a class's `columns_of`, and return an entity for each row, in no session.
+
+    The class must pass `is_readable`, and have a primary key of one column.
 
     Raises:
         sqlalchemy.exc.DBAPIError: the SELECT failed.
@@ -79,12 +81,16 @@ def read_rows(
 
 @lru_cache(256)
 def columns_of(entity: Any) -> tuple[Column[Any], ...]:
-    """The columns of a readable class, in the order of its attributes."""
+    """Return the columns of a readable class, in the order of its attributes."""
     return tuple(attribute.columns[0] for attribute in mapper_of(entity).column_attrs)  # type: ignore[misc]  # `_is_plain` has found that each is a Column
 
 
 class _Maker(NamedTuple):
-    """The names of a row's values, conversions of some of them, and the name of its key."""
+    """A class's instructions for making an entity from a row.
+
+    They are the names of its attributes in the order of the columns, conversions of values, and the attribute of its
+    key.
+    """
 
     mapper: Mapper[Any]
     names: tuple[str, ...]
@@ -127,12 +133,12 @@ def attach(session: Session, entity: object) -> object:
     session.connection()
     state = instance_state(entity)
     if is_listened_to(session, _AT_ATTACH):
-        # Else it would belong to the session as it was before it was open.
+        # Otherwise it would belong to the state of the session before it was opened.
         state.session_id = None
-        # As add(), without its search for related objects: none were loaded.
+        # As add(), without searching for related objects, since none were loaded.
         session._save_or_update_impl(state)  # noqa: SLF001  # what add() calls
     else:
-        # All that it would do to an entity that is new here.
+        # These are all steps of add() for an entity that is new here.
         session.identity_map.add(state)
         state.session_id = session.hash_key
     return entity

@@ -1,6 +1,6 @@
-"""Recovery: find out what was committed of a failed batch, and leave no job lost, doubled or uncounted.
+"""Recovery: determines what was committed of a failed batch, so that no job is lost, doubled or uncounted.
 
-This module alone decides on an error of a claim or a batch, by the error and by how far the batch had come.
+Only this module decides how to go on after an error of a claim or a batch, by the error and the progress of the batch.
 """
 
 from collections.abc import Iterator
@@ -44,20 +44,22 @@ from outboxq.statements.settle import postpone as postponed
 # The time and the interval of queries for the end of a transaction whose connection the relay has closed.
 _OUTCOME_SECONDS, _RETRY_SECONDS = 10.0, 0.005
 POSTPONED = timedelta(minutes=5)
-# The number of jobs of each sort that are compared with one that cannot be claimed.
+# The number of jobs of each sort that are compared with a job that cannot be claimed.
 _COMPARED = 10
 
 
 def recover_claim(connection: Connection, request: ClaimRequest, error: BaseException, schema: str) -> Ended:
-    """Clear the marks of a claim that failed: no job had run. Return no report if it would fail again.
+    """Clear the marks of a claim that failed before any job ran; return its end, with no report if it would fail again.
 
-    If one row of several made it fail, the next claims take one job each, until one of them fails for that row.
+    A claim that fails leaves marks in rows, as the claim of a dead relay does. If one row of several caused the
+    failure, the next claims take one job each, until one of them fails on that row; its job is then made a dead letter
+    or put off.
     """
     if request.failed(error):
         # The next claim is sent in another way.
         return Ended(BatchReport(0, ()))
     was_too_large = sqlstate_of(error) == QUERY_CANCELED
-    # If the cause makes these fail too, the claim's own error counts.
+    # If the cause makes these claims fail too, the claim's own error counts.
     with suppress(psycopg.Error, SQLAlchemyError):
         picked = _forgive(connection, request)
         if request.limit > 1 and is_of_a_row(error):
@@ -71,7 +73,10 @@ def recover_claim(connection: Connection, request: ClaimRequest, error: BaseExce
 
 
 def _alike(connection: Connection, request: ClaimRequest) -> Iterator[tuple[AnyScript, UUID]]:
-    """Find jobs that could be claimed in the same way, each with its claim."""
+    """Yield jobs to compare with one that cannot be claimed, each as a script that claims it, and its id.
+
+    They are at most `_COMPARED` jobs of each sort of the queue; marks of rolled back claims in their rows are cleared.
+    """
     for script in request.alike:
         for job_id in _forgive(connection, ClaimRequest(script, _COMPARED)):
             yield script, job_id
@@ -83,19 +88,19 @@ def _forgive(connection: Connection, request: ClaimRequest) -> list[UUID]:
 
 
 def recover(connection: Connection, batch: BatchState, error: BaseException, runtime: Runtime) -> Ended:
-    """Find out what was committed of a batch that ended in `error`, and settle the rest.
+    """Determine what was committed of a batch that ended in `error`, and settle its other jobs; return the batch's end.
 
     Args:
-        connection: A working one: the batch's own, or a new one if that was lost.
+        connection: A working connection: the batch's own, or a new one if that was lost.
 
     Raises:
         ConnectionLost: the server has not noticed yet that the transaction's connection is gone.
-        Abandoned: the relay has taken the batch away.
+        Abandoned: the relay has taken the batch away from its slot.
     """
     batch.owner.begin_recovery()
     end_transaction(connection)
     ended = _recover(connection, batch, error, runtime)
-    # In any case: some jobs may have ended.
+    # Done in any case, because some jobs may have ended.
     return replace(ended, left=tuple(steps_of(batch, (), runtime)))
 
 
@@ -108,7 +113,7 @@ def _recover(connection: Connection, batch: BatchState, error: BaseException, ru
         case TransactionEscaped():
             return _recover_escaped(connection, batch, error, runtime)
         case ConnectionSpoiled():
-            # The relay has closed the connection: the server will see it soon.
+            # The relay has closed the connection: the server will notice it soon.
             outcome = find_outcome_soon(connection, batch)
         case _:
             outcome = find_outcome(connection, batch)
@@ -116,33 +121,33 @@ def _recover(connection: Connection, batch: BatchState, error: BaseException, ru
         return Ended(outcome)
     match error:
         case WritesRefused() if batch.late_result is None:
-            # The claim was written: behind a pooler another connection may lead to the primary again.
+            # The claim was written: behind a pooler, another connection may lead to the primary again.
             return Ended(BatchReport(1, release(connection, batch.job)))
         case ConnectionLost() if batch.late_result is not None:
-            # A leased job whose handler wrote nothing, and had ended when its connection turned out to be gone.
+            # A leased job whose handler wrote nothing, and had ended when its connection turned out to be lost.
             return Ended(record_result(connection, batch, batch.job, batch.late_result, runtime))
         case ConnectionSpoiled() if batch.running.together == 1:
             return Ended(record_result(connection, batch, batch.job, error.failed, runtime, batch.claimed_ids))
         case ConnectionLost() if not isinstance(error, ConnectionSpoiled):
-            # A job that caused the loss shows when it runs alone; in transaction mode by its claim's mark.
+            # A job that caused the loss is found when it runs alone; in transaction mode, by its claim's mark.
             return Ended(take_back_lost(connection, batch.job, runtime) if batch.is_leased else None)
     return _recover_rolled_back(connection, batch, error, runtime)
 
 
 def _recover_rolled_back(connection: Connection, batch: BatchState, error: BaseException, runtime: Runtime) -> Ended:
-    """Recover a batch that was rolled back: a lone job's attempt has failed, several jobs run one by one next."""
+    """Recover a batch that was rolled back: record a failed attempt of a lone job; several jobs run one by one next."""
     if not batch.is_leased:
         with connection.begin():
             clear_marks(connection, runtime.schema, batch.claimed_ids)
     if not batch.is_lone:
-        # The jobs shared a transaction, so the one at fault is not known.
+        # The jobs shared a transaction, so the faulty one is not known.
         return Ended(None, run_alone=len(batch.jobs))
     if isinstance(batch.decided.get(batch.job.id), SettledByClaim):
         # It has not run, and waits as before; the slot pauses.
         raise error
     if runtime.handler_of(batch.job) is None or sqlstate_of(error) == LOCK_NOT_AVAILABLE:
-        # A job of an unknown kind that could not be parked; or one whose COMMIT got no lock, while another COMMIT that
-        # notifies hangs.
+        # Either a job of an unknown kind that could not be parked, or one whose COMMIT got no lock while another COMMIT
+        # that notifies hangs.
         report = postpone(connection, batch.job, runtime)
     else:
         report = record_result(connection, batch, batch.job, runtime.describe(error, batch.job), runtime)
@@ -152,8 +157,8 @@ def _recover_rolled_back(connection: Connection, batch: BatchState, error: BaseE
 def _recover_escaped(connection: Connection, batch: BatchState, escaped: TransactionEscaped, runtime: Runtime) -> Ended:
     """Recover after a handler ended the transaction: jobs whose rows may be committed never run again.
 
-    Between that handler's COMMIT and ours the jobs after it are in no table. If this process or the server dies then,
-    they are lost; only a handler that commits on the driver's own connection causes that.
+    Between that handler's COMMIT and the recovery's, the jobs after it are in no table. If this process or the server
+    dies in between, they are lost; only a handler that commits on the driver's own connection causes that.
     """
     failed = runtime.redacted(escaped.job, escaped.failed)
     try:
@@ -162,11 +167,11 @@ def _recover_escaped(connection: Connection, batch: BatchState, escaped: Transac
     except LeftPrepared as left:
         return Ended(leave_prepared(connection, batch, failed, left))
     if batch.running.together > 1:
-        # One handler ran several jobs: the one for which it ended the transaction is not known.
+        # One handler ran several jobs, and the one for which it ended the transaction is not known.
         with connection.begin():
             clear_marks(connection, runtime.schema, batch.claimed_ids)
         return Ended(None, run_alone=len(batch.jobs))
-    # Rolled back: every job waits again, and the handler's job is charged.
+    # Rolled back: every job waits again, and the attempt of the handler's job is counted.
     try:
         events = _settle_anew(connection, batch, escaped.job, escaped.failed, runtime, batch.claimed_ids)
     except LeaseLost:
@@ -176,7 +181,13 @@ def _recover_escaped(connection: Connection, batch: BatchState, escaped: Transac
 
 
 def find_outcome_soon(connection: Connection, batch: BatchState) -> BatchReport | None:
-    """Find out what was committed, once the server has ended the transaction."""
+    """Call `find_outcome`, again until the server has ended the batch's transaction; return its report, or None.
+
+    None means that nothing was committed.
+
+    Raises:
+        ConnectionLost: the server has not ended the transaction within `_OUTCOME_SECONDS`.
+    """
     deadline = clock() + _OUTCOME_SECONDS
     while True:
         try:
@@ -195,12 +206,13 @@ def record_result(
     runtime: Runtime,
     cleared: tuple[UUID, ...] = (),
 ) -> BatchReport:
-    """Settle a job of a batch that was rolled back, or never began, in its own transaction.
+    """Settle a job by its result in a separate transaction, because its batch's was rolled back or never began.
 
-    Another relay may have taken the job by now. If the job cannot be settled, it is put off.
+    If another relay has taken the job by now, nothing is written. If the job cannot be settled, it is put off.
 
     Args:
-        cleared: The ids of jobs whose marks are cleared too, because their claim was rolled back on purpose.
+        cleared: The ids of jobs whose claim was rolled back on purpose. The marks that it left in their rows are
+            cleared too: relays would take these for jobs whose relay died.
     """
     try:
         return BatchReport(1, _settle_anew(connection, batch, job, result, runtime, cleared))
@@ -208,7 +220,7 @@ def record_result(
         end_transaction(connection)
         return BatchReport(1, (JobLeaseLost(job),))
     except (psycopg.Error, SQLAlchemyError) as error:
-        # If the connection is lost or leads to a standby, the slot recovers on another.
+        # If the connection is lost or leads to a standby, the slot recovers on another one.
         if is_lost(connection) or sqlstate_of(error) == READ_ONLY:
             raise
         end_transaction(connection)
@@ -216,10 +228,11 @@ def record_result(
 
 
 def postpone(connection: Connection, job: Job, runtime: Runtime, batch: tuple[UUID, ...] = ()) -> BatchReport:
-    """Put off a job that can be neither settled nor parked, with no attempt counted.
+    """Put off, by `POSTPONED`, a job that can be neither settled nor left to another relay; no attempt is counted.
 
     Args:
-        batch: The ids of jobs whose marks are cleared with it, because their claim was rolled back on purpose.
+        batch: The ids of jobs whose claim was rolled back on purpose. The marks that it left in their rows are cleared
+            too: relays would take these for jobs whose relay died.
     """
     with connection.begin():
         clear_marks(connection, runtime.schema, batch)
@@ -230,12 +243,16 @@ def postpone(connection: Connection, job: Job, runtime: Runtime, batch: tuple[UU
 def _settle_anew(
     connection: Connection, batch: BatchState, job: Job, result: Result, runtime: Runtime, cleared: tuple[UUID, ...]
 ) -> tuple[Event, ...]:
-    """Settle a job whose transaction was rolled back; return no events if another relay has taken it."""
-    # Jobs that a leased run has taken along are gone for good; others wait again, as their claim was rolled back.
+    """Settle a job whose transaction was rolled back, in a new one that claims it again unless it is leased; commit.
+
+    Return the events; none if another relay has taken the job.
+    """
+    # Jobs that a leased run has merged are gone for good; others wait again, because their claim was rolled back.
     taken_along = batch.stands_for if batch.is_leased else {}
     with connection.begin():
         if job.lease_token is None:
-            # In the transaction that charges the job: between two transactions another slot could take it uncharged.
+            # In the same transaction as the job's settlement: between two transactions another slot could take it
+            # uncounted.
             clear_marks(connection, runtime.schema, cleared)
             again = claim_one(connection, runtime.schema, str(job.id))
             if not again.jobs or again.transaction is None:

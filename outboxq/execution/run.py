@@ -1,6 +1,6 @@
-"""Run a claimed batch: its jobs together if their handlers allow it, else one by one. Nothing is committed here.
+"""Run: the jobs of a claimed batch, together if their handlers allow it, else one by one. Nothing is committed here.
 
-The outcome of each job is written in the batch's transaction; its event becomes true when that is committed.
+The outcome of each job is written in the batch's transaction; its event is published when that is committed.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,26 +32,26 @@ from outboxq.handlers.handler import AnyHandler
 from outboxq.job import Job
 from outboxq.statements.transaction import TIMEOUTS_OFF, local_timeouts, restored
 
-# A deadlock or a serialization failure is repeated at once and for free this often; then it counts as an attempt.
+# A deadlock or a serialization failure is repeated at once, without counting, this often; later ones count as attempts.
 FREE_RETRIES = 5
 _PUT_OFF = (JobRetried, JobSnoozed)
 _AS_IT_IS = nullcontext()
 
 
 def run(connection: Connection, batch: BatchState, runtime: Runtime, handlers: Handlers, *, shared: bool) -> None:
-    """Run each job of a claimed batch that is not decided, and write the outcomes of all.
+    """Run each job of a claimed batch whose result is not decided without a run, and write the outcomes of all jobs.
 
     Args:
         handlers: Handlers by kind, from `decide`.
-        shared: Jobs share the transaction, so that each is checked by itself.
+        shared: True if jobs share the transaction, so that the deferred constraints are checked after each of them.
 
     Raises:
         ConnectionLost: the transaction is gone with its connection.
         TransactionEscaped: a handler ended the transaction.
-        BatchDeadlocked: the jobs are to run alone, from their claims on.
+        BatchDeadlocked: the batch must be rolled back, and its jobs claimed again and run alone.
         LeaseLost: another relay may have the job.
     """
-    # The transaction is new, or back at the end of the claim.
+    # The transaction is new, or went back to the end of the claim.
     guard = runtime.guard
     guard.is_altered, guard.added, guard.collects = False, {}, True
     begin = partial(_begin, connection, batch, shared=shared)
@@ -64,21 +64,21 @@ def run(connection: Connection, batch: BatchState, runtime: Runtime, handlers: H
             _run_several(connection, batch, runtime, handlers, begin)
     finally:
         guard.collects = False
-        # Also after interrupted handlers.
+        # This also runs after interrupted handlers.
         guard.take_back()
 
 
 def _run_several(
     connection: Connection, batch: BatchState, runtime: Runtime, handlers: Handlers, begin: Callable[[], str | None]
 ) -> None:
-    """Run the jobs of a batch in the order of its plan."""
+    """Run the jobs of a batch as `plan_segments` arranges them, some of them together, and write their outcomes."""
     locks, segments, decided_before = Locks(), plan_segments(batch, handlers), len(batch.decided)
     batch.tries.together = len(segments) == 1 and segments[0].kind != "alone"
     if not batch.tries.together:
         # Jobs that all run together lock rows when they load them.
         _lock_rows(connection, batch, runtime, handlers, locks)
     for segment in segments:
-        # A shared run finds its events by place, and jobs that are given back have none.
+        # A shared run finds its events by position, and jobs that are given back have none.
         may_run_together = segment.kind != "alone" and len(batch.decided) == decided_before
         if may_run_together and _run_together(connection, batch, runtime, handlers, segment, locks):
             continue
@@ -94,7 +94,7 @@ def _run_several(
             batch.running.position = position
             result = _run_alone(connection, batch, job, runtime, handlers, begin, shared=True)
             if isinstance(result, Failed) and result.transient and result.sqlstate == DEADLOCK:
-                # COMMIT is not sent: the claim goes back with all that the jobs wrote.
+                # COMMIT is not sent: the claim is undone with everything that the jobs wrote.
                 raise BatchDeadlocked
             settle_alone(connection, batch, job, runtime, result)
 
@@ -102,10 +102,13 @@ def _run_several(
 def _run_together(
     connection: Connection, batch: BatchState, runtime: Runtime, handlers: Handlers, segment: Segment, locks: Locks
 ) -> bool:
-    """Run the jobs of a segment together; return False if all are undone, and each is to run alone."""
+    """Run the jobs of a segment (consecutive jobs of the batch) together; return False if all are undone.
+
+    The caller then runs each alone.
+    """
     longest = runtime.registry.timeout_seconds(batch.queue)
     if batch.running.timeout_seconds != longest:
-        # The job before ran alone, under a deadline of its own.
+        # The previous job ran alone, under its own deadline.
         _set_timeout(connection, batch, longest, shared=True)
     if segment.kind == "shared":
         is_run = run_shared(connection, batch, runtime, segment, locks)
@@ -113,7 +116,7 @@ def _run_together(
         is_run = _call_batch_handler(connection, batch, runtime, segment, locks)
     if not is_run:
         batch.tries.together = False
-        # Undoing a segment releases its locks; undoing the first releases all.
+        # Undoing a segment releases its locks; undoing the first segment releases all.
         locks.forget()
         _lock_rows(connection, batch, runtime, handlers, locks)
     return is_run
@@ -137,9 +140,9 @@ def _call_batch_handler(
 
 
 def _lock_rows(connection: Connection, batch: BatchState, runtime: Runtime, handlers: Handlers, locks: Locks) -> None:
-    """Lock the rows that the handlers of several jobs want locked, before the first of them runs.
+    """Lock the rows of all `Locked` arguments of the batch's jobs, before the first job runs.
 
-    All in one order: else two batches with common rows could wait for each other.
+    All are locked in one order: else two batches with common rows could wait for each other.
     """
     locking = {
         kind: found
@@ -153,7 +156,8 @@ def _lock_rows(connection: Connection, batch: BatchState, runtime: Runtime, hand
     try:
         lock_ahead(connection, keys, locks)
     except BaseException as error:
-        # Each job locks its own rows when it runs, and fails alone if it cannot: also for a listener of the user's.
+        # Each job locks its own rows when it runs, and fails alone if it cannot, for example because of a user's
+        # listener.
         if is_lost(connection) or batch.transaction is None or not runtime.is_failure(error):
             raise
         run_script(connection, f"ROLLBACK TO SAVEPOINT {batch.transaction.inner_savepoint}")
@@ -164,7 +168,7 @@ def _locked_keys(handler: AnyHandler, job: Job, runtime: Runtime) -> Sequence[En
     try:
         return [key for key in entity_keys([handler.signature().decode(job.args)]) if key.locked]
     except BaseException as error:
-        # Users' own types raise what they like; the error is recorded when the job runs.
+        # Users' own types may raise anything; the error is recorded when the job runs.
         if not runtime.is_failure(error):
             raise
         return []
@@ -180,8 +184,11 @@ def _run_alone(
     *,
     shared: bool,
 ) -> Result:
-    """Run the handler of one job, again after a deadlock; return the last result, or the decided one."""
-    # First: the event of a job that does not run must not have the time of the job before.
+    """Run the handler of one job, and again after a failure such as a deadlock; return the last run's result.
+
+    A job whose result was decided without a run is not run: that result is returned.
+    """
+    # First: the event of a job that does not run must not have the previous job's time.
     batch.running.begin()
     decided = batch.decided.get(job.id) if batch.decided else None
     if decided is None and (batch.expires or runtime.orders.cancelled):
@@ -201,7 +208,14 @@ def _run_alone(
 
 
 def attempt(batch: BatchState, runtime: Runtime, make: Callable[[], Attempt]) -> AttemptResult:
-    """Run a job's attempt, again after a deadlock or a serialization failure; return the last result."""
+    """Run a job's attempt, and again up to `FREE_RETRIES` times after a transient failure; return the last result.
+
+    Such a failure is a deadlock, a serialization failure, or that of an outdated prepared statement. After a deadlock
+    in a batch of several jobs, the job runs again only once.
+
+    Args:
+        make: Makes a new attempt of the job; called for each run.
+    """
     if batch.running.deadline is None and batch.running.timeout_seconds is not None:
         batch.running.begin_deadline()
     free_retries, prepares = FREE_RETRIES, True
@@ -214,43 +228,52 @@ def attempt(batch: BatchState, runtime: Runtime, make: Callable[[], Attempt]) ->
                 return result
             free_retries -= 1
             if result.prepared:
-                # Else the driver would execute it again, by its name, on this connection: also for the next jobs.
+                # Otherwise the driver would execute the prepared statement again on this connection, for the next jobs
+                # too.
                 prepares, each.guard.left = False, each.guard.left or "stale prepared statement"
             if result.error is not None:
-                # No hook receives it.
+                # No hook receives this error.
                 drop_tracebacks(result.error)
             if result.sqlstate == DEADLOCK and not batch.is_lone:
-                # Other jobs of the batch may hold what it waits for, up to COMMIT.
+                # Other jobs of the batch may hold the locks that it waits for, up to COMMIT.
                 free_retries = 0
     finally:
         batch.running.end_call()
 
 
 def _set_timeout(connection: Connection, batch: BatchState, seconds: float | None, *, shared: bool) -> None:
-    """Set the deadline of one handler: the transaction has its queue's longest, or the last job's."""
+    """Set a handler's deadline as the transaction's statement timeout, in place of that of the queue or the last job.
+
+    Args:
+        seconds: The deadline; None for none.
+        shared: False for a lone job.
+    """
     if batch.transaction is not None:
         settings, inner = local_timeouts(seconds) or TIMEOUTS_OFF, batch.transaction.inner_savepoint
-        # For a lone job, before the inner savepoint: a rollback to it must not undo the settings.
+        # For a lone job, before the inner savepoint, because a rollback to it must not undo the settings.
         around = () if shared else (f"RELEASE SAVEPOINT {inner}", f"SAVEPOINT {inner}")
         run_script(connection, *around[:1], *settings, *around[1:])
     batch.running.timeout_seconds = seconds
 
 
 def _begin(connection: Connection, batch: BatchState, *, shared: bool) -> str | None:
-    """Begin the batch's transaction; return its inner savepoint, which a lone job uses as its own, or None."""
+    """Begin the batch's transaction, unless it has begun.
+
+    Return the name of its inner savepoint, if a lone job uses it as its own; None if jobs share the transaction.
+    """
     transaction = batch.begin(connection)
     return None if shared else transaction.inner_savepoint
 
 
 def settle_alone(connection: Connection, batch: BatchState, job: Job, runtime: Runtime, result: Result) -> None:
-    """Write the outcome of a job that ran, or was decided."""
+    """Write the outcome of one job that ran by itself, or was decided without a run; add its event to the batch."""
     if isinstance(result, SettledByClaim):
         return
     seconds = batch.running.end()
     if job.lease_token is not None and not batch.was_begun:
-        # The handler worked outside the database: its result must outlive a lost connection.
+        # The handler worked outside the database: its result must survive a lost connection.
         batch.late_result = result
-    # Also if it has begun: the relay may have taken the batch away meanwhile, and then no other of its jobs begins.
+    # Even if it has begun: the relay may have taken the batch away, and then no other job of it begins.
     batch.begin(connection)
     batch.late_result = None
     _restore(connection, batch, runtime)
@@ -265,7 +288,7 @@ def settle_alone(connection: Connection, batch: BatchState, job: Job, runtime: R
 
 
 def _restore(connection: Connection, batch: BatchState, runtime: Runtime) -> None:
-    """Undo the settings of a handler in the transaction, if any: our statements need our role and our deadlines.
+    """Undo the settings that a handler changed in the transaction, such as its role, for the relay's own statements.
 
     Raises:
         TransactionEscaped: the handler had ended the transaction.
@@ -275,19 +298,20 @@ def _restore(connection: Connection, batch: BatchState, runtime: Runtime) -> Non
     if transaction is None or not (guard.is_altered or guard.left):
         return
     if not batch.was_begun and is_listened_to(connection):
-        # A listener of the user's may have set the transaction's role, which was not recorded.
+        # A user's listener may have set the transaction's role, which was not recorded.
         return
     script = restored(transaction.inner_savepoint, batch.running.timeout_seconds, is_noted=batch.was_begun)
     try:
         run_script(connection, script)
     except psycopg.Error as error:
         if is_lost(connection):
-            raise ConnectionLost("the connection was lost behind a handler") from error
+            raise ConnectionLost("the connection was lost after a handler") from error
         if error.sqlstate not in ESCAPED:
             raise
         if batch.is_leased:
-            # What settles the job would be outside of the transaction, and may wait for one that the handler prepared.
+            # The statements that settle the job would run outside the transaction, and might wait for one that the
+            # handler prepared.
             raise TransactionEscaped(batch.job, runtime.describe(TransactionEndedByHandler(), batch.job)) from error
-        # COMMIT finds the same, and the job at fault.
+        # COMMIT detects the same, and the faulty job.
         return
     guard.is_altered = False

@@ -1,4 +1,4 @@
-"""The runtime of handlers: all that they need except jobs, fixed for a slot's connection."""
+"""The runtime: everything that running a job needs except the job; the same as long as a slot's connection lives."""
 
 import asyncio
 from collections.abc import Callable
@@ -37,7 +37,7 @@ _SHARED = (
 
 @dataclass(frozen=True, slots=True)
 class UnknownKindResult:
-    """No handler here can run this kind in this slot, or the kind is paused."""
+    """The job does not run, and waits for a later try: no handler of this slot can run its kind, or that is paused."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,12 +52,12 @@ class ExpiredResult:
 
 @dataclass(frozen=True, slots=True)
 class GivenBack:
-    """An earlier job of the batch was put off, and holds this one up: it waits again as it was."""
+    """The job waits again, unchanged: an earlier job of its batch and group was put off, and holds up the group."""
 
 
 @dataclass(frozen=True, slots=True)
 class SettledByClaim:
-    """The job's claim has settled it: another job runs for it, or it was put back until its key's next window."""
+    """The job's claim has settled it: it was merged into another, or waits for its key's next period (`every`)."""
 
 
 Result: TypeAlias = Outcome | Failed | UnknownKindResult | CancelledResult | ExpiredResult | GivenBack | SettledByClaim
@@ -65,11 +65,11 @@ Result: TypeAlias = Outcome | Failed | UnknownKindResult | CancelledResult | Exp
 
 @dataclass(slots=True, eq=False)
 class Orders:
-    """The orders of operators; replaced by the relay's polls, and read by its slots without a lock.
+    """Operators' orders to a relay. Its polls of the database set the attributes; its slots read them without a lock.
 
     Attributes:
-        cancelled: Jobs that had a cancellation at the relay's last poll. The transaction that ends the job checks if it
-            still exists.
+        cancelled: Jobs that had a cancellation at the relay's last poll. The transaction that ends the job checks if
+            the cancellation still exists.
         paused: Kinds, each with its queue, that are not to be run.
     """
 
@@ -77,20 +77,20 @@ class Orders:
     paused: AbstractSet[tuple[str, str]] = frozenset()
 
     def known_kinds(self, queue: str, kinds: tuple[str, ...]) -> tuple[str, ...]:
-        """Return the kinds that are not paused in a queue."""
+        """Return those of `kinds` that are not paused in a queue."""
         return tuple(kind for kind in kinds if (queue, kind) not in self.paused) if self.paused else kinds
 
 
 @dataclass(slots=True, eq=False)
 class Runtime(JudgesFailures):
-    """All that executing needs except the job, fixed for the life of a slot's connection.
+    """Everything that running a job needs except the job itself; the same as long as a slot's connection lives.
 
     Args:
         is_interruption: Returns True for an error of a handler that is the relay's own interruption.
-        notes: The progress of handlers; None if it is not recorded.
+        notes: Receives the progress of handlers; None if progress is not recorded.
         prepared_rows: The connection's prepared INSERT of finished rows.
-        coalesces: Claimed jobs of a key take along what waits for it.
-        has_citus: A job may be seen before the rows of the transaction that added it.
+        coalesces: True if waiting jobs are merged into claimed jobs of the same coalescing key.
+        has_citus: True if a job may be visible before the rows of the transaction that added it.
     """
 
     registry: Registry
@@ -111,25 +111,25 @@ class Runtime(JudgesFailures):
     coalesces: bool = True
 
     def absent(self, connection: Connection, job: Job) -> None:
-        """Check if the missing row of an entity argument may come later.
+        """Put a job off, by an error, if the missing row of its entity argument may come later (on Citus).
 
         Raises:
-            RowsMayBeLate: it may.
+            RowsMayBeLate: the row may come later.
         """
         if self.has_citus:
             wait_while_young(connection, job)
 
     def effect_access(self, handler: AnyHandler, job: Job) -> EffectAccess | None:
-        """The job's access to effects (`ctx.once`); None if this relay cannot call effects."""
+        """Return the object by which the job's handler calls effects (`ctx.once`); None if this relay cannot."""
         if self.caller is None:
             return None
-        # Refused also for a lone job: a handler must not depend on how busy its queue is.
+        # Refused even for a lone job: a handler must not depend on how busy its queue is.
         is_shared = job.queue in self.sharing_queues and job.lease_token is None
         retention, refusal = partial(self._retention, handler, job), _SHARED if is_shared else None
         return EffectAccess(self.caller, retention, refusal, partial(self._describe_call, job))
 
     def _describe_call(self, job: Job, error: BaseException) -> str:
-        """Describe an error of an effect's call: its class, its text as the job's handler wants it kept, its line."""
+        """Describe the error of an effect's call in one line: class, text if the handler's `messages` allow, place."""
         record = self.redacted(job, self.describe(error, job)).record
         line = f" ({record.where[-1]})" if record.where else ""
         return storable(f"{record.type}{record.message and f': {record.message}'}{line}")
@@ -141,7 +141,7 @@ class Runtime(JudgesFailures):
             )
         retention = self.registry.effect_retention(scope)
         horizon = handler.retry_horizon(job.max_attempts)
-        # The relay's start checks this for the handler's own max_attempts; a job may have more attempts.
+        # The relay's start checks this for the handler's own max_attempts; a job may have a higher number.
         if retention < horizon:
             raise EffectRefused(
                 f"effects of scope {scope!r} are remembered for {spoken(retention)}, and this job may still run "
@@ -151,19 +151,19 @@ class Runtime(JudgesFailures):
         return retention
 
     def handler_of(self, job: Job) -> AnyHandler | None:
-        """The job's handler, if this slot can run it, and its kind is not paused."""
+        """Return the job's handler; None if this slot cannot run the job, or its kind is paused."""
         if self.orders.paused and (job.queue, job.kind) in self.orders.paused:
             return None
         return self.registry.by_flavour[self.invoker.flavour].get(job.kind)
 
 
 def is_cancellation(error: BaseException) -> bool:
-    """Return True if the running task is cancelled, and `error` is that cancellation, not a handler's own."""
+    """Return True if the running task is cancelled and `error` is that cancellation, not a handler's own one."""
     if not issubclass(type(error), asyncio.CancelledError):
         return False
     try:
         task = asyncio.current_task()
     except RuntimeError:
-        # No event loop in this thread: a sync handler raised it.
+        # No event loop runs in this thread: a sync handler raised it.
         return False
     return task is not None and task.cancelling() > 0

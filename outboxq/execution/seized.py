@@ -23,8 +23,8 @@ from outboxq.statements.lease import INTERRUPTED, note_interrupted
 from outboxq.statements.settle import PutBack
 from outboxq.statements.transaction import end_backend
 
-# A job that stops its relay, and does not end in the time to drain, could do so for ever; a slow one is interrupted by
-# each deployment. So often it runs again as it was, and then as a suspect.
+# A job that blocks its relay's stop could do so for ever, while a slow one is merely interrupted by each deployment. So
+# it runs again unchanged this often, and then as a suspect.
 FREE_INTERRUPTIONS = 10
 _INTERRUPTED = "its relay stopped before the job had ended"
 
@@ -32,12 +32,14 @@ _INTERRUPTED = "its relay stopped before the job had ended"
 def settle_aborted(
     connection: Connection, batch: BatchState, runtime: Runtime, failed: Failed | None, *, is_crash: bool
 ) -> BatchReport:
-    """Settle a batch that the relay took away from its slot, and whose transaction the relay has ended.
+    """Settle a batch that the relay took away from its slot, after ending its transaction.
 
     Args:
-        failed: The attempt of the job that ran; None if the relay is stopping, or the job that ran is not known.
-        is_crash: This job may be about to kill the relay: it is treated as if the relay had died, so that it runs
-            alone next, and its crash is counted then. So is one that was interrupted too often.
+        failed: The failed attempt to record for the job that ran; None if the relay is stopping, or the job that ran is
+            not known.
+        is_crash: True if the job that ran may be about to kill the relay, for example because it blocks the event loop.
+            The job is then treated as if the relay had died: it becomes a suspect, which runs alone next under a lease,
+            and that claim counts the crash. The same is done to a job that was interrupted `FREE_INTERRUPTIONS` times.
 
     Raises:
         ConnectionLost: the server has not ended the transaction yet.
@@ -51,7 +53,7 @@ def settle_aborted(
         if batch.is_leased:
             why = "the event loop was blocked while the job ran" if is_crash else _INTERRUPTED
             return take_back_lost(connection, batch.job, runtime, why)
-        # The claim's mark makes the job a suspect: the others' are cleared.
+        # The claim's mark makes this job a suspect: the marks of the others are cleared.
         running = {job.id for job in batch.running_jobs}
         with connection.begin():
             clear_marks(connection, runtime.schema, [each for each in batch.claimed_ids if each not in running])
@@ -63,9 +65,10 @@ def settle_aborted(
 
 
 def _clear_and_note(connection: Connection, batch: BatchState, runtime: Runtime) -> None:
-    """Clear the marks of a batch that was interrupted, and record that in the rows of the jobs that ran, if possible.
+    """Clear the marks that an interrupted batch's claim left in rows; record the interruption of jobs that ran.
 
-    In one transaction: another relay may take the jobs at once.
+    Relays would take marked jobs for jobs whose relay died. Both is done in one transaction, because another relay may
+    take the jobs at once. The record is left out if the server refuses it.
     """
     running = [str(job.id) for job in batch.running_jobs]
     with connection.begin():
@@ -82,9 +85,13 @@ def _clear_and_note(connection: Connection, batch: BatchState, runtime: Runtime)
 
 
 def give_back(connection: Connection, batches: Sequence[BatchState], runtime: Runtime) -> tuple[Event, ...]:
-    """Give back the leased jobs of calls that the relay has taken away, and that had no transaction, in one string.
+    """Put back leased jobs that the relay took from their slots and that had no transaction; return the events.
 
-    Jobs whose rows others hold are left to the end of the lease.
+    All are put back in one round trip, except for jobs that were interrupted `FREE_INTERRUPTIONS` times: each becomes a
+    suspect, which runs alone next. Jobs whose rows other transactions hold wait for the end of the lease.
+
+    Args:
+        batches: The batches, of one job each.
     """
     events: tuple[Event, ...] = ()
     settlements = []
@@ -115,9 +122,9 @@ def give_back(connection: Connection, batches: Sequence[BatchState], runtime: Ru
 def settle_cancelled(
     connection: Connection, batch: BatchState, cancelled: tuple[Job, ...], runtime: Runtime
 ) -> BatchReport:
-    """End the cancelled jobs of a batch that the relay took away from its slot, and whose transaction it has ended.
+    """End the cancelled jobs of a batch that the relay took away from its slot, after ending its transaction.
 
-    The other jobs of the batch wait again as they were.
+    The other jobs of the batch wait again, unchanged.
 
     Raises:
         ConnectionLost: the server has not ended the transaction yet.
@@ -132,7 +139,7 @@ def settle_cancelled(
 
 
 def end_other_transaction(connection: Connection, batch: BatchState, *, terminate: bool) -> None:
-    """Cancel the statement of a slot's backend, or terminate it, so that it writes nothing later."""
+    """Cancel the statement of the slot's server process, or terminate the process: the batch writes nothing later."""
     if batch.transaction is not None:
         with connection.begin():
             run_script(connection, end_backend(batch.transaction.pid, batch.transaction.xid, terminate=terminate))

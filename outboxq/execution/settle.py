@@ -1,8 +1,8 @@
 """Settle: the outcome of a job's attempt is written in the transaction of its handler's rows.
 
-The decision, which needs no connection, is a value; for leased jobs of many calls it can be written later, together.
-In transaction mode success writes nothing: the claim has deleted the job. Under a lease every write is refused once
-the lease was lost. `commit` commits, and checks that it did.
+The decision on the outcome needs no connection and is an object (`Settlement`), so that those of many leased jobs can
+be written later, together. In transaction mode success writes nothing: the claim has deleted the job. Under a lease
+every write is refused once the lease is lost. `commit` commits, and checks that it did.
 """
 
 from dataclasses import dataclass
@@ -58,7 +58,7 @@ _GAVE_UP_WAITING = frozenset({LOCK_NOT_AVAILABLE, QUERY_CANCELED, DEADLOCK})
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """A job that ended: its row is deleted, unless its claim has done that."""
+    """The change that ends a job without a dead letter: its row is deleted, unless the job's claim has deleted it."""
 
     job: Job
 
@@ -68,19 +68,19 @@ Change: TypeAlias = Finish | PutBack | Bury
 
 @dataclass(frozen=True, slots=True)
 class Settlement:
-    """The change to write for a job's attempt, and the event to publish once that is committed, if it has one."""
+    """The change to write for a job's attempt, and the event to publish when the change is committed, if any."""
 
     change: Change
     event: JobEvent | None
 
     @property
     def job(self) -> Job:
-        """The job, as it was claimed."""
+        """The job as it was claimed."""
         return self.change.job
 
 
 def settle_result(connection: Connection, job: Job, result: Result, runtime: Runtime, seconds: float) -> JobEvent:
-    """Write the job's outcome, and return the event to send once that is committed."""
+    """Write the job's outcome, and return the event to publish when it is committed."""
     if isinstance(result, Done):
         # In transaction mode the job's claim has removed it already.
         if job.lease_token is not None:
@@ -97,14 +97,15 @@ def settle_result(connection: Connection, job: Job, result: Result, runtime: Run
 
 
 def settlement_of(job: Job, result: Result, runtime: Runtime, seconds: float) -> Settlement | None:
-    """Decide what is to be written for a job's attempt, without a connection; None if only `settle_result` can.
+    """Return the change that ends a job's attempt, decided without a connection; None if `settle_result` must decide.
 
-    A cancelled job's request has to be queried, and the job that follows a done one has to be added.
+    That is so for a cancelled job, because the request for its cancellation must be queried, and for a done job with a
+    next job in its chain, which must be added.
     """
     if isinstance(result, CancelledResult) or (isinstance(result, Done) and THEN_HEADER in job.headers):
         return None
     if type(result) is Done:
-        # Most are, and have no text to withhold.
+        # Most attempts succeed, and have no text to withhold.
         return Settlement(Finish(job), JobDone(job, seconds))
     return _decide(job, result, runtime, seconds)
 
@@ -162,12 +163,12 @@ def _retry_or_bury(
 
 
 def _cancel(connection: Connection, job: Job, runtime: Runtime, seconds: float) -> JobEvent:
-    """End a job that was cancelled: as its request wants it, together with the request.
+    """End a cancelled job by the outcome that the request for its cancellation names, and delete the request.
 
-    A request that is gone was answered before the job came back from the dead letters, and one that is older than the
-    job was for an earlier job of its id: then the job runs again.
+    If the request is gone, it was answered before the job came back from the dead letters; if it is older than the job,
+    it was for an earlier job with the same id. In both cases the job runs again.
     """
-    # A job with a key may have taken over the time of one that was added after the request.
+    # A job with a coalescing key may have taken over the creation time of a job that was added after the request.
     created_at = job.created_at if job.unique_key is None else None
     outcome = connection.execute(cancel.take_request(job.id, created_at)).scalar_one_or_none()
     if outcome is None:
@@ -182,7 +183,7 @@ def _cancel(connection: Connection, job: Job, runtime: Runtime, seconds: float) 
 
 
 def event_of_end(job: Job, result: Done | Discard, runtime: Runtime, seconds: float) -> JobEvent:
-    """Make the event of a job that ended."""
+    """Make the event of a job that is done or was discarded."""
     if isinstance(result, Discard):
         return JobDiscarded(job, runtime.reason(result.reason, job), seconds)
     return JobDone(job, seconds, result.result if isinstance(result, DoneWithResult) else None)
@@ -194,7 +195,7 @@ def died(job: Job, reason: str, record: ErrorRecord, error: BaseException | None
 
 
 def finish(connection: Connection, job: Job) -> None:
-    """Remove a job that ended. In transaction mode its claim has removed it already.
+    """Delete the row of a leased job that ended; in transaction mode do nothing, because the claim has deleted the row.
 
     Raises:
         LeaseLost: another relay may have the job by now; nothing of this run may be committed.
@@ -204,10 +205,14 @@ def finish(connection: Connection, job: Job) -> None:
 
 
 def passes(job: Job, runtime: Runtime) -> bool:
-    """Return True if later jobs of its group go on while this one is put off. One of an unknown kind holds them up."""
+    """Return True if later jobs of the job's group may run while this job is put off; False if it has no group.
+
+    A job of a kind that cannot run here holds up its group, because only its handler's options allow later jobs to
+    pass.
+    """
     if job.group_key is None:
         return False
-    # If several jobs of a group run at a time, there is no order to keep. An operator's setting is in the table.
+    # If several jobs of a group may run at a time, there is no order to keep. An operator's setting is in the table.
     declared = runtime.registry.limits.get(job.queue)
     several = declared is not None and (declared.per_group or 1) > 1
     handler = runtime.handler_of(job)
@@ -227,12 +232,16 @@ def _park(job: Job) -> PutBack:
 
 
 def release(connection: Connection, job: Job, record: ErrorRecord | None = None) -> None:
-    """Put a job back to run at once, its attempt not counted; `record` says why it did not end, if it had begun."""
+    """Put a job back to run at once, without counting the attempt.
+
+    Args:
+        record: The reason why the job did not end, if it began; None otherwise.
+    """
     write(connection, _release(job, record))
 
 
 def park(connection: Connection, job: Job) -> None:
-    """Put a job of an unknown kind back for later, without counting an attempt."""
+    """Put a job back whose kind cannot run here, for another relay or a later try, without counting an attempt."""
     write(connection, _park(job))
 
 
@@ -242,10 +251,10 @@ def dead_letter(connection: Connection, job: Job, reason: str, record: ErrorReco
 
 
 def write(connection: Connection, change: Change) -> None:
-    """Write the change of one job.
+    """Write the change of one job: delete its row, put it back, or move it to the dead letters.
 
     Raises:
-        LeaseLost: as `finish`.
+        LeaseLost: another relay may have the job by now; nothing of this run may be committed.
     """
     job = change.job
     if isinstance(change, Finish):
@@ -265,18 +274,21 @@ def _errors(job: Job, record: str | None) -> "str | ColumnElement[str]":
 
 
 def is_unchanged(connection: Connection, job: Job) -> bool:
-    """Return True if the row still is as the claim found it, or, under a lease, as the claim left it."""
+    """Return True if the job's row is in the table as this batch's claim found it or, under a lease, left it."""
     return connection.execute(unchanged(job)).first() is not None
 
 
 def check_shared(connection: Connection, xid: str) -> None:
-    """Check deferred constraints now: COMMIT would not show which job of the transaction has violated one.
+    """Check the deferred constraints after one of several jobs: COMMIT would not show which job has violated one.
 
-    They stay deferred.
+    The constraints stay deferred.
+
+    Args:
+        xid: The id of the claim's transaction.
 
     Raises:
         psycopg.Error: the first violation of a deferred constraint.
-        TransactionEndedByHandler: this is not the claim's transaction any more.
+        TransactionEndedByHandler: this is no longer the claim's transaction.
     """
     rows = run_script(
         connection,
@@ -288,22 +300,22 @@ def check_shared(connection: Connection, xid: str) -> None:
 
 
 def current_xid(connection: Connection) -> object:
-    """The id of the open transaction, or None if it has written nothing."""
+    """Return the id of the open transaction, or None if it has written nothing."""
     return run_script(connection, transaction.current_xid())[0][0]
 
 
 class JobRowHeld(LeaseLost):
-    """Another transaction held the row of a leased job for longer than the deadlines allow. The job has not failed."""
+    """Another transaction held a leased job's row for longer than the deadlines allow. The job has not failed."""
 
 
 def _write(connection: Connection, job: Job, statement: Insert | Update | Delete) -> None:
     try:
         written = connection.execute(statement).rowcount
     except DBAPIError as error:
-        # The statement waited for the job's row; in transaction mode it waits for nothing.
+        # The statement waited for the job's row; in transaction mode it waits for no row.
         if job.lease_token is not None and sqlstate_of(error) in _GAVE_UP_WAITING:
             raise JobRowHeld(job.id) from error
         raise
-    # The fence: without the row that has this job's token, nothing of this run may be committed.
+    # The fence: without the row with this job's token, nothing of this run may be committed.
     if written != 1 and job.lease_token is not None:
         raise LeaseLost(job.id)

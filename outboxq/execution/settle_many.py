@@ -1,7 +1,7 @@
-"""Settle many leased jobs of any claims in one string, each by its own token, with all that rides on their outcomes.
+"""Settles many leased jobs of any claims in one round trip, each by its own lease token, with their outcomes' steps.
 
-A job whose row another transaction has locked is left, for the next string: the others do not wait for it. A job whose
-lease was lost costs the others nothing.
+A job whose row another transaction has locked is left for the next round trip, so that the others do not wait for it. A
+lost lease of one job does not affect the others. Steps are statements that other features send with COMMIT.
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,9 +28,9 @@ from outboxq.statements.lease_mode import (
 from outboxq.statements.settle import Bury, PutBack
 from outboxq.statements.transaction import READABLE_DATES
 
-# Tools that watch or cut a relay's sessions find the end of a job by these words.
+# Tools that watch or cut a relay's sessions recognise the end of a job by these words.
 _MARK = "/* as RELEASE SAVEPOINT oq_... */ "
-# Nothing waits for the row of a job, but perhaps for a table's lock, while all other jobs wait for this.
+# No statement waits for a job's row, but one may wait for a table's lock, and all other jobs wait with it.
 _PATIENCE = "SET LOCAL lock_timeout = '1s'"
 _SETTLING = ("finished", "put back", "buried")
 _NO_OTHERS: Mapping[UUID, tuple[UUID, ...]] = {}
@@ -41,8 +41,8 @@ class Settled:
     """The result of settlements that were sent together.
 
     Attributes:
-        events: The events to publish, in the order of the settlements; `JobLeaseLost` for a job that was lost.
-        held: The settlements of jobs whose rows another transaction had locked: nothing of them is written.
+        events: The events to publish, in the order of the settlements; `JobLeaseLost` for a job whose lease was lost.
+        held: The settlements that were not written, because another transaction had locked their jobs' rows.
     """
 
     events: tuple[Event, ...]
@@ -54,12 +54,12 @@ class SettleMany:
     """The settlements of leased jobs, as statements of one transaction.
 
     Args:
-        stands_for: The jobs that were taken along, by the id of the job that ran for them.
-        unsure: They were sent before, and the answer to COMMIT was lost.
+        stands_for: By the id of a job that ran, the ids of the jobs merged into it.
+        unsure: True if the same settlements were sent before, and the answer to COMMIT was lost.
 
     Attributes:
-        steps: What rides on COMMIT.
-        after_commit: The statements of those that go after it, each with its step.
+        steps: The steps whose statements are sent with COMMIT.
+        after_commit: The statements of steps after COMMIT, each with its step.
     """
 
     settlements: Sequence[Settlement]
@@ -83,12 +83,14 @@ class SettleMany:
     ) -> str | None:
         """Append the statements that settle the jobs, for a transaction that has just begun.
 
-        Their owners are "settings", "finished", "put back", "buried" and the steps.
+        The statements' owners, by which `read` finds their rows, are "settings", "finished", "put back", "buried" and
+        the steps.
 
         Args:
-            server: The session that executes them, which may have prepared one.
-            keep: Write the finished rows of kinds with `keep=`.
-            free: Leave jobs whose rows are locked. Else they are waited for, up to five seconds.
+            server: The session on the server that executes them, which may have a prepared statement.
+            keep: True to write the finished rows of kinds with `keep=`.
+            free: True to leave out jobs whose rows are locked. Otherwise each statement waits for such rows, up to
+                `_PATIENCE`.
 
         Returns:
             The name of the prepared statement, if one is executed.
@@ -125,20 +127,21 @@ class SettleMany:
 
     @property
     def is_asked(self) -> bool:
-        """Return True if the jobs may have been settled before: then a query finds those that are in the table."""
+        """Return True if a query must find the jobs still in the table: an earlier COMMIT may have settled some."""
         return self.unsure and bool(self.settlements)
 
     def add_question(self, script: Script) -> None:
-        """Append the query for the jobs that are in the table, for after COMMIT, if they may have been settled before.
+        """Append a query for the jobs that are still in the table, if an earlier COMMIT may have settled some.
 
-        After COMMIT, because only a new statement sees what was committed while the others waited for a row; in the
-        same string, because the answer to a separate query could be lost, and with it what was committed.
+        The query comes after COMMIT, because only a new statement sees changes that were committed while the others
+        waited for a row; and it is sent in the same round trip, because the answer to a separate query could be lost,
+        and the outcome with it.
         """
         if self.is_asked:
             script.add("standing", standing(self.schema, (settlement.job for settlement in self.settlements)))
 
     def read(self, answer: Answer) -> Settled:
-        """Return the result, by the answer to `add_to` and `add_question`, once it is committed."""
+        """Read the result from the answer to a committed script with the statements of `add_to` and `add_question`."""
         left: dict[UUID, bool] = {job_id: held for owner in _SETTLING for job_id, held in answer.rows.get(owner, ())}
         if not left:
             return Settled(tuple(self._events()), ())
@@ -156,8 +159,12 @@ class SettleMany:
         return Settled(tuple(events), tuple(held))
 
     def _is_settled_before(self, settlement: Settlement, standing: set[UUID]) -> bool:
-        """Return True for a job that is no longer ours, if the COMMIT whose answer was lost explains that."""
+        """Return True if the relay has lost a job's lease only because its own earlier COMMIT has settled the job.
+
+        Args:
+            standing: The ids of jobs that are still in the table.
+        """
         if not self.is_asked:
             return False
-        # A job that was to go back is in the queue again, by us or by a reaper. Another one is gone.
+        # A job that was to be put back is in the queue again, by this relay or by a reaper. Any other job is gone.
         return isinstance(settlement.change, PutBack) or settlement.job.id not in standing

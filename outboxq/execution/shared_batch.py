@@ -1,11 +1,11 @@
-"""Shared batches: jobs of batchable kinds on one savepoint, which share the loading and the writing of rows.
+"""Shared batches: jobs of batchable kinds on one savepoint, which load and write rows together.
 
-Each job has its own session. Rows of entity arguments are loaded ahead, and the writes of a job wait for those of the
-next jobs, as far as no statement could see the difference: before anything is sent for a handler, the waiting writes
-are sent, and loaded rows are dropped.
+Each job has its own session. Rows of entity arguments are preloaded, and a job's writes wait to be sent with those of
+the next jobs, as long as no statement could see the difference: before anything is sent for a handler, waiting writes
+are sent and preloaded rows are dropped.
 
-If a job fails, or ends other than done, all jobs are undone to the savepoint; then each runs alone, and a failure is
-its own.
+If a job fails, or has another outcome than done, all jobs are undone to the savepoint; then each runs alone, and only
+the faulty one fails.
 """
 
 import time
@@ -46,7 +46,9 @@ from outboxq.outcomes import Done
 
 
 def run_shared(connection: Connection, batch: BatchState, runtime: Runtime, segment: Segment, locks: Locks) -> bool:
-    """Run the jobs of a segment, of batchable kinds; return False if all are undone, and each is to run alone.
+    """Run consecutive jobs of the batch, of batchable kinds, on one savepoint; return False if all are undone.
+
+    The caller then runs each alone.
 
     Raises:
         ConnectionLost: the transaction is gone with its connection.
@@ -59,7 +61,7 @@ def run_shared(connection: Connection, batch: BatchState, runtime: Runtime, segm
     except BaseException as error:
         if not runtime.is_failure(error):
             raise
-        # The error will come again when each job runs alone; a defect of ours need not.
+        # The error will recur when each job runs alone; a defect of outboxq need not.
         failed = error
         if is_defect(error):
             report(error)
@@ -69,17 +71,17 @@ def run_shared(connection: Connection, batch: BatchState, runtime: Runtime, segm
         batch.running.end_call()
         runtime.guard.let_go()
     run.undo(failed)
-    # No hook receives it.
+    # No hook receives this error.
     drop_tracebacks(failed)
     del batch.events[events:]
     return False
 
 
 class _SharedRun:
-    """Jobs that run one after the other; watches all that their handlers send.
+    """Runs jobs one after the other on one savepoint, and watches everything that their handlers send.
 
     Before a job sends anything, the waiting writes of earlier jobs are sent, and their events added. So if a job ends
-    the transaction, only its own rows and those of all jobs with an event may be committed.
+    the transaction, only its own rows and those of jobs with an event may be committed.
     """
 
     def __init__(
@@ -94,10 +96,10 @@ class _SharedRun:
         # The events of jobs with unsent writes.
         self._ended: list[JobDone] = []
         self._is_over = False
-        # These two are of the job that runs.
+        # These two belong to the job that runs.
         self._is_suspicious = False
         self._written: set[RowWrite | None] = set()
-        # A handler took the driver's connection: statements on it are not seen, nor those of later jobs.
+        # True if a handler took the driver's connection: its statements are not seen, nor those of later jobs.
         self._is_unseen = False
         self._failed: BaseException | None = None
         self._is_closed = True
@@ -106,7 +108,7 @@ class _SharedRun:
         self._buffer = WriteBuffer(locks.has)
         kinds = [job.kind for job in batch.jobs[segment.places.start : segment.places.stop]]
         registry = runtime.registry
-        # Rows are loaded ahead outside of the arounds of their jobs.
+        # Rows are preloaded outside the arounds of their jobs.
         own_types = any(kind in registry.arounds for kind in kinds)
         self._rows = PreloadedEntities(connection, locks, own_types=own_types)
         self._loaded_ahead = [
@@ -115,46 +117,57 @@ class _SharedRun:
         self._savepoint = SharedSavepoint(connection, runtime.guard, batch, segment.places.start)
 
     def run(self) -> None:
-        """Run all jobs, up to the release of their savepoint."""
+        """Run all jobs, send their waiting writes, and release their savepoint."""
         self._batch.running.position = self._places.start
         jobs = self._batch.jobs[self._places.start : self._places.stop]
         self._call = self._batch.running.begin_call(jobs, self._runtime.notes)
         self._runtime.catalog.refresh()
         self._runtime.guard.watcher = self
         if any(key.locked for key in entity_keys(self._loaded_ahead)):
-            # All rows are locked in one order, before a handler can lock some of them.
+            # All rows are locked in one order, before a handler can lock any of them.
             self._load_ahead()
         for position, arguments in zip(self._places, self._arguments, strict=True):
             self._batch.running.position = position
             self._runtime.invoker.apart()(self._run_one, self._batch.jobs[position], arguments)
         self._send()
         self._batch.running.end_handler()
-        # Last: once the savepoint is released the jobs must not run again.
+        # Last: after the savepoint is released, the jobs must not run again.
         self._is_over = True
         self._savepoint.keep_all()
 
     def sees(self, statement: str, context: ExecutionContext | None) -> None:
-        """Send the waiting writes of earlier jobs, before a statement is sent for a handler."""
+        """Send the waiting writes of earlier jobs, and record the rows that a handler's statement writes.
+
+        Called by the connection's `Guard` before each statement of a handler.
+        """
         try:
             known = readings.get(statement)
             may_end = may_end_transaction(statement) if known is None else known.may_end_transaction
             self._is_suspicious = self._is_suspicious or may_end
             writes = row_writes(first_word(statement) if known is None else known.first_word, context)
         except Exception as error:  # noqa: BLE001  # raised again, unless it is a defect
-            # The handler goes on, as one that may have written anything; then each job runs alone.
+            # The handler goes on, and may have written anything; then each job runs alone.
             contain(error)
             self._failed, self._is_suspicious, writes = error, True, None
         self._written.update((None,) if writes is None else writes)
         self._catch_up()
 
     def hands_out(self) -> None:
-        """Record that a handler takes the driver's connection, to use it unseen from now on."""
+        """Send the waiting writes of earlier jobs, because a handler takes the driver's connection.
+
+        Called by the connection's `Guard`, which does not see the statements that handlers send from now on.
+        """
         self._is_suspicious = self._is_unseen = True
         self._written.add(None)
         self._catch_up()
 
     def undo(self, error: BaseException) -> None:
-        """Undo all jobs; raises ConnectionLost or TransactionEscaped if that cannot be done."""
+        """Undo the rows of all jobs, because of `error`.
+
+        Raises:
+            ConnectionLost: the transaction is gone with its connection.
+            TransactionEscaped: a handler ended the transaction.
+        """
         self._locks.forget()
         try:
             self._savepoint.undo_all(error, closed=self._is_closed)
@@ -167,7 +180,10 @@ class _SharedRun:
             raise
 
     def _set_aside_unsent(self) -> None:
-        """Move jobs with unsent writes to after the job that ended the transaction: none is committed."""
+        """Reorder `batch.jobs`: jobs with unsent writes come after the one that ended the transaction.
+
+        The recovery puts all later jobs back: nothing of these can be committed.
+        """
         batch, first = self._batch, len(self._batch.events)
         jobs, position = batch.jobs, batch.running.position
         if first > position:
@@ -220,11 +236,11 @@ class _SharedRun:
         fault_point("after-handler")
 
     def _given(self, opened: JobSession, handler: AnyHandler, arguments: Mapping[str, object]) -> dict[str, object]:
-        """Make the arguments of one job, with entities in its session, in their present state."""
+        """Return the decoded arguments of one job, with its entities, preloaded or loaded now, in the job's session."""
         given, found = dict(arguments), dict[object, object]()
         loaded: list[tuple[EntityKey, object]] = []
-        # Rows that were loaded ahead are not for a session that the job's arounds used: these may have loaded the same
-        # rows, put listeners on the session, or set what is visible.
+        # Preloaded rows are not used in a session that the job's arounds have used: they may have loaded the same rows,
+        # put listeners on the session, or set which rows are visible.
         find = self._entity if opened.made is None else self._load_entity
         for name, key in arguments.items():
             if type(key) is EntityKey:
@@ -232,7 +248,8 @@ class _SharedRun:
                 if identity not in found:
                     found[identity] = find(opened, name, key)
                 elif found[identity] is None and not key.optional:
-                    # The argument before may do without the row, this one may not. It may have been committed since.
+                    # The previous job may accept a missing row, while this one does not. The row may have been
+                    # committed since.
                     found[identity] = self._load_entity(opened, name, key)
                 given[name] = found[identity]
                 loaded.append((key, given[name]))
@@ -246,7 +263,7 @@ class _SharedRun:
             self._load_ahead()
             entity = self._rows.take(key)
         if entity is None:
-            # The class cannot be loaded ahead, or the row does not exist.
+            # The class cannot be preloaded, or the row does not exist.
             return self._load_entity(opened, name, key)
         return put(opened, entity)
 
@@ -256,10 +273,10 @@ class _SharedRun:
         )
 
     def _load_ahead(self) -> None:
-        """Send the waiting writes, then load rows of the next jobs.
+        """Send the waiting writes, then preload the rows of the next jobs' entities.
 
-        At first those of all jobs. After a handler that sent something, those of one job, then of twice as many each
-        time: the next handler may send something too, and all rows would be dropped.
+        At first, the rows of all jobs are loaded. After a handler that sent something, those of one job, then twice as
+        many each time: the next handler may send something too, and all preloaded rows would be dropped.
         """
         self._send()
         first = self._batch.running.position - self._places.start
@@ -268,10 +285,10 @@ class _SharedRun:
         self._ahead *= 2
 
     def _keep(self, opened: JobSession, run: Run) -> None:
-        """Put the job's unsent writes into the buffer; those that may not wait are sent at once."""
+        """Put the job's unsent writes into the buffer, to be sent with later ones; send now those that may not wait."""
         self._check()
         if self._is_suspicious and not self._savepoint.is_same_transaction():
-            # Before more is sent: that would be in another transaction.
+            # Before more is sent, because that would be in another transaction.
             raise TransactionEndedByHandler
         changes = changes_before(opened, self._facts_of) if all(map(may_wait, run.deferred)) else None
         if changes is not None:
@@ -291,7 +308,8 @@ class _SharedRun:
                 self._add_deferred(take_writes(session))
             else:
                 writes = [] if changes is None else take_writes(session)
-                # commit() also ends the handler's savepoints, flushes until all is sent, and raises if it was closed.
+                # commit() also ends the handler's savepoints, flushes until all is sent, and raises an error if the
+                # session was closed.
                 session.commit()
                 self._add_deferred(writes)
         if self._may_fail_at_commit():
@@ -299,7 +317,10 @@ class _SharedRun:
             check_shared(self._connection, self._savepoint.xid)
 
     def _may_fail_at_commit(self) -> bool:
-        """Return True if the job may have violated a deferred constraint, which a later job might mend."""
+        """Return True if the job may have violated a deferred constraint.
+
+        It is then checked at once, because a later job might satisfy it again, and each job must succeed by itself.
+        """
         for write in self._written:
             facts = None if write is None else self._facts_of(write.table)
             if write is None or facts is None or not facts.contains(write):
@@ -331,18 +352,18 @@ class _SharedRun:
 
     @property
     def _is_unsure(self) -> bool:
-        """Return True if a table may be another now: by unseen statements, settings, or what the server alone knows."""
+        """Return True if facts of tables are unreliable: handlers' statements were not seen, or settings changed."""
         guard = self._runtime.guard
         return self._is_unseen or guard.is_altered or guard.left is not None or not guard.has_own_options
 
     def _check(self) -> None:
-        """Check that the transaction is as before the handler, with no swallowed error. No I/O.
+        """Check, without a statement, that the transaction is as before the handler, and that no error was swallowed.
 
         Raises:
-            HandlerError: it is not.
+            HandlerError: it is not as before.
         """
         if self._failed is not None:
-            # The handler got this error when it sent something, and may have swallowed it.
+            # The handler received this error when it sent something, and may have swallowed it.
             raise self._failed
         self._savepoint.check(closed=self._is_closed)
 

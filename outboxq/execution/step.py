@@ -1,4 +1,4 @@
-"""A step: statements that ride on the COMMIT of ended jobs. The core sends steps, and knows none of them."""
+"""A step: statements of one feature, sent together with the COMMIT of jobs by code that does not know their purpose."""
 
 from collections.abc import Sequence
 from typing import ClassVar
@@ -8,11 +8,11 @@ from outboxq.events import Event
 
 
 class Step:
-    """Statements that go into the string of a COMMIT, by themselves or with rows that the step reads.
+    """Statements that are sent in one round trip with a COMMIT, and may return rows that the step reads.
 
     Attributes:
-        name: Owns the step's statements in the string.
-        is_optional: If its statements are refused, the jobs are done without it.
+        name: The owner of the step's statements in the script, by which their rows are found.
+        is_optional: True if the jobs are done without the step when its statements are refused.
     """
 
     __slots__ = ()
@@ -20,17 +20,17 @@ class Step:
     is_optional: ClassVar[bool] = False
 
     def statements(self) -> Sequence[str]:
-        """Statements of the jobs' transaction, after the check that it is whole."""
+        """Return statements for the jobs' transaction, sent after a check that no handler has ended the transaction."""
         return ()
 
     def after_commit(self) -> Sequence[str]:
-        """Transactions of their own after COMMIT; if they fail, the jobs are done all the same."""
+        """Return whole transactions, as statements, to send after COMMIT; if they fail, the jobs are still done."""
         return ()
 
     def committed(self, rows: Rows) -> Sequence[Event]:  # noqa: ARG002  # steps whose statements return rows read them
-        """Receive the rows of the step's statements, once COMMIT is done; return events to publish."""
+        """Receive the rows that the step's statements returned, after COMMIT succeeded; return events to publish."""
         return ()
 
     def refused(self, error: BaseException) -> "Step | None":  # noqa: ARG002  # optional steps read it
-        """Receive the error of an optional step; return the step to send in its place, if any."""
+        """Receive the error that an optional step caused; return the step to send in its place, or None for none."""
         return None

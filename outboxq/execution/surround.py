@@ -1,8 +1,8 @@
-"""Surround: the call of a handler within its arounds.
+"""The call of a handler within its arounds: context managers that users register to wrap handlers' calls.
 
-The arounds are entered first, the outermost before the others. Then the handler's arguments are loaded, with its
-entities under the arounds' settings; then it is called. Arounds that were entered are always left again, and cannot
-suppress the error of the attempt.
+The arounds are entered first, from the outermost inwards. Then the handler's arguments and entities are loaded, under
+the arounds' settings; then the handler is called. Arounds that were entered are always left again, and cannot suppress
+the attempt's error.
 """
 
 import inspect
@@ -18,17 +18,19 @@ from outboxq.job import Job
 
 
 class HasSession(Protocol):
-    """One job's attempt; its session is made when it is first used, and None before."""
+    """An object whose attribute `made` is the session of one job's attempt, or None before the session's first use."""
 
     @property
     def made(self) -> object: ...
 
 
 class Surrounded(NamedTuple):
-    """Takes the place of a call's arguments if there are arounds.
+    """The arounds of a handler's call, and a function that makes its arguments once they are entered.
+
+    The call receives it in place of the arguments.
 
     Attributes:
-        load: Makes the arguments; plain code, which may send statements.
+        load: Makes the arguments; synchronous code, which may send statements.
         batch: The jobs of a batch handler's call; None for any other handler.
     """
 
@@ -44,7 +46,10 @@ class Surrounded(NamedTuple):
         load: Callable[[], dict[str, object]],
         batch: Sequence[Job] | None = None,
     ) -> "Surrounded":
-        """Surround one job's attempt; record if its arounds use its session."""
+        """Return the object for one job's attempt.
+
+        Its `load` also records in `arounds` if the job's session was used before it, by one of the arounds.
+        """
 
         def note_and_load() -> dict[str, object]:
             arounds.use_sessions |= attempt.made is not None
@@ -53,7 +58,7 @@ class Surrounded(NamedTuple):
         return cls(arounds.all, note_and_load, batch)
 
     def context_of(self, ctx: JobContext[Any, Any]) -> object:
-        """The context of the arounds: the handler's own, or for a batch handler one like its own."""
+        """Return the context that the arounds receive: the handler's, or for a batch handler one with all its jobs."""
         if self.batch is None:
             return ctx
         kind: Any = AsyncBatchContext if isinstance(ctx, AsyncContext) else BatchContext
@@ -61,7 +66,7 @@ class Surrounded(NamedTuple):
 
 
 def call_within(arounds: Sequence[Around], ctx: object, call: Callable[[], object]) -> object:
-    """Call a sync handler within these arounds; return its value, or the outcome that an around returned."""
+    """Call a sync handler within these arounds; return its value, or the outcome that an around gave instead."""
     if not arounds:
         return call()
     around, *inner = arounds
@@ -79,7 +84,7 @@ def call_within(arounds: Sequence[Around], ctx: object, call: Callable[[], objec
     try:
         returned = call_within(inner, ctx, call)
     except BaseException as error:
-        # Raised again even if it returns True: a failed job must not count as done.
+        # Raised again even if the around returns True: a failed job must not count as done.
         call_here(wrapping.__exit__, type(error), error, error.__traceback__)
         raise
     call_here(wrapping.__exit__, None, None, None)
@@ -87,12 +92,12 @@ def call_within(arounds: Sequence[Around], ctx: object, call: Callable[[], objec
 
 
 async def await_within(arounds: Sequence[Around], ctx: object, call: Callable[[], Awaitable[object]]) -> object:
-    """Await an async handler within these arounds; return its value, or the outcome that an around returned."""
+    """Await an async handler within these arounds; return its value, or the outcome that an around gave instead."""
     if not arounds:
         return await call()
     around, *inner = arounds
     made = call_here(around.make, ctx)
-    # A context manager may be awaitable too, and is to be entered.
+    # A context manager may also be awaitable, and must be entered.
     if inspect.isawaitable(made) and not isinstance(made, AbstractContextManager | AbstractAsyncContextManager):
         made = await await_here(made)
     wrapping = around.checked(made)
@@ -100,7 +105,7 @@ async def await_within(arounds: Sequence[Around], ctx: object, call: Callable[[]
         return await await_within(inner, ctx, call)
     if not isinstance(wrapping, AbstractContextManager | AbstractAsyncContextManager):
         return wrapping
-    # As an async one, if it is both.
+    # Entered as an async one, if it is both.
     if isinstance(wrapping, AbstractAsyncContextManager):
         await await_here(wrapping.__aenter__())
     else:
@@ -108,7 +113,7 @@ async def await_within(arounds: Sequence[Around], ctx: object, call: Callable[[]
     try:
         returned = await await_within(inner, ctx, call)
     except BaseException as error:
-        # Raised again even if it returns True: a failed job must not count as done.
+        # Raised again even if the around returns True: a failed job must not count as done.
         await _leave(wrapping, type(error), error, error.__traceback__)
         raise
     await _leave(wrapping, None, None, None)

@@ -1,4 +1,8 @@
-"""Leased jobs that go back to their queue: interrupted ones as they were, those whose run was lost as suspects."""
+"""Leased jobs that go back to their queue: interrupted ones unchanged, those whose run was lost as suspects.
+
+A suspect is a job that ran when its relay died or lost it; it runs alone next, so that another crash affects no other
+job.
+"""
 
 from uuid import UUID
 
@@ -17,7 +21,13 @@ from outboxq.statements.lease import take_back, take_back_locked
 
 
 def release(connection: Connection, job: Job, record: ErrorRecord | None = None) -> tuple[JobLeaseLost, ...]:
-    """Put back a leased job that did not end, to run at once, with no attempt counted; `record` says why."""
+    """Put back a leased job that did not end, to run at once, without counting the attempt.
+
+    Return an event if the lease was lost, and nothing was written.
+
+    Args:
+        record: The reason why the job did not end, if it began; None otherwise.
+    """
     try:
         with connection.begin():
             settle.release(connection, job, record)
@@ -29,7 +39,13 @@ def release(connection: Connection, job: Job, record: ErrorRecord | None = None)
 def take_back_lost(
     connection: Connection, job: Job, runtime: Runtime, message: str = "the connection was lost while the job ran"
 ) -> BatchReport:
-    """Take back a leased job whose run was lost while its relay lives on, as if the relay had died."""
+    """Take back a leased job whose run was lost although its relay lives, as if the relay had died.
+
+    The job becomes a suspect, which runs alone next, or a dead letter after `max_crashes` crashes.
+
+    Args:
+        message: The reason, stored with the job.
+    """
     assert job.lease_token is not None
     schema, token = runtime.schema, job.lease_token
 
@@ -45,9 +61,10 @@ def take_back_lost(
 
 
 def take_back_held(connection: Connection, job: Job, runtime: Runtime) -> BatchReport:
-    """Take back a leased job that ended while another transaction held its row: the job runs again.
+    """Take back a leased job whose row another transaction held when its handler had ended: the job runs again.
 
-    If the row is still held, nothing is done: the relay's beat takes the job back later.
+    If the row is still held, nothing is done: the statement by which relays periodically renew leases takes the job
+    back later.
     """
     assert job.lease_token is not None
     statement = take_back_locked(
@@ -59,6 +76,11 @@ def take_back_held(connection: Connection, job: Job, runtime: Runtime) -> BatchR
 
 
 def crashed(row: tuple[object, ...]) -> JobCrashed:
-    """Make the event of a reaping statement's row, with the driver's values or libpq's texts."""
+    """Make the event of a job that was taken back, from the row that the statement returned about it.
+
+    Args:
+        row: Id, queue, kind, crashes, and True if the job is now a dead letter; Python values or, if libpq read them,
+            texts.
+    """
     job_id, queue, kind, crashes, died = row
     return JobCrashed(UUID(str(job_id)), str(queue), str(kind), int(str(crashes)), str(died) in ("t", "True"))

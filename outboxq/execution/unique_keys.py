@@ -1,7 +1,7 @@
-"""The step of unique jobs that handlers have added: their keys are taken at COMMIT.
+"""Unique jobs that handlers add: a step (statements sent with COMMIT) takes their keys.
 
-Last, in COMMIT's own string, so that a producer that adds a job of the same key waits for a COMMIT, and not for a
-handler. Jobs whose keys other jobs have are deleted again, before they can be seen.
+They are taken last, in COMMIT's own round trip, so that a producer that adds a job of the same key waits for a COMMIT,
+and not for a handler. If another job has the key, the new job is deleted before it becomes visible.
 """
 
 from collections.abc import Sequence
@@ -17,16 +17,16 @@ from outboxq.outbox.unique import record_taken, statements_that_take_keys
 
 @dataclass(frozen=True, slots=True)
 class TakeKeys(Step):
-    """Take the keys of added jobs."""
+    """The step (statements sent with COMMIT) that takes the unique keys of jobs which handlers have added."""
 
     schema: str
     added: dict[str, UniqueJob]
     name = "unique keys"
 
     def statements(self) -> Sequence[str]:
-        """One for each 1,000 jobs."""
+        """Return the statements that take the keys, one for each 1,000 jobs."""
         return statements_that_take_keys(self.schema, self.added)
 
     def committed(self, rows: Rows) -> tuple[FollowerSuppressed, ...]:
-        """Record in the jobs' handles if they were added; return the events of followers that were not."""
+        """Record in the jobs' handles if each was added; return events for refused ones that were next in a chain."""
         return tuple(suppressed_followers(record_taken(self.added, rows)))

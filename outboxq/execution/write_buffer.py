@@ -1,9 +1,9 @@
 """The write buffer: unsent writes of several handlers, sent together, as if each handler had sent its own.
 
-Consecutive writes of one shape are one statement. Only writes whose order cannot matter are moved past others to join
-their like: changes of different rows of tables that run no code, and new jobs.
+Consecutive writes of one shape become one statement. Writes are only moved past others if their order cannot matter:
+changes of different rows of tables that run no code, and new jobs.
 
-Changes of a session may wait if they are of plain columns of plain rows, whose flush sends only UPDATEs.
+Changes in a session may wait if they concern plain columns of plain rows, so that a flush would send only UPDATEs.
 """
 
 import re
@@ -35,16 +35,16 @@ from outboxq.outbox.pending import holds_only_jobs, write_plain_jobs
 RowId: TypeAlias = tuple[int, tuple[object, ...]]
 IsLocked: TypeAlias = Callable[[type[object], tuple[object, ...]], bool]
 
-# Users' listeners for these see a session begin, flush or commit, or fail to, and may change what it writes.
+# Users' listeners for these events see a session begin, flush or commit, or fail to, and may change what it writes.
 FLUSH_EVENTS = (
     *("after_begin", "before_flush", "after_flush", "after_flush_postexec", "before_commit", "after_commit"),
     *("after_transaction_create", "after_transaction_end", "after_rollback", "after_soft_rollback"),
-    # New jobs are objects until they are sent.
+    # New jobs are kept as objects until they are sent.
     "pending_to_transient",
 )
 _AT_FLUSH: Listeners = attrgetter(*FLUSH_EVENTS)
 _MISSING = object()
-# The most changed rows of a lone job that are sent by statements of their own.
+# The most changed rows of a lone job that are sent by separate statements.
 _SENT_ONE_BY_ONE = 3
 _CALLED = re.compile(r"""([\w".]++)\(""")
 _READS_OR_MARKS = frozenset(("SELECT", "SAVEPOINT", "RELEASE", "ROLLBACK"))
@@ -55,8 +55,10 @@ class RowChange(NamedTuple):
     """The changed columns of one row, as a flush would send them.
 
     Attributes:
+        row: The oid of the table, and the primary key.
         entity: The mapped class through which the row was changed.
-        statement: The UPDATE: the same object for the same columns of the same class.
+        statement: The UPDATE: one object for the same columns of the same class.
+        parameters: The values of the UPDATE's parameters.
     """
 
     row: RowId
@@ -67,13 +69,13 @@ class RowChange(NamedTuple):
 
 @dataclass(slots=True)
 class _Deferred:
-    """Consecutive executions of one deferred statement."""
+    """One statement that handlers have passed to `ctx.defer`, with the parameters of its consecutive executions."""
 
     statement: Statement
     rows: list[Row]
 
     def takes(self, write: Write) -> bool:
-        """Return True if `write` may join: the same statement object and names of parameters."""
+        """Return True if `write` may be executed with these: it has the same statement object and parameter names."""
         return self.statement is write.statement and self.rows[0].keys() == write.parameters.keys()
 
 
@@ -81,14 +83,15 @@ class WriteBuffer:
     """The writes that wait to be sent.
 
     Args:
-        is_locked: Returns True if the batch has locked the row of a class with this primary key.
+        is_locked: Returns True if the batch has locked the row of a class with this primary key; then the order of
+            updates does not matter.
     """
 
     def __init__(self, is_locked: IsLocked) -> None:
         self._is_locked = is_locked
         # Changes of different rows by one UPDATE, new jobs by their ids, and executions of one deferred statement.
         self._runs: list[list[RowChange] | dict[str, NewJob] | _Deferred] = []
-        # The runs after the last deferred statement, which more changes and jobs may join.
+        # The groups since the last deferred statement, to which more changes and jobs may be added.
         self._changes: dict[int, list[RowChange]] = {}
         self._jobs: dict[str, NewJob] | None = None
         self._rows: set[RowId] = set()
@@ -98,11 +101,14 @@ class WriteBuffer:
         return bool(self._runs)
 
     def concerns(self, row: RowId, entity: type[object]) -> bool:
-        """Return True if a change waits that a reader of this row by this class may have to see."""
+        """Return True if the buffer must be sent before this row is read or changed through the class `entity`.
+
+        That is so if a change of the row waits, or one of its table that was made through another class.
+        """
         return row in self._rows or self._entities.get(row[0], entity) is not entity
 
     def add_change(self, change: RowChange) -> None:
-        """Add a changed row that nothing in the buffer concerns."""
+        """Add the change of a row. The caller sends the buffer first if `concerns` returns True for that row."""
         run = self._changes.get(id(change.statement))
         if run is None:
             run = self._changes[id(change.statement)] = []
@@ -119,7 +125,7 @@ class WriteBuffer:
         self._jobs.update(jobs)
 
     def add_deferred(self, write: Write) -> None:
-        """Add a deferred statement after all waiting writes: it may read and write anything."""
+        """Add a statement passed to `ctx.defer`, as the last of all waiting writes: it may read and write anything."""
         last = self._runs[-1] if self._runs else None
         if isinstance(last, _Deferred) and last.takes(write):
             last.rows.append(write.parameters)
@@ -128,10 +134,10 @@ class WriteBuffer:
             self._changes, self._jobs = {}, None
 
     def send(self, connection: Connection, facts_of: FactsOf) -> None:
-        """Send everything, and forget it.
+        """Send everything, and empty the buffer.
 
         Args:
-            facts_of: The facts of a table.
+            facts_of: Returns the facts of a table.
 
         Raises:
             StaleDataError: a changed row does not exist any more.
@@ -148,7 +154,8 @@ class WriteBuffer:
                 are_few = len(queues_of(run)) <= QUEUES_ANNOUNCED
                 insert_all(connection, run, wakes="by queue" if are_few else "all")
             else:
-                # Rows are locked in the order of their keys, as by a flush: two batches must not wait for each other.
+                # Rows are locked in the order of their keys, as in a flush, so that two batches cannot wait for each
+                # other.
                 in_order = not all(self._is_locked(change.entity, change.row[1]) for change in run)
                 rows = [change.parameters for change in sorted(run, key=attrgetter("row"))]
                 changed = _execute(connection, run[0].statement, rows, facts_of, in_order=in_order)
@@ -159,10 +166,17 @@ class WriteBuffer:
 def _execute(
     connection: Connection, statement: Statement, rows: list[Row], facts_of: FactsOf, *, in_order: bool = False
 ) -> int:
-    """Execute the statement with each of these rows of parameters; return the number of changed rows."""
+    """Execute the statement with each of these rows of parameters, in one statement over arrays if possible.
+
+    Return the number of changed rows.
+
+    Args:
+        facts_of: Returns the facts of a table.
+        in_order: True if the rows must be locked in this order.
+    """
     changed = 0
     for one, parameters in executions(statement, rows, facts_of, in_order=in_order):
-        # Our own is over arrays.
+        # A deferred UPDATE of a single table is sent over arrays.
         if one is not statement and isinstance(one, Update) and isinstance(parameters, dict) and is_direct(connection):
             changed += send_update(connection, one, parameters)
         else:
@@ -172,7 +186,7 @@ def _execute(
 
 @dataclass(frozen=True, slots=True)
 class _Writable:
-    """A mapped class whose plain columns UPDATEs of ours can write with the effect of a flush."""
+    """A mapped class and its plain columns, which outboxq's own UPDATEs can write with the same effect as a flush."""
 
     mapper: Mapper[Any]
     table: Table
@@ -181,7 +195,7 @@ class _Writable:
     columns: Mapping[str, tuple[Column[Any], type[object]]]
 
     def is_allowed_by(self, facts: TableFacts | None) -> bool:
-        """Return True if an UPDATE by primary key changes that row only, and has no other effect."""
+        """Return True if, by these facts of its table, an UPDATE by primary key changes that row and nothing else."""
         if facts is None or not (facts.is_plain and facts.is_inert):
             return False
         hooks = self.mapper.dispatch
@@ -190,7 +204,7 @@ class _Writable:
 
 
 def row_changes(session: Session, facts_of: FactsOf) -> list[RowChange] | None:
-    """Make the UPDATEs that a flush of the session's changed rows would send; None if a flush would do more.
+    """Return the UPDATEs that a flush of the session's changed rows would send; None if a flush would do more.
 
     New objects are ignored.
     """
@@ -200,11 +214,11 @@ def row_changes(session: Session, facts_of: FactsOf) -> list[RowChange] | None:
 
 
 def changes_of(states: Iterable[InstanceState[Any]], facts_of: FactsOf) -> list[RowChange] | None:
-    """Make the UPDATEs that a flush of these changed entities would send; None if a flush would do more."""
+    """Return the UPDATEs that a flush of these changed entities would send; None if a flush would do more."""
     changes: list[RowChange] = []
     for state in states:
         mapper = state.manager.mapper
-        # Relationships may be added later, also those of other classes that lead here.
+        # Relationships may be added later, also relationships of other classes to this one.
         writable = _writable(mapper, len(mapper.attrs) + len(mapper._dependency_processors))  # noqa: SLF001  # nothing public counts them
         facts = None if writable is None else facts_of(writable.table)
         if writable is None or facts is None or not writable.is_allowed_by(facts):
@@ -218,24 +232,25 @@ def changes_of(states: Iterable[InstanceState[Any]], facts_of: FactsOf) -> list[
             statement, names = _update(writable.mapper, tuple(values))
             parameters = dict(zip(names, (*key, *values.values()), strict=True))
             changes.append(RowChange((facts.oid, key), writable.mapper.class_, statement, parameters))
-    # A row that was changed through two classes: a flush knows which of them comes last.
+    # The row was changed through two classes: only a flush knows which change comes last.
     return changes if len(changes) < 2 or len({change.row for change in changes}) == len(changes) else None
 
 
 def send_changes(session: Session, connection: Connection) -> None:
-    """Send the few changed rows of a session now, if they and new jobs are all that its flush would send.
+    """Send a session's changed rows now, ahead of its flush, if that would send only these and new jobs.
 
-    SQLAlchemy's takes several times as long; jobs with entities are left to it, whose place is after the changes. A
-    failure ends as that of a flush.
+    SQLAlchemy's flush takes several times as long. Nothing is sent if more than `_SENT_ONE_BY_ONE` rows have changed.
+    New jobs are inserted first; if one of them refers to entities, all new jobs are left to the flush, after the
+    changes. A failure has the same effect as in a flush.
 
     Raises:
         StaleDataError: a row does not exist any more.
-        sqlalchemy.exc.DBAPIError: as SQLAlchemy raises it.
+        sqlalchemy.exc.DBAPIError: as SQLAlchemy would raise it.
     """
     changes = _few_changes(session, connection)
-    # Before changes, which may refer to them.
+    # New jobs come before changes, which may refer to them.
     if changes and write_plain_jobs(session, connection):
-        # That may have run users' code.
+        # The flush may have run users' code.
         changes = _few_changes(session, connection)
     if not changes:
         return
@@ -248,7 +263,7 @@ def send_changes(session: Session, connection: Connection) -> None:
 
 
 def _few_changes(session: Session, connection: Connection) -> list[RowChange]:
-    """The changed rows; none if a flush would do more, or do it better."""
+    """Return the changes that `send_changes` sends; none if it leaves all to the session's flush."""
     if not (holds_only_jobs(session) and uses_only(session, connection) and is_direct(connection)):
         return []
     changes = row_changes(session, as_flushed) or []
@@ -256,26 +271,26 @@ def _few_changes(session: Session, connection: Connection) -> list[RowChange]:
 
 
 def are_few(changes: Sequence[RowChange]) -> bool:
-    """Return True if a flush would send these changes by one statement, and they take no more time by themselves.
+    """Return True if it pays to send these changes ourselves: at most `_SENT_ONE_BY_ONE`, all with the same UPDATE.
 
-    With several statements SQLAlchemy knows the order of tables. Each change takes a round trip, where a flush sends
-    many together.
+    Each is then sent by itself, while the session's flush sends many in one round trip. And with different UPDATEs,
+    only SQLAlchemy knows the order of tables.
     """
     return len({id(change.statement) for change in changes}) <= 1 and len(changes) <= _SENT_ONE_BY_ONE
 
 
 def send_each(connection: Connection, changes: Iterable[RowChange]) -> None:
-    """Send changes of rows by themselves; the rows are locked in the order of their keys.
+    """Send changes of rows, each by its own UPDATE, in the order of the rows' keys, in which the rows are thus locked.
 
     Raises:
         StaleDataError: a row does not exist any more.
-        sqlalchemy.exc.DBAPIError: as SQLAlchemy raises it.
+        sqlalchemy.exc.DBAPIError: as SQLAlchemy would raise it.
     """
     found, ordered = 0, sorted(changes, key=attrgetter("row"))
     for change in ordered:
         found += send_update(connection, change.statement, change.parameters)
     if found != len(ordered):
-        # In SQLAlchemy's words.
+        # The words of SQLAlchemy's own error.
         raise StaleDataError(
             f"UPDATE statement on table '{ordered[0].statement.table.description}' expected to update {len(ordered)} "
             f"row(s); {found} were matched."
@@ -283,13 +298,22 @@ def send_each(connection: Connection, changes: Iterable[RowChange]) -> None:
 
 
 def commit_states(states: Iterable[InstanceState[Any]], held_by: IdentityMap | None = None) -> None:
-    """Record that the changes of entities are written, as a flush ends."""
+    """Mark entities as unchanged in SQLAlchemy, because their changes were written, as the end of a flush does.
+
+    Args:
+        states: SQLAlchemy's states of the entities.
+        held_by: The identity map of their session; None if they are in no session yet.
+    """
     InstanceState._commit_all_states([(state, state.dict) for state in states], held_by)  # noqa: SLF001  # nothing public does it
 
 
 @lru_cache(256)
 def as_flushed(table: Table) -> TableFacts:
-    """Return facts that let every change be sent: at once, as by a flush, the table does what it does at a flush."""
+    """Return facts of a table, not read from the server, by which any change of plain columns may be sent by outboxq.
+
+    They are for changes that are sent at once, as a flush would send them: triggers and constraints then have the same
+    effect.
+    """
     return TableFacts(
         oid=id(table),
         is_plain=True,
@@ -302,7 +326,11 @@ def as_flushed(table: Table) -> TableFacts:
 
 
 def row_writes(verb: str, context: ExecutionContext | None) -> tuple[RowWrite, ...] | None:
-    """Find the rows that a statement is about to write; None if they are not known."""
+    """Return the rows that a statement is about to write: an empty tuple if it only reads, None if they are not known.
+
+    Args:
+        verb: The first word of the statement.
+    """
     compiled: Any = getattr(context, "compiled", None)
     if context is None or compiled is None or isinstance(compiled.statement, TextClause) or _is_translated(context):
         return None
@@ -310,7 +338,7 @@ def row_writes(verb: str, context: ExecutionContext | None) -> tuple[RowWrite, .
         return None
     if verb in _READS_OR_MARKS:
         return ()
-    # Not WITH: a CTE may write too.
+    # Not WITH, because a CTE may write too.
     write = row_write(compiled.statement, compiled.column_keys or ()) if verb in _WRITES else None
     return None if write is None else (write,)
 
@@ -318,18 +346,18 @@ def row_writes(verb: str, context: ExecutionContext | None) -> tuple[RowWrite, .
 @lru_cache(1024)
 def _calls_others(sql: str) -> bool:
     """Return True if a compiled statement calls a function that may write."""
-    # SQLAlchemy puts no blank after a function's name, but after anything else before a parenthesis.
+    # SQLAlchemy puts no blank between a function's name and the parenthesis, but one after other words.
     return not COMPUTING_FUNCTIONS.issuperset(map(str.lower, _CALLED.findall(sql)))
 
 
 def _is_translated(context: ExecutionContext) -> bool:
-    """Return True if a statement has another `schema_translate_map` than its connection."""
+    """Return True if a statement changes the connection's `schema_translate_map`, so that its tables are not known."""
     name = "schema_translate_map"
     return context.execution_options.get(name) != context.root_connection.get_execution_options().get(name)
 
 
 def uses_only(session: Session, connection: Connection) -> bool:
-    """Return True if the session sends to this connection alone."""
+    """Return True if the session sends to no other connection than this one."""
     bind = session.bind
     if binds_of(session) or not (isinstance(bind, Connection) and is_same(connection, bind)):
         return False
@@ -339,7 +367,10 @@ def uses_only(session: Session, connection: Connection) -> bool:
 
 
 def _has_its_key(state: InstanceState[Any], writable: _Writable) -> bool:
-    """Return True if a flush would find the row by this key, and to the server no other value equals it."""
+    """Return True if an entity's key attributes still have the values of its identity key.
+
+    Only then does an UPDATE by that key change the row that a flush would change, and no other.
+    """
     assert state.key is not None
     for (name, type_), key in zip(writable.keys, state.key[1], strict=True):
         value = state.dict.get(name, _MISSING)
@@ -349,12 +380,12 @@ def _has_its_key(state: InstanceState[Any], writable: _Writable) -> bool:
 
 
 def _changed_values(state: InstanceState[Any], writable: _Writable, facts: TableFacts) -> dict[str, object] | None:
-    """Return the new values by attribute, sorted by name; None if one cannot wait."""
+    """Return the new values of an entity by attribute name, sorted; None if one of them must be left to a flush."""
     values: dict[str, object] = {}
     for name in sorted(state.committed_state):
         column, type_ = writable.columns.get(name, (None, None))
         value = state.dict.get(name, _MISSING)
-        # An expression, a mutable value, or a value that the type would convert is left to a flush.
+        # An expression, a mutable value, or a value that the type converts is left to a flush.
         if column is None or not (type(value) is type_ or value is None) or column.name in facts.bound_columns:
             return None
         # Compared as a flush does it.
@@ -372,7 +403,7 @@ def _writable(mapper: Mapper[Any], _relations: int) -> _Writable | None:
         and mapper.inherits is None
         and mapper.polymorphic_on is None
         and mapper.version_id_col is None
-        # A changed row may turn out to be an orphan, or have attributes that a flush expires.
+        # A changed row may prove to be an orphan, or have attributes that a flush expires.
         and not (mapper._delete_orphans or mapper._readonly_props)  # noqa: SLF001  # SQLAlchemy has no other names for them
     )
     if not (is_plain and isinstance(table, Table)) or set(mapper.primary_key) != set(table.primary_key):
@@ -388,7 +419,7 @@ def _writable(mapper: Mapper[Any], _relations: int) -> _Writable | None:
 
 
 def _plain_columns(mapper: Mapper[Any], table: Table) -> dict[str, tuple[Column[Any], type[object]]]:
-    # A flush that changes one of these changes it in the rows that refer to it too.
+    # A flush that changes one of these columns also changes it in the rows that refer to it.
     relations = {*mapper.relationships, *(each.prop for each in mapper._dependency_processors)}  # noqa: SLF001  # relationships that lead here
     referred = {pair[0] for relation in relations for pair in relation.synchronize_pairs or ()}
     found = {}
@@ -403,7 +434,7 @@ def _plain_columns(mapper: Mapper[Any], table: Table) -> dict[str, tuple[Column[
 
 @lru_cache(1024)
 def _update(mapper: Mapper[Any], attributes: tuple[str, ...]) -> tuple[Update, tuple[str, ...]]:
-    """Make an UPDATE by primary key, and return it with the names of its parameters: the key's, then the values'."""
+    """Return an UPDATE by primary key, and the names of its parameters: the key's first, then the values'."""
     table: Any = mapper.local_table
     columns = [mapper.column_attrs[name].columns[0] for name in attributes]
     keys = [bindparam(f"oq_key_{n}", type_=column.type) for n, column in enumerate(mapper.primary_key)]

@@ -1,4 +1,4 @@
-"""Arounds: what an application wraps around the calls of its handlers, such as a span, a log context or a tenant."""
+"""Arounds: context managers that an application wraps around each call of its handlers, such as a span or a tenant."""
 
 import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -20,11 +20,12 @@ F = TypeVar("F", bound=AroundFunction)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Around:
-    """A registered around: a function that makes, for each call of a handler, what is wrapped around the call.
+    """A registered around: a function that makes, for each call of a handler, the context manager around it.
 
     Attributes:
-        make: Takes the call's context; returns a context manager, an outcome, or None.
-        flavour: Wraps handlers of this flavour alone, if it is not None.
+        make: Called with the handler's context before each call; returns a context manager to wrap around the call, an
+            outcome to use in place of the call, or None to wrap nothing.
+        flavour: "sync" or "async": only handlers of this flavour are wrapped; None: handlers of both.
     """
 
     make: Callable[[Any], object]
@@ -36,7 +37,7 @@ class Around:
         """Return True if this around wraps the calls of a handler.
 
         Raises:
-            RegistryError: it is async, and the handler is not.
+            RegistryError: the around is async, and the handler is not.
         """
         if self.flavour is not None and self.flavour != handler.flavour:
             return False
@@ -48,15 +49,15 @@ class Around:
         return True
 
     def checked(self, made: object) -> Wrapping:
-        """Check and return the value of `make`, awaited if `make` is async.
+        """Return `made`, the value that `make` has returned (or its awaited value), after a check of its type.
 
         Raises:
-            HandlerError: it is no context manager, outcome or None.
+            HandlerError: the value is no context manager, outcome or None.
         """
         if made is None or isinstance(made, Outcome | AbstractContextManager | AbstractAsyncContextManager):
             return made
         if inspect.iscoroutine(made):
-            # Close it, or Python warns.
+            # It is closed, else Python warns.
             made.close()
         shown = f"the class {made.__name__}" if isinstance(made, type) else f"{with_article(type(made).__name__)}"
         raise HandlerError(f"around {self.name} returned {shown}: return a context manager, an outcome or None")
@@ -66,9 +67,9 @@ class Arounds:
     """The arounds of one handler, the outermost first.
 
     Attributes:
-        use_sessions: One of them used `ctx.session` before its handler's rows were loaded. Until then rows of several
-            jobs are locked together; from then on each job's rows are locked within its arounds, which may decide
-            what is visible.
+        use_sessions: False at first: the rows of several jobs are then locked together, before their arounds are
+            entered. True once an around has used `ctx.session` before the handler's rows were loaded: it may decide
+            which rows are visible, so from then on each job's rows are locked inside its arounds.
     """
 
     def __init__(self, arounds: tuple[Around, ...]) -> None:
@@ -77,12 +78,12 @@ class Arounds:
 
 
 def checked_around(function: object, flavour: Flavour | None) -> Around:
-    """An around that can be called with a context.
+    """Make an around of a function, after a check that the function can be called with a context.
 
     Raises:
-        RegistryError: it cannot.
+        RegistryError: the function cannot be called with one argument.
     """
-    # One that was made already, by a call of a function that makes them, can be callable too.
+    # A context manager that a function has already made may be callable too.
     if not callable(function) or isinstance(function, AbstractContextManager | AbstractAsyncContextManager):
         raise RegistryError(
             "jobs.around takes a function of the handler's context that returns a context manager, an outcome or None, "
@@ -99,7 +100,7 @@ def checked_around(function: object, flavour: Flavour | None) -> Around:
 
 
 def _is_async(make: Callable[..., object]) -> bool:
-    """Return True if only a coroutine can use what `make` returns, as far as that is known before a call."""
+    """Return True if `make` is async or makes async context managers, as far as that is known before a call."""
     if isinstance(make, type):
         return hasattr(make, "__aenter__") and not hasattr(make, "__enter__")
     plain: Any = make.func if isinstance(make, partial) else make

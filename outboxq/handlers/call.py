@@ -1,4 +1,4 @@
-"""The call of a running handler, as its context and the relay see it: its cancellation and its progress."""
+"""The state of one call of a handler, which its context and the relay share: its cancellation and its progress."""
 
 import threading
 from collections.abc import Iterator, Sequence
@@ -11,14 +11,16 @@ from outboxq.job import Job
 
 @dataclass(slots=True, eq=False)
 class HandlerCall:
-    """One call of a handler, or of the handlers of a shared run, which may be cancelled until it ends.
+    """One call of a handler, or of the handlers of several jobs in one transaction; can be cancelled until it ends.
 
     Attributes:
         jobs: The jobs that it runs.
-        lock: Held while the call is ended or cancelled; calls that come one after the other may share it.
-        notes: Receives its progress, and has some if `has_noted`; None if nothing does.
-        is_cancelled: One of the jobs was cancelled: the handler should end. Read without a lock.
-        is_over: The handler has ended, and what it left on the connection is the relay's.
+        lock: Held while the relay ends or cancels the call, so that these exclude each other; consecutive calls may
+            share one lock.
+        notes: Receives the handler's progress; None if progress is not recorded.
+        has_noted: True if the handler has reported progress.
+        is_cancelled: True if one of the jobs was cancelled, so that the handler should end. Read without a lock.
+        is_over: True if the handler has ended, and the connection belongs to the relay again.
     """
 
     jobs: Sequence[Job]
@@ -29,17 +31,17 @@ class HandlerCall:
     is_over: bool = False
 
     def note(self, job: Job, fraction: float, note: str) -> None:
-        """Record how far one of the jobs is. Never waits."""
+        """Pass the progress of one of the jobs on to be written, if progress is recorded. Returns at once."""
         if self.notes is None:
             return
         self.has_noted = True
         self.notes.note(job, fraction, note)
         if self.is_over:
-            # A thread or a task that outlives the handler reports this.
+            # The caller is a thread or a task that outlives the handler.
             self.notes.clear((job.id,))
 
     @contextmanager
     def while_running(self) -> Iterator[bool]:
-        """Yield True if the handler has not ended, and keep it from ending within the block."""
+        """Yield True if the call has not ended, and keep the relay from ending it during the block."""
         with self.lock:
             yield not self.is_over

@@ -1,4 +1,4 @@
-"""The first argument of a handler: its session, its job, the process's state, calls that count once, and a log."""
+"""The first argument of a handler: session, job, the process's state, external calls made only once, and a log."""
 
 import functools
 import logging
@@ -26,7 +26,7 @@ SessionType = TypeVar("SessionType", bound=OutboxSession | AsyncOutboxSession)
 
 
 class JobLogger(logging.LoggerAdapter[logging.Logger]):
-    """Adds the job's id, kind, queue and attempt to the `extra` of each record, and its `traceparent`'s trace id."""
+    """Adds the job's id, kind, queue and attempt, and its `traceparent`'s trace id, to the `extra` of each record."""
 
     def __init__(self, job: Job) -> None:
         extra: dict[str, object] = {
@@ -41,13 +41,13 @@ class JobLogger(logging.LoggerAdapter[logging.Logger]):
         super().__init__(logging.getLogger("outboxq.handler"), extra)
 
     def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
-        """Merge the caller's own `extra`, which the standard adapter would drop."""
+        """Add the caller's own `extra` to the job's fields; the standard adapter would drop it."""
         kwargs["extra"] = {**(self.extra or {}), **(kwargs.get("extra") or {})}
         return msg, kwargs
 
 
 class NoState:
-    """The `ctx.state` of an application without a lifespan: false, and without attributes, which an error says."""
+    """The `ctx.state` of an application without a lifespan: it is false, and reading an attribute raises an error."""
 
     __slots__ = ()
 
@@ -71,7 +71,7 @@ NO_STATE = NoState()
 
 @dataclass(frozen=True)
 class JobContext(HasEffectAccess, Generic[SessionType, S]):
-    """The base of `Context` and `AsyncContext`."""
+    """The attributes and methods that `Context` and `AsyncContext`, the first arguments of handlers, have in common."""
 
     job: Job
     state: S
@@ -90,15 +90,15 @@ class JobContext(HasEffectAccess, Generic[SessionType, S]):
 
     @property
     def jobs(self) -> tuple[Job, ...]:
-        """The job alone, under the name that a batch handler's context has for its jobs: for arounds of both."""
+        """A tuple of the one job, so that an around can read `ctx.jobs` for single handlers and batch handlers."""
         return (self.job,)
 
     def progress(self, fraction: float, note: str = "") -> None:
-        """Record how far the handler is, for `find_job`, `outboxq jobs` and anything else that shows running jobs.
+        """Record the handler's progress, for `find_job`, `outboxq jobs` and other views of running jobs.
 
-        Not awaited, and cheap enough for every turn of a loop: the relay writes the newest note of each job outside
-        the handler's transaction, once a second at most, and deletes it when the handler ends. If it cannot be
-        written, the job goes on without.
+        Not awaited, and cheap enough for every turn of a loop: the relay writes the newest note of each job outside the
+        handler's transaction, once a second at most, and deletes it when the handler ends. If it cannot be written, the
+        job still goes on.
 
         Args:
             fraction: From 0 to 1.
@@ -118,37 +118,37 @@ class JobContext(HasEffectAccess, Generic[SessionType, S]):
 
     @property
     def headers(self) -> dict[str, str]:
-        """The strings that the producer stored next to the arguments, without outboxq's own.
+        """The strings that the producer stored next to the arguments, without those that outboxq itself writes.
 
-        They can be given to other jobs: `options(headers=ctx.headers)`.
+        They can be passed on to other jobs: `options(headers=ctx.headers)`.
         """
         stored = msgspec.json.decode(self.job.headers.encode(), type=dict[str, str])
         return {name: value for name, value in stored.items() if name not in OWN_HEADERS}
 
     @property
     def batch(self) -> JobBatch | None:
-        """The batch that the job is a member of, to add more members to; None if it is in none."""
+        """The batch that the job is a member of, to which more members can be added; None if the job is in no batch."""
         return batch_of(self.session, self.job)
 
     @property
     def finished_batch(self) -> FinishedBatch | None:
-        """The batch whose callback the job is (`on_done` of `jobs.batch`); None if it is none."""
+        """The batch whose callback the job is (`on_done` of `jobs.batch`); None if the job is no callback."""
         return finished_batch(self.job)
 
     def defer(self, statement: Statement, parameters: Mapping[str, object] | None = None) -> None:
-        """Defer a Core statement: it is sent after the handler's flush and before COMMIT, together with equal ones.
+        """Defer a Core statement: it is sent after the handler's flush and before COMMIT, with equal statements.
 
-        Does no I/O, and is not awaited. In a shared batch equal statements that follow one another, of one job or of
-        several, are sent as one, with the parameters of all; the order is always that of the jobs. If the handler
-        rolls a savepoint of its own back, the statement is still sent.
+        Does no I/O, and is not awaited. If several jobs run in one transaction (`batchable=True`), consecutive equal
+        statements, of one job or several, are sent as one, with all their parameters; the order is always that of the
+        jobs. If the handler rolls back a savepoint of its own, the statement is still sent.
 
         Args:
             statement: `insert()`, `update()`, `delete()` or a `text()` that writes; best a constant of the module with
                 `bindparam()` for values.
-            parameters: Those of one execution.
+            parameters: The parameters of one execution.
 
         Raises:
-            DeferError: it does not write, returns rows, or the parameters are not values by name.
+            DeferError: the statement does not write or returns rows, or the parameters are not values by name.
         """
         self._keep(checked_write(statement, parameters))
 
@@ -167,20 +167,20 @@ class JobContext(HasEffectAccess, Generic[SessionType, S]):
 class Context(JobContext[OutboxSession, S], CallsOnce):
     """The first argument of a sync handler.
 
-    `session` writes in the transaction that removed the job: its rows commit with the job's disappearance, or not at
-    all. Its `commit()` commits nothing, and its `rollback()` fails the attempt. `state` is what the registry's lifespan
-    yielded.
+    `session` writes in the transaction that removed the job: its rows and the removal of the job are committed
+    together, or not at all. Its `commit()` commits nothing, and its `rollback()` fails the attempt. `state` is the
+    value that the registry's lifespan yielded.
     """
 
 
 @dataclass(frozen=True)
 class AsyncContext(JobContext[AsyncOutboxSession, S], AsyncCallsOnce):
-    """The first argument of an async handler: as a sync one's, with an async session."""
+    """The first argument of an async handler: like `Context`, with an async session."""
 
 
 @dataclass(frozen=True, slots=True)
 class BatchItem(Generic[T]):
-    """One job of a batch: its arguments as the class that the handler was registered with, and the job itself."""
+    """One job of a batch: its arguments, as an object of the class given at registration, and the job."""
 
     args: T
     job: Job
@@ -190,8 +190,8 @@ class BatchItem(Generic[T]):
 class BatchContext(Generic[S]):
     """The first argument of a sync batch handler.
 
-    `session` writes in the transaction that removed the jobs: its rows commit with their disappearance, or not at all.
-    `jobs` are those of the items, in their order.
+    `session` writes in the transaction that removed the jobs: its rows and the removal of the jobs are committed
+    together, or not at all. `jobs` are the jobs of the items, in their order.
     """
 
     state: S
@@ -207,7 +207,7 @@ class BatchContext(Generic[S]):
 
 @dataclass(frozen=True)
 class AsyncBatchContext(Generic[S]):
-    """The first argument of an async batch handler: as a sync one's, with an async session."""
+    """The first argument of an async batch handler: like `BatchContext`, with an async session."""
 
     state: S
     session: AsyncOutboxSession

@@ -1,4 +1,4 @@
-"""Declarations of how long the dead letters of queues are kept."""
+"""Declarations of the time for which dead letters of queues are kept."""
 
 from datetime import timedelta
 
@@ -8,7 +8,7 @@ from outboxq.queue_limits import MAX_KEEP_SECONDS, MIN_KEEP_SECONDS
 
 
 class KeepsDead:
-    """The part of a registry that declares how long dead letters are kept."""
+    """The part of a registry that declares the time for which dead letters are kept."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -17,10 +17,10 @@ class KeepsDead:
     def keep_dead_letters(self, queue: str, time: timedelta) -> None:
         """Make relays delete the dead letters of a queue after this time.
 
-        Without this they are kept for ever. A time set by `outboxq queues set --keep-dead` takes precedence.
+        Without this call they are kept for ever. A time set by `outboxq queues set --keep-dead` takes precedence.
 
         Args:
-            queue: The queue of some of the registry's handlers.
+            queue: A queue for which this registry has handlers.
             time: One minute to 3,653 days.
 
         Raises:

@@ -24,10 +24,9 @@ from outboxq.names import with_article
 
 logger = logging.getLogger("outboxq.relay")
 
-# An attribute of a session, if it has deferred writes, and not a key of its `info`, which belongs to users and may be
-# cleared.
+# An attribute of a session with deferred writes, and no key of its `info`: that belongs to users, who may clear it.
 DEFERRED = "_outboxq_deferred"
-# An attribute of a session, or of a class of sessions, that listens for COMMIT.
+# An attribute of a session, or of a class of sessions, that has a listener for COMMIT.
 _IS_SENT_AT_COMMIT = "_outboxq_deferred_is_sent"
 _CONSTANT = PLAIN | {Decimal, UUID, date, time, datetime, timedelta}
 _WRITING_VERBS = frozenset(("INSERT", "UPDATE", "DELETE", "MERGE", "WITH"))
@@ -35,7 +34,7 @@ _WRITING_VERBS = frozenset(("INSERT", "UPDATE", "DELETE", "MERGE", "WITH"))
 
 @dataclass(frozen=True, slots=True)
 class Write:
-    """One statement with its parameters, as a handler deferred it."""
+    """One statement with its parameters, as a handler passed it to `ctx.defer`."""
 
     statement: Statement
     parameters: dict[str, object]
@@ -43,25 +42,31 @@ class Write:
 
 @dataclass(slots=True)
 class _Deferred:
-    """The writes that wait in a session; `has_failed`: others could not be sent at an earlier commit()."""
+    """The deferred writes of a session that have not been sent yet.
+
+    `has_failed`: True if writes could not be sent at an earlier commit(), whose error the handler may have swallowed.
+    """
 
     writes: list[Write] = field(default_factory=list)
     has_failed: bool = False
 
 
 def is_constant(value: object) -> bool:
-    """Return True if a value cannot change before it is sent, as a list or a document can."""
+    """Return True if a parameter's value cannot change before its statement is sent; a list or a dict could."""
     return type(value) in _CONSTANT or isinstance(value, Enum)
 
 
 def may_wait(write: Write) -> bool:
-    """Return True if a write does the same when sent later, among other jobs': its values stay, and it sets nothing."""
+    """Return True if a write has the same effect if it is sent after its job, together with other jobs' writes."""
     return is_fixed(write.statement) and all(map(is_constant, write.parameters.values()))
 
 
 @lru_cache(256)
 def is_fixed(statement: Statement) -> bool:
-    """Return True if a statement holds no value that may change, and only writes rows: it runs no user's code."""
+    """Return True if a statement contains no value that may change, only writes rows, and runs no users' code.
+
+    Such a statement may be sent later than its own job, together with those of other jobs.
+    """
     key = statement._generate_cache_key()  # noqa: SLF001  # the key of SQLAlchemy's own cache of statements
     if key is None or not all(map(_is_fixed_value, key.bindparams)):
         return _not_fixed("it holds a value that may change or is not known, or a type that computes one")
@@ -99,19 +104,20 @@ def checked_write(statement: object, parameters: object) -> Write:
 
 
 def defer(session: Session, *writes: Write) -> None:
-    """Keep writes until the session's transaction is about to be committed."""
+    """Keep writes in the session, to be sent just before its transaction is committed."""
     vars(session).setdefault(DEFERRED, _Deferred()).writes.extend(writes)
     if not getattr(session, _IS_SENT_AT_COMMIT, False):
         send_at_commit(session, send_deferred)
 
 
 def send_at_commit(sessions: Session | type[Session], before_commit: Callable[[Any], None]) -> None:
-    """Send the deferred writes of a session, or of the sessions of a class, before each COMMIT.
+    """Listen for each COMMIT of a session, or of all sessions of a class, to send deferred writes before it.
 
-    A class whose sessions often defer needs this once: listening to each session costs more than its writes.
+    For a class whose sessions often defer, call this once: a listener for each session costs more than its writes.
 
     Args:
-        before_commit: Calls `send_deferred` for a session that has `DEFERRED`.
+        before_commit: Called with the session before each COMMIT; must call `send_deferred` if the session has an
+            attribute `DEFERRED`.
     """
     event.listen(sessions, "before_commit", before_commit)
     event.listen(sessions, "after_soft_rollback", _after_rollback)
@@ -119,16 +125,16 @@ def send_at_commit(sessions: Session | type[Session], before_commit: Callable[[A
 
 
 def may_all_wait(session: Session) -> bool:
-    """Return True if all writes deferred in this session may wait, and none failed."""
+    """Return True if all deferred writes of the session may be sent later (`may_wait`), and none has failed."""
     deferred: _Deferred | None = vars(session).get(DEFERRED)
     return deferred is None or (not deferred.has_failed and all(map(may_wait, deferred.writes)))
 
 
 def take_writes(session: Session) -> list[Write]:
-    """Take the deferred writes out of the session.
+    """Return the deferred writes of the session, and remove them from it.
 
     Raises:
-        DeferError: some of them could not be sent at an earlier commit().
+        DeferError: some writes could not be sent at an earlier commit(), and the handler has swallowed that error.
     """
     deferred: _Deferred | None = vars(session).get(DEFERRED)
     if deferred is None:
@@ -142,7 +148,10 @@ def take_writes(session: Session) -> list[Write]:
 
 
 def send_deferred(session: Session) -> None:
-    """Send the deferred writes of a session after a flush; none if a savepoint is released, which may be undone."""
+    """Flush the session, and send its deferred writes; do nothing at the release of a savepoint.
+
+    The release of a savepoint is no COMMIT: a later rollback may still undo the handler's rows, so the writes wait.
+    """
     deferred: _Deferred | None = vars(session).get(DEFERRED)
     if deferred is None or not (deferred.writes or deferred.has_failed) or session.in_nested_transaction():
         return
@@ -155,7 +164,7 @@ def send_deferred(session: Session) -> None:
 
 
 def _send(connection: Connection, writes: list[Write]) -> None:
-    # Each row by its own execution: no run with fewer rows follows a failure.
+    # Each row by its own execution, because after a failure no execution with fewer rows is tried.
     for _, some in groupby(writes, lambda write: (id(write.statement), write.parameters.keys())):
         alike = list(some)
         for statement, rows in single_executions(alike[0].statement, [write.parameters for write in alike]):
@@ -163,13 +172,13 @@ def _send(connection: Connection, writes: list[Write]) -> None:
 
 
 def _after_rollback(session: Session, previous: SessionTransaction) -> None:
-    # A test's own session goes on after a rollback; a handler that rolls its session back has failed in any case.
+    # A test's own session goes on after a rollback; a handler that rolls back its session has failed in any case.
     deferred: _Deferred | None = vars(session).get(DEFERRED)
     if deferred is not None and not previous.nested:
         deferred.has_failed = False
 
 
-# Cached, because the same statement object comes again and again.
+# Cached, because the same statement object recurs.
 @lru_cache(256)
 def _check_writes(statement: Statement) -> None:
     if isinstance(statement, TextClause):

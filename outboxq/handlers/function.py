@@ -13,7 +13,7 @@ from outboxq.codec.signature import declared_signature, resolve_head
 from outboxq.errors import ArgumentError, RegistryError
 from outboxq.handlers.context import AsyncBatchContext, AsyncContext, BatchContext, Context
 
-# Names of a first argument that is the context, if its annotation says nothing; `_` is one that is not used.
+# Names of a first argument that is the context, if it has no annotation; `_` is one that is not used.
 _CONTEXT_NAMES = frozenset({"ctx", "context", ""})
 _SAYS_NOTHING = (Any, object, inspect.Parameter.empty)
 _CONTEXTS = (Context, AsyncContext, BatchContext, AsyncBatchContext)
@@ -21,18 +21,25 @@ _CONTEXTS = (Context, AsyncContext, BatchContext, AsyncBatchContext)
 
 @dataclass(frozen=True, slots=True)
 class Receives:
-    """The parameters of a sort of handlers: the classes of its context, and, for a batch handler, the other one."""
+    """The parameters that a function needs to be a handler.
+
+    `sync`, `asynchronous`: the class of its context if it is a plain function, and if it is a coroutine function.
+    `items`: the text of a batch handler's second parameter, for error messages; None for other handlers.
+    """
 
     sync: type[Any]
     asynchronous: type[Any]
     items: str | None = None
 
     def context_of(self, function: Callable[..., Any]) -> type[Any]:
-        """The class of the context that this function receives."""
+        """Return the class of the context that this function receives."""
         return self.asynchronous if inspect.iscoroutinefunction(function) else self.sync
 
     def definition(self, function: Callable[..., Any], *, replaces_first: bool) -> str:
-        """The first line of the function as it should be defined."""
+        """Return the `def` line that the function should have, for an error message.
+
+        `replaces_first`: True to put the context in place of the first parameter, False to put it in front.
+        """
         first, *others = declared_signature(function).parameters.values()
         parameters = [str(each) for each in (others if replaces_first else [first, *others])]
         if self.items is not None:
@@ -46,7 +53,7 @@ PLAIN = Receives(Context, AsyncContext)
 
 
 def receives_batches(arguments: type[Any]) -> Receives:
-    """The parameters of a batch handler whose jobs have arguments of this class."""
+    """Return the parameters of a batch handler whose jobs have arguments of this class."""
     return Receives(BatchContext, AsyncBatchContext, f"items: Sequence[BatchItem[{arguments.__name__}]]")
 
 
@@ -54,10 +61,11 @@ def check_function(function: Callable[..., Any], receives: Receives, kind: str |
     """Refuse a function that cannot be a handler, as far as that is known before all modules are imported.
 
     Args:
-        kind: The name that it was given; None if its own is stored.
+        kind: The handler's kind, if one was given; None if its kind is the function's name.
 
     Raises:
-        RegistryError: no function with a name, a generator, a method, or a first parameter that is not the context.
+        RegistryError: it is no function, a lambda without a kind, a generator function or a method, or its first
+            parameter is not the context.
     """
     _check_sort(function, kind)
     name, parameters = function.__qualname__, list(declared_signature(function).parameters.values())
@@ -80,10 +88,12 @@ def check_function(function: Callable[..., Any], receives: Receives, kind: str |
 
 
 def check_context(function: Callable[..., Any], receives: Receives) -> None:
-    """Refuse a function whose first parameter is not the context that it receives, now that names can be found.
+    """Refuse a function whose first parameter is not the context.
+
+    Called after all imports, because the annotation may name what a later import defines.
 
     Raises:
-        RegistryError: it is not; the message shows the first line as it should be.
+        RegistryError: it is not; the message shows the right first line.
     """
     first = next(iter(declared_signature(function).parameters.values()))
     _check_context(function, receives, first, resolve_head(function, first))
@@ -91,18 +101,21 @@ def check_context(function: Callable[..., Any], receives: Receives) -> None:
 
 @contextmanager
 def naming(function: Callable[..., Any], name: str | None = None) -> Iterator[None]:
-    """Add the handler's name, if given, and the file and line of its function to errors."""
+    """Add the handler's name, if given, and the file and line of its function to the errors of the block.
+
+    These are `RegistryError` and `ArgumentError`; others pass unchanged.
+    """
     try:
         yield
     except (RegistryError, ArgumentError) as error:
         place = place_of(function)
-        # An error of a nested check of the same function has its place already.
+        # An error from a nested check of the same function already has its place.
         ending = f"; defined at {place}" if place and not str(error).endswith(f"; defined at {place}") else ""
         raise type(error)(f"{'' if name is None else f'handler {name!r}: '}{error}{ending}") from error.__cause__
 
 
 def place_of(function: object) -> str:
-    """The file and the line of a callable's function; empty if it has none, such as a builtin."""
+    """Return `file:line` of the function that a callable wraps; an empty text if it has none, such as a builtin."""
     while isinstance(function, functools.partial):
         function = function.func
     code = getattr(inspect.unwrap(function) if callable(function) else function, "__code__", None)
@@ -110,7 +123,7 @@ def place_of(function: object) -> str:
 
 
 def name_of(function: object) -> str:
-    """The module and the name of a callable's function or class, without the object that it is bound to."""
+    """Return `module.name` of a callable's function or class; the object that a method is bound to is left out."""
     while isinstance(function, functools.partial):
         function = function.func
     named: Any = function if inspect.isroutine(function) or isinstance(function, type) else type(function)
@@ -121,12 +134,12 @@ def check_takes_one(function: Callable[..., object], role: str, argument: str) -
     """Refuse a callable that does not take one argument.
 
     Raises:
-        RegistryError: it does not; `role` begins the message.
+        RegistryError: it takes none or more; `role` begins the message, in which `argument` describes the one argument.
     """
     try:
         declared_signature(function).bind(None)
     except ValueError:
-        # Written in C, without a signature that could be read.
+        # The callable is written in C, without a readable signature.
         return
     except TypeError as error:
         raise RegistryError(f"{role} takes one argument, {argument}: {error}") from error
@@ -182,7 +195,7 @@ def _check_context(
 
 
 def _other_way(function: Callable[..., Any], receives: Receives, given: list[object]) -> str:
-    """The second way to mend it, if sync and async are mixed up."""
+    """Return the advice to make the function async (or sync), if its annotated context would then fit; else ""."""
     other = receives.sync if inspect.iscoroutinefunction(function) else receives.asynchronous
     if not any(_fits(each, other) for each in given):
         return ""
@@ -190,7 +203,7 @@ def _other_way(function: Callable[..., Any], receives: Receives, given: list[obj
 
 
 def _shown(parameter: inspect.Parameter) -> str:
-    # Without the module of ours that the class comes from: users import it from `outboxq`.
+    # Without outboxq's internal module of the class: users import it from `outboxq`.
     return str(parameter).replace(f"{Context.__module__}.", "")
 
 
@@ -199,7 +212,7 @@ def _a(kind: type[Any]) -> str:
 
 
 def _fits(annotation: object, wanted: type[Any]) -> bool:
-    """Return True if an annotation allows an object of `wanted`: a base class, a subclass, or a Protocol."""
+    """Return True if an annotation is a Protocol, or a base class or subclass of `wanted`: the context fits it."""
     if not isinstance(annotation, type) or annotation is object:
         return False
     return (
@@ -208,7 +221,7 @@ def _fits(annotation: object, wanted: type[Any]) -> bool:
 
 
 def _says_nothing(annotation: object) -> bool:
-    # Not by `in`: an annotation may be anything, and compare as it likes.
+    # Not by `in`: an annotation may be any object, with any comparison.
     return isinstance(annotation, str | ForwardRef) or any(annotation is nothing for nothing in _SAYS_NOTHING)
 
 
@@ -217,7 +230,7 @@ def _is_context(annotation: object) -> bool:
 
 
 def _alternatives(annotation: object) -> list[object]:
-    """The types that an annotation allows: the members of a union, without type parameters and other wrapping.
+    """Return the types that an annotation allows: the members of a union, without parameters and wrapping.
 
     A text or a ForwardRef is a name that cannot be found yet.
     """
@@ -227,7 +240,7 @@ def _alternatives(annotation: object) -> list[object]:
         bounds = annotation.__constraints__ or (annotation.__bound__ or object,)
         return [each for bound in bounds for each in _alternatives(bound)]
     try:
-        # The alias of a `type` statement resolves its names now.
+        # The alias of a `type` statement resolves its names at this point.
         aliased = getattr(annotation, "__value__", None)
     except NameError as error:
         return [error.name or ""]

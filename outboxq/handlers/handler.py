@@ -29,7 +29,7 @@ Outcomes: TypeAlias = Sequence[Outcome | None] | None
 
 
 class Handler(JobKind[P], Generic[P, C, R]):
-    """A registered handler. Name it in `add_job`; call it like the plain function that it wraps."""
+    """A registered handler. Pass it to `add_job`; call it like the plain function that it wraps."""
 
     def __init__(self, function: Callable[Concatenate[C, P], R], kind: str, options: HandlerOptions) -> None:
         super().__init__(kind, options.queue, options.enqueued)
@@ -46,11 +46,12 @@ class Handler(JobKind[P], Generic[P, C, R]):
         self.returned = Returned(kind, function if options.keep_result else None)
         self.unlocked_changes = UnlockedChanges(kind, function)
         self.flavour: Flavour = "async" if inspect.iscoroutinefunction(function) else "sync"
-        # Without the function's own attributes: other decorators set some with the names of ours, `retry` and `kind`.
+        # Without the function's own attributes: other decorators set attributes named like the handler's, `retry` and
+        # `kind`.
         functools.update_wrapper(self, function, updated=())
 
     def __call__(self, ctx: C, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        """The function itself, for a unit test or another handler."""
+        """Call the function itself, for a unit test or another handler."""
         return self.function(ctx, *args, **kwargs)
 
     @functools.cached_property
@@ -66,7 +67,7 @@ class Handler(JobKind[P], Generic[P, C, R]):
         """Check the context and the types of the arguments, which can be resolved only after all imports.
 
         Raises:
-            RegistryError: one does not fit; the message ends with the file and the line of the function.
+            RegistryError: a type does not fit; the message ends with the file and the line of the function.
         """
         with naming(self.function):
             check_context(self.function, PLAIN)
@@ -74,10 +75,10 @@ class Handler(JobKind[P], Generic[P, C, R]):
             self.returned.declared  # noqa: B018  # refuses a name that cannot be found
 
     def check_keys(self) -> None:
-        """Refuse a function that makes a key of arguments that the handler does not have.
+        """Refuse a function given as `unique`, `group` or `coalesce` that requires an argument the handler lacks.
 
         Raises:
-            RegistryError: it needs one; the message names it.
+            RegistryError: the function needs such an argument; the message names it.
         """
         rules, arguments = self._key_rules, self._signature.parameters
         for name, needed in ({} if rules is None else rules.needs()).items():
@@ -88,7 +89,10 @@ class Handler(JobKind[P], Generic[P, C, R]):
                 )
 
     def retry_horizon(self, max_attempts: int | None = None) -> timedelta:
-        """The longest time after the start of its first attempt at which a job may still run."""
+        """Return the longest time after the start of a job's first attempt at which one of its retries may still run.
+
+        `max_attempts`: the job's own number of attempts, in place of the handler's.
+        """
         return self.retry.horizon(max_attempts, self.timeout_seconds)
 
 
@@ -96,10 +100,12 @@ AnyHandler: TypeAlias = Handler[Any, Any, Any]
 
 
 class Arguments(Generic[P, T]):
-    """The class of a batch handler's arguments, as a callable that takes its fields: a `Signature` is built from it.
+    """Presents the class of a batch handler's arguments as a function of a context and the class's fields.
+
+    A `Signature`, the rules for arguments, is built from a function.
 
     Raises:
-        RegistryError: not a class, or one whose arguments cannot be seen.
+        RegistryError: it is no class, or its arguments cannot be determined.
     """
 
     def __init__(self, arguments: Callable[P, T]) -> None:
@@ -131,7 +137,7 @@ class Arguments(Generic[P, T]):
 
 
 class BatchHandler(Handler[P, Any, Any], Generic[P, T]):
-    """A registered batch handler. Name it in `add_job`; call it like the plain function that it wraps."""
+    """A registered batch handler. Pass it to `add_job`; call it like the plain function that it wraps."""
 
     def __init__(
         self,
@@ -161,7 +167,7 @@ class BatchHandler(Handler[P, Any, Any], Generic[P, T]):
         self._declared = arguments
 
     def __call__(self, ctx: Any, items: Sequence[BatchItem[T]], /) -> Any:  # type: ignore[override]  # a batch at a time
-        """The function itself, for a unit test."""
+        """Call the function itself, for a unit test."""
         return self._called(ctx, items)
 
     @functools.cached_property
@@ -170,7 +176,11 @@ class BatchHandler(Handler[P, Any, Any], Generic[P, T]):
             return build_signature(self.kind, self._declared)
 
     def check(self) -> None:
-        """Check what can be resolved only after all imports, as `Handler.check` does."""
+        """Check the context and the key functions, which can be resolved only after all imports.
+
+        Raises:
+            RegistryError: one does not fit; the message ends with the file and the line of the function.
+        """
         with naming(self._called):
             check_context(self._called, receives_batches(self.arguments))
             self.check_keys()
@@ -178,9 +188,10 @@ class BatchHandler(Handler[P, Any, Any], Generic[P, T]):
 
 @dataclass(frozen=True)
 class HandlerDecorator:
-    """The decorator that `jobs.handler(...)` returns: it makes a handler of a function, and passes it to `add`.
+    """The decorator that `jobs.handler(...)` returns: it makes a handler of a function, and registers it.
 
-    `options` is called once the function is known, so that its errors can name the function.
+    `add` registers the handler. `options` makes its options; it is called only when the function is known, so that
+    errors can name the function.
     """
 
     add: Callable[[AnyHandler], None]
@@ -213,7 +224,10 @@ class HandlerDecorator:
 
 @dataclass(frozen=True)
 class ResultHandlerDecorator:
-    """A `HandlerDecorator` of functions that return any value: the result of `jobs.handler(keep_result=True, ...)`."""
+    """The decorator that `jobs.handler(keep_result=True, ...)` returns: its functions may return any value.
+
+    It has a class of its own for type checkers: a `HandlerDecorator` accepts only functions that return outcomes.
+    """
 
     make: HandlerDecorator
 
@@ -232,7 +246,7 @@ class ResultHandlerDecorator:
 
 @dataclass(frozen=True)
 class BatchHandlerDecorator(Generic[P, T]):
-    """The decorator that `jobs.batch_handler(...)` returns: it makes a batch handler, and passes it to `add`."""
+    """The decorator that `jobs.batch_handler(...)` returns: it registers a function as a batch handler."""
 
     add: Callable[[AnyHandler], None]
     kind: str | None
@@ -264,7 +278,11 @@ def _called_as(
     items_of: Callable[[Job, dict[str, Any]], Sequence[BatchItem[Any]]],
     outcome_of: Callable[[object, int], object],
 ) -> Callable[..., Any]:
-    """A handler, as the executor calls it, that calls a batch handler's function."""
+    """Wrap a batch handler's function so that the executor can call it as it calls any handler.
+
+    `items_of` makes the function's items from the claimed job and its decoded arguments, `outcome_of` the outcome from
+    the returned value and the number of items.
+    """
     if inspect.iscoroutinefunction(function):
 
         @functools.wraps(function)

@@ -16,7 +16,7 @@ _EVENTS: frozenset[type] = frozenset(get_args(Event))
 _OF_SUPERVISOR: frozenset[type] = frozenset(get_args(SupervisorEvent))
 _WANTED = "a hook is a function of an event, sync or async"
 _OF_PRODUCERS: frozenset[type] = frozenset(get_args(ProducerEvent))
-# The events that hooks of a registry can receive, and those that a hook receives which names no events.
+# The events that registry hooks can receive, and the events for a hook that names none.
 HEARD = _EVENTS - _OF_SUPERVISOR - _OF_PRODUCERS
 TOLD_TO_ALL = HEARD - frozenset(get_args(CountedEvent))
 
@@ -47,10 +47,10 @@ class On(Generic[E]):
 
 
 def checked_hook(hook: object, events: frozenset[type] = TOLD_TO_ALL) -> EventHook:
-    """Check that a hook can be called with an event, and return it.
+    """Check that a hook can be called with an event; return it with the classes of events that it receives.
 
     Raises:
-        RegistryError: it cannot.
+        RegistryError: it is a generator function, or cannot be called with one argument.
     """
     if not callable(hook) or isinstance(hook, type):
         raise RegistryError(f"{_WANTED}, got {hook!r}")
@@ -62,10 +62,10 @@ def checked_hook(hook: object, events: frozenset[type] = TOLD_TO_ALL) -> EventHo
 
 
 def checked_events(events: Iterable[object]) -> frozenset[type]:
-    """Check and return the classes of events that `jobs.on` was given.
+    """Check and return the classes of events that were passed to `jobs.on`.
 
     Raises:
-        RegistryError: there are none, or one is no class of events.
+        RegistryError: there are none, or one is no event class.
     """
     given = tuple(events)
     if not given:
@@ -81,12 +81,12 @@ def _checked_event(event: object) -> type:
         )
     if event in _OF_SUPERVISOR:
         raise RegistryError(
-            f"no hook of a registry is told {event.__name__}: it is an event of the process that keeps the relays "
-            "running, which runs no code of yours, and logs it"
+            f"no hook of a registry receives {event.__name__}: it is an event of the process that keeps the relays "
+            "running, which runs none of your code, and logs it"
         )
     if event in _OF_PRODUCERS:
         raise RegistryError(
-            f"no hook of a registry is told {event.__name__}: it is an event of sessions and inboxes, which tell the "
+            f"no hook of a registry receives {event.__name__}: it is an event of sessions and inboxes, which call the "
             "hooks of their engine: create_engine(..., execution_options={'outboxq_hooks': [hook]})"
         )
     return event

@@ -1,4 +1,4 @@
-"""Keeping: what a kind keeps of its finished jobs, and for how long."""
+"""Keeping: the data that a kind keeps of its finished jobs, and for how long."""
 
 from dataclasses import dataclass
 from datetime import timedelta
@@ -9,7 +9,7 @@ from outboxq.outcomes import MAX_DELAY
 
 @dataclass(frozen=True, slots=True)
 class Keeping:
-    """The time for which a row of each finished job of a kind is kept, and the columns that it has."""
+    """The time for which a row of each finished job of a kind is kept, and the columns of that row."""
 
     seconds: float
     args: bool = False
@@ -17,7 +17,7 @@ class Keeping:
 
 
 def checked_keeping(keep: object, keep_args: object, keep_result: object) -> Keeping | None:
-    """The options `keep`, `keep_args` and `keep_result` of a handler; None if it keeps nothing.
+    """Check the options `keep`, `keep_args` and `keep_result` of a handler; return None if it keeps nothing.
 
     Raises:
         RegistryError: a value of another type or out of its range, or something is to be kept without `keep`.

@@ -1,4 +1,4 @@
-"""Limits of queues that an application declares: how many jobs run at a time, and how many begin in a time."""
+"""Limits of queues that an application declares: how many jobs run at a time, and how many begin in each period."""
 
 from outboxq.errors import ArgumentError, RegistryError
 from outboxq.names import check_name, named_options
@@ -22,20 +22,22 @@ class Limited:
         burst: int | None = None,
         per_group: int | None = None,
     ) -> None:
-        """Limit how many jobs of a queue run at a time, and how many begin in a time, over all relays of a database.
+        """Limit how many jobs of a queue run at a time or begin in each period, over all relays of a database.
 
         Limits set by `outboxq queues set` take precedence.
 
         Args:
-            queue: The queue of some of the registry's handlers.
+            queue: A queue for which this registry has handlers.
             running: How many jobs run at a time, 1 to 10,000. The jobs that a claim takes into one transaction
                 (`batch_size`) run one after the other, and count as one.
-            rate: How many jobs begin in a time: `10/s`, `100/min`, `5/30s`, `20/h` or `500/day`. Each attempt counts.
-            burst: How many jobs may begin at once after a pause; by default those of a tenth of a second, at least 1.
+            rate: How many jobs begin in each period: `10/s`, `100/min`, `5/30s`, `20/h` or `500/day`. Each attempt
+                counts.
+            burst: How many jobs may begin at once after a pause; by default as many as the rate allows in a tenth of a
+                second, at least 1.
             per_group: How many jobs of each group run at a time, 1 to 1,000.
 
         Raises:
-            ArgumentError: nothing was given, a number is out of its range, or the text is no rate.
+            ArgumentError: no limit was given, a number is out of its range, or the text is no rate.
             RegistryError: other limits are declared for the queue already.
         """
         limits = make_limits(running=running, rate=rate, burst=burst, per_group=per_group)

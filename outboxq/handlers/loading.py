@@ -1,4 +1,4 @@
-"""Find the registry that `MODULE:ATTRIBUTE` names, in a process that was started to work for it."""
+"""Finds the registry that `MODULE:ATTRIBUTE` names, in a process that was started to work for it."""
 
 import importlib
 import os
@@ -23,11 +23,11 @@ _INSTALLED = frozenset({"site-packages", "dist-packages"})
 
 
 class StoppedEarly(SystemExit):
-    """Raised when a signal stops the process before work began, perhaps while the registry's module was imported."""
+    """A signal stopped the process before work began, perhaps during the import of the registry's module."""
 
 
 def load_jobs(target: str) -> "Jobs":
-    """Import the registry, with the current directory on the path.
+    """Import the registry that `target` (`MODULE:ATTRIBUTE`) names, with the current directory on the path.
 
     Raises:
         ConfigError: no such module, one that fails while it is imported, or something other than a `Jobs`.
@@ -74,7 +74,7 @@ def _import(name: str) -> ModuleType:
 def _failed(name: str, error: BaseException) -> ConfigError:
     message, place = (str(error).splitlines() or [""])[0], _at(error)
     if isinstance(error, OutboxqError):
-        # A message of ours is shown whole, and may end with the place.
+        # A message of outboxq's own is shown whole, and may end with the place.
         said = message if message.endswith(place) else f"{message} ({place})"
     else:
         said = f"{type(error).__name__}: {message[:_MAX_MESSAGE_CHARACTERS]} ({place})"
@@ -82,7 +82,7 @@ def _failed(name: str, error: BaseException) -> ConfigError:
 
 
 def _at(error: BaseException) -> str:
-    """The innermost file and line of the error's traceback outside of outboxq and of the standard library."""
+    """Return the innermost file and line of the error's traceback outside outboxq and the standard library."""
     if isinstance(error, SyntaxError):
         return f"{error.filename}:{error.lineno}"
     found = traceback.extract_tb(error.__traceback__)

@@ -1,4 +1,4 @@
-"""The options of handlers: what `jobs.handler` and `jobs.batch_handler` take, and their checks."""
+"""The options of handlers: those that `jobs.handler` and `jobs.batch_handler` accept, and their checks."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -20,46 +20,52 @@ LARGEST_MAX_SIZE = 10_000
 
 
 class CommonOptions(FlowOptions, total=False):
-    """The options of handlers and of batch handlers."""
+    """The keyword arguments that `jobs.handler` and `jobs.batch_handler` have in common."""
 
     kind: str | None
-    """The stored name, by default the function's. Give one before you rename the function."""
+    """The stored name, by default the function's. Set it before you rename the function."""
     queue: str
-    """Where its jobs wait, by default "default". A queue holds handlers of one flavour, sync or async, and of one claim
-    mode."""
+    """Its jobs' queue, by default "default". A queue has handlers of one flavour, sync or async, and one claim mode."""
     aliases: Iterable[str]
     """Earlier names whose jobs this handler still runs."""
     retry: Backoff | None
-    """When a failed job runs again, and how often; by default `Backoff()`."""
+    """The policy for retries of a failed job: when it runs again, and how often; by default `Backoff()`."""
     claim: ClaimMode
-    """In "transaction" mode, the default, the handler runs in the transaction that removed the job. In "lease" mode the
-    claim is committed first, and the job removed in the transaction of the handler's rows, refused if the lease was
-    lost; for handlers that are long or reach outside the database. A batch handler takes "transaction" alone."""
+    """In "transaction" mode, the default, the handler runs in the transaction that removed the job. In "lease" mode,
+    for handlers that are long or reach outside the database, the claim is committed first. The handler then runs in
+    another transaction, which also removes the job, and whose COMMIT is refused if the job's lease was lost before. A
+    batch handler supports "transaction" only.
+    """
     timeout_seconds: float | None
-    """The deadline of one attempt, by default 300 seconds. A statement, then the handler, is cancelled; what cannot be
-    cancelled loses its connection, so that no late write can land. Up to 7 days; None for no deadline."""
+    """The deadline of one attempt, by default 300 seconds. After it the handler's statement, then the handler itself,
+    is cancelled; a handler that cannot be cancelled loses its connection, so that no late write can succeed. Up to 7
+    days; None for no deadline.
+    """
     messages: Messages | None
-    """What is stored and logged of the text of an error or of an outcome's reason; by default as the registry says.
-    "redacted": the text, with each argument's value replaced by its name; what the handler makes of a value, such as a
-    slice of it, stays. "withheld": the error's type, place and SQLSTATE alone. "whole": the text as it is."""
+    """The part of an error's text, or of an outcome's reason, that is stored and logged; by default the registry's
+    setting. "redacted": the text, with each argument's value replaced by its name; values derived from it, such as a
+    slice, stay. "withheld": only the error's type, place and SQLSTATE. "whole": the unchanged text.
+    """
     on_failure: OnFailure
-    """What a failed job of a group does to those behind it: they wait for its retry ("block", the default), or they go
-    on, and it comes back at the end of its group ("pass"). A dead letter lets them go on in any case."""
+    """The effect of a failed job on later jobs of its group: they wait for its retry ("block", the default), or they go
+    on, and it comes back at the end of its group ("pass"). After a dead letter they go on in any case.
+    """
     keep: timedelta | None
-    """For how long a row of the table `done_job` stands for each of its jobs that is done, discarded, cancelled while
-    it ran, or expired: written in the job's own transaction. By default finished jobs leave no row."""
+    """The time for which a row of the table `done_job` is kept for each of its jobs that was done, discarded, cancelled
+    while it ran, or expired; the row is written in the job's own transaction. By default finished jobs leave no row.
+    """
     keep_args: bool
-    """Whether that row has the job's arguments and headers too, so that the job can be run again."""
+    """True if that row also has the job's arguments and headers, so that the job can be run again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HandlerOptions:
-    """Options of a handler: where its jobs wait, how they are claimed, and what becomes of a failed one.
+    """Options of a handler: where its jobs wait, how they are claimed, and how a failed one is treated.
 
-    `max_size` is for batch handlers alone, `batchable` for others; `CommonOptions` explains the rest.
+    `max_size` is for batch handlers only, `batchable` for others; `CommonOptions` explains all other options.
 
     Raises:
-        RegistryError: a value is of another type or out of its range, or two exclude each other.
+        RegistryError: a value is of another type or out of its range, or two options exclude each other.
     """
 
     retry: Backoff
@@ -70,7 +76,7 @@ class HandlerOptions:
     timeout_seconds: float | None = DEFAULT_TIMEOUT_SECONDS
     batchable: bool = False
     max_size: int = DEFAULT_MAX_SIZE
-    # How its jobs are enqueued, unless `kind.options(...)` says otherwise.
+    # The options with which its jobs are enqueued, unless `kind.options(...)` sets others.
     enqueued: JobOptions = PLAIN_OPTIONS
     on_failure: OnFailure = "block"
     keep: timedelta | None = None
@@ -99,12 +105,12 @@ class HandlerOptions:
 
     @property
     def keeping(self) -> Keeping | None:
-        """The parts of a finished job that are kept; None for none."""
+        """The parts of a finished job that are kept; None if it leaves no row."""
         return checked_keeping(self.keep, self.keep_args, self.keep_result)
 
 
 def check_choice(name: str, given: str, choices: object) -> None:
-    """Refuse a value that is none of a Literal's.
+    """Refuse a value that is not among the choices.
 
     Raises:
         RegistryError: it is not; `name` begins the message.
@@ -129,7 +135,7 @@ def check_text(option: str, given: str, example: str) -> None:
     """Refuse an option that is not a text.
 
     Raises:
-        RegistryError: it is not; the message has `example`.
+        RegistryError: it is no text; the message contains `example`.
     """
     if not isinstance(given, str):
         raise RegistryError(f'{option} takes a name, such as {option}="{example}", got {given!r}')

@@ -1,4 +1,7 @@
-"""The place in an application's code at which an object was made: a name that all its versions and processes share."""
+"""A stable name for an object, such as `myapp.jobs:jobs`: its module, and its variable or the function that made it.
+
+A registry uses it as its default name, because all versions and processes of an application share it.
+"""
 
 import sys
 from dataclasses import dataclass
@@ -9,22 +12,25 @@ from outboxq.names import check_keywords
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A module, and the function in it that made an object."""
+    """The module and the function whose code made an object: the parts of the object's stable name."""
 
     module: str
     function: str
 
     def name_of(self, made: object) -> str:
-        """A name such as `myapp.jobs:jobs`, by the first name that the module has for it; else by the function."""
+        """Return a name such as `myapp.jobs:jobs`: the module, and the first variable in it that holds the object.
+
+        If no variable of the module holds it, the name of the function that made it is used instead.
+        """
         names = vars(sys.modules[self.module]) if self.module in sys.modules else {}
         found = next((name for name, value in names.items() if value is made), self.function)
         return f"{_importable(self.module)}:{found}"
 
 
 def place_of(made: object) -> Place:
-    """Name the place at which an object is made; called by its constructor, or by those of its subclasses."""
+    """Return the module and function that are constructing `made`; to be called in its `__init__` only."""
     frame = sys._getframe(1)  # noqa: SLF001  # as the standard library's own namedtuple does
-    # The check that refuses unknown options may be between constructors.
+    # The check that refuses unknown options may be in between the constructors.
     while frame.f_back is not None and (
         frame.f_globals.get("__name__") == check_keywords.__module__
         or (frame.f_code.co_name == "__init__" and frame.f_locals.get("self") is made)
@@ -34,7 +40,7 @@ def place_of(made: object) -> Place:
 
 
 def _importable(module: str) -> str:
-    """The name by which a module can be imported, also if it is the running program."""
+    """Return the name by which a module can be imported; for `__main__`, the name of the program that runs."""
     if module != "__main__":
         return module
     program = sys.modules["__main__"]

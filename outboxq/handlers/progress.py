@@ -1,4 +1,4 @@
-"""Progress notes of a handler: checked here, and written by its relay, which the handler never waits for."""
+"""Progress notes of a handler: checked here, and written by its relay, for which the handler never waits."""
 
 from collections.abc import Collection
 from typing import Protocol
@@ -12,10 +12,10 @@ MAX_NOTE_CHARACTERS = 200
 
 
 class ProgressNotes(Protocol):
-    """Receives progress notes: both calls return at once, and raise nothing."""
+    """Receives progress notes: both calls return at once, and raise no errors."""
 
     def note(self, job: Job, fraction: float, note: str) -> None:
-        """Write this soon, unless a newer note arrives first."""
+        """Write this note of a job soon, unless a newer one of the same job arrives first."""
         ...
 
     def clear(self, job_ids: Collection[UUID]) -> None:

@@ -58,13 +58,16 @@ class Jobs(Retained, Scheduled, Limited, KeepsDead):
 
     Args:
         lifespan: A function without arguments that returns a context manager, sync or async, entered once per relay
-            process before the first job; what it yields is `ctx.state`.
-        messages: What is stored of error texts, for handlers that do not say it themselves; explained at `handler`.
+            process before the first job; the value that it yields is `ctx.state`.
+        messages: The part of error texts that is stored, for handlers without a setting of their own; explained at
+            `CommonOptions`.
         name: The owner of this registry's schedules: up to 255 bytes, the same in each version of the application,
             and another one in each application that uses the database. By default the module in which the registry is
             made and its name there, such as "myapp.jobs:jobs".
-        hooks: Functions, sync or async, that receive every event of `outboxq.events` in each relay process; `on`
-            registers a hook for some of them.
+        hooks: Functions, sync or async, that receive the events of each relay process. The frequent events
+            `JobsClaimed`, `ClaimsEmpty`, `ClaimsFailed` and `EffectCalled` reach only hooks that name them with `on`.
+            No hook of a registry receives the events of supervisors (`ChildDied` and the like), which are only logged,
+            or those of producers (`JobsEnqueued`, `MessageSeen`), which the hooks of their engines receive.
 
     Raises:
         RegistryError: `messages` is not "redacted", "withheld" or "whole", or a hook cannot be called with an event.
@@ -122,17 +125,17 @@ class Jobs(Retained, Scheduled, Limited, KeepsDead):
         """Register a handler: `@jobs.handler`, or `@jobs.handler(queue="mail")` with options.
 
         Args:
-            batchable: The handler does nothing but write rows through its session, and defer statements. Such jobs
-                that are claimed together share the loading and writing of rows; if anything goes wrong each runs once
-                more, alone.
-            keep_result: What the handler returns is kept with its finished job, as JSON up to 256 KiB: needs `keep`.
-                `find_job` has it.
-            options: As `CommonOptions` explains them. Those of `FlowOptions` are what `options` of the handler takes,
-                for all of its jobs.
+            batchable: The handler only writes rows through its session, and defers statements. Such jobs that are
+                claimed together share the loading and writing of rows; if anything goes wrong, each job runs once more
+                in a transaction of its own.
+            keep_result: The handler's return value is kept with its finished job, as JSON up to 256 KiB: needs `keep`.
+                `find_job` returns it.
+            options: The options that `CommonOptions` explains. Those of `FlowOptions` apply to all jobs of the handler;
+                `Handler.options` sets them for some jobs.
 
         Raises:
             RegistryError: the function cannot be a handler, the kind or an alias is taken, or an option does not fit.
-            ArgumentError: a name over 63 bytes, or with control characters.
+            ArgumentError: a name has more than 63 bytes, or control characters.
         """
         check_keywords("handler", options, _HANDLER_OPTIONS, _OF_ONE_JOB)
         checked = self._options(options, batchable=batchable, keep_result=keep_result)
@@ -146,25 +149,25 @@ class Jobs(Retained, Scheduled, Limited, KeepsDead):
     ) -> BatchHandlerDecorator[P, T]:
         """Register a handler that receives many jobs at a time: for set-based SQL.
 
-        The handler returns None if all are done, or the outcome of each, in their order; what it wrote for those that
-        are not done stays. If it raises, all of its rows are undone, and it is called for each job alone.
+        The handler returns None if all jobs are done, or an outcome for each, in their order; rows that it wrote for
+        jobs that are not done stay. If it raises, all of its rows are undone, and it is called for each job alone.
 
         Args:
             arguments: The class that holds the arguments of one job: a dataclass, a `msgspec.Struct`, an attrs class.
-            max_size: How many jobs at most, 1 to 10,000. A queue claims so many at once.
+            max_size: The most jobs of a call, 1 to 10,000. A queue claims so many at once.
             options: Those of `handler` without `batchable` and `keep_result`, as `CommonOptions` explains them.
 
         Raises:
-            RegistryError: the kind or an alias is taken, an option is out of its range, or the arguments of the class
-                cannot be seen.
-            ArgumentError: a name over 63 bytes, or with control characters.
+            RegistryError: the kind or an alias is taken, an option is out of its range, or the class's arguments cannot
+                be determined.
+            ArgumentError: a name has more than 63 bytes, or control characters.
         """
         check_keywords("batch_handler", options, _BATCH_OPTIONS, _OF_ONE_JOB)
         declared = Arguments(arguments)
         return BatchHandlerDecorator(self.add, options.get("kind"), self._options(options, max_size=max_size), declared)
 
     def _options(self, given: CommonOptions, **others: Any) -> Callable[[], HandlerOptions]:
-        """A function that checks the options and fills in the registry's own defaults."""
+        """Return a function that makes a handler's options from these and the registry's defaults, and checks them."""
         flow = {name: value for name, value in given.items() if name in FlowOptions.__annotations__}
         others |= {name: value for name, value in given.items() if name not in flow and name != "kind"}
         messages, retry = given.get("messages"), given.get("retry")
@@ -184,7 +187,7 @@ class Jobs(Retained, Scheduled, Limited, KeepsDead):
 
     @property
     def name(self) -> str:
-        """The owner of this registry's schedules."""
+        """The name of this registry, which is stored as the owner of its schedules."""
         return self._place.name_of(self) if self._name is None else self._name
 
     @overload
@@ -205,12 +208,12 @@ class Jobs(Retained, Scheduled, Limited, KeepsDead):
     def on(self, *events: type[object]) -> On[Any]:
         """Register a hook: a function, sync or async, that receives the events of these classes.
 
-        In each relay process one thread of their own runs all hooks of the registry, one after the other. A hook that
-        raises is logged and counted, and disturbs nothing; one that is slow may miss events, which is counted too.
+        In each relay process, a separate thread runs all hooks of the registry, one after the other. A hook that raises
+        is logged and counted, without further effect; a slow hook may miss events, which are counted too.
 
         Raises:
-            RegistryError: no event, something that is no class of `outboxq.events`, or an event that only the
-                supervisor of several processes has.
+            RegistryError: no event, a value that is no class of `outboxq.events`, or an event of supervisors or
+                producers, which no hook of a registry receives.
         """
         return On(self._hooks.append, checked_events(events))
 
@@ -221,22 +224,22 @@ class Jobs(Retained, Scheduled, Limited, KeepsDead):
     def around(self, function: None = None, /, *, flavour: Flavour | None = None) -> Callable[[F], F]: ...
 
     def around(self, function: Any = None, /, *, flavour: Flavour | None = None) -> Any:
-        """Wrap something around each call of this registry's handlers, and of those that it includes.
+        """Wrap a context manager around each call of this registry's handlers, and of those that it includes.
 
-        The function takes the call's context, before the handler's rows are loaded, and returns what is wrapped around
-        the loading and the call: a context manager, sync or for async handlers async; or an outcome, in place of the
-        call; or None, for nothing. A generator function that yields once is made a context manager. For async handlers
-        it may be async itself.
+        The function takes the call's context, before the handler's rows are loaded, and returns a context manager for
+        the loading and the call, sync, or async for async handlers; or an outcome, in place of the call; or None, to
+        wrap nothing. A generator function that yields once becomes a context manager. For async handlers the function
+        may itself be async.
 
-        The first one is the outermost; those of an including registry are outside of those of the included one. It is
-        part of the attempt: its rows are committed with the handler's, an error of it fails the attempt, the time-out
-        covers it. An error that a context manager swallows still fails the attempt.
+        The first around is the outermost; those of an including registry are outside those of the included one. An
+        around is part of the attempt: its rows are committed with the handler's, its error fails the attempt, and the
+        time-out covers it. An error that a context manager swallows still fails the attempt.
 
         Args:
-            flavour: "sync" or "async": wrap handlers of this flavour alone.
+            flavour: "sync" or "async": wrap only handlers of this flavour.
 
         Raises:
-            RegistryError: it cannot be called with a context, or there is no such flavour.
+            RegistryError: the function cannot be called with a context, or there is no such flavour.
         """
         if flavour is not None:
             check_choice("flavour", flavour, Flavour)
@@ -255,7 +258,7 @@ class Jobs(Retained, Scheduled, Limited, KeepsDead):
         """
         for name in (handler.kind, *handler.aliases):
             taken = self._handlers.get(name)
-            # The same handler comes twice if two included registries include a third.
+            # The same handler arrives twice if two included registries include a third one.
             if taken is not None and taken is not handler:
                 raise RegistryError(
                     f"kind {name!r} is registered twice: by {_where(taken)} and by {_where(handler)}. "
@@ -265,10 +268,10 @@ class Jobs(Retained, Scheduled, Limited, KeepsDead):
             self._handlers[name] = handler
 
     def include(self, other: "Jobs") -> None:
-        """Register every handler of another registry here too, and its scopes, inboxes and settings of queues.
+        """Register every handler of another registry here too, with its scopes, inboxes and queue settings.
 
-        Its hooks receive the events of this relay, and its arounds wrap its own handlers, also those that are
-        registered there later.
+        The hooks of the other registry receive the events of the relay that runs this one; the arounds of the other
+        registry wrap only the other's handlers. That also applies to hooks and arounds that are registered there later.
 
         Raises:
             RegistryError: a kind is taken, a scope, an inbox or a limit is declared differently, or `other` has a
@@ -291,7 +294,7 @@ class Jobs(Retained, Scheduled, Limited, KeepsDead):
         self._included.append(other)
 
     def _with_included(self) -> list["Jobs"]:
-        """This registry and all that it includes, each once, and before those that it includes itself."""
+        """Return this registry and all that it includes, at any depth: each once, and before those that it includes."""
         found: dict[Jobs, None] = {}
         entered = set[Jobs]()
 
@@ -306,7 +309,7 @@ class Jobs(Retained, Scheduled, Limited, KeepsDead):
         return list(reversed(found))
 
     def _arounds_by_kind(self) -> dict[str, Arounds]:
-        """The arounds of each kind and alias that has some, the outermost first."""
+        """Return the arounds of each kind and alias that has any, the outermost first."""
         wrapping: dict[AnyHandler, list[Around]] = {}
         for each in self._with_included():
             for handler in dict.fromkeys(each._handlers.values()):  # noqa: SLF001  # the same class
@@ -316,12 +319,12 @@ class Jobs(Retained, Scheduled, Limited, KeepsDead):
         return {name: arounds[handler] for name, handler in self._handlers.items() if handler in arounds}
 
     def resolve(self) -> "Registry":
-        """Check everything that can be checked only when all handlers are known.
+        """Return the registry as relays use it, after all checks that need every handler.
 
         Raises:
-            RegistryError: no handler at all, a queue with both flavours, a signature that cannot be stored, an async
-                around of a sync handler, a scope or an inbox that forgets while a handler may still retry, or a
-                schedule whose job cannot be made.
+            RegistryError: there is no handler, a queue has both sync and async handlers, or both claim modes, a
+                signature cannot be stored, a sync handler has an async around, a scope or an inbox forgets while a
+                handler may still retry, or a schedule's job cannot be made.
         """
         if not self._handlers:
             raise RegistryError("this registry has no handlers: is the module that defines them imported?")
@@ -381,7 +384,7 @@ def _where(handler: AnyHandler) -> str:
 
 
 def _instead_of(other: object) -> str:
-    """Name what was given instead of a registry, and the registries of a module."""
+    """Describe the value that was given instead of a registry, and name the registries of a module."""
     if not isinstance(other, ModuleType):
         return f"as `mail = Jobs()`, got {type(other).__name__}"
     named = sorted(name for name, value in vars(other).items() if isinstance(value, Jobs))

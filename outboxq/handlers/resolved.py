@@ -1,4 +1,4 @@
-"""The resolved registry: what a relay knows of an application's handlers, once all of them are known and checked."""
+"""The resolved registry: a relay's view of an application's handlers, after all of them are known and checked."""
 
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
@@ -23,14 +23,14 @@ Lifespan: TypeAlias = Callable[
 
 @dataclass(frozen=True, slots=True)
 class Registry:
-    """A checked registry: handlers by kind and alias, the flavour and the claim mode of each queue, declared scopes.
+    """A checked registry: handlers by kind and alias, the flavour (sync or async) and claim mode of each queue, scopes.
 
     Attributes:
         signatures: The rules for the arguments of each kind and alias.
         by_flavour: The handlers of each flavour, by kind and alias.
         by_queue: The handlers of each queue.
-        arounds: Those of each kind and alias whose handler has some.
-        limits: Those of each queue that has some.
+        arounds: The arounds of each kind and alias whose handler has any.
+        limits: The limits of each queue that has any.
         keep_dead: The time for which each queue keeps its dead letters, if not for ever.
         owners: The names of the registry and of those that it includes.
     """
@@ -52,17 +52,17 @@ class Registry:
     owners: tuple[str, ...] = ()
 
     def known_kinds(self, flavour: Flavour) -> tuple[str, ...]:
-        """The kinds, aliases included, whose handlers have this flavour."""
+        """Return the kinds, aliases included, whose handlers have this flavour, sync or async."""
         return tuple(self.by_flavour[flavour])
 
     def timeout_seconds(self, queue: str) -> float | None:
-        """The longest deadline of a queue's handlers; None if one has none."""
+        """Return the longest `timeout_seconds` of a queue's handlers; None if an attempt of one has no deadline."""
         timeouts = [handler.timeout_seconds for handler in self.by_queue.get(queue, ())]
         finite = [seconds for seconds in timeouts if seconds is not None]
         return max(finite) if len(finite) == len(timeouts) else None
 
     def batch_size(self, queue: str, configured: int) -> int:
-        """The number of a queue's jobs to claim at once: the configured one, or more if a batch handler takes more."""
+        """Return the most jobs of a queue to claim at once: the configured number, or more for a batch handler."""
         batched = (handler for handler in self.by_queue.get(queue, ()) if isinstance(handler, BatchHandler))
         return max(configured, 1, *(handler.max_size for handler in batched))
 
@@ -70,7 +70,7 @@ class Registry:
         """The handler of a kind.
 
         Raises:
-            UnknownKind: none is registered.
+            UnknownKind: no handler of this kind is registered.
         """
         try:
             return self.handlers[kind]
@@ -81,23 +81,28 @@ class Registry:
         """Refuse arguments, as JSON text, that do not fit the handler of a kind.
 
         Raises:
-            PayloadError: they do not.
+            PayloadError: they do not fit.
             UnknownKind: no handler is registered.
         """
         self.find(kind).signature().decode(args)
 
     def loads_late(self, kind: str) -> bool:
-        """Return True if rows of this kind's jobs are loaded only within its arounds, which use its session."""
+        """Return True if rows of this kind's jobs are loaded inside its arounds, as one of these uses `ctx.session`.
+
+        Such an around may decide which rows are visible; otherwise rows of several jobs are loaded together, before it.
+        """
         arounds = self.arounds.get(kind)
         return arounds is not None and arounds.use_sessions
 
     def effect_retention(self, scope: str) -> timedelta:
-        """The time for which effects of a scope are remembered: as declared, else longer than any handler may retry."""
+        """Return how long effects of a scope are remembered: as declared, or else for `default_retention`."""
         declared = self.scopes.get(scope)
         return self.default_retention if declared is None else declared.retention
 
     def may_call(self, scope: str, kind: str) -> bool:
-        """Return True if the handler of this kind may use the scope: its declaration names this kind, or no kinds.
+        """Return True if the handler of a kind may use a scope.
+
+        It may if the declaration of the scope names its kind, or names no kinds, or if the scope is not declared.
 
         Raises:
             UnknownKind: none is registered.

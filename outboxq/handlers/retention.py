@@ -1,7 +1,8 @@
-"""Retention: how long the keys of scopes and consumers are remembered, and the check that no retry outlives them.
+"""Retention: how long the keys of external calls, and the ids of received messages, are remembered.
 
-A handler that runs again after its key was forgotten would call, or accept, once more: such a window is refused before
-anything is claimed.
+Calls are grouped by scope, messages by consumer. A handler that runs again after its key was forgotten would make the
+call, or accept the message, a second time: so a time that is shorter than a handler's retries may take is refused
+before any job is claimed.
 """
 
 from collections.abc import Iterable, Mapping
@@ -24,9 +25,9 @@ _DECLARED: Mapping[Owner, str] = {"scope": "jobs.scope", "consumer": "jobs.inbox
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """The time for which the keys of a scope, or the message ids of a consumer, are remembered.
+    """The time for which the keys of a scope (external calls), or a consumer's message ids, are remembered.
 
-    `kinds` are those of the handlers that use it; if empty, every handler of the registry may.
+    `kinds` are the kinds whose handlers use the scope or consumer; if empty, every handler of the registry may.
     """
 
     owner: Owner
@@ -36,10 +37,10 @@ class Window:
 
 
 def check_kinds(kinds: Iterable[str]) -> tuple[str, ...]:
-    """The kinds in one order, so that two declarations of a window can be compared.
+    """Check kinds, and return them sorted, so that two declarations of one scope or inbox can be compared.
 
     Raises:
-        RegistryError: a str, each letter of which would be a kind.
+        RegistryError: a single str was given, whose letters would count as kinds.
         ArgumentError: a kind that cannot be a name.
     """
     if isinstance(kinds, str):
@@ -48,10 +49,10 @@ def check_kinds(kinds: Iterable[str]) -> tuple[str, ...]:
 
 
 def check_same(declared: Window, again: Window) -> None:
-    """Refuse a second declaration that says something else.
+    """Refuse a second declaration of a scope or inbox that differs from the first.
 
     Raises:
-        RegistryError: another window, or other kinds.
+        RegistryError: the second declares another time, or other kinds.
     """
     if declared != again:
         raise RegistryError(
@@ -61,13 +62,13 @@ def check_same(declared: Window, again: Window) -> None:
 
 
 def check_windows(windows: Iterable[Window], horizons: Mapping[str, timedelta]) -> None:
-    """Refuse windows that a handler may outlive.
+    """Refuse a scope or inbox that forgets its keys while a handler may still retry.
 
     Args:
         horizons: By kind and alias, how long after its first attempt a handler may still run.
 
     Raises:
-        RegistryError: too short a window, or a kind that no handler has.
+        RegistryError: a scope or inbox forgets too early, or names a kind that no handler has.
     """
     for window in windows:
         unknown = [kind for kind in window.kinds if kind not in horizons]
@@ -82,7 +83,7 @@ def check_windows(windows: Iterable[Window], horizons: Mapping[str, timedelta]) 
 
 
 def default_retention(horizons: Iterable[timedelta]) -> timedelta:
-    """The time for which an undeclared scope is remembered: never shorter than a handler may retry."""
+    """Return the retention of an undeclared scope: 30 days, or a day more than any handler may retry, if longer."""
     return max(DEFAULT_RETENTION, min(max(horizons) + _SLACK, MAX_DELAY))
 
 
@@ -114,7 +115,7 @@ def _too_short(window: Window, kind: str, horizon: timedelta) -> str:
 
 
 class Retained:
-    """The scopes and inboxes of a registry: how long each remembers."""
+    """The scopes and inboxes of a registry, each with the time for which it remembers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -125,14 +126,15 @@ class Retained:
         """Declare how long the effects of a scope are remembered; returns its name, for `ctx.once(CHARGES, ...)`.
 
         A relay refuses to start if a handler may still retry when its effects are forgotten. A scope that is not
-        declared is remembered for 30 days, or a day longer than any handler of the registry may retry.
+        declared is remembered for the longer of two times: 30 days, and a day more than any handler of the registry may
+        retry.
 
         Args:
             retention: From the moment that a result is recorded, 1 second to 10 years.
-            kinds: The kinds whose handlers may call it; by default all handlers of the registry.
+            kinds: The kinds whose handlers may use the scope; by default all handlers of the registry.
 
         Raises:
-            RegistryError: it was declared before, with another window or other kinds.
+            RegistryError: the scope was declared before, with another time or other kinds.
             InvalidKey, ArgumentError, ConfigError: the scope, a kind or the retention is invalid.
         """
         checked = check_key("scope", name, MAX_SCOPE_BYTES)
@@ -141,17 +143,17 @@ class Retained:
 
     @named_options
     def inbox(self, consumer: str, *, retention: timedelta = DEFAULT_RETENTION, kinds: Iterable[str] = ()) -> Inbox:
-        """Make an inbox that relays check when they start, as a `scope`: no retry may outlive what it remembers.
+        """Make an inbox that relays check when they start: no handler may retry after its message id was forgotten.
 
         Use this if there is a registry; `Inbox(...)` is for a receiver that has none.
 
         Args:
             consumer: A name that never changes, of 1 to 63 bytes.
             retention: How long a message id is remembered, from 1 second to 10 years.
-            kinds: The kinds whose handlers accept with it: only their retries count; by default those of all handlers.
+            kinds: The kinds whose handlers accept messages with it: only their retries count; by default all handlers'.
 
         Raises:
-            RegistryError: it was declared before, with another window or other kinds.
+            RegistryError: the inbox was declared before, with another time or other kinds.
             InvalidKey, ArgumentError, ConfigError: the consumer, a kind or the retention is invalid.
         """
         made = Inbox(consumer, retention)

@@ -1,7 +1,7 @@
-"""Returned: the outcomes that a handler's returned values stand for.
+"""Translates the values that handlers return into outcomes, such as `Done` or `Retry`.
 
-None, or any value, means done; if the kind keeps results, the value is encoded. Only a value that shows that the
-handler's work was not done, or that cannot be kept as a result, is an error, and a permanent one, since the next
+None, or any other value, means done; if the kind keeps results, the value is encoded. A value is an error only if it
+shows that the handler's work was not done, or if it cannot be kept as a result. The error is permanent, since the next
 attempt would return the same.
 """
 
@@ -27,36 +27,38 @@ logger = logging.getLogger("outboxq.relay")
 
 _DONE = Done()
 _OUTCOMES = (Done, Retry, Snooze, DeadLetter, Discard)
-# The size of a result as JSON, in bytes: that of arguments.
+# The largest size of a result as JSON, in bytes: the same as for arguments.
 MAX_RESULT_BYTES = MAX_ARGS_BYTES
 
 
 @dataclass(frozen=True, slots=True)
 class DoneWithResult(Done):
-    """Done, with what the handler returned, as JSON text."""
+    """Done, with the handler's return value as JSON text."""
 
     result: str
 
 
 class Returned:
-    """Reads outcomes from what the handler of one kind returns; logs once that other values are dropped.
+    """Reads outcomes from the return values of one kind's handler.
+
+    A value that is no outcome is dropped if results are not kept; that is logged once.
 
     Args:
-        function: That of a handler whose results are kept; its annotation says what they are.
+        function: The function of a handler whose results are kept; its annotation declares their type.
     """
 
     def __init__(self, kind: str, function: Callable[..., object] | None = None) -> None:
         self._kind = kind
         self._function = function
-        # The first thread that logs it takes this lock for good.
+        # The first thread that logs it takes this lock and keeps it.
         self._said = threading.Lock()
 
     def outcome(self, returned: object) -> Outcome:
-        """The outcome of one job.
+        """Return the outcome of the job whose handler returned this value.
 
         Raises:
             NothingDone: a coroutine or the like that was never run, or the class of an outcome.
-            ResultNotKept: the value is to be kept, and JSON cannot hold it or give it back, or it is too large.
+            ResultNotKept: the value is to be kept, but JSON cannot store it, or changes it, or it is too large.
         """
         if returned is None or type(returned) is Done:
             return _DONE if self._function is None else DoneWithResult("null")
@@ -69,11 +71,13 @@ class Returned:
         return _DONE
 
     def outcomes(self, returned: object, count: int) -> list[Outcome]:
-        """The outcomes of `count` jobs: `Done` for all, or those of a list with one for each.
+        """Return the outcomes of `count` jobs whose batch handler returned this value.
+
+        That is one outcome for each if the value is a list of outcomes, and otherwise `Done` for all.
 
         Raises:
             NothingDone: one is a coroutine or the like that was never run, or the class of an outcome.
-            HandlerError: another number of outcomes than of jobs, or one outcome for all that is not done.
+            HandlerError: the numbers of outcomes and jobs differ, or a single outcome other than `Done` was returned.
         """
         if isinstance(returned, Retry | Snooze | DeadLetter | Discard):
             raise HandlerError(
@@ -93,7 +97,9 @@ class Returned:
 
     @functools.cached_property
     def declared(self) -> msgspec.json.Decoder[object]:
-        """Reads the values, other than outcomes, that a handler whose results are kept is declared to return.
+        """The JSON decoder of the handler's declared return type, without outcomes.
+
+        A result is read back with it, to refuse one that JSON would change.
 
         Raises:
             RegistryError: a name in its annotation cannot be found.
@@ -105,13 +111,13 @@ class Returned:
         try:
             return json_decoder(Any if stated is None or stated is object else stated)
         except TypeError:
-            # JSON cannot tell two dataclasses apart, so a value is compared as one of its own class.
+            # JSON cannot distinguish two dataclasses, so a value is compared as an object of its own class.
             return json_decoder(Any)
 
     def _encoded(self, value: object) -> str:
         try:
             encoded = encode_value("result", value)
-            # A value that brings its own JSON (`msgspec.Raw`) may bring invalid JSON.
+            # A value with its own JSON (`msgspec.Raw`) may contain invalid JSON.
             msgspec.json.decode(encoded)
         except ArgumentError as error:
             raise ResultNotKept(self._kind, str(error).removeprefix("argument 'result' ")) from None
@@ -143,7 +149,7 @@ def _is_outcome(kind: type[object]) -> bool:
 
 
 def _is_undone(returned: object) -> bool:
-    # Generators and futures too: their work has not run, or runs on without its job.
+    # This includes generators and futures: their work has not run, or runs on without its job.
     return (
         inspect.isawaitable(returned)
         or inspect.isgenerator(returned)
@@ -159,7 +165,7 @@ def _refuse_undone(returned: object) -> None:
         name = returned.__name__
         raise NothingDone(f"the handler returned the class {name}, which is no outcome: return {name}(...)")
     if inspect.iscoroutine(returned):
-        # Close it, or Python warns.
+        # It is closed, else Python warns.
         returned.close()
     raise NothingDone(
         f"the handler returned {with_article(type(returned).__name__)} that was not run to its end: `await` it in an "

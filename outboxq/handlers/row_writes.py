@@ -1,6 +1,7 @@
-"""Analysis of a statement's writes: rows of one table alone, or more; and whether it runs code of the user's.
+"""Analysis of a statement: if it only writes rows of one table, so that it may be sent later or merged with others.
 
-The effects of such a write in users' tables are read from the catalogs when first needed, and kept for some seconds.
+Triggers and constraints of that table may have further effects. They are read from the catalogs when first needed, and
+cached for `FRESH_SECONDS`.
 """
 
 import time
@@ -21,7 +22,7 @@ from outboxq.statements.catalog import DEFERRABLE, table_facts
 
 Statement: TypeAlias = Insert | Update | Delete | TextClause
 
-# Expressions that compute a value from the row and the parameters.
+# Expressions that compute a value only from the row and the parameters.
 COMPUTING = (
     elements.BinaryExpression,
     elements.BindParameter,
@@ -34,7 +35,7 @@ COMPUTING = (
     elements.TypeClause,
     elements.UnaryExpression,
 )
-# Functions, and types with a length, that compute a value: of any other one it is not known what it reads and writes.
+# Functions, and types with a length, that compute a value: for any other one it is unknown what it reads and writes.
 COMPUTING_FUNCTIONS = frozenset(
     (
         *("abs", "array_agg", "avg", "bool_and", "bool_or", "cast", "ceil", "clock_timestamp", "coalesce", "concat"),
@@ -44,9 +45,9 @@ COMPUTING_FUNCTIONS = frozenset(
 )
 _WRITING = (Insert, Update, Delete)
 _CONFLICTS = (postgresql.dml.OnConflictDoNothing, postgresql.dml.OnConflictDoUpdate)
-# Parts, by SQLAlchemy's names, of a statement that writes nothing but rows of its table. A statement with another part,
-# of a later SQLAlchemy or of an extension, may do more. `_annotations`: a session adds them to each statement about a
-# mapped class.
+# Parts, by SQLAlchemy's names, of a statement that only writes rows of its table. A statement with another part, of a
+# later SQLAlchemy or an extension, may do more. `_annotations`: a session adds them to each statement about a mapped
+# class.
 _PART_NAMES = """
     _annotations table _inline _where_criteria _values _multi_values select _select_names
     include_insert_from_select_defaults _sort_by_parameter_order _return_defaults _return_defaults_columns
@@ -54,13 +55,13 @@ _PART_NAMES = """
 """
 _PARTS = frozenset(_PART_NAMES.split())
 _PARTS_OF_VALUES = _PARTS - {"_multi_values", "select"} | {"_post_values_clause"}
-# Relays see the changes of a concurrent migration after this time at the latest.
+# After this time at the latest, relays notice the changes of a concurrent migration.
 FRESH_SECONDS = 10.0
 
 
 @dataclass(frozen=True, slots=True)
 class RowWrite:
-    """The rows that a statement itself writes, without triggers and the like; an UPDATE also names its columns."""
+    """The table whose rows a statement writes, and for an UPDATE the columns; effects of triggers are not included."""
 
     table: Table
     verb: Literal["INSERT", "UPDATE", "DELETE"]
@@ -69,13 +70,13 @@ class RowWrite:
 
 @dataclass(frozen=True, slots=True)
 class TableFacts:
-    """Facts of a table that decide if changes of its rows may wait for others, and be sent with them.
+    """Facts of a table that decide if changes of its rows may wait and be sent with others.
 
-    `oid`: the table itself, under any name. `is_plain`: an ordinary table, without row security, rules, children and
-    parents. `is_inert`: an UPDATE runs nothing else: no triggers, no functions of the user's in its constraints, no
-    generated columns. `bound_columns`: those whose values depend on other rows, of this table or another: usually
-    unique ones. `contains_inserts`, `contains_deletes`: these change no other table, and no constraint waits for
-    COMMIT.
+    `oid`: the table itself, under any name. `is_plain`: an ordinary table, without row security and rules, and without
+    inheritance in either direction. `is_inert`: an UPDATE runs nothing else: no triggers, no users' functions in its
+    constraints, no generated columns. `bound_columns`: columns whose allowed values depend on other rows, of this table
+    or another: unique columns, for example. `contains_inserts`, `contains_deletes`: True if an INSERT, or a DELETE,
+    changes no other table, and no constraint waits for COMMIT to check it.
     """
 
     oid: int
@@ -87,7 +88,7 @@ class TableFacts:
     contains_deletes: bool
 
     def contains(self, write: RowWrite) -> bool:
-        """Return True if the write stays in the table, and is checked at once."""
+        """Return True if the write has no effect outside the table, and no constraint waits for COMMIT to check it."""
         if not (self.is_plain and self.is_inert):
             return False
         match write.verb:
@@ -100,15 +101,15 @@ class TableFacts:
         assert_never(write.verb)
 
 
-# By statement and names of its parameters; looked up each time that a statement is sent or deferred.
+# By statement and parameter names; looked up each time that a statement is sent or deferred.
 _writes: WeakKeyDictionary[object, dict[frozenset[str], RowWrite | None]] = WeakKeyDictionary()
 
 
 def row_write(statement: object, names: Collection[str]) -> RowWrite | None:
-    """The rows that a statement writes; None if it may write more than rows of its table.
+    """Return the table, verb and columns that a statement writes; None if it may do more than write rows of a table.
 
     Args:
-        names: Names of its parameters; one that is also a column's name is the value of that column.
+        names: Names of its parameters; a name that is also a column's is the value of that column.
     """
     if not isinstance(statement, _WRITING):
         return None
@@ -132,28 +133,31 @@ def _row_write(statement: Insert | Update | Delete, names: frozenset[str]) -> Ro
 
 
 def written_table(statement: Insert | Update | Delete) -> Table | None:
-    """The table that a statement writes to; None if it may do more, or does not write to a plain table."""
+    """Return the table whose rows a statement writes; None if it may do more, or writes to anything but a `Table`."""
     if not _consists_of(_PARTS, statement) or _names_others(statement) or not isinstance(statement.table, Table):
         return None
-    # The table of a mapped class comes as an annotated copy.
+    # SQLAlchemy passes a mapped class's table as an annotated copy.
     return statement.table._deannotate()  # noqa: SLF001  # as SQLAlchemy itself compares tables
 
 
 def _consists_of(parts: AbstractSet[str], statement: Insert | Update | Delete) -> bool:
-    """Return True if a statement has no other parts than these; a part that is an SQL expression has no truth value."""
+    """Return True if no part of a statement (an attribute such as `_values`) is set, except for these parts.
+
+    A part that is an SQL expression counts as set, because it has no truth value.
+    """
     named = (name for name, _ in statement._traverse_internals)  # noqa: SLF001  # as SQLAlchemy's own cache does
     others = (getattr(statement, name, None) for name in named if name not in parts)
     return not any(isinstance(part, ClauseElement) or part for part in others)
 
 
 def _names_others(statement: Insert | Update | Delete) -> bool:
-    """Return True if the statement itself says which schema a table is in."""
+    """Return True if the statement has its own `schema_translate_map`, and so may write to another schema's table."""
     return "schema_translate_map" in statement.get_execution_options()
 
 
 def assigned_columns(statement: Update, table: Table) -> dict[Any, object]:
-    """The value that is assigned to each column; under None that of a column which is not known."""
-    # A name is that of an attribute, if a mapped class is updated.
+    """Return the value that an UPDATE assigns, by column; under the key None the value of an unknown column."""
+    # A name is an attribute's, if a mapped class is updated.
     mapper = updated_mapper(statement)
     columns = table.columns if mapper is None else mapper.columns
     values: Any = statement._values or {}  # noqa: SLF001  # SQLAlchemy has no other name for it
@@ -162,12 +166,12 @@ def assigned_columns(statement: Update, table: Table) -> dict[Any, object]:
 
 
 def updated_mapper(statement: Statement) -> Any:
-    """The mapper of the class that is updated, or None if it is a table."""
+    """Return the mapper of the ORM class that a statement updates, or None if it updates a table."""
     return statement._propagate_attrs.get("plugin_subject")  # noqa: SLF001  # SQLAlchemy has no other name for it
 
 
 def only_writes(statement: Insert | Update | Delete) -> bool:
-    """Return True if a statement writes only plain values and values computed from them: it runs no user's code."""
+    """Return True if a statement writes only plain values and values computed from them, and runs no users' code."""
     table = statement.table
     if not _consists_of(_PARTS_OF_VALUES, statement) or not isinstance(table, Table):
         return False
@@ -177,13 +181,13 @@ def only_writes(statement: Insert | Update | Delete) -> bool:
 
 
 def _is_settled(column: Column[Any]) -> bool:
-    """Return True if the process computes no value of a column, by a default or by a type that is not SQLAlchemy's."""
+    """Return True if no Python code computes a column's values: no function as default, no type but SQLAlchemy's."""
     given: tuple[Any, ...] = (column.default, column.onupdate)
     return all(default is None or default.is_scalar for default in given) and is_sqlalchemy_type(column.type)
 
 
 def is_sqlalchemy_type(sql_type: TypeEngine[Any]) -> bool:
-    """Return True if a type, and that of its elements, is SQLAlchemy's own: it runs no user's code."""
+    """Return True if a type, and its elements' type, is SQLAlchemy's own, and so runs no users' code."""
     of_values = getattr(sql_type, "item_type", None)
     is_own = type(sql_type).__module__.startswith("sqlalchemy.") and not sql_type._variant_mapping  # noqa: SLF001  # a variant shows nowhere else
     return is_own and (of_values is None or is_sqlalchemy_type(of_values))
@@ -209,17 +213,17 @@ class Catalog:
         self._has_deferrable: bool | None = None
 
     def refresh(self) -> None:
-        """Forget what was read some time ago."""
+        """Forget all facts, if `FRESH_SECONDS` have passed since the last time that they were forgotten."""
         if time.monotonic() - self._read_at > FRESH_SECONDS:
             self._facts.clear()
             self._has_deferrable = None
             self._read_at = time.monotonic()
 
     def facts(self, connection: Connection, table: Table) -> TableFacts | None:
-        """The facts of a table, read once; None if there is no such table.
+        """Return the facts of a table, which are read if they are not known yet; None if there is no such table.
 
         Raises:
-            psycopg.Error: the transaction has failed, or the connection is gone.
+            psycopg.Error: the transaction has failed, or the connection is lost.
         """
         schemas = connection.get_execution_options().get("schema_translate_map") or {}
         named = table, schemas.get(table.schema, table.schema)

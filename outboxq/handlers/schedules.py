@@ -22,7 +22,7 @@ _ANOTHER_TIME = FIRE_TIME.replace(year=2)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DeclaredSchedule:
-    """A schedule as declared above its handler; its job can be made after all imports."""
+    """A schedule as declared above its handler; `check` makes its job, which is possible only after all imports."""
 
     name: str
     handler: AnyHandler
@@ -32,10 +32,10 @@ class DeclaredSchedule:
     args: Mapping[str, object]
 
     def check(self, owner: str) -> NewSchedule:
-        """The schedule with its job, owned by the registry with this name.
+        """Check the schedule, and return it with its job, as one that the registry named `owner` owns.
 
         Raises:
-            RegistryError: the handler takes an argument that has no value, or a value does not fit.
+            RegistryError: an argument of the handler has no value, or a value does not fit.
         """
         with naming(self.handler.function):
             return NewSchedule(
@@ -86,7 +86,7 @@ class ScheduleDecorator:
 
 
 class Scheduled:
-    """The schedules of a registry."""
+    """The part of a registry that declares schedules."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -106,8 +106,9 @@ class Scheduled:
     ) -> ScheduleDecorator:
         """Add a job at certain times: `@jobs.schedule("30 2 * * *")` above `@jobs.handler`, once or several times.
 
-        Relays store it when they start, by its name. A handler with an argument `fire_time` receives the time at which
-        the job was due, as the clocks of the time zone show it; `ctx.headers` has it too, as "outboxq.fire_time".
+        Relays store the schedule when they start, by its name. A handler with an argument `fire_time` receives the time
+        at which the job was due, as the clocks of the time zone show it; `ctx.headers` has it too, as
+        "outboxq.fire_time".
 
         Args:
             cron: Five fields (minute, hour, day of month, month, day of week), or `@hourly`, `@daily`, `@weekly`,
@@ -115,10 +116,10 @@ class Scheduled:
             every: In place of `cron`, an interval of whole seconds, from a second to 365 days: due at its multiples
                 since 1970 in UTC, so that a change of the clocks moves none.
             time_zone: The time zone of `cron`, such as "Europe/Berlin".
-            missed: The treatment of times at which no relay ran. "one": one job for all of them, with the newest
-                as its time. "all": a job for each. "skip": none for one that is more than a minute late.
+            missed: The treatment of times at which no relay ran. "one": one job for all of them, with the newest as its
+                time. "all": a job for each. "skip": no job for a time more than a minute ago.
             jitter: The longest random delay of each job, up to 24 hours, and less than `every`.
-            name: Its name, by default the handler's kind. Under another name it is another schedule.
+            name: The schedule's name, by default the handler's kind. Another name means another schedule.
             args: The handler's other arguments, by name.
 
         Raises:
@@ -139,8 +140,8 @@ def check_distinct(schedule: DeclaredSchedule, others: Iterable[DeclaredSchedule
     """Refuse a second schedule of one name.
 
     Raises:
-        RegistryError: there is one. No number is added to the name: without the first one, the second would take its
-            place, and its times.
+        RegistryError: the name is taken. No number is appended to make it distinct: if the first schedule were removed,
+            the second would take over its name and times.
     """
     if any(other.name == schedule.name and other is not schedule for other in others):
         raise RegistryError(
@@ -152,10 +153,14 @@ def check_distinct(schedule: DeclaredSchedule, others: Iterable[DeclaredSchedule
 def checked_schedules(
     declared: Mapping[DeclaredSchedule, str], handlers: Collection[AnyHandler]
 ) -> tuple[NewSchedule, ...]:
-    """All schedules of a registry and of those that it includes, with their jobs, each owned by its registry's name.
+    """Return the schedules of a registry and of those that it includes, with their jobs and owners.
+
+    Args:
+        declared: The name of the owning registry, by schedule.
 
     Raises:
-        RegistryError: two have one name, one's handler is of another registry, or its arguments do not fit.
+        RegistryError: two schedules have the same name, a handler belongs to another registry, or its arguments do not
+            fit.
     """
     for each in declared:
         check_distinct(each, declared)

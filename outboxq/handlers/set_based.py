@@ -1,8 +1,9 @@
 """Set-based updates: many executions of an UPDATE by primary key, sent as one statement over arrays.
 
-Done only if the result is the same either way: each execution changes at most one row, no row is changed twice, what a
-row becomes depends on nothing but itself and the parameters, and the table runs no code and compares no rows. Every
-other deferred statement stays an executemany.
+This is done only if the result is the same either way: each execution changes at most one row, no row is changed twice,
+a row's new values depend only on the row and the parameters, and an UPDATE of the table runs no triggers and changes no
+column that a constraint compares with other rows. Every other deferred statement stays an executemany, one execution
+for each set of parameters.
 """
 
 import logging
@@ -53,8 +54,8 @@ FactsOf: TypeAlias = Callable[[Table], TableFacts | None]
 
 # With fewer rows, one statement over arrays is not faster.
 _LEAST_ROWS = 4
-# By column type: the Python type whose values mean the same alone and in an array, and the array's element type.
-# Exactly these: a precision, a length or a type of the user's may turn a value into another one.
+# By column type: the Python type whose values mean the same alone and in an array, and the array's element type. Only
+# exact types: a precision, a length or a user's type may turn a value into another one.
 _Element: TypeAlias = tuple[type[object], Callable[[Any], TypeEngine[Any]]]
 _INTEGERS = (types.SmallInteger, types.Integer, types.BigInteger, types.SMALLINT, types.INTEGER, types.BIGINT)
 _TEXTS = (types.String, types.Text, types.Unicode, types.UnicodeText, types.VARCHAR, types.TEXT)
@@ -67,7 +68,7 @@ _ELEMENTS: dict[type[TypeEngine[Any]], _Element] = {
     types.Numeric: (Decimal, lambda _: types.Numeric()),
     **dict.fromkeys((types.Uuid, types.UUID), (uuid.UUID, lambda same: same)),
 }
-# The text of a value within that of an array, for types that the server reads as the driver writes them.
+# Functions that write a value within an array's text, for types that the server reads as the driver writes them.
 _WRITTEN: dict[type[object], Callable[[Any], str]] = {
     **dict.fromkeys((int, bool, uuid.UUID), str),
     Decimal: lambda value: "NaN" if value.is_nan() else str(value),
@@ -81,17 +82,20 @@ _FUNCTIONS = (functions.coalesce, functions.current_timestamp, functions.now)
 def executions(
     statement: Statement, rows: Sequence[Row], facts_of: FactsOf, *, in_order: bool = False
 ) -> Iterator[tuple[Statement, Row | Sequence[Row]]]:
-    """Statements that together do what `statement` does with each of `rows`, whose names are the same.
+    """Yield statements with their parameters, which together do the same as `statement` executed for each of `rows`.
 
     Args:
-        in_order: Lock rows in the order of their keys: one statement over arrays would lock them in the server's order.
+        rows: The parameters of each execution, all with the same names.
+        facts_of: Returns the facts of a table.
+        in_order: True to lock the rows in the order of their keys; otherwise a statement over arrays locks them in an
+            order that the server chooses.
     """
     is_worth_it = type(statement) is Update and len(rows) >= _LEAST_ROWS
     set_based = _set_based(statement, frozenset(rows[0])) if is_worth_it else None
     if set_based is None or not set_based.is_allowed_by(facts_of(set_based.table)):
         yield from single_executions(statement, rows)
         return
-    # A second change of a row must find the first one made: second changes are executed afterwards, in their order.
+    # A second change of a row must see the first one: second changes are executed afterwards, in their order.
     first: dict[object, Row] = {}
     again = [row for row in rows if first.setdefault(row[set_based.key], row) is not row]
     arrays = {name: [row[name] for row in first.values()] for name in set_based.values}
@@ -106,9 +110,12 @@ def executions(
 
 
 def single_executions(statement: Statement, rows: Sequence[Row]) -> Iterator[tuple[Statement, Row | Sequence[Row]]]:
-    """One execution of the statement for each row, in their order."""
+    """Yield the statement with all rows, for an executemany; or once for each row, if one of its parameters is a list.
+
+    SQLAlchemy refuses an executemany of a statement that takes lists.
+    """
     if len(rows) > 1 and _takes_lists(statement):
-        # SQLAlchemy writes lists out, and refuses an executemany.
+        # SQLAlchemy expands lists in the text, and refuses an executemany.
         for row in rows:
             yield statement, row
     else:
@@ -120,8 +127,8 @@ def _array(name: str) -> str:
 
 
 def _is_uniform(values: list[Any], type_: type[object]) -> bool:
-    """Return True if the driver sends each value in an array as it sends the value alone."""
-    # SQLAlchemy adds no cast to these two: a None alone is of an unknown type.
+    """Return True if the driver sends these values, of type `type_` or None, in an array as it sends each by itself."""
+    # SQLAlchemy adds no cast to these two types: a lone None has an unknown type.
     allowed = {type_} if type_ in (bool, Decimal) else {type_, type(None)}
     if not set(map(type, values)) <= allowed:
         return False
@@ -139,7 +146,10 @@ def _takes_lists(statement: Statement) -> bool:
 
 @dataclass(frozen=True)
 class _SetBased:
-    """An UPDATE of one table, executed with parameters of these names, if none of `_OBSTACLES` applies."""
+    """An UPDATE of one table, with the names of its parameters, that may become one statement over arrays.
+
+    An attribute may be read only if the entries of `_OBSTACLES` before the one that uses it do not apply.
+    """
 
     statement: Update
     table: Table
@@ -159,11 +169,11 @@ class _SetBased:
 
     @cached_property
     def types(self) -> dict[str, Any]:
-        """The type of each parameter; empty if one has none or several, cannot be in an array, or is not given."""
+        """The SQL type of each parameter, by name; empty if one is not given, has no single type, or fits no array."""
         if None in self.assigned:
             return {}
         binds = [element for element in self.elements if isinstance(element, BindParameter)]
-        # A parameter without a type of its own has that of the column whose value it is, if it is one's.
+        # A parameter without its own type has the type of the column whose value it is, if there is one.
         typed = [(bind, bind.type) for bind in binds if not isinstance(bind.type, NullType)]
         typed += [
             (bind, column.type)
@@ -178,7 +188,7 @@ class _SetBased:
 
     @cached_property
     def key(self) -> str:
-        """The parameter that the primary key has to equal; empty if there is none."""
+        """The name of the parameter that the WHERE clause compares with the primary key; empty if there is none."""
         for criterion in _conjuncts(self.statement.whereclause):
             if isinstance(criterion, BinaryExpression) and criterion.operator is operators.eq:
                 sides = (criterion.left, criterion.right)
@@ -190,25 +200,25 @@ class _SetBased:
 
     @cached_property
     def values(self) -> dict[str, type[object]]:
-        """The type of the values of each parameter."""
+        """The Python type of each parameter's values, by the parameter's name."""
         return {name: _ELEMENTS[type(sql_type)][0] for name, sql_type in self.types.items()}
 
     @cached_property
     def arrays(self) -> dict[str, BindParameter[Any]]:
-        """An array for each parameter."""
+        """The new parameter that takes an array in place of each parameter, by the old one's name."""
         return {name: bindparam(_array(name), type_=array_of(sql_type)) for name, sql_type in self.types.items()}
 
     @cached_property
     def over_arrays(self) -> Update:
-        """The UPDATE over an array for each parameter."""
+        """The UPDATE as one statement, whose parameters are arrays with one value for each execution."""
         return self._over_arrays(self.arrays[self.key])
 
     @cached_property
     def over_arrays_in_order(self) -> Update:
-        """The same, which first locks its rows FOR NO KEY UPDATE in the order of their keys.
+        """The same UPDATE, which first locks its rows FOR NO KEY UPDATE in the order of their keys.
 
-        A CTE that locks is a plan of its own, and is read to its end before the first row is updated. A row that was
-        changed while this waited for its lock is found again by its key, as by a single UPDATE.
+        A locking CTE is planned separately, and read to its end before the first row is updated. A row that changed
+        while this statement waited for its lock is found again by its key, as by a single UPDATE.
         """
         key, keys = self.primary_key, self.arrays[self.key]
         ordered = select(key).where(key == any_(keys)).order_by(key).with_for_update(key_share=True)
@@ -224,24 +234,24 @@ class _SetBased:
             return rows.c[element.key] if isinstance(element, BindParameter) and element.key in elements else None
 
         replaced = cast("Update", visitors.replacement_traverse(self.statement, {}, replace))
-        # `= ANY(array)` keeps the server to the primary key's index, also in a plan made while the table was small.
+        # `= ANY(array)` restricts the server to the primary key's index, even in a plan made while the table was small.
         return replaced.where(self.primary_key == any_(keys))
 
     def is_allowed_by(self, facts: TableFacts | None) -> bool:
-        """Return True if each row becomes what single executions would make of it, and nothing else happens."""
+        """Return True if, by these facts of the table, the statement over arrays does the same as single executions."""
         if facts is None or not (facts.is_plain and facts.is_inert):
             return False
         by_key = facts.primary_key == {column.name for column in self.table.primary_key}
         return by_key and facts.bound_columns.isdisjoint(column.name for column in self.assigned)
 
 
-# Reasons why an UPDATE is not set-based; each may rely on those before it.
+# Reasons why an UPDATE is not set-based; each may assume that earlier ones do not apply.
 _OBSTACLES: Mapping[str, Callable[[_SetBased], bool]] = {
     "a column has an onupdate": lambda it: any(column.onupdate is not None for column in it.table.columns),
     "the primary key is not one column": lambda it: len(it.table.primary_key.columns) != 1,
     "a part does more than compute": lambda it: not all(_only_computes(each, it.table) for each in it.elements),
     "it takes lists": lambda it: _takes_lists(it.statement),
-    # SQLAlchemy takes a parameter with a column's name for the value of that column.
+    # SQLAlchemy takes a parameter with a column's name as the value of that column.
     "a parameter is named as a column": lambda it: (
         not it.names.union(map(_array, it.names)).isdisjoint(it.table.columns.keys())
     ),
@@ -279,12 +289,12 @@ def _only_computes(element: Any, table: Table) -> bool:
 
 
 def python_type(sql_type: TypeEngine[Any]) -> type[object] | None:
-    """The type of a plain column's values, which the driver receives as they are; None for any other column."""
+    """Return the Python type of the values of a plain SQL type, which the driver receives unchanged; else None."""
     return _ELEMENTS[type(sql_type)][0] if _fits_an_array(sql_type) else None
 
 
 class TextArray(TypeDecorator[Any]):
-    """An array that is sent as one text: the driver takes several times as long for a list."""
+    """The type of an array that is sent as one text, because the driver takes several times as long to send a list."""
 
     impl = ARRAY
     cache_ok = True
@@ -295,7 +305,7 @@ class TextArray(TypeDecorator[Any]):
         self.type_ = type_
 
     def bind_processor(self, dialect: Dialect) -> Any:  # noqa: ARG002  # SQLAlchemy's own signature
-        """A function that writes a list of values, and None, as the server reads an array."""
+        """Return a function that writes a list, whose elements may be None, in the server's text format for arrays."""
         written = _WRITTEN[self.type_]
 
         def process(value: Any) -> str:
@@ -305,18 +315,21 @@ class TextArray(TypeDecorator[Any]):
 
 
 def array_of(sql_type: TypeEngine[Any]) -> TypeEngine[Any]:
-    """The type of an array of values of a plain column's type."""
+    """Return the type of an array of values of this SQL type, which must be one that `python_type` knows."""
     type_, element = _ELEMENTS[type(sql_type)]
     return TextArray(element(sql_type), type_) if type_ in _WRITTEN else ARRAY(element(sql_type))
 
 
 def key_array(sql_type: TypeEngine[Any]) -> TypeEngine[Any] | None:
-    """The type of an array of primary keys of this type; None if they may be equal here and not on the server."""
+    """Return the type of an array of primary keys of this SQL type.
+
+    None if Python and the server may disagree on the equality of two such keys, as for texts with a collation.
+    """
     return array_of(sql_type) if python_type(sql_type) in _KEYS else None
 
 
 def _fits_an_array(sql_type: TypeEngine[Any]) -> bool:
-    # A variant is another type; a collation is no longer explicit; a types.UUID may be kept as text.
+    # A variant is another type; a collation is lost; a types.UUID may be stored as text.
     if type(sql_type) not in _ELEMENTS or sql_type._variant_mapping or getattr(sql_type, "collation", None):  # noqa: SLF001  # a variant shows nowhere else
         return False
     return not isinstance(sql_type, types.Uuid) or (sql_type.as_uuid and sql_type.native_uuid)

@@ -1,6 +1,7 @@
-"""Unlocked: entity arguments whose rows are not locked, and a handler that changes them.
+"""Warnings about handlers that change entity arguments whose rows they have not locked.
 
-Such a handler may undo what another job has written since the row was read. That is logged once for each kind.
+Such a handler may overwrite a change that another job has made since the row was read. That is logged once for each
+kind.
 """
 
 import dis
@@ -20,26 +21,26 @@ from sqlalchemy.sql.elements import ClauseElement
 
 logger = logging.getLogger("outboxq.relay")
 
-# Methods are read by an instruction of their own up to Python 3.11.
+# Python up to 3.11 reads methods by a separate instruction.
 _READS = ("LOAD_ATTR", "LOAD_METHOD")
 
 
 class UnlockedChanges:
-    """Logs once that the handler of one kind changes rows which it has not locked."""
+    """Logs once that the handler of one kind changes rows without having locked them."""
 
     def __init__(self, kind: str, function: Callable[..., object]) -> None:
         self._kind = kind
         self._function = function
-        # The first thread that logs it takes this lock for good.
+        # The first thread that logs it takes this lock and keeps it.
         self._said = threading.Lock()
 
     @property
     def is_said(self) -> bool:
-        """True if it was logged already, so that no check is needed."""
+        """True if a change was logged already, so that no further check is needed."""
         return self._said.locked()
 
     def look(self, entities: Iterable[object]) -> None:
-        """Log it if one of these entities, before its flush, has a new value that may come from the old one."""
+        """Look at entities before their flush; log a warning if a new value may derive from the one that was read."""
         for entity in entities:
             state = instance_state(entity)
             if state.committed_state:
@@ -49,7 +50,10 @@ class UnlockedChanges:
 
     @functools.cached_property
     def _unread(self) -> frozenset[str]:
-        """The attributes that the handler's own code assigns and never reads: their old values do not matter."""
+        """The names of attributes that the handler's code assigns and never reads.
+
+        Their new values cannot derive from the old ones, so no other job's change can be lost by mistake.
+        """
         read, assigned = set[str](), set[str]()
         for code in _code_of(self._function):
             for step in dis.get_instructions(code):
@@ -72,7 +76,7 @@ class UnlockedChanges:
 
 
 def _code_of(function: Callable[..., object]) -> Iterator[CodeType]:
-    """The code of a function without its decorators, and of functions and classes defined within it."""
+    """Yield the code of a function without its decorators, and of functions and classes defined within it."""
     code = getattr(inspect.unwrap(function), "__code__", None)
     pending = [code] if isinstance(code, CodeType) else []
     while pending:
@@ -82,9 +86,9 @@ def _code_of(function: Callable[..., object]) -> Iterator[CodeType]:
 
 
 def _changed(state: InstanceState[Any]) -> Iterator[str]:
-    """The columns whose loaded value was replaced by another one, or changed in place."""
+    """Yield the names of columns whose loaded value was replaced or changed; none for a class with a version column."""
     mapper = state.manager.mapper
-    # A flush that finds a version other than the one read fails the attempt.
+    # A flush that finds another version than the one read fails the attempt.
     if mapper.version_id_col is not None:
         return
     for name, before in state.committed_state.items():
@@ -92,10 +96,10 @@ def _changed(state: InstanceState[Any]) -> Iterator[str]:
         if name not in mapper.column_attrs or isinstance(value, ClauseElement) or hasattr(value, "__clause_element__"):
             continue
         if before is NO_VALUE:
-            # Changed in place, or never loaded and so never read.
+            # The value was changed in place, or never loaded and so never read.
             is_changed = isinstance(value, MutableBase | dict | list)
         else:
-            # Compared as a flush does.
+            # Compared as in a flush.
             is_changed = mapper.column_attrs[name].columns[0].type.compare_values(value, before) is not True
         if is_changed:
             yield name

@@ -1,6 +1,7 @@
-"""The Idempotency-Key header for HTTP: a request is executed once, and its response replayed, on the table `effect`.
+"""The Idempotency-Key header for HTTP: a request is executed once, and its retries get the stored response.
 
-Nothing here needs a web framework; `outboxq.http.starlette` has the dependency for Starlette and FastAPI.
+Responses are stored in table `effect`. Nothing here needs a web framework; `outboxq.http.starlette` has the dependency
+for Starlette and FastAPI.
 """
 
 from outboxq.http.endpoint import Idempotency as Idempotency

@@ -1,4 +1,4 @@
-"""ASGI as this package needs it: https://asgi.readthedocs.io/en/latest/specs/www.html."""
+"""The parts of ASGI that this package needs: https://asgi.readthedocs.io/en/latest/specs/www.html."""
 
 from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMapping
 from typing import Any, TypeAlias
@@ -16,28 +16,32 @@ _NOT_FOUND, _METHOD_NOT_ALLOWED = 404, 405
 
 
 def header_values(headers: Iterable[tuple[bytes, bytes]], name: bytes) -> list[bytes]:
-    """The values of every header of this name, which is in lower case."""
+    """Return the values of every header with this name, which has to be in lower case."""
     return [value for given, value in headers if given.lower() == name]
 
 
 def declared_bytes(headers: Iterable[tuple[bytes, bytes]]) -> int | None:
-    """The Content-Length, if there is one."""
+    """Return the Content-Length; None if there is none, several, or one that is no number."""
     values = header_values(headers, b"content-length")
     if len(values) != 1 or not values[0].isdigit():
         return None
-    # Python refuses to read thousands of digits; as many as these exceed any cap.
+    # Python refuses to convert thousands of digits; so many exceed any cap.
     return int(values[0].lstrip(b"0")[:_ENOUGH_DIGITS] or b"0")
 
 
 def was_not_routed(scope: Scope, status: int) -> bool:
-    """Return True if Starlette's router, and so FastAPI's, answered: no route has this path, or not for this method.
+    """Return True if the router of Starlette or FastAPI made this answer because it found no endpoint for the request.
 
-    Only the router's entries in the scope count: an answer of another router or of an endpoint is not recognised.
+    No route has the request's path, or none with its method. Only the router's entries in the scope are checked, so an
+    answer of another router or of an endpoint is not recognised.
+
+    Args:
+        status: The status of the answer.
     """
     if "router" not in scope:
         return False
     if status == _NOT_FOUND:
-        # A mounted application that found nothing is itself the endpoint that the scope names last.
+        # A mounted application without a matching route is itself the endpoint that the scope names last.
         endpoint = scope.get("endpoint")
         return endpoint is None or endpoint is scope.get("app")
     methods = getattr(scope.get("route"), "methods", None)

@@ -1,4 +1,4 @@
-"""Request bodies: read to be compared, then given to the application as if they had not been read."""
+"""Request bodies: read to compare a retry with its first request, then passed to the application as if unread."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -18,14 +18,22 @@ class Whole:
 
 @dataclass(frozen=True, slots=True)
 class TooLarge:
-    """The beginning of a body over the cap."""
+    """A body that is longer than the limit, `max_bytes`.
+
+    Attributes:
+        beginning: The bytes that were read of the body.
+        goes_on: True if there is more of the body to read.
+    """
 
     beginning: bytes
     goes_on: bool
 
 
 async def read_body(scope: Scope, receive: Receive, max_bytes: int) -> Whole | TooLarge | None:
-    """Read the request's body, and no further than the cap; None if the client left before it was whole."""
+    """Read the request's body: return it as `Whole`, or as `TooLarge` if it is longer than `max_bytes`.
+
+    Return None if the client left before the end.
+    """
     if (declared_bytes(scope["headers"]) or 0) > max_bytes:
         return TooLarge(b"", goes_on=True)
     data = bytearray()
@@ -43,10 +51,10 @@ async def read_body(scope: Scope, receive: Receive, max_bytes: int) -> Whole | T
 
 @asynccontextmanager
 async def given_whole(read: Whole, receive: Receive) -> AsyncIterator[Receive]:
-    """A `receive` that gives the body; it reports at once that a client has left, even before the body was taken.
+    """Yield a `receive` for the application: it returns the whole body, then reports at once if the client has left.
 
-    Servers do so, and Starlette's `is_disconnected()` does not wait: so a task calls the server's `receive` in advance.
-    After the whole body, a server reports nothing else.
+    Starlette's `is_disconnected()` needs the report without any wait. So a task calls the server's `receive` in
+    advance: once the body is read, that can only report that the client has left.
     """
     leaving = asyncio.ensure_future(receive())
     unread: list[dict[str, Any]] = [_message(read.data, goes_on=False)]
@@ -60,12 +68,15 @@ async def given_whole(read: Whole, receive: Receive) -> AsyncIterator[Receive]:
         yield receive_again
     finally:
         if not leaving.cancel() and not leaving.cancelled():
-            # The result may be left unread: reading the exception keeps asyncio from logging it.
+            # The result may never be read: reading the exception keeps asyncio from logging it.
             leaving.exception()
 
 
 def given_back(read: TooLarge, receive: Receive) -> Receive:
-    """A `receive` that gives first the bytes already read, then the server's messages."""
+    """Return a `receive` for the application of a request that is not guarded, because its body is too large.
+
+    It returns the bytes that were read, then the server's messages.
+    """
     if not read.beginning and read.goes_on:
         return receive
     unread: list[dict[str, Any]] = [_message(read.beginning, goes_on=read.goes_on)]

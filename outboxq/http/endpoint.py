@@ -1,4 +1,7 @@
-"""The idempotency of an endpoint: the key it serves, and a way to record its response in its own transaction."""
+"""An endpoint's access to the idempotency of its request.
+
+It has the key, and a way to record the response in the endpoint's own transaction.
+"""
 
 import logging
 from collections.abc import Awaitable
@@ -24,7 +27,12 @@ IN_SCOPE = "outboxq.idempotency"
 
 @dataclass(frozen=True, slots=True)
 class Claimed:
-    """The effect that represents the request, and how its response is stored."""
+    """The claim of a guarded request: its row in table `effect`, and the way in which its response is stored.
+
+    Attributes:
+        max_response_bytes: The longest body that is stored.
+        in_transaction: True if the endpoint records its response in its own transaction.
+    """
 
     request: Request
     schema: str
@@ -34,9 +42,11 @@ class Claimed:
 
 @dataclass(slots=True)
 class Recorded:
-    """A response that the endpoint wrote in its transaction, and what is known of that transaction.
+    """A response that the endpoint wrote in its transaction, and the known state of that transaction.
 
-    `is_certain`: no savepoint was rolled back since, which may have taken the response with it.
+    Attributes:
+        is_committed: True if the transaction was committed.
+        is_certain: False once anything was rolled back, even only a savepoint: that might have undone the response.
     """
 
     answer: Answer
@@ -46,17 +56,18 @@ class Recorded:
     is_certain: bool = True
 
     def watch(self) -> None:
-        """Listen for the end of the session's transaction."""
+        """Listen for the end of the session's transaction, to set `is_committed` and `is_certain`."""
         event.listen(self.session, "after_commit", self._after_commit)
         event.listen(self.session, "after_soft_rollback", self._after_rollback)
 
     def forget(self) -> None:
-        """Stop listening."""
+        """Stop listening to the session: remove the two listeners."""
         event.remove(self.session, "after_commit", self._after_commit)
         event.remove(self.session, "after_soft_rollback", self._after_rollback)
 
     def _after_commit(self, session: Session) -> None:
-        # Also called for the release of a savepoint, and for the commit() of a session in another's transaction.
+        # This is also called at the release of a savepoint, and at the commit() of a session in another session's
+        # transaction.
         if not session.in_nested_transaction() and not self.connection.in_transaction():
             self.is_committed = True
 
@@ -66,9 +77,9 @@ class Recorded:
 
 @dataclass(slots=True)
 class Idempotency:
-    """The idempotency of one request, as its endpoint sees it.
+    """The idempotency of one request, as its endpoint uses it.
 
-    `key`: as the client sent it; None if the request is not guarded; then `record` does nothing.
+    Its `key` is the key as the client sent it, or None if the request is not guarded; then `record` does nothing.
     """
 
     key: str | None = None
@@ -82,16 +93,19 @@ class Idempotency:
     def record(self, session: AnAsyncSession, response: ResponseLike) -> Awaitable[None]: ...
 
     def record(self, session: SyncSession | AnAsyncSession, response: ResponseLike) -> Awaitable[None] | None:
-        """Record the response in the session's transaction; await it on an async session. Return the same response.
+        """Record the endpoint's response in the session's transaction; with an async session, await the result.
 
-        Call it last before the commit: from then on the lease is not extended, and once it has run out a retry waits
-        for this transaction's end.
+        The endpoint has to return the same response.
+
+        Call it last before the commit. From then on the request's lease (the time for which its key is reserved) is not
+        extended, and once the lease has ended, a retry waits for the end of this transaction.
 
         Raises:
-            EffectLockLost: the request took longer than its lease, and was taken over: let this roll back.
-            ArgumentError: a response without its whole body.
+            EffectLockLost: the request took longer than its lease, and a retry took it over: let this error roll
+                back.
+            ArgumentError: the response has no whole body.
             ConfigError: `in_transaction` of the middleware does not include this endpoint.
-            EnqueueError: a session that cannot hold it.
+            EnqueueError: the session cannot hold the record.
         """
         answer = _answer_of(response)
         if isinstance(session, async_scoped_session):
@@ -121,14 +135,17 @@ class Idempotency:
         self.recorded.watch()
 
     def forget(self) -> None:
-        """Forget the record, and stop listening to the endpoint's session."""
+        """Drop the recorded response from this object, and stop listening to the endpoint's session.
+
+        The record in the database stays.
+        """
         if self.recorded is not None:
             self.recorded.forget()
             self.recorded = None
 
 
 def is_guarded(scope: Scope) -> bool:
-    """Return True if a middleware of ours has claimed this request already."""
+    """Return True if an outer outboxq middleware has this request already, so that an inner one must leave it alone."""
     found = scope.get(IN_SCOPE)
     return isinstance(found, Idempotency) and found.claimed is not None
 
@@ -137,7 +154,7 @@ def idempotency_of(scope: Scope) -> Idempotency:
     """The idempotency of the request with this ASGI scope.
 
     Raises:
-        ConfigError: no middleware has put it there.
+        ConfigError: the request did not pass through IdempotencyMiddleware.
     """
     found = scope.get(IN_SCOPE)
     if not isinstance(found, Idempotency):

@@ -16,19 +16,19 @@ Principal: TypeAlias = Callable[[Scope], str | None]
 MAX_KEY_CHARACTERS = 255
 MIN_SECRET_BYTES = 16
 
-# A String of RFC 8941, section 3.3.3, without its spaces and without parameters.
+# A String of RFC 8941, section 3.3.3, without spaces and without parameters.
 _QUOTED = re.compile(rb'"((?:[\x21\x23-\x5b\x5d-\x7e]|\\["\\])*)"')
-# A comma is what a proxy puts between two headers of one name.
+# A proxy joins two headers of one name with a comma.
 _BARE = re.compile(rb"[\x21\x23-\x2b\x2d-\x7e]*")
 _ESCAPED = re.compile(rb'\\(["\\])')
 _HASHED = "sha256:"
 
 
 def read_key(values: list[bytes]) -> str:
-    """The key that these Idempotency-Key headers carry.
+    """Return the key in these Idempotency-Key headers.
 
     Raises:
-        InvalidKey: more than one header, or not a key.
+        InvalidKey: there is more than one header, or the text is no key.
     """
     if len(values) != 1:
         raise InvalidKey(f"a request takes one Idempotency-Key header, got {len(values)}")
@@ -46,18 +46,22 @@ def read_key(values: list[bytes]) -> str:
 
 
 def effect_scope(scope: Scope) -> str:
-    """The route as `effect.scope`: `POST /orders`, with the path that the client sees, or a hash of it."""
+    """Return the value for `effect.scope`: the request's method and path, such as `POST /orders`.
+
+    The path is the one that the client sees, or a hash of that path if it cannot be stored.
+    """
     method, path, root = scope["method"], scope["path"], scope.get("root_path", "").rstrip("/")
-    # Servers before version 2.4 of the specification left it out.
+    # Servers before version 2.4 of the specification omitted it.
     if root and path != root and not path.startswith(f"{root}/"):
         path = root + path
     return _storable(f"{method} {path}", MAX_SCOPE_BYTES) or f"{method} {_hash(path)}"
 
 
 def effect_key(principal: str | None, key: str) -> str:
-    """Principal and key as `effect.key`, which two different pairs never share.
+    """Return the value for `effect.key`: the principal (the key's owner) and the client's key as one text.
 
-    A key holds no space, so the text before the last space is the principal; without a space there is none.
+    Two different pairs never have the same text: a key contains no space, so the text before the last space is the
+    principal; without a space there is none.
     """
     if principal is None:
         return key
@@ -67,9 +71,9 @@ def effect_key(principal: str | None, key: str) -> str:
 
 
 def request_fingerprint(scope: Scope, body: bytes) -> bytes:
-    """A hash of the request's content, of 32 bytes: query string, media type and body."""
+    """Return a hash (32 bytes) of a request's query string, media type and body, which a retry has to match."""
     content_type = b",".join(header_values(scope["headers"], b"content-type"))
-    # Without its parameters: they are spelled in many ways, and the body shows what they say of it.
+    # Without its parameters, which have many spellings: the body shows what they mean.
     media_type = content_type.split(b";", 1)[0].strip().lower()
     digest = hashlib.sha256()
     for part in (scope.get("query_string", b""), media_type, body):
@@ -87,17 +91,19 @@ def by_authorization(*, secret: str | bytes) -> Principal: ...
 
 
 def by_authorization(scope: Scope | None = None, /, *, secret: str | bytes | None = None) -> str | Principal | None:
-    """A principal for every value of the Authorization header, of which a hash is stored; None without one.
+    """Return the principal of a request (the owner of its key): a hash of its Authorization header; None without one.
+
+    If called with `secret` and no request, return a function that does this.
 
     For credentials that stay the same between a request and its retry. The plain `by_authorization` stores their
-    SHA-256: right for API keys, which cannot be guessed. Passwords (Basic) can be guessed until one has the hash
-    that is stored: `by_authorization(secret=...)` stores an HMAC instead, which means nothing without the secret.
+    SHA-256: right for API keys, which cannot be guessed. Passwords (Basic) can be guessed by comparing hashes:
+    `by_authorization(secret=...)` stores an HMAC instead, which is useless without the secret.
 
     Args:
-        secret: 16 bytes at least, the same in every process; another one makes other principals of all.
+        secret: 16 bytes at least, the same in every process; another secret makes all principals different.
 
     Raises:
-        ConfigError: the secret is too short, or no text or bytes.
+        ConfigError: the secret is too short, or neither text nor bytes.
     """
     if scope is not None:
         return _authorization_digest(scope, lambda value: hashlib.sha256(value).hexdigest())
@@ -113,7 +119,10 @@ def _authorization_digest(scope: Scope, digest: Callable[[bytes], str]) -> str |
 
 
 def nobody(_scope: Scope) -> None:
-    """One principal for all: every client that knows a key gets the answer that is stored for it."""
+    """Return None: keys have no owner, so each client that knows a key gets the answer stored for it.
+
+    For the argument `principal` of the middleware.
+    """
 
 
 def _storable(text: str, max_bytes: int) -> str | None:
@@ -124,5 +133,5 @@ def _storable(text: str, max_bytes: int) -> str | None:
 
 
 def _hash(text: str) -> str:
-    # quote: a text that UTF-8 cannot encode has a hash too.
+    # quote() gives even a text that UTF-8 cannot encode a hash.
     return _HASHED + hashlib.sha256(quote(text, errors="surrogatepass").encode()).hexdigest()

@@ -1,7 +1,8 @@
-"""The Idempotency-Key header for any ASGI application: claim, run, record, answer; or replay.
+"""The Idempotency-Key header for any ASGI application: a request is executed once, and retries get its stored response.
 
-A guarded request is an effect whose scope is its route, and whose key is its principal with the client's key. Two short
-transactions surround the application; if the endpoint records in its own transaction, the second one is its own.
+A guarded request has a row in table `effect`. Its scope is the request's method and path, and its key is the client's
+key with the key's owner, the principal. A short transaction before the application claims the row, and a second one
+records the response, unless the endpoint records it in its own transaction.
 """
 
 import asyncio
@@ -42,11 +43,12 @@ logger = logging.getLogger("outboxq.http")
 DEFAULT_HTTP_RETENTION = timedelta(hours=24)
 MAX_REQUEST_BYTES, MAX_RESPONSE_BYTES = 1024 * 1024, 128 * 1024
 _LARGEST_BYTES = 64 * 1024 * 1024
-# Statuses which say that the request was not processed, and may come again: RFC 9110, RFC 8470 (425), RFC 6585 (429).
+# Statuses which say that the request was not processed, and may be sent again: RFC 9110, RFC 8470 (425), RFC 6585
+# (429).
 NOT_PROCESSED = frozenset((401, 403, 408, 409, 425, 429))
-# The characters of RFC 3986, and no other that could end the URL in a Link header.
+# The characters of RFC 3986: any other might end the URL in a Link header.
 _URL = re.compile(r"[!#-;=?-~]+")
-# ASGI extensions that answer without the messages at which we record.
+# ASGI extensions that answer without the messages that the middleware records.
 _BYPASSES = ("http.response.pathsend", "http.response.zerocopysend", "http.response.trailers")
 
 
@@ -55,22 +57,28 @@ class IdempotencyMiddleware:
 
     Args:
         app: The ASGI application.
-        engine: An async engine, or a sync one, whose transactions then run in threads. Connections come from pools of
-            our own, which are closed at the end of the application's lifespan, and never from the engine's.
-        principal: Whose key it is: `by_authorization`, `nobody`, or a function of the ASGI scope.
-        methods: Requests of other methods pass through.
-        required: Refuse a request without the header.
-        in_transaction: The endpoint records its response in its own transaction, by `Idempotency.record`.
+        engine: An async engine, or a sync one, whose transactions then run in threads. Connections come from
+            separate pools, which are closed at the end of the application's lifespan, and never from the engine's own.
+        principal: Returns the owner of a request's key: `by_authorization`, `nobody`, or a function of the ASGI
+            scope.
+        methods: The methods of guarded requests; those of other methods pass through.
+        required: True to refuse requests without the header; or a function of the ASGI scope that returns this.
+        in_transaction: True if the endpoint records its response in its own transaction, by `Idempotency.record`;
+            or a function of the ASGI scope that returns this.
         retention: How long a response is replayed, from 1 second to 10 years.
-        lease_seconds: How long a key stays a request's own after its process has died, 0.5 to 3600.
-        max_request_bytes: A larger body is not guarded, and refused if the key is required.
-        max_response_bytes: A larger response, or a stream, passes through; it is executed once, and not replayed.
-        released_statuses: Responses after which a retry is executed, because they say that nothing was done.
-        documentation: The URL of your API's documentation of idempotency keys, for our error responses.
-        schema: The PostgreSQL schema of outboxq's tables; by default as the engine's `schema_translate_map` has it.
+        lease_seconds: How long a request keeps its key after its process has died, 0.5 to 3600.
+        max_request_bytes: The longest request body; a request with a longer one is not guarded, and refused if the
+            key is required.
+        max_response_bytes: The longest response body that is stored. With a longer one, or a stream, the request is
+            executed once too, but retries do not get its response.
+        released_statuses: Statuses of responses that say that nothing was done: a retry is executed.
+        documentation: The URL of your API's documentation of idempotency keys, for the middleware's error
+            responses.
+        schema: The PostgreSQL schema of outboxq's tables; by default the one in the engine's
+            `schema_translate_map`.
 
     Raises:
-        ConfigError: something cannot be used as given.
+        ConfigError: an argument cannot be used as given.
     """
 
     def __init__(
@@ -117,7 +125,7 @@ class IdempotencyMiddleware:
 
     def _disposing(self, send: Send) -> Send:
         async def send_disposing(message: Message) -> None:
-            # Before the message is sent: after it the server may end the event loop at once.
+            # Before the message is sent: afterwards the server may end the event loop at once.
             if message["type"] in ("lifespan.shutdown.complete", "lifespan.shutdown.failed"):
                 await self._transactions.dispose()
             await send(message)
@@ -126,9 +134,9 @@ class IdempotencyMiddleware:
 
     async def _take(self, scope: MutableScope, receive: Receive, send: Send) -> None:
         if is_guarded(scope):
-            # Guarded by another such middleware, further out: two would wait for each other.
+            # An outer middleware of the same sort guards the request already: two would wait for each other.
             return await self._app(scope, receive, send)
-        # Into the server's own dict: middleware outside of ours reads the router's entries there.
+        # Into the server's own dict, because outer middleware reads the router's entries there.
         idempotency = scope[IN_SCOPE] = Idempotency()
         if scope["method"] not in self._methods:
             return await self._app(scope, receive, send)
@@ -180,7 +188,10 @@ class IdempotencyMiddleware:
                 idempotency.forget()
 
     def _unavailable(self, error: SQLAlchemyError | OSError, settlement: RequestSettlement) -> Answer:
-        """The answer if the database cannot be reached; any other error is raised."""
+        """Return the answer to send if the error says that the database cannot be reached; raise any other error.
+
+        The claim may have been committed all the same, so it is released in the background: a retry is then executed.
+        """
         missing = explain_missing_tables(error)
         if missing is not None:
             raise missing from error
@@ -203,7 +214,7 @@ class IdempotencyMiddleware:
         deployment = await self._runner.deployment()
         while True:
             state = await self._runner.drive(claim(request, expiry, deployment))
-            # If this process stood still for longer than its lease, another may have taken over: claim again.
+            # If this process was suspended for longer than its lease, another may have taken over: claim again.
             if not state.claimed or expiry.is_ahead:
                 return state
 
@@ -245,7 +256,7 @@ class IdempotencyMiddleware:
 
 
 async def _release(claiming: "asyncio.Task[EffectState]", settlement: RequestSettlement) -> None:
-    """Release the claim after the client or the server went away before anything was executed."""
+    """Wait for the claim of a request that was cancelled before its execution, then release the claim for a retry."""
     if (await claiming).claimed:
         await settlement.release()
 
@@ -268,7 +279,7 @@ def _close_bypasses(scope: MutableScope) -> None:
 def _check_principal(given: object) -> str | None:
     if given is None or isinstance(given, str):
         return given
-    raise ConfigError(f"principal returns a str, or None for nobody, got {type(given).__name__}")
+    raise ConfigError(f"principal returns a str, or None for no principal, got {type(given).__name__}")
 
 
 def _check_documentation(given: str | None) -> str | None:

@@ -1,4 +1,4 @@
-"""The error answers of our own: problem details, RFC 9457."""
+"""The middleware's own error answers: problem details, RFC 9457."""
 
 from dataclasses import dataclass
 
@@ -10,7 +10,7 @@ from outboxq.http.responses import Answer
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """An error answer; `detail` may have placeholders."""
+    """A kind of error answer, such as a missing key; `detail` may have placeholders, such as `{why}`."""
 
     status: int
     name: str
@@ -33,8 +33,7 @@ REUSED = Problem(
     422,
     "key-reused",
     "Idempotency-Key is already used",
-    "The key was used for another request to this operation. A key stands for one request: its query, media type and "
-    "body.",
+    "The key was used for another request to this operation. A key is for one request: its query, media type and body.",
 )
 IN_PROGRESS = Problem(
     409,
@@ -52,7 +51,7 @@ NOT_KEPT = Problem(
 UNKNOWN = Problem(
     409,
     "outcome-unknown",
-    "Nobody knows whether the request was executed",
+    "It is not known if the request was executed",
     "The server stopped while it processed the request. It is not executed again until an operator of this service has "
     "found out.",
 )
@@ -82,16 +81,16 @@ UNAVAILABLE = Problem(
 
 @dataclass(frozen=True, slots=True)
 class ProblemAnswers:
-    """Makes an answer of a problem.
+    """Makes HTTP answers from problems.
 
     Args:
-        documentation: Where the API's own documentation explains idempotency keys; each problem points there.
+        documentation: The URL at which the API's own documentation explains idempotency keys; each problem links to it.
     """
 
     documentation: str | None = None
 
     def answer(self, problem: Problem, **values: object) -> Answer:
-        """The answer; `values` are for the placeholders of its detail."""
+        """Return the HTTP answer for a problem; `values` replace the placeholders in the problem's detail."""
         kind = f"urn:outboxq:problem:{problem.name}"
         if self.documentation is not None:
             kind = f"{self.documentation}#{problem.name}"

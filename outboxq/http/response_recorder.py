@@ -1,4 +1,4 @@
-"""An answer on its way from the application to the server: held back until it is recorded, or passed on as it comes."""
+"""The application's response on its way to the server: held back until it is recorded, or passed on at once."""
 
 import asyncio
 from asyncio import Task
@@ -12,10 +12,10 @@ _CUT_SHORT = ", and was cut short"
 
 
 class ResponseRecorder:
-    """Takes the application's messages, and settles the request with them.
+    """Receives the messages of the application's response, records the outcome of the request, and sends them on.
 
-    A response of known and bearable length is recorded before its first byte leaves. Anything else passes through, and
-    is recorded, without its content, before its last byte leaves.
+    A response of known and acceptable length is recorded before its first byte is sent. Any other response passes
+    through, and is recorded, without its content, before its last byte is sent.
     """
 
     def __init__(self, settlement: RequestSettlement, send: Send, writes: UncancelledWrites) -> None:
@@ -31,11 +31,14 @@ class ResponseRecorder:
         self._is_settled = False
 
     async def send(self, message: Message) -> None:
-        """Take a message; given to the application in place of the server's `send`."""
+        """Receive a message of the application's response.
+
+        The application calls this in place of the server's `send`.
+        """
         if self._is_settled or message["type"] not in ("http.response.start", "http.response.body"):
             await self._send(message)
         elif message["type"] == "http.response.start":
-            # The specification allows any iterable, also one that can be read once.
+            # The specification allows any iterable, even one that can be read only once.
             self._start = {**message, "headers": _headers(message)}
             self._hold_no_more_than(declared_bytes(_headers(message)) or 0)
             if self._streams is not None:
@@ -44,7 +47,7 @@ class ResponseRecorder:
             await self._take_body(message)
 
     async def finish(self) -> None:
-        """Settle after the application has returned."""
+        """Record the request's outcome once the application has returned, unless that was done at its last message."""
         if self._is_settled:
             return
         if self._whole is not None:
@@ -53,7 +56,13 @@ class ResponseRecorder:
             await self.fail(None)
 
     async def fail(self, error: BaseException | None) -> bool:
-        """Settle after the application raised or returned without an answer; True if this sent an answer."""
+        """Record the request's outcome if the application raised an error, or returned without an answer.
+
+        Return True if this has sent an answer to the client.
+
+        Args:
+            error: The error that the application raised; None if it returned without an answer.
+        """
         if self._settling is not None and await self._settling is not None:
             # Interrupted while the outcome was recorded: the record counts.
             self._is_settled = True
@@ -99,7 +108,7 @@ class ResponseRecorder:
             assert self._start is not None
             assert self._streams is not None
             self._is_settled = True
-            # Before the last byte: a client that has the whole answer must not find its request still under way.
+            # Before the last byte: a client that has the whole answer must not find its request still in progress.
             await self._writes.run(self._settlement.settle_stream(self._start["status"], self._streams))
         await self._send(message)
 

@@ -1,4 +1,4 @@
-"""Answers, as they are stored and replayed."""
+"""Whole HTTP responses, and their form as JSON text, in which they are stored and replayed."""
 
 import base64
 from dataclasses import dataclass, replace
@@ -13,20 +13,21 @@ REPLAYED, NOT_REPLAYABLE = (b"idempotent-replayed", b"true"), (b"idempotency-rep
 KEY_IGNORED = (b"idempotency-key-ignored", b"request body too large")
 RECORDED_LATE = (b"idempotency-warning", b"recorded after the endpoint's transaction")
 
-# Headers of one connection (RFC 9110, section 7.6.1), and those that make a session, which is the first client's.
+# Headers of one connection (RFC 9110, section 7.6.1), and headers that set a session, which belongs to the first
+# client.
 _NOT_KEPT = frozenset(
     b"connection keep-alive proxy-authenticate proxy-connection te trailer transfer-encoding upgrade set-cookie".split()
 )
 _NO_BODY = (204, 304)
 
-# Values that servers take (RFC 9110, sections 5.1 and 5.5): for any other they end the connection.
+# Values that servers accept (RFC 9110, sections 5.1 and 5.5): for others they close the connection.
 _Status: TypeAlias = Annotated[int, Meta(ge=200, le=599)]
 _Name: TypeAlias = Annotated[str, Meta(pattern=r"\A[-!#$%&'*+.^_`|~0-9a-zA-Z]+\Z")]
 _Value: TypeAlias = Annotated[str, Meta(pattern=r"\A[\t\x20-\x7e\x80-\xff]*\Z")]
 
 
 class ResponseLike(Protocol):
-    """The answer of an endpoint: a Starlette or FastAPI `Response` with its whole body."""
+    """A response that an endpoint can record: such as a Starlette or FastAPI `Response`, with its whole body."""
 
     status_code: int
 
@@ -39,22 +40,22 @@ class ResponseLike(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A whole response."""
+    """A whole HTTP response."""
 
     status: int
     headers: Headers
     body: bytes
 
     def says_the_same(self, other: "Answer") -> bool:
-        """Return True if status and body are the same."""
+        """Return True if the other answer has the same status and body."""
         return (self.status, self.body) == (other.status, other.body)
 
     def marked(self, header: tuple[bytes, bytes]) -> "Answer":
-        """This answer with one more header."""
+        """Return this answer with one more header."""
         return replace(self, headers=(*self.headers, header))
 
     async def send_to(self, send: Send) -> None:
-        """Send it to an ASGI server."""
+        """Send the answer to an ASGI server."""
         await send({"type": "http.response.start", "status": self.status, "headers": list(self.headers)})
         await send({"type": "http.response.body", "body": self.body})
 
@@ -70,7 +71,7 @@ _decoder = msgspec.json.Decoder(_Stored)
 
 
 def encode_answer(answer: Answer, max_bytes: int) -> tuple[str | None, str | None]:
-    """The answer as JSON text, or None and why it cannot be kept."""
+    """Return the answer as JSON text, and None; if it cannot be stored, return None, and the reason."""
     if len(answer.body) > max_bytes:
         return None, f"its response takes {len(answer.body):,} bytes, over the cap of {max_bytes:,}"
     stored = _Stored(
@@ -87,7 +88,10 @@ def encode_answer(answer: Answer, max_bytes: int) -> tuple[str | None, str | Non
 
 
 def decode_answer(result: str) -> Answer | None:
-    """A stored answer, marked as a replay; None if no server can send it, such as a result that an operator gave."""
+    """Return the answer in a stored text, marked as a replay; None if the text is no answer that a server can send.
+
+    For example, an operator may have stored a free text.
+    """
     try:
         stored = _decoder.decode(result.encode())
         body = (stored.text or "").encode()
@@ -101,7 +105,7 @@ def decode_answer(result: str) -> Answer | None:
 
 
 def _is_whole(answer: Answer) -> bool:
-    """Return True if the body is as long as the status and the headers say."""
+    """Return True if the body has the length that the status and the Content-Length header state."""
     declared = set(header_values(answer.headers, b"content-length"))
     return declared <= {str(len(answer.body)).encode()} and not (answer.body and answer.status in _NO_BODY)
 
@@ -113,7 +117,7 @@ def _kept(answer: Answer) -> Headers:
 
 
 def _as_text(body: bytes) -> str | None:
-    """The body as text that operators can read, if jsonb can hold it."""
+    """Return the body as text that operators can read; None if it is not UTF-8, or has a NUL (invalid in jsonb)."""
     try:
         return None if b"\0" in body else body.decode()
     except UnicodeDecodeError:

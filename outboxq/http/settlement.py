@@ -1,7 +1,7 @@
-"""Settlement of a guarded request: the record of its outcome, and the answer to the client.
+"""Settlement of a guarded request: the record of its outcome in table `effect`, and the answer to the client.
 
-`RequestSettlement` knows nothing of what the application did: every answer is the outcome. `TransactionSettlement`
-serves endpoints that record in their own transaction: what they did not record did not happen, and may be done again.
+`RequestSettlement` does not know what the application did: every answer counts as the outcome. `TransactionSettlement`
+serves endpoints that record in their own transaction: a request without a record was not executed, and may be repeated.
 """
 
 import logging
@@ -32,7 +32,10 @@ _NOT_RECORDED = "what came of a guarded request was not recorded"
 
 
 def standing_answer(state: EffectState, answers: ProblemAnswers) -> Answer:
-    """The answer to a request whose key was used before."""
+    """Return the answer to a request that is not executed, because its key was used before.
+
+    It is the stored response, or a problem such as `in-progress`.
+    """
     if not state.same_request:
         return answers.answer(problems.REUSED)
     if state.status == "done":
@@ -43,10 +46,10 @@ def standing_answer(state: EffectState, answers: ProblemAnswers) -> Answer:
 
 @dataclass(frozen=True, kw_only=True)
 class RequestSettlement:
-    """Settles a request by its answer: what the application did is not known.
+    """Records the outcome of a request by its answer. Any answer counts, as it is not known what the application did.
 
     Args:
-        is_refused: Returns True if an answer of this status is the router's, which found no endpoint for the request.
+        is_refused: Returns True if an answer of this status comes from the router, which found no endpoint.
         released: Statuses that mean, by convention, that the request was not processed: a retry is executed.
     """
 
@@ -58,20 +61,35 @@ class RequestSettlement:
     released: frozenset[int] = frozenset()
 
     async def refuse_takeover(self) -> Answer:
-        """Record as unknown an earlier request with this key that never ended; returns the answer."""
-        reason = f"the server stopped while it answered {self.request.scope}: nobody knows how far it came"
+        """Answer a request whose key an earlier request had claimed, whose server stopped before it had an outcome.
+
+        Record that this outcome is unknown. Return the answer to the present request, which is not executed.
+        """
+        reason = f"the server stopped while it answered {self.request.scope}: it is not known how far it came"
         written = await self._record("unknown", error=reason)
         return written if isinstance(written, Answer) else self.answers.answer(problems.UNKNOWN)
 
     async def release(self, keep: timedelta | None = None) -> None:
-        """Settle a request that was not executed, whether its claim was committed or not; by default it is kept."""
+        """Give up the claim of a request that was not executed, so that a retry is executed.
+
+        If the claim was not committed, there is no row, and nothing is changed.
+
+        Args:
+            keep: How long the request's row is kept; by default as long as a response.
+        """
         keep = self.request.retention if keep is None else keep
         await self._finds(statements.release(self.request.lock, keep=keep))
 
     async def settle(self, answer: Answer, *, at_end: bool) -> Answer | None:  # noqa: ARG002  # for TransactionSettlement
-        """Record the outcome before the answer is sent; returns the answer to send, or None: call again at the end."""
+        """Record the outcome of the request before its answer is sent; return the answer to send.
+
+        A subclass may return None while the application runs, if the outcome is not known yet. It is then called again.
+
+        Args:
+            at_end: True if the application has returned, so that this is the last call.
+        """
         if self.is_refused(answer.status):
-            # Nothing was executed, and a row of it would let strangers fill the table.
+            # The request was not executed, and a row for it would let strangers fill the table.
             await self.release(timedelta(0))
             return answer
         if answer.status in self.released:
@@ -85,22 +103,35 @@ class RequestSettlement:
         return answer.marked(NOT_REPLAYABLE) if written.result is None else answer
 
     async def settle_stream(self, status: int, reason: str) -> None:
-        """Record the outcome of a request whose answer passes through; it is too late to answer otherwise."""
+        """Record the outcome of a request whose answer is passed on without being stored.
+
+        The client has a part of the answer already, so no other one can take its place.
+
+        Args:
+            reason: The reason why the answer is not stored.
+        """
         if status in self.released:
             await self._record_released(status)
         else:
             await self._record("done", error=reason, keep=self.request.retention)
 
     async def fail(self, error: BaseException | None) -> Answer | None:
-        """Record that the application raised, or never answered; returns the answer, if we are to give one."""
+        """Record that the application raised an error, or returned without an answer (`error` is None).
+
+        Return the answer to send. If the application was cancelled, or the server stops, record an unknown outcome and
+        return None.
+        """
         if error is None or isinstance(error, Exception):
             return await self.settle(self.answers.answer(problems.FAILED), at_end=True)
-        reason = f"the server was stopped while it answered {self.request.scope}: nobody knows how far it came"
+        reason = f"the server was stopped while it answered {self.request.scope}: it is not known how far it came"
         await self._record("unknown", error=reason)
         return None
 
     async def _finds(self, statement: Executable) -> bool | None:
-        """Execute the statement; True if it found the row, None if the database cannot be reached."""
+        """Execute a statement on the request's row, and try again for the length of a lease while the database is away.
+
+        Return True if it found the row, False if not, and None if the database could not be reached.
+        """
         lease_seconds = self.request.lease.total_seconds()
         try:
             return await self.runner.drive(
@@ -116,7 +147,10 @@ class RequestSettlement:
     async def _record(
         self, status: Status, *, result: str | None = None, error: str | None = None, keep: timedelta | None = None
     ) -> Recorded | Answer:
-        """Record the outcome; returns the record, or the answer to send if that failed."""
+        """Write the outcome into the request's row.
+
+        Return the written outcome, or the answer to send if this failed.
+        """
         try:
             return await self.runner.drive(record(self.request, status, result=result, error=error, keep=keep))
         except EffectError as failure:
@@ -125,19 +159,22 @@ class RequestSettlement:
             return self.answers.answer(problems.UNKNOWN if lost else problems.NOT_RECORDED)
 
     def _log(self, message: str, error: BaseException | None = None) -> None:
-        # Without the key, which is the client's, and without a text that quotes it.
+        # Without the key, which belongs to the client, and without a text that quotes it.
         extra = {"outboxq_scope": self.request.scope}
         logger.error(message, extra=extra if error is None else {**extra, "error_type": type(error).__name__})
 
 
 @dataclass(frozen=True, kw_only=True)
 class TransactionSettlement(RequestSettlement):
-    """Settles a request whose endpoint records in its own transaction."""
+    """Settles a request whose endpoint records its response in its own transaction, by `Idempotency.record`."""
 
     idempotency: Idempotency
 
     async def settle(self, answer: Answer, *, at_end: bool) -> Answer | None:
-        """Return the answer to send; None while the endpoint's transaction has not been committed."""
+        """Settle the request by the state of its endpoint's transaction, and return the answer to send.
+
+        Return None if the transaction is not committed yet and the application still runs (`at_end` is False).
+        """
         recorded = self.idempotency.recorded
         if recorded is None:
             return await self._settle_unrecorded(answer)
@@ -153,13 +190,16 @@ class TransactionSettlement(RequestSettlement):
         if answer.status >= FIRST_ERROR_STATUS:
             return answer
         if not is_released:
-            # The endpoint's transaction, or a request that took over, is still under way.
+            # The endpoint's transaction, or a request that took over, is still in progress.
             return self.answers.answer(problems.IN_PROGRESS)
         self._log("an endpoint answered with success, and its transaction was rolled back")
         return self.answers.answer(problems.ROLLED_BACK)
 
     async def settle_stream(self, status: int, reason: str) -> None:
-        """Record the outcome of a request whose answer passes through, unless its endpoint has recorded it."""
+        """Record the outcome of a request whose answer is passed on without being stored.
+
+        Nothing is to be done if the endpoint's own record was committed.
+        """
         if await self._stands():
             return
         if status >= FIRST_ERROR_STATUS:
@@ -169,7 +209,11 @@ class TransactionSettlement(RequestSettlement):
             await self._settle_started("done", None, reason)
 
     async def fail(self, error: BaseException | None) -> Answer | None:
-        """Record that the application raised, or never answered, unless its endpoint has recorded before."""
+        """Settle a request whose application raised an error or never answered.
+
+        If the endpoint's response was recorded and committed, return it. Otherwise allow a retry, and return None; or a
+        problem if another request has taken over the key.
+        """
         recorded = self.idempotency.recorded
         if recorded is not None and await self._stands():
             # The endpoint raised after its commit: this client gets the recorded answer, as the retries will.
@@ -191,14 +235,20 @@ class TransactionSettlement(RequestSettlement):
         return (answer if reason is None else answer.marked(NOT_REPLAYABLE)).marked(RECORDED_LATE)
 
     def _as_recorded(self, recorded: Answer, answer: Answer) -> Answer:
-        """The answer that retries will get; if `answer` says the same, `answer` itself, with middleware's additions."""
+        """Return the answer to send: the recorded one, which retries get too.
+
+        If `answer` has the same status and body, it is sent itself, with the headers that other middleware has added.
+        """
         if not answer.says_the_same(recorded):
             self._log("an endpoint answered otherwise than it had recorded, which was answered instead")
             answer = recorded
         return answer if len(recorded.body) <= self.max_response_bytes else answer.marked(NOT_REPLAYABLE)
 
     async def _stands(self) -> bool | None:
-        """Return True if the endpoint's record was committed; None if the database cannot be reached."""
+        """Return True if the endpoint's record was committed, False if not or if there is none.
+
+        Return None if the database cannot be reached.
+        """
         recorded = self.idempotency.recorded
         if recorded is None:
             return False

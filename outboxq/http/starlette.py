@@ -1,4 +1,4 @@
-"""For Starlette and FastAPI: the request's idempotency, called in an endpoint or given as a dependency."""
+"""For Starlette and FastAPI: the request's idempotency, as a function call or a dependency."""
 
 try:
     from starlette.requests import Request
@@ -11,7 +11,9 @@ from outboxq.http.endpoint import Idempotency, idempotency_of
 
 
 def idempotency(request: Request) -> Idempotency:
-    """The idempotency of this request: `Depends(idempotency)` in FastAPI, `idempotency(request)` in Starlette.
+    """Return this request's idempotency: its key, and a way to record its response.
+
+    Use it as `Depends(idempotency)` in FastAPI, and as `idempotency(request)` in Starlette.
 
     Raises:
         ConfigError: the request did not pass through IdempotencyMiddleware.

@@ -1,8 +1,8 @@
 """Installing and changing the tables: frozen, numbered steps that users call from Alembic revisions of their own.
 
-Each step is one `DO` block that looks at the version marker inside the database and does nothing if it already
-ran. So the same SQL serves online and offline (`--sql`), a step may be named by several revisions, and two
-deployments that migrate at the same time wait for each other.
+Each step is one `DO` block that reads the version marker in the database and does nothing if the step already ran. So
+the same SQL serves online and offline (`--sql`), several revisions may name a step, and two deployments that migrate at
+the same time wait for each other.
 
     from outboxq import migrations
 
@@ -63,14 +63,14 @@ STEPS: tuple[tuple[str, str], ...] = (
     (step_15_owners.UP, step_15_owners.DOWN),
 )
 LATEST = len(STEPS)
-# Steps that take a lock for which all other work waits; the steps behind them may take long.
+# Steps whose lock makes all other work wait; the steps after them may take long.
 COMMIT_BEHIND = (7, 9, 11, 13)
 
 _MARKER = re.compile("@([a-z_]+)@")
 _DOLLAR_QUOTES = ("$outboxq$", "$function$")
 
-# A search path of ours: a role that may create in a schema of the caller's could have functions of its own called, and
-# stored in a check or a default for every role to call.
+# A fixed search path: otherwise a role that may create objects in a schema of the caller's search path could have its
+# functions called, and stored in a check or a default for every role to call.
 _DO = """\
 DO $outboxq$
 DECLARE
@@ -94,7 +94,7 @@ BEGIN
   END IF;
 END work;"""
 
-# A block of its own, before the first step: an older server may not even be able to read what a step says.
+# A separate block before the first step: an older server may not even be able to parse a step.
 _CHECK_SERVER = """\
 BEGIN
   IF current_setting('server_version_num')::integer < @oldest@ * 10000 THEN
@@ -135,7 +135,7 @@ _PREPARE = """\
       HINT = 'Restore the rows of the tables migration and deployment too, or drop the schema and migrate again.';
   END IF;"""
 
-# Stands before the first step downwards, so that a refusal leaves everything as it was, also in AUTOCOMMIT.
+# Runs before the first step down, so that a refusal leaves everything unchanged, even in AUTOCOMMIT.
 _CHECK_DOWNGRADE = """\
 DECLARE
   newest integer;
@@ -186,8 +186,8 @@ _GUARD_JOBS = """\
         HINT = 'Let a relay work them off, or cancel and discard them (outboxq jobs cancel, outboxq dead discard).';
     END IF;"""
 
-# An effect without an expiry may be under way, in doubt or unknown; what has expired only waits to be pruned. now() and
-# not clock_timestamp(), which no index could serve: it is earlier, so it lets less through.
+# An effect without an expiry may be in progress, in doubt or unknown; expired rows only wait to be pruned. now() and
+# not clock_timestamp(), which no index could serve: it is earlier, and so refuses more.
 _GUARD_MEMORY = """\
     IF EXISTS (SELECT FROM @schema@.effect WHERE expires_at IS NULL) THEN
       RAISE EXCEPTION USING
@@ -209,7 +209,7 @@ _GUARD_MEMORY = """\
           || 'TRUNCATE ' || @schema_identifier_literal@ || '.inbox, ' || @schema_identifier_literal@ || '.effect;';
     END IF;"""
 
-# What is lost with the tables of a step, and cannot be discarded on the way.
+# Losses of a step's tables that cannot be discarded on the way.
 GUARDS: Mapping[int, str] = {1: _GUARD_JOBS, 4: _GUARD_MEMORY}
 
 _DOWNGRADE = """\
@@ -242,7 +242,7 @@ END work;"""
 
 
 class SupportsExecute(Protocol):
-    """Alembic's `op`."""
+    """An object with the method `execute`, such as Alembic's `op`."""
 
     def execute(self, sqltext: TextClause, /) -> object: ...
 
@@ -250,20 +250,20 @@ class SupportsExecute(Protocol):
 def upgrade(op: SupportsExecute, *, to: int | None = None, schema: str = "outboxq") -> None:
     """Bring the tables up to step `to` (None: the latest), from wherever they are.
 
-    A revision of yours should name its step, so that it does the same thing for ever. The step fails on a server older
-    than PostgreSQL 15, and in a database whose encoding is not UTF8.
+    Your revision should name its step, so that it does the same thing for ever. The step fails on a server older than
+    PostgreSQL 15, and in a database whose encoding is not UTF8.
 
-    Bring tables that are in use past steps 7, 9, 11 and 13 by revisions of their own, each in a transaction of its own:
-    the step behind each of them reads whole tables, and their locks are released only when they are committed.
+    For tables that are in use, give steps 7, 9, 11 and 13 revisions of their own, each in a separate transaction: the
+    step after each of them reads whole tables, and locks are released only by a commit.
 
     Args:
         op: Alembic's `op`, online or offline.
         to: 1 to `LATEST`.
-        schema: The PostgreSQL schema to install into; made if it is missing.
+        schema: The PostgreSQL schema to install into; created if it is missing.
 
     Raises:
-        ConfigError: no such step, or a name that cannot be a schema.
-        MigrationRefused: a server or a database that is not supported.
+        ConfigError: there is no such step, or the name cannot be a schema.
+        MigrationRefused: the server or the database is not supported.
     """
     last = check_step(LATEST if to is None else to, lowest=1)
     with refusals_in_short():
@@ -276,15 +276,15 @@ def upgrade(op: SupportsExecute, *, to: int | None = None, schema: str = "outbox
 def downgrade(op: SupportsExecute, *, to: int = 0, schema: str = "outboxq", discard: Collection[str] = ()) -> None:
     """Go back to step `to` (0: nothing left).
 
-    Refused by the database while it would lose what still counts, and if a newer outboxq made the tables.
+    The database refuses it while it would lose rows that still count, and if a newer outboxq made the tables.
 
     Args:
-        discard: Names of what may be lost, as a refusal gives them, such as "schedules". Neither jobs nor dead letters,
-            nor messages and effects that are remembered.
+        discard: Names of data that may be lost, as a refusal gives them, such as "schedules". Jobs, dead letters, and
+            remembered messages and effects cannot be named.
 
     Raises:
-        ConfigError: no such step or loss, or a name that cannot be a schema.
-        MigrationRefused: it would drop what still counts; nothing was changed. The message says what to do.
+        ConfigError: there is no such step or loss, or the name cannot be a schema.
+        MigrationRefused: it would drop rows that still count; nothing was changed. The message says what to do.
     """
     check_step(to, lowest=0)
     given = check_discard(discard)
@@ -300,43 +300,48 @@ def downgrade(op: SupportsExecute, *, to: int = 0, schema: str = "outboxq", disc
 def include_name(
     name: str | None, type_: str, parent_names: Mapping[str, str | None], *, schema: str = "outboxq"
 ) -> bool:
-    """For `context.configure(include_name=...)` together with `include_schemas=True`: leaves outboxq's schema alone.
+    """Keep Alembic's autogenerate away from outboxq's schema: return False for its name, True for any other name.
 
-    Without `include_schemas`, Alembic looks at the default schema only and this is not needed. For a schema of another
-    name pass `functools.partial(include_name, schema="...")`.
+    Pass it to `context.configure(include_name=...)` if you set `include_schemas=True`. Without `include_schemas`,
+    Alembic looks at the default schema only and this is not needed. For a schema of another name pass
+    `functools.partial(include_name, schema="...")`.
     """
     del parent_names
     return not (type_ == "schema" and name == schema)
 
 
 def step_clause(step: int, schema: str) -> TextClause:
-    """One step upwards, for `op.execute`."""
+    """Return the SQL that upgrades the tables by one step, to step `step`, for `op.execute`."""
     return _clause(upgrade_sql(step, schema))
 
 
 def guard_clause(schema: str) -> TextClause:
-    """The clause for `op.execute` that installs the guard on a Citus coordinator, and does nothing elsewhere."""
+    """Return the SQL for `op.execute` that installs the triggers for two-phase commit on a Citus coordinator.
+
+    On other servers it does nothing.
+    """
     return _clause(_fill(citus.INSTALL, schema))
 
 
 def upgrade_sql(step: int, schema: str) -> str:
-    """The `DO` block of one step upwards."""
+    """Return the `DO` block that upgrades the tables by one step, to step `step`."""
     template = _UPGRADE
     if step == 1:
         template = template.replace("BEGIN\n", "DECLARE\n  created_schema boolean := false;\nBEGIN\n", 1)
-    # Filled from the outside in: the parts hold markers of their own.
+    # Filled from the outside in, because the parts contain markers of their own.
     template = template.replace("@prepare@", _PREPARE if step == 1 else "").replace("@statements@", STEPS[step - 1][0])
     return _fill(template, schema, step=step)
 
 
 def check_downgrade_sql(to: int, schema: str, discard: Collection[str] = ()) -> str:
-    """The `DO` block that refuses a downgrade before anything is changed.
+    """Return the `DO` block that refuses a downgrade to step `to` if rows that still count would be lost.
 
-    It has all tables at once, which the steps then change without waiting.
+    Send it before anything is changed. It locks all tables at once, so that the steps then change them without waiting.
+    `discard`: names of data that may be lost.
     """
     guards = {step: _guard(step, discard) for step in range(1, LATEST + 1)}
     checks = [_CHECK_STEP.format(step=step, guard=guard) for step, guard in GUARDS.items()]
-    # All that would be lost in one refusal, so that its hint names all that is to be named.
+    # All losses in one refusal, so that its hint lists every name to discard.
     checks.append(guard_of_all(discard))
     block = _CHECK_DOWNGRADE.replace("@guards@", "\n".join(checks)).replace("@lock@", LOCK_ALL)
     block = block.replace("@read_committed@", _read_committed(step for step in guards if step > to and guards[step]))
@@ -344,7 +349,10 @@ def check_downgrade_sql(to: int, schema: str, discard: Collection[str] = ()) -> 
 
 
 def downgrade_sql(step: int, schema: str, discard: Collection[str] = ()) -> str:
-    """The `DO` block of one step downwards."""
+    """Return the `DO` block that undoes one step. It refuses this if rows that still count would be lost.
+
+    `discard`: names of data that may be lost.
+    """
     guard = _guard(step, discard)
     if guard:
         guard = f"{_NEEDS_READ_COMMITTED}\n{LOCK_ALL}\n{guard}"
@@ -357,13 +365,13 @@ def _guard(step: int, discard: Collection[str]) -> str:
 
 
 def _read_committed(guarded: Iterable[int]) -> str:
-    """Needed if one of these steps is taken back."""
+    """Return SQL that checks that the transaction is at READ COMMITTED; empty if there is no step in `guarded`."""
     steps = ", ".join(map(str, guarded))
     return f"  IF newest >= ANY (ARRAY[{steps}]) THEN\n{_NEEDS_READ_COMMITTED}\n  END IF;" if steps else ""
 
 
 def check_step(to: int, *, lowest: int) -> int:
-    """Refuse a step that this version does not know.
+    """Return `to` after a check that it is a number from `lowest` to `LATEST`: a migration step of this version.
 
     Raises:
         ConfigError: not one of `lowest` to `LATEST`.
@@ -385,7 +393,7 @@ def _fill(block: str, schema: str, **numbers: int) -> str:
         "channel_literal": quote_literal(f"outboxq_{schema}"),
         **{name: str(number) for name, number in numbers.items()},
     }
-    # In one pass: a schema name may look like a marker.
+    # In one pass, because a schema name may look like a marker.
     return _MARKER.sub(lambda marker: values[marker[1]], _DO.replace("@block@", block))
 
 

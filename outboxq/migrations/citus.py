@@ -1,8 +1,9 @@
-"""The guard of a Citus coordinator: `DO` blocks that install it behind every upgrade, and remove it.
+"""The guard of a Citus coordinator: `DO` blocks that install its triggers after every upgrade, and remove them.
 
-Without Citus they do nothing. It is no step, because Citus may come after the latest one: each upgrade looks, and adds
-what is missing. A downgrade takes it from the tables that it drops, and to step 0 altogether: those that stay, and what
-works on them, need it as before.
+The triggers make Citus commit in two phases, so that rows on a worker are not committed without outboxq's. Without
+Citus the blocks do nothing. The guard is no numbered step, because Citus may be installed after the latest one: each
+upgrade adds the missing parts. A downgrade removes it from the tables that it drops, and a downgrade to step 0 removes
+all of it; remaining tables still need it.
 """
 
 from outboxq.migrations.losses import LOCK_ALL
@@ -10,7 +11,7 @@ from outboxq.statements.citus import GUARDED, HAS_CITUS
 
 _NAMES = ", ".join(f"'{table}'" for table in GUARDED)
 
-# SECURITY DEFINER: producers and relays need no right on the table. One that is empty, and stays so.
+# SECURITY DEFINER, so that producers and relays need no right on the table. The table is empty, and stays empty.
 INSTALL = f"""\
 DECLARE
   two_phase text := @schema_identifier_literal@ || '.two_phase';

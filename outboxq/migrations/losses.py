@@ -1,7 +1,7 @@
-"""Losses of a downgrade: of each step, its tables and columns, with what in them counts; the guards that refuse it.
+"""Losses of a downgrade: the tables and columns of each step, and the condition for rows that must not be lost.
 
-Each table and column that a step adds is in `LOSSES` or in `HARMLESS`, or in the guards of steps 1 and 4. A loss has a
-name, by which it may be given up.
+The SQL made here (a "guard") refuses a downgrade while such rows exist. Each table and column that a step adds is in
+`LOSSES` or in `HARMLESS`, or in the guards of steps 1 and 4. A loss has a name, by which a user may accept it.
 """
 
 from collections.abc import Collection, Mapping
@@ -10,19 +10,19 @@ from dataclasses import dataclass
 from outboxq.errors import ConfigError
 from outboxq.migrations.step_07_checks import LOCK
 
-# More rows are not counted.
+# The count stops at this many rows.
 _MOST = 100_000
 
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """A table or columns that a step down loses.
+    """A table or columns that a downgrade drops, with the rows that make it refuse.
 
     Args:
-        name: For `discard`.
-        what: What the rows are, in the plural.
-        parts: Tables, and columns such as `job.expires_at`; the first one's table is looked at.
-        counts: Which of its rows count, as SQL.
+        name: The name by which a user accepts the loss, in `discard`.
+        what: A word for the rows, in the plural.
+        parts: Tables, and columns such as `job.expires_at`; rows of the first one's table are counted.
+        counts: The SQL condition for rows that must not be lost.
     """
 
     name: str
@@ -32,7 +32,7 @@ class Loss:
 
     @property
     def table(self) -> str:
-        """The table whose rows are counted."""
+        """Return the name of the table whose rows are counted."""
         return self.parts[0].partition(".")[0]
 
 
@@ -100,13 +100,13 @@ HARMLESS: Mapping[str, str] = {
 }
 NAMES: tuple[str, ...] = tuple(loss.name for losses in LOSSES.values() for loss in losses)
 _TABLES = (
-    # The first: claims hold it for as long as their handlers run, and nothing else is locked while it is waited for.
+    # First, because claims hold it for as long as their handlers run, and nothing else may be locked during the wait.
     "queue", "job", "dead_job", "unique_key", "batch", "inbox", "effect", "deployment", "relay", "schedule", "rate",
     "cancel_request", "paused_kind", "done_job", "relay_status", "stat", "gauge", "progress", "audit",
 )  # fmt: skip
 
 _NAMED = ", ".join(f"@schema_identifier_literal@ || '.{table}'" for table in _TABLES)
-# All tables that are there are had at once, or none is held: no relay holds one of them and waits for another.
+# Either all existing tables are locked at once, or none: a relay that holds one of them may wait for another.
 LOCK_ALL = (
     LOCK.replace(
         "LOCK TABLE @schema@.job IN ACCESS EXCLUSIVE MODE;",
@@ -117,7 +117,7 @@ LOCK_ALL = (
         "relation IN (SELECT to_regclass(name) FROM unnest(tables) AS given (name))",
     )
     .replace("@schema_identifier_literal@ || '.job'", "'the tables of ' || @schema_identifier_literal@")
-    # Last: the names look like what is replaced above.
+    # Last, because the names look like the markers replaced above.
     .replace(
         "      in_use_by text;",
         "      in_use_by text;\n"
@@ -157,10 +157,10 @@ _GUARD = """\
 
 
 def check_discard(discard: Collection[str]) -> frozenset[str]:
-    """The names of what may be lost.
+    """Return these names of data that may be lost as a set, after a check that there is such data.
 
     Raises:
-        ConfigError: there is no such loss, or a text was given for a collection of texts.
+        ConfigError: there is no such loss, or a single text was given instead of a collection.
     """
     unknown = [discard] if isinstance(discard, str) else sorted(set(discard) - set(NAMES))
     if unknown:
@@ -169,13 +169,21 @@ def check_discard(discard: Collection[str]) -> frozenset[str]:
 
 
 def guard_of(step: int, discard: Collection[str] = ()) -> str:
-    """SQL that refuses a step down while its rows count, but for what `discard` names; the tables are locked before."""
+    """Return SQL that refuses to undo one step while its tables have rows that must not be lost.
+
+    Rows of the data named in `discard` may be lost. Empty if nothing is left to count. Earlier SQL has locked the
+    tables.
+    """
     counts = _counts_of(step, discard)
     return _GUARD.format(counts=counts) if counts else ""
 
 
 def guard_of_all(discard: Collection[str] = ()) -> str:
-    """As `guard_of`, for all steps that are taken back: those above `@target@`, of tables at the step `newest`."""
+    """Return SQL that refuses to undo all steps above `@target@` while their tables have rows that must not be lost.
+
+    Rows of the data named in `discard` may be lost. It checks only the steps up to `newest` that the tables have; the
+    `DO` block around it defines both names.
+    """
     counts = {step: _counts_of(step, discard) for step in LOSSES}
     parts = [_OF_STEP.format(step=step, counts=of_step) for step, of_step in counts.items() if of_step]
     return _GUARD.format(counts="\n".join(parts)) if parts else ""

@@ -1,4 +1,4 @@
-"""What the steps themselves refuse, as an error with the database's reason alone."""
+"""Turns an error by which a step's SQL refuses a migration into an exception with only the database's reason."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -7,16 +7,16 @@ from sqlalchemy.exc import DBAPIError
 
 from outboxq.errors import MigrationRefused
 
-# What every refusal of ours begins with, in the `RAISE` of a step.
+# The text with which every refusal begins, in the `RAISE` of a step.
 _OURS = "outboxq"
 
 
 @contextmanager
 def refusals_in_short() -> Iterator[None]:
-    """Within the block, what a step refuses is one line; SQLAlchemy's own error repeats the whole `DO` block.
+    """Raise a one-line error if a migration step in the block refuses; SQLAlchemy's contains the whole `DO` block.
 
     Raises:
-        MigrationRefused: a step refused; the message has the reason and the hint of the database.
+        MigrationRefused: a step refused; the message contains the database's reason and hint.
     """
     try:
         yield
@@ -28,10 +28,10 @@ def refusals_in_short() -> Iterator[None]:
 
 
 def _said(error: BaseException | None) -> tuple[str, str]:
-    """The message and the hint of an error of psycopg's, psycopg2's or asyncpg's; empty if there are none."""
+    """Return message and hint of a database error of psycopg, psycopg2 or asyncpg; empty texts if it has none."""
     diagnostic = getattr(error, "diag", None)
     if diagnostic is not None:
         return diagnostic.message_primary or "", diagnostic.message_hint or ""
-    # Around asyncpg's error stands SQLAlchemy's.
+    # SQLAlchemy's error wraps asyncpg's.
     cause = None if error is None else error.__cause__
     return str(getattr(cause, "message", None) or cause or ""), str(getattr(cause, "hint", None) or "")

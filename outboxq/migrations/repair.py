@@ -1,9 +1,9 @@
-"""What steps 7 and 8 do with rows that their checks refuse. Frozen.
+"""SQL that repairs rows which the checks of steps 7 and 8 would refuse. Frozen: it never changes.
 
-A row that a producer wrote by hand, or that was written before there were checks, may hold numbers that no counting of
-ours comes to, or arguments that no relay can read. The numbers are set to the nearest that may be; what is too long
-becomes a dead letter, which can be looked at and discarded. What has no text at all is dropped from it: not even
-looking at the dead letter would be possible.
+A row that a producer wrote by hand, or that is older than the checks, may contain numbers that outboxq never counts to,
+or arguments that no relay can read. Numbers are set to the nearest valid ones; a job that is too long becomes a dead
+letter, which can be shown and discarded. Values that cannot be written as text are dropped from it, because the dead
+letter could not even be shown with them.
 """
 
 _BAD_NUMBERS = """\
@@ -23,8 +23,7 @@ _SET_FREE_NUMBERS = f"""\
 {_SET_NUMBERS}
     WHERE id IN (SELECT id FROM @schema@.job WHERE {_BAD_NUMBERS} FOR UPDATE SKIP LOCKED);"""
 
-# An UPDATE of a row that is too long is refused, once there are checks, and a DELETE is not: what is too long goes
-# first.
+# With the checks in place, an UPDATE of a too long row is refused, but a DELETE is not: so too long rows go first.
 _BURY = """\
     DECLARE
       candidate uuid;

@@ -1,4 +1,4 @@
-"""Migrating without a project's own Alembic history: what `outboxq migrate` runs."""
+"""Migrating without Alembic revisions of a project's own, for the command `outboxq migrate`."""
 
 import io
 from collections.abc import Callable, Collection
@@ -23,20 +23,20 @@ def migrate(
     waits: Callable[[list[str]], None] | None = None,
     discard: Collection[str] = (),
 ) -> tuple[int, int]:
-    """Bring the tables to step `to` (None: the latest; lower than now: a downgrade) in the connection's transaction.
+    """Bring the tables to step `to` (None: the latest; a lower one: downgrade) in the connection's transaction.
 
-    Tables that a newer outboxq made are left as they are if no step is named.
+    Tables of a newer outboxq stay unchanged if no step is named.
 
     Args:
-        waits: Called before another migration is waited for, with a text for each session that it waits for.
-        discard: Names of what a downgrade may lose, as its refusal gives them.
+        waits: Called before a wait for another migration, with a text for each session that it waits for.
+        discard: Names of data that a downgrade may lose, as its refusal gives them.
 
     Returns:
         The step before and the step after.
 
     Raises:
-        ConfigError: no such step, a name that cannot be a schema, or a server or a database that is not supported.
-        SchemaError: a newer outboxq made the tables, so that this one cannot take them back to `to`.
+        ConfigError: there is no such step, the name cannot be a schema, or the server or the database is not supported.
+        SchemaError: a newer outboxq made the tables, so this one cannot downgrade them to `to`.
     """
     check_schema(schema)
     check_discard(discard)
@@ -66,12 +66,15 @@ def migrate_committing(
     waits: Callable[[list[str]], None] | None = None,
     discard: Collection[str] = (),
 ) -> tuple[int, int]:
-    """Do what `migrate` does in as many transactions as it takes to hold every lock for a moment only.
+    """Bring the tables to step `to` like `migrate`, but in several transactions, so that locks are held only briefly.
 
-    If it ends between two of them, the next call goes on.
+    If the process ends between two of them, the next call goes on.
 
     Args:
-        connection: Outside of a transaction.
+        connection: A connection outside a transaction.
+
+    Returns:
+        The step before and the step after.
     """
     check_schema(schema)
     target = migrations.check_step(migrations.LATEST if to is None else to, lowest=0)
@@ -87,8 +90,11 @@ def migrate_committing(
 
 
 def _locked_version(connection: Connection, schema: str, waits: Callable[[list[str]], None] | None) -> int:
-    """The step of the tables, 0 without any; no other migration runs until the transaction ends."""
-    # Another migration may be under way: the steps would wait for it, but the version would be what it was before that.
+    """Keep other migrations out until the transaction ends, and return the step of the tables, 0 without tables.
+
+    `waits` is called before a wait, with a text for each session that holds the lock.
+    """
+    # If another migration is in progress, the steps would wait for it, but the version read would be outdated.
     if not try_lock_version(connection, schema):
         if waits is not None:
             waits(version_lock_holders(connection, schema))
@@ -97,15 +103,15 @@ def _locked_version(connection: Connection, schema: str, waits: Callable[[list[s
 
 
 def migration_sql(*, to: int | None = None, schema: str = "outboxq") -> str:
-    """The SQL of `migrate` upwards, for `psql` or for review.
+    """Return the SQL with which `migrate` goes up from nothing to step `to`, for `psql` or for review.
 
     Raises:
-        ConfigError: no such step, or a name that cannot be a schema.
+        ConfigError: there is no such step, or the name cannot be a schema.
     """
     output = io.StringIO()
     context = MigrationContext.configure(
         dialect_name="postgresql",
-        # Else every percent sign is doubled, for a driver that is not there.
+        # Otherwise every percent sign is doubled, for a driver that is not used here.
         dialect_opts={"paramstyle": "named"},
         opts={"as_sql": True, "output_buffer": output},
     )

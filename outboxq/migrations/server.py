@@ -1,4 +1,4 @@
-"""The server and the database below outboxq's tables: unsuitable ones are refused before anything is written."""
+"""Checks of server and database before a migration or a start, which refuse those that outboxq does not support."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,10 +11,10 @@ from outboxq.statements.server import ENCODING, OLDEST_MAJOR, ServerFacts, serve
 
 
 def check_server(connection: Connection) -> ServerFacts:
-    """The server's facts; refuses one that is too old, and a database that does not keep its texts in UTF-8.
+    """Return the facts of the server and its database, or refuse a server that is too old or a database not in UTF-8.
 
     Raises:
-        ConfigError: says what was found, and what to do.
+        ConfigError: the server or database is unsuitable; the message says what to do.
     """
     facts = server_facts(connection)
     for reason, advice in unsupported(facts):
@@ -23,7 +23,7 @@ def check_server(connection: Connection) -> ServerFacts:
 
 
 def unsupported(facts: ServerFacts) -> Iterator[tuple[str, str]]:
-    """What outboxq cannot work on, and what to do about it."""
+    """Yield two texts for each property of these facts that outboxq does not support: a reason, and what to do."""
     if facts.major < OLDEST_MAJOR:
         yield (
             f"outboxq needs PostgreSQL {OLDEST_MAJOR} or later, and this server is {facts.version}",
@@ -35,19 +35,19 @@ def unsupported(facts: ServerFacts) -> Iterator[tuple[str, str]]:
 
 @contextmanager
 def refusing_bytes(engine: Engine) -> Iterator[None]:
-    """Within the block, refuse a database whose texts come as bytes when the user's engine first connects to it.
+    """Raise a clear error in this block if the database, at an engine's first connect, sends texts as bytes.
 
-    psycopg cannot decode SQL_ASCII, so that SQLAlchemy's own first question fails with a TypeError, before ours.
+    psycopg cannot decode SQL_ASCII, so SQLAlchemy's own first query fails with a TypeError, before outboxq's check.
 
     Raises:
         ConfigError: the database's encoding is SQL_ASCII; the message says what to do.
     """
 
     def look(dbapi_connection: Any, _record: object) -> None:
-        # The async engine's adapter stands around the driver's connection.
+        # The async engine's adapter wraps the driver's connection.
         driver = getattr(dbapi_connection, "driver_connection", dbapi_connection)
         if driver.info.parameter_status("server_encoding") == "SQL_ASCII":
-            # Below the pool, which would leave it open.
+            # Below the pool, which would leave the connection open.
             driver.pgconn.finish()
             raise ConfigError("{}: {}".format(*_wrong_encoding("SQL_ASCII")))
 

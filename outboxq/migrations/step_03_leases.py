@@ -1,7 +1,7 @@
 """Step 3: one row per relay process that holds leases. Frozen.
 
-The lease is the relay's and not the job's: extending it is one HOT update, whatever the number of jobs that it covers,
-and never waits for a job that is just being completed.
+The lease belongs to the relay and not to each job: extending it is one HOT update for any number of jobs, and never
+waits for a job that is just being completed.
 """
 
 UP = """\

@@ -1,12 +1,12 @@
 """Step 5: vacuum settings of the table of jobs, and of the messages and effects that expire. Frozen.
 
-Only settings that are not made yet are made, so that what an operator has set stays; the way back removes only ours.
+A setting is made only if it is not set yet, so that an operator's values stay; the downgrade removes only outboxq's.
 
-vacuum_index_cleanup: left to itself, vacuum passes the indexes over while less than a fiftieth of the table's pages
-have dead rows. After one large backlog that is nearly always, and each claim walks over the entries that stay.
-vacuum_truncate: giving the end of the file back takes an ACCESS EXCLUSIVE lock, behind which claims and producers wait,
-for pages that the next burst takes again.
-Of millions of messages a fifth would be dead before vacuum comes, and each batch of the pruner would walk over them.
+vacuum_index_cleanup: by default, vacuum skips the indexes while less than a fiftieth of the table's pages have dead
+rows. After one large backlog that is nearly always so, and each claim walks over the dead entries. vacuum_truncate:
+returning the end of the file takes an ACCESS EXCLUSIVE lock, for which claims and producers wait, and frees pages that
+the next burst needs again. By default, of millions of messages a fifth would be dead before vacuum runs, and each batch
+of the pruner would walk over them.
 """
 
 _SETTINGS = """\
@@ -20,7 +20,7 @@ _SETTINGS = """\
           (7, 'effect', 'autovacuum_vacuum_threshold', '5000'),
           (8, 'effect', 'vacuum_index_cleanup', 'on')"""
 
-# ALTER TABLE SET takes SHARE UPDATE EXCLUSIVE here: neither claims nor producers wait for it.
+# ALTER TABLE SET takes SHARE UPDATE EXCLUSIVE here, for which neither claims nor producers wait.
 UP = f"""\
     DECLARE
       wanted record;

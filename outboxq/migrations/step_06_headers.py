@@ -1,11 +1,11 @@
 """Step 6: `add_job` for SQL producers bounds headers as Python's does. Frozen.
 
-Every claim reads the headers of its jobs: a gigabyte of them would take the relay's memory with it.
+Every claim reads the headers of its jobs: a gigabyte of them would exhaust the relay's memory.
 """
 
 from outboxq.migrations.step_02_functions import ADD_JOB
 
-# Replaced, and not made again: the rights on it stay.
+# Replaced and not created again, so that the rights on it stay.
 _BEFORE = ADD_JOB.replace("CREATE FUNCTION", "CREATE OR REPLACE FUNCTION", 1)
 _ARGS_BOUND = "      IF octet_length(add_job.args::text) > 262144 THEN\n"
 _HEADERS_BOUND = """\

@@ -1,13 +1,13 @@
-"""Step 7: what a row of `job` may hold, and where our functions look functions up. Frozen.
+"""Step 7: checks on the values in a row of `job`, and the search path of outboxq's functions. Frozen.
 
-The checks hold for what is written from now on; step 8, a transaction of its own, reads the whole table for what was
-there before. Counters end one below their type, so that counting on cannot overflow. Arguments and headers are measured
-as the text that a claim reads; up to 1,024 bytes, uncompressed, they cannot come to more than the bound.
+The checks apply to rows written from now on; step 8, a separate transaction, reads the whole table for earlier rows.
+Counters end one below their type's maximum, so that incrementing cannot overflow. Arguments and headers are measured as
+the text that a claim reads; a stored value of up to 1,024 bytes, uncompressed, cannot exceed the bound as text.
 """
 
 from outboxq.migrations.repair import REPAIR_WHAT_IS_FREE
 
-# The lock is exclusive, and held only for the change of a catalog row. While this waits for it, claims and producers
+# The lock is exclusive, and held only for the change of a catalog row. During the wait for it, claims and producers
 # wait too: so each try takes a fifth of a second at most. An autovacuum gives way only to a session that has waited for
 # deadlock_timeout: if one may be in the way, every fifth try takes that long.
 LOCK = """\

@@ -1,6 +1,6 @@
 """Step 8: the checks of step 7 hold for every row. Frozen.
 
-Reads the table once, beside the work: neither claims nor producers wait, if step 7 was committed before.
+Reads the table once, while jobs run: neither claims nor producers wait, if step 7 was committed before.
 """
 
 from outboxq.migrations.repair import REPAIR_ALL

@@ -1,10 +1,10 @@
 """Step 9: schedules, groups, unique jobs, limits, batches, cancellations and expiry. Frozen.
 
-Jobs of a group have states of their own: relays of before, which know nothing of groups, neither claim them nor take
-them back. The checks hold for what is written from now on; step 10, a transaction of its own, reads the whole table.
+Jobs of a group have states of their own: relays of older versions, which do not know groups, neither claim them nor
+take them back. The checks apply to rows written from now on; step 10, a separate transaction, reads the whole table.
 
-The indexes are partial, and hold nothing of the jobs that use none of this. Each of them reads the table once while
-producers and relays wait: about a tenth of a second for a million jobs that wait.
+The indexes are partial, without entries for jobs that use none of these features. Building each of them reads the table
+once while producers and relays wait: about a tenth of a second for a million waiting jobs.
 """
 
 from outboxq.migrations.step_07_checks import LOCK
@@ -121,7 +121,7 @@ UP = f"""\
       WHERE state = 'group_waiting' OR state = 'group_leased' OR state = 'group_suspect';
     CREATE INDEX job_batch ON @schema@.job (batch_id, seq) WHERE batch_id IS NOT NULL;"""
 
-# Jobs in a group's states would be in no state that the code of before knows.
+# Grouped jobs would be in states that the code of the earlier step does not know.
 DOWN = f"""\
 {LOCK}
     DROP INDEX @schema@.job_unique, @schema@.job_group, @schema@.job_group_state, @schema@.job_batch;

@@ -1,6 +1,6 @@
 """Step 10: the checks of step 9 hold for every row. Frozen.
 
-Reads the table once, beside the work: neither claims nor producers wait, if step 9 was committed before.
+Reads the table once, while jobs run: neither claims nor producers wait, if step 9 was committed before.
 """
 
 from outboxq.migrations.step_07_checks import LOCK

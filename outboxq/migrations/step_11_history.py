@@ -1,12 +1,12 @@
-"""Step 11: what relays did and how the queues stood, by minutes; finished jobs; progress; operators' actions. Frozen.
+"""Step 11: history of relays and queues by minutes; finished jobs; progress; operators' actions. Frozen.
 
-Relays of the version before work on, write nothing here, and delete no dead letters. Every claim reads `queue`: its new
-column is added under the lock that no claim holds up.
+Relays of the previous version go on, write no rows into these tables, and delete no dead letters. Every claim reads
+`queue`: its new column is added under a lock that never waits long for a claim.
 """
 
 from outboxq.migrations.step_07_checks import LOCK
 
-# Of the table that is changed: a session that holds `queue` is not to hold up what works on `job`.
+# The lock of the table that is changed: a session that holds `queue` must not delay work on `job`.
 LOCK_QUEUE = LOCK.replace(".job", ".queue")
 
 UP = f"""\

@@ -1,11 +1,12 @@
-"""Step 12: indexes that lead to calls that are not settled, and to dead letters by the time they died. Frozen.
+"""Step 12: indexes on calls that are not settled, and on dead letters by time of death. Frozen.
 
-While they are made, calls are not recorded and jobs are not buried: about a second for a million rows of each.
+While the indexes are built, calls are not recorded and dead letters are not written: about a second for a million rows
+of each.
 """
 
 from outboxq.migrations.step_07_checks import LOCK
 
-# Calls, and endpoints that record theirs, may be under way for long: both tables are had at once, or neither is held.
+# Calls, and endpoints that record theirs, may be in progress for long: either both tables are locked at once, or none.
 _LOCK = (
     LOCK.replace(
         "LOCK TABLE @schema@.job IN ACCESS EXCLUSIVE MODE",

@@ -1,18 +1,18 @@
-"""Step 13: what a row beside `job` may hold: times, numbers, and callbacks that can become a job. Frozen.
+"""Step 13: checks on rows of the other tables: times, numbers, and callbacks that can become jobs. Frozen.
 
-One row that cannot be read, or not be counted on, would end the work on all others. The checks hold for what is written
-from now on; step 14, a transaction of its own, repairs what was there before.
+One row that cannot be read, or whose numbers overflow, would stop the work on all others. The checks apply to rows
+written from now on; step 14, a separate transaction, repairs earlier rows.
 """
 
 from outboxq.migrations.step_07_checks import LOCK
 
-# What Python's datetime can hold, in any time zone.
+# The times that Python's datetime can represent in any time zone.
 FIRST, LAST = "timestamptz '0001-01-03 00:00:00+00'", "timestamptz '9999-12-29 00:00:00+00'"
-# Sums of it cannot overflow; neither infinity nor NaN is below.
+# Sums of such numbers cannot overflow; infinity and NaN are not below it.
 MOST = "1000000000000000"
 
 TIMES: dict[str, tuple[str, ...]] = {
-    # The first: claims hold it for as long as their handlers run, and nothing else is locked while it is waited for.
+    # First, because claims hold it for as long as their handlers run, and nothing else may be locked during the wait.
     "queue": ("paused_at",),
     "unique_key": ("kept_until",),
     "batch": ("created_at",),
@@ -45,7 +45,7 @@ def _bucket(column: str) -> str:
     )
 
 
-# The casts are those with which the callback becomes a job: what one of them refuses is refused here.
+# The casts are the same as when the callback becomes a job, so that a value which a cast refuses is refused here.
 CALLBACK = f"""\
 (jsonb_typeof(callback -> 'kind') = 'string') IS TRUE
         AND (jsonb_typeof(callback -> 'queue') = 'string') IS TRUE
@@ -72,17 +72,17 @@ CHECKS["stat"]["stat_counts"] = _bounded(*_COUNTS, first="0", last=MOST)
 CHECKS["stat"]["stat_seconds"] = _bounded(*_SUMS, first=f"-{MOST}", last=MOST)
 CHECKS["stat"]["stat_bucket_counts"] = f"{_bucket('wait')}\n        AND {_bucket('run')}"
 CHECKS["relay_status"]["relay_status_names"] = (
-    # Of an array of two dimensions array_position() is an error.
+    # array_position() raises an error for an array of two dimensions.
     "coalesce(array_ndims(queues), 1) = 1 AND array_position(queues, NULL) IS NULL "
     "AND coalesce(array_ndims(kinds), 1) = 1 AND array_position(kinds, NULL) IS NULL "
     "AND coalesce(array_ndims(free), 1) = 1 AND array_position(free, NULL) IS NULL"
 )
-# It may be as far ahead as its queue's burst takes, and is compared with the clock, never read.
+# It may be as far ahead as its queue's burst allows, and is only compared with the clock.
 CHECKS["rate"] = {"rate_ranges": "isfinite(tat)"}
 
 _NAMES = ", ".join(f"@schema@.{table}" for table in CHECKS)
 _CLASSES = ", ".join(f"to_regclass(@schema_identifier_literal@ || '.{table}')" for table in CHECKS)
-# All tables are had at once, or none is held.
+# Either all tables are locked at once, or none.
 LOCK_ALL = (
     LOCK.replace("LOCK TABLE @schema@.job IN", f"LOCK TABLE {_NAMES} IN")
     .replace("relation = to_regclass(@schema_identifier_literal@ || '.job')", f"relation IN ({_CLASSES})")

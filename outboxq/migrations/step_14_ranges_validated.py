@@ -1,13 +1,13 @@
-"""Step 14: the checks of step 13 hold for every row; what was there before is repaired. Frozen.
+"""Step 14: the checks of step 13 hold for every row; earlier rows are repaired. Frozen.
 
-Times and numbers are set to the nearest that may be; a callback that cannot become a job becomes a dead letter, which
-can be looked at and discarded; history of times that cannot be is deleted, and so are relays' rows with arrays of two
-dimensions. Reads each table once, beside the work: no other work waits, if step 13 was committed before.
+Times and numbers are set to the nearest valid ones; a callback that cannot become a job becomes a dead letter, which
+can be shown and discarded; history with impossible times is deleted, and so are relays' rows with arrays of two
+dimensions. Reads each table once, while jobs run: no other work waits, if step 13 was committed before.
 """
 
 from outboxq.migrations.step_13_ranges import ADD, CALLBACK, CHECKS, DROP, FIRST, LAST, LOCK_ALL, MOST, TIMES
 
-# Their times are in their keys, and their numbers are sums: nearer values would be other rows' or wrong.
+# Their times are in their keys, and their numbers are sums: nearer values would be wrong, or belong to other rows.
 _DELETED = ("stat", "gauge")
 
 
@@ -17,7 +17,7 @@ def _breaks(table: str) -> str:
 
 
 def _nearest(column: str) -> str:
-    # greatest() of NULL and a time is the time.
+    # greatest() of NULL and a time returns the time.
     return f"CASE WHEN {column} IS NOT NULL THEN least(greatest({column}, {FIRST}), {LAST}) END"
 
 
@@ -34,7 +34,7 @@ def _repair(table: str) -> str:
     return f"    UPDATE @schema@.{table} SET {', '.join(values)} WHERE {_breaks(table)};"
 
 
-# Its trigger refuses changes of actions that are over.
+# Its trigger refuses changes of actions that have ended.
 _REPAIR_AUDIT = f"""\
     IF EXISTS (SELECT FROM @schema@.audit WHERE {_breaks("audit")}) THEN
       ALTER TABLE @schema@.audit DISABLE TRIGGER keep_audit;
@@ -42,7 +42,7 @@ _REPAIR_AUDIT = f"""\
       ALTER TABLE @schema@.audit ENABLE TRIGGER keep_audit;
     END IF;"""
 
-# A cast that fails is an error, and not false: each row is tried by itself.
+# A failing cast raises an error instead of returning false: so each row is tried by itself.
 _BURY = f"""\
     DECLARE
       candidate uuid;
@@ -76,7 +76,7 @@ _BURY = f"""\
       END LOOP;
     END;"""
 
-# Nothing can be removed from an array of two dimensions; a relay that lives writes its row again.
+# Nothing can be removed from an array of two dimensions; a living relay writes its row again.
 _FORGET = """\
     DELETE FROM @schema@.relay_status
     WHERE array_ndims(queues) > 1 OR array_ndims(kinds) > 1 OR array_ndims(free) > 1;"""

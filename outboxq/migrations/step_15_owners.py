@@ -1,10 +1,10 @@
-"""Step 15: whose code declares a schedule, and since when that code does not any more. Frozen.
+"""Step 15: the owner whose code declares a schedule, and the time since when it no longer does. Frozen.
 
-Relays of the version before read and write schedules as before; one that is disabled is paused, which they heed.
-Heartbeats read the table: it is changed under the lock that holds none of them up.
+Relays of the previous version read and write schedules as before; a disabled schedule is also paused, which they
+respect. Heartbeats read the table: it is changed under a lock that does not delay them.
 
-Who may look a job's id up, as producers of unique jobs may, may see now whether the job has expired, and whether it
-runs: the code of this step asks for that. A downgrade leaves them these rights, which do no harm.
+Roles that may look up a job's id, such as producers of unique jobs, may now also see if the job has expired and if it
+runs: the code of this step reads that. A downgrade leaves them these harmless rights.
 """
 
 from outboxq.migrations.step_07_checks import LOCK

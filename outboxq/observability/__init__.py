@@ -1,1 +1,1 @@
-"""Events as logs."""
+"""Events as logs, metrics and traces; and the history of relays."""

@@ -1,6 +1,7 @@
 """The aggregate: outcomes of a relay's jobs, counted per queue and kind in memory until they are added to the tables.
 
-A slot adds a batch at a time, under one lock that is held for no I/O. `take` hands out each number of a kind once.
+A slot, which runs one batch of jobs at a time, adds the outcomes of a whole batch under one lock, which is never held
+during I/O. `take` returns each count only once.
 """
 
 import threading
@@ -30,7 +31,7 @@ from outboxq.statements.history import BOUNDS, BUCKETS
 
 Outcome: TypeAlias = Literal["done", "retried", "died", "snoozed", "discarded", "crashed", "lost"]
 OUTCOMES: tuple[Outcome, ...] = ("done", "retried", "died", "snoozed", "discarded", "crashed", "lost")
-# So many kinds, of all queues together, are counted apart. An application whose kinds are made of its customers' names
+# This many kinds, over all queues, are counted separately. An application whose kinds contain its customers' names
 # would fill the tables.
 KINDS_MOST = 200
 OTHER = "_other"
@@ -43,7 +44,7 @@ RAN: dict[type[Event], Outcome] = {
     JobDiscarded: "discarded",
 }
 Ended: TypeAlias = JobDone | JobRetried | JobDied | JobSnoozed | JobDiscarded
-# Looked up without a line of Python for each job.
+# Looked up without running Python code for each job.
 _SORT = attrgetter("__class__", "job.queue", "job.kind", "job.claimed_at")
 _RUN_AT, _SECONDS = attrgetter("job.run_at"), attrgetter("seconds")
 # Events of jobs whose handler was not called, or whose run did not count.
@@ -52,7 +53,10 @@ NOT_RUN: dict[type[Event], Outcome] = {JobCancelled: "discarded", JobExpired: "d
 
 @dataclass(slots=True)
 class KindCounts:
-    """One kind in one queue: the counts of its outcomes, and the times that its jobs waited and ran."""
+    """The numbers of one kind in one queue: counts of outcomes, and the times that its jobs waited and ran.
+
+    `wait` and `run` count the jobs by these times, in the buckets of `BOUNDS`.
+    """
 
     outcomes: dict[Outcome, int] = field(default_factory=lambda: dict.fromkeys(OUTCOMES, 0))
     wait_seconds: float = 0.0
@@ -61,7 +65,7 @@ class KindCounts:
     run: list[int] = field(default_factory=lambda: [0] * BUCKETS)
 
     def add(self, other: "KindCounts") -> None:
-        """Add another one's numbers."""
+        """Add the numbers of `other` to these."""
         for outcome, count in other.outcomes.items():
             self.outcomes[outcome] += count
         self.wait_seconds += other.wait_seconds
@@ -72,7 +76,7 @@ class KindCounts:
 
 @dataclass(slots=True)
 class Counters:
-    """The jobs of all queues together, since the relay began. Additions hold the aggregate's lock, reads do not."""
+    """The counts of all queues together, since the relay began. Additions hold the aggregate's lock, reads do not."""
 
     claimed: int = 0
     done: int = 0
@@ -100,13 +104,13 @@ Counts: TypeAlias = dict[tuple[str, str], KindCounts]
 
 
 class Aggregate:
-    """The outcomes of jobs since they were last taken, and since the relay began."""
+    """Counts the outcomes of a relay's jobs: since the last `take`, and since the relay began."""
 
     def __init__(self) -> None:
         self.counters = Counters()
         self._lock = threading.Lock()
         self._counts: Counts = {}
-        # All that was taken, added up.
+        # The sum of all counts that were taken.
         self._taken: Counts = {}
 
     def add(self, events: Sequence[Event], claimed: int = 0) -> None:
@@ -133,7 +137,7 @@ class Aggregate:
                 for event in events:
                     if type(event) not in RAN:
                         self._add_not_run(event)
-            # Jobs of one claim and kind that ended alike, as most of a batch do, are counted together.
+            # Jobs of one claim and kind that ended in the same way, as most of a batch do, are counted together.
             for _, alike in groupby(cast("Iterable[Ended]", ended), _SORT):
                 self._add_alike(list(alike))
 
@@ -143,14 +147,14 @@ class Aggregate:
         return not self._counts
 
     def take(self) -> Counts:
-        """Everything that was counted, once."""
+        """Return the counts since the last call, and reset them."""
         with self._lock:
             taken, self._counts = self._counts, {}
             _add_all(self._taken, taken)
         return taken
 
     def totals(self) -> Counts:
-        """Everything that was counted since the relay began, taken or not: each number only grows."""
+        """Return the counts since the relay began, taken or not, so that each number only grows."""
         found: Counts = {}
         with self._lock:
             _add_all(found, self._taken)
@@ -188,7 +192,7 @@ def _counts_of(counts: Counts, queue: str, kind: str) -> KindCounts:
 
 
 def _waited_seconds(claimed_at: datetime | None, events: Sequence[Ended]) -> list[float]:
-    """`waited_seconds` of each job of one claim."""
+    """Return for each job of one claim the seconds from the time at which it was due to the claim."""
     if claimed_at is None:
         return [0.0] * len(events)
     waited = [(claimed_at - run_at).total_seconds() for run_at in map(_RUN_AT, events)]
@@ -196,7 +200,7 @@ def _waited_seconds(claimed_at: datetime | None, events: Sequence[Ended]) -> lis
 
 
 def _count_values(buckets: list[int], values: list[float]) -> None:
-    """Add to each bucket how many of the values are in it: sorted, so that it is found once for all that share it."""
+    """Count the values in their buckets. Sorts `values`, so that each bucket is looked up once."""
     values.sort()
     at = 0
     while at < len(values):

@@ -1,11 +1,10 @@
-"""The flush: a relay's numbers are added to the tables, each of them at most once.
+"""The flush: a relay's counts are added to the tables, each of them at most once.
 
-A flush has a number. One statement writes it into the relay's own row, if it is higher than the one there, and only
-then adds the counts of jobs. So a flush whose answer was lost is sent again as it was, and adds nothing if it had been
-committed. While the database is away the counts wait in memory, one entry for each kind.
+A flush has a number. One statement writes it into the relay's own row, if it is higher than the stored one, and only
+then adds the counts of jobs. So a flush whose answer was lost is sent again unchanged, and has no effect if it had been
+committed. While the database is unavailable the counts wait in memory, one entry for each kind.
 
-Counts that a killed process had not flushed yet are lost, and those that the server itself forgets in a crash, of a
-moment at most.
+Counts that a killed process had not flushed are lost, and so are the last moments before a crash of the server.
 """
 
 import time
@@ -18,19 +17,19 @@ from outboxq.clock import DatabaseClock, clock
 from outboxq.observability.aggregate import OUTCOMES, Aggregate, Counts, KindCounts
 from outboxq.statements import history as statements
 
-# Runs statements in a transaction at READ COMMITTED, on a connection beside the slots; the rows of the last query, as
-# texts.
+# Runs statements in a transaction at READ COMMITTED, on a connection apart from the slots; returns the rows of the last
+# query, as texts.
 Transact: TypeAlias = Callable[[str], Sequence[Sequence[str | None]]]
 
-# The row of a relay that was not seen for a day is removed, and with it the number of its last flush.
+# The row of a relay that was not seen for a day is removed, and the number of its last flush with it.
 _DOUBT_SECONDS = 43_200.0
-# At the end: one whose row was removed, the same with a new row, and the counts since.
+# Tries at the end: if the row was removed, the same counts with a new row, and then the counts since.
 _LAST_FLUSHES = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RelayIdentity:
-    """Facts about a relay that do not change. `limits`: those that its application declares, for `declared_limits`."""
+    """Facts about a relay that do not change. `limits`: the limits of queues that its application declares, as JSON."""
 
     id: UUID
     host: str
@@ -45,9 +44,9 @@ class RelayIdentity:
 
 @dataclass(frozen=True, slots=True)
 class RelayActivity:
-    """The activity of a relay: its state, how many of its slots work, and as JSON the jobs that have run for long.
+    """The activity of a relay: its state, how many of its slots work, and as JSON its long-running jobs.
 
-    `free`: the queues that a slot which does not work serves.
+    `free`: the queues that at least one free slot serves.
     """
 
     state: str
@@ -60,8 +59,8 @@ class Flusher:
     """Adds the numbers of an aggregate to the tables, together with a sign of the relay's life.
 
     Args:
-        activity: Returns what the relay is doing; called with each flush.
-        database_clock: Compared with the database's at each flush.
+        activity: Returns the relay's activity; called at each flush.
+        database_clock: The estimate of the database's clock, which each flush corrects.
     """
 
     def __init__(
@@ -79,25 +78,30 @@ class Flusher:
         self._clock = database_clock
         self._number = 0
         self._is_registered = False
-        # The counts that the flush of this number adds, until its commit is known; and since when that is in doubt.
+        # The counts that the flush of this number adds, until its commit is known, and the time since which that is in
+        # doubt.
         self._pending: Counts | None = None
         self._in_doubt_since: float | None = None
 
     def has_something_to_say(self, *, counts: bool) -> bool:
-        """Return True if there are counts to add, and `counts` is True, or if the relay has a row, or may have."""
+        """Return True if a flush is useful.
+
+        It is if there are counts to add, and `counts` is True, or if the relay may have a row that shows that it lives.
+        """
         has_counts = counts and not self._aggregate.is_empty
         return self._is_registered or self._in_doubt_since is not None or has_counts
 
     def flush(self, transact: Transact, *, counts: bool = True) -> bool:
-        """Report that the relay lives, and send the counts since the last flush; True if this minute has gauges.
+        """Report that the relay lives, and add the counts since the last flush.
 
-        Counts that a lost connection left in doubt are sent again by the next flush.
+        Counts that a lost connection left in doubt are sent again by the next flush. Returns True if the gauges of the
+        present minute were written already, by any relay.
 
         Args:
             counts: False leaves the counts to a later flush.
 
         Raises:
-            psycopg.Error: nothing was added, or that is not known.
+            psycopg.Error: no count was added, or it is not known if any was.
         """
         if self._in_doubt_since is not None and clock() - self._in_doubt_since > _DOUBT_SECONDS:
             self._forget()
@@ -115,7 +119,7 @@ class Flusher:
             self._forget()
             self._is_registered = is_known or is_added
         else:
-            # The row was removed since the last flush. These numbers were not added, and go with a new row.
+            # The row was removed since the last flush. These counts were not added, and are sent with a new row.
             self._in_doubt_since, self._is_registered = None, False
         return has_gauges
 
@@ -126,7 +130,7 @@ class Flusher:
             counts: False leaves out the counts.
 
         Raises:
-            psycopg.Error: nothing was added, or that is not known.
+            psycopg.Error: no count was added, or it is not known if any was.
         """
         for _ in range(_LAST_FLUSHES):
             self.flush(transact, counts=counts)
@@ -136,7 +140,7 @@ class Flusher:
         self._is_registered = False
 
     def _forget(self) -> None:
-        """Drop the pending numbers: they were added, or it is too late to find out."""
+        """Drop the pending counts: they were added, or it is too late to determine that."""
         self._pending = self._in_doubt_since = None
 
     def _script(self, counts: Counts) -> str:

@@ -9,12 +9,15 @@ from outboxq.statements import history as statements
 from outboxq.statements.relays import served_queues
 
 MOST_QUEUES = 1_000
-# While a snapshot is pinned, the index of a busy queue begins with entries of rows that are dead.
+# While a snapshot is pinned, the index of a busy queue begins with entries of dead rows.
 _SETTINGS = f"{SET_OURS}SET LOCAL statement_timeout = '2s'"
 
 
 def write_gauges(connection: Connection, schema: str) -> int:
-    """Write this minute's gauges, unless another relay has, or does; returns the number of queues written."""
+    """Write this minute's gauges, the counts of each queue's jobs by state; return the number of queues.
+
+    Returns 0 if another relay has written them or is writing them.
+    """
     if not run_script(connection, statements.is_gauge_due(schema))[0][0]:
         return 0
     run_script(connection, _SETTINGS)

@@ -1,4 +1,4 @@
-"""The upkeep of the history: minutes become hours, and old rows are removed."""
+"""The upkeep of the history: rows of single minutes are merged into rows of hours, and old rows are removed."""
 
 from sqlalchemy import Connection
 
@@ -10,9 +10,9 @@ _ROWS = 10_000
 
 
 def roll_up_one_hour(connection: Connection, schema: str) -> bool:
-    """Make rows of an hour of the oldest minutes that are older than two days; False if there are none.
+    """Merge the minutes of one hour, the oldest hour older than two days, into rows of that hour.
 
-    False also if another session does it at this moment.
+    Returns False if there are none, or if another session is merging at this moment.
     """
     ((is_due,),) = run_script(connection, statements.SETTINGS + statements.is_roll_up_due(schema))
     oldest = run_script(connection, statements.oldest_minute(schema, KEPT_MINUTES)) if is_due else ()
@@ -22,7 +22,7 @@ def roll_up_one_hour(connection: Connection, schema: str) -> bool:
 
 
 def prune(connection: Connection, schema: str) -> None:
-    """Remove hours that are too old, gauges older than two days, and relays that were not seen for a day."""
+    """Remove hours older than 35 days, gauges older than two days, and relays that were not seen for a day."""
     pruning = (
         statements.prune_hours(schema, KEPT_HOURS, _ROWS),
         statements.prune_gauges(schema, KEPT_MINUTES, _ROWS),

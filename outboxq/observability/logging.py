@@ -52,7 +52,7 @@ _MESSAGES: dict[type[Event], tuple[int, str]] = {
     events.JobsClaimed: (logging.DEBUG, "jobs were claimed"),
     events.ClaimsEmpty: (logging.DEBUG, "claims found no job"),
     events.ClaimsFailed: (logging.DEBUG, "claims failed"),
-    events.EffectCalled: (logging.DEBUG, "effect was asked for"),
+    events.EffectCalled: (logging.DEBUG, "effect was requested"),
     events.MessageSeen: (logging.DEBUG, "message was seen"),
     events.JobsEnqueued: (logging.DEBUG, "jobs were enqueued"),
     events.JobsParked: (logging.WARNING, "jobs of unknown or paused kinds were put off"),
@@ -68,8 +68,8 @@ _MESSAGES: dict[type[Event], tuple[int, str]] = {
     events.DatabaseLost: (logging.WARNING, "database cannot be reached, trying again"),
     events.DatabaseBack: (logging.INFO, "database is back"),
     events.BatchRolledBack: (logging.ERROR, "batch was rolled back, its jobs wait again"),
-    events.BatchFinished: (logging.INFO, "batch is over, its callback was added"),
-    events.DeadLettersPruned: (logging.INFO, "dead letters were deleted, because their time was over"),
+    events.BatchFinished: (logging.INFO, "batch has ended, its callback was added"),
+    events.DeadLettersPruned: (logging.INFO, "dead letters were deleted, because their time had ended"),
     events.Pruned: (logging.DEBUG, "expired messages, effects, unique keys and finished jobs were deleted"),
     events.IndexRebuilt: (logging.INFO, "index of the queue was built again"),
     events.ScheduleFired: (logging.INFO, "schedule was due and its job was added"),
@@ -81,10 +81,10 @@ _MESSAGES: dict[type[Event], tuple[int, str]] = {
 
 
 class EventLog:
-    """A hook: one log record per event, on the logger `outboxq.relay`.
+    """A hook that writes a log record of each event to the logger `outboxq.relay`.
 
     Args:
-        tracebacks: Whether the record of a failed attempt has its traceback, redacted as it is stored.
+        tracebacks: True if the record of a failed attempt has its traceback, redacted as in the database.
     """
 
     def __init__(self, *, tracebacks: bool = True) -> None:
@@ -95,15 +95,15 @@ class EventLog:
         log_event(event, tracebacks=self._tracebacks)
 
     def use_of(self, kind: type[Event]) -> Callable[[], bool]:
-        """Return a function that tells if the logger's level, as it then is, lets a record of such an event through."""
+        """Return a function that tells if the logger's current level lets a record of such an event through."""
         return partial(logger.isEnabledFor, _MESSAGES[kind][0])
 
 
 def log_event(event: Event, *, tracebacks: bool = True) -> None:
-    """A hook: one log record per event, on the logger `outboxq.relay`.
+    """Write a log record of an event to the logger `outboxq.relay`: a function that is itself a hook.
 
     Args:
-        tracebacks: Whether the record of a failed attempt has its traceback, redacted as it is stored.
+        tracebacks: True if the record of a failed attempt has its traceback, redacted as in the database.
     """
     level, message = _MESSAGES[type(event)]
     if not logger.isEnabledFor(level):
@@ -124,21 +124,21 @@ def log_event(event: Event, *, tracebacks: bool = True) -> None:
         logger.name, level, __file__, 0, _EVENT_MESSAGE, (message, _shown(said)), None, "log_event", extra
     )
     if tracebacks and isinstance(event, events.JobRetried | events.JobDied) and event.record is not None:
-        # Formatters print this after the message, as they would the exception's own traceback. Indented, no line of an
-        # error's text can pass for a line of the log.
+        # Formatters print this after the message, like an exception's own traceback. Indented, so that no line of an
+        # error's text can look like a line of the log.
         lines = event.record.traceback().split("\n") if event.record.chain else ()
         record.exc_text = "\n".join([f"{_INDENT}{printable(line)}".rstrip() for line in lines]) or None
     logger.handle(record)
 
 
 def _in_utc(record: logging.LogRecord) -> str:
-    """The time of the record, as RFC 3339 writes it: 2026-01-31T08:00:00.123Z."""
+    """Format the record's time as RFC 3339 does: 2026-01-31T08:00:00.123Z."""
     moment = datetime.fromtimestamp(record.created, UTC)
     return moment.isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
 def keep_loggers_enabled() -> None:
-    """Keep the existing loggers of outboxq from being disabled from now on; the first attempt is logged.
+    """Keep outboxq's existing loggers from being disabled from now on; the first attempt to do so is logged.
 
     For a process whose log is outboxq's own: `logging.config.fileConfig`, as Alembic's env.py calls it, disables all
     loggers that it does not name, wherever the application calls it.
@@ -148,20 +148,20 @@ def keep_loggers_enabled() -> None:
     for name, found in list(logging.root.manager.loggerDict.items()):
         if name.partition(".")[0] == "outboxq" and isinstance(found, logging.Logger):
             found.disabled = False
-            # A class, because `disabled` is an attribute that logging sets and reads by itself.
+            # A class, because `disabled` is an attribute that logging sets and reads itself.
             if not isinstance(found, _Kept):
                 found.__class__ = type("KeptLogger", (_Kept, type(found)), {})
 
 
 class _Kept:
-    """A descriptor that makes a logger refuse to be disabled."""
+    """A base class for loggers that cannot be disabled."""
 
-    # Taken by the first that is to be disabled, for good.
+    # The first attempt takes this lock and keeps it.
     _said = threading.Lock()
 
     @property
     def disabled(self) -> bool:
-        """Always False."""
+        """Always False; setting it to True is ignored, and logged once."""
         return False
 
     @disabled.setter
@@ -174,19 +174,22 @@ class _Kept:
 
 
 class LineFormatter(logging.Formatter):
-    """Formats a record of ours in one line, apart from a traceback, without anything that a terminal would act on."""
+    """Formats a record of outboxq in one line, apart from a traceback, without characters that act on a terminal."""
 
     def formatTime(self, record: logging.LogRecord, datefmt: str | None = None) -> str:  # noqa: N802  # the name that logging calls
-        """The time in UTC."""
+        """Format the time in UTC."""
         return super().formatTime(record, datefmt) if datefmt else _in_utc(record)
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802  # the name that logging calls
-        """Make a message of ours printable, and add its job to one of `ctx.log`; others stay as they are."""
+        """Make a message of outboxq printable; leave messages of other loggers unchanged.
+
+        The job's kind and id are appended to a message that a handler has written to `ctx.log`.
+        """
         if record.name.partition(".")[0] != "outboxq":
             return super().formatMessage(record)
         kind, job_id = getattr(record, "job_kind", None), getattr(record, "job_id", None)
         if kind is not None and job_id is not None:
-            # Of `ctx.log`, whose message is the handler's.
+            # A record of `ctx.log`, whose message is the handler's.
             record.message = f"{record.message}: {_shown({'kind': kind, 'id': job_id})}"
         return printable(super().formatMessage(record))
 
@@ -200,7 +203,7 @@ class JsonFormatter(logging.Formatter):
 
     Its keys: `timestamp`, `level`, `logger`, `process`, `message`; `event`, the name of the class, if one of outboxq's
     events is logged; `fields`, with their types, if the record has an `extra`; `trace_id` and `traceback`, if it has
-    them. A value that JSON does not know is its text.
+    them. A value that JSON cannot represent is written as its text.
 
     Args:
         database: Added as `database`, if there are several.
@@ -211,7 +214,7 @@ class JsonFormatter(logging.Formatter):
         self._database = database
 
     def format(self, record: logging.LogRecord) -> str:
-        """The record as a line."""
+        """Format the record as a line."""
         extra = {name: value for name, value in vars(record).items() if name not in _OF_EVERY_RECORD}
         event, trace = extra.pop(_EVENT, None), extra.pop(_TRACE, None)
         fields = {name.removeprefix("outboxq_") if event else name: value for name, value in extra.items()}
@@ -234,13 +237,13 @@ class JsonFormatter(logging.Formatter):
         if record.exc_info and not record.exc_text:
             record.exc_text = self.formatException(record.exc_info)
         stack = self.formatStack(record.stack_info) if record.stack_info else None
-        # Indented for lines of text, which a message could pass for.
+        # The text is indented for lines of text, which a message could imitate.
         return dedent("\n".join(filter(None, (record.exc_text, stack)))) or None
 
 
 def _message_of(record: logging.LogRecord) -> str:
     if hasattr(record, _EVENT) and record.msg == _EVENT_MESSAGE and isinstance(record.args, tuple):
-        # The detail after it is in the fields.
+        # The details after it are in the fields.
         return str(record.args[0])
     try:
         return record.getMessage()
@@ -264,7 +267,7 @@ def _text_of(value: object) -> str:
 
 
 def event_fields(event: Event) -> dict[str, object]:
-    """The event's fields, its job replaced by the job's name, queue, id and attempt; without its exception."""
+    """Return the event's fields, with the job's kind, queue, id and attempt in place of the job, and no exception."""
     found: dict[str, object] = {}
     for field in fields(event):
         if field.name in ("exception", "record"):
@@ -279,7 +282,7 @@ def event_fields(event: Event) -> dict[str, object]:
 
 
 def _shown(values: dict[str, object]) -> str:
-    """The values in one line, as `name=value`. Quoted, nothing in one can pass for another, nor act on a terminal."""
+    """Write the values in one line, as `name=value`. Quoted, so that none can imitate another or act on a terminal."""
     shown: list[str] = []
     for name, value in values.items():
         texts: list[str] = []

@@ -1,7 +1,7 @@
-"""Metrics for programs that embed a relay, or that produce: a hook over objects of prometheus_client.
+"""Metrics for programs that embed a relay, or only add jobs: a hook over objects of prometheus_client.
 
-They are in the application's own registry, beside its own metrics, and work in the multiprocess mode of
-prometheus_client too. `outboxq relay --metrics` needs none of this, and costs a job less.
+These metrics are in the application's own registry, with its own metrics, and also work in prometheus_client's
+multiprocess mode. `outboxq relay --metrics` does not need this module, and costs less time per job.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -44,12 +44,12 @@ class MetricsHook:
     For `Relay(hooks=[...])`, and as an engine's option `outboxq_hooks` in processes that produce. Thread-safe.
 
     Args:
-        registry: The application's own; each registry takes one such hook.
+        registry: The application's registry; each registry takes one such hook.
         database: The value of the label `database`.
-        detail: `queue` for no series of each kind.
+        detail: "kind" for a series of each queue and kind, "queue" for a series of each queue.
     """
 
-    # It receives all events, also those that a hook receives only on request.
+    # The hook receives all events, including those that hooks receive only on request.
     events = frozenset(get_args(Event))
 
     def __init__(
@@ -108,7 +108,7 @@ class MetricsHook:
 
 
 def _outcomes(event: Event) -> _Counts:
-    """The outcome of a job by an event, as the aggregate of the history counts it."""
+    """Yield the counts of jobs' outcomes that an event adds, as the aggregate of the history counts it."""
     found: Any = event
     outcome = RAN.get(type(event)) or NOT_RUN.get(type(event))
     if outcome is not None:

@@ -1,4 +1,4 @@
-"""Batches: jobs that are added together, and a job that is added when all of them are over."""
+"""Batches: jobs that are added together, and a callback, a job that is added when all of them have ended."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
@@ -21,9 +21,9 @@ from outboxq.outbox.stored_job import add_headers
 
 
 class JobBatch:
-    """A batch that is not over: what adds members to it. Made by `jobs.batch(...)`, `ctx.batch` and `batch_of`.
+    """An open batch, to which members can be added. Made by `jobs.batch(...)`, `ctx.batch` and `batch_of`.
 
-    `id` is also the id that the callback's job will have.
+    `id` is also the id of the callback, the job that is added when all members have ended.
     """
 
     def __init__(self, session: Session, batch_hex: str) -> None:
@@ -44,31 +44,33 @@ class JobBatch:
     def of(self, jobs: Iterable[NewJob], /) -> Iterator[NewJob]: ...
 
     def of(self, jobs: NewJob | Iterable[NewJob], /) -> NewJob | Iterator[NewJob]:
-        """The same job as a member of the batch, or the same jobs: for `session.add_jobs`, or as `on_done` of a batch.
+        """Return the same job, or jobs, as members of the batch: for `session.add_jobs`, or as `on_done` of a batch.
 
-        A job of a chain takes those that follow it into the batch.
+        With the first job of a chain, its followers become members too.
 
         Raises:
-            ArgumentError: something else than jobs, or a job that is in a batch already.
+            ArgumentError: an argument is no job, or is in a batch already.
             EnqueueError: the batch takes no more members.
         """
         return self._of(jobs) if isinstance(jobs, NewJob) else map(self._of, jobs)
 
     def add_job(self, kind: JobKind[P], /, *args: P.args, **kwargs: P.kwargs) -> JobHandle:
-        """Add a member; like `session.add_job`.
+        """Add a job to the session, as a member of the batch, and return its handle.
 
         Raises:
-            ArgumentError, JobTooLarge, EnqueueError: for the same reasons.
+            ArgumentError, JobTooLarge, EnqueueError: for the same reasons as by `session.add_job`, or the batch takes
+                no more members.
         """
         if not isinstance(kind, JobKind):
             raise ArgumentError(f"add_job takes a handler, or a kind made by external(...), got {type(kind).__name__}")
         return self.add_jobs([kind.job(*args, **kwargs)])[0]
 
     def add_jobs(self, jobs: Iterable[NewJob]) -> list[JobHandle]:
-        """Add many members; like `session.add_jobs`.
+        """Add many jobs, made by `kind.job(...)`, to the session as members of the batch; return their handles.
 
         Raises:
-            ArgumentError, JobTooLarge, EnqueueError: for the same reasons.
+            ArgumentError, JobTooLarge, EnqueueError: for the same reasons as by `session.add_jobs`, or the batch takes
+                no more members.
         """
         return add_new(self._session, [self._of(new) for new in jobs])
 
@@ -81,11 +83,11 @@ class JobBatch:
         return new.in_batch(self._hex)
 
     def _check(self) -> None:
-        """Refuse members if the batch may be over when they are written."""
+        """Refuse members if the batch may have ended when they are written; this class refuses none, subclasses may."""
 
 
 class OpeningBatch(JobBatch, AbstractContextManager["JobBatch"]):
-    """A batch in the transaction that opens it: takes members inside of its `with` block."""
+    """A new batch, in the transaction that adds it: it takes members only inside its `with` block."""
 
     def __init__(self, session: Session, on_done: NewJob) -> None:
         keys = on_done.keys
@@ -106,8 +108,8 @@ class OpeningBatch(JobBatch, AbstractContextManager["JobBatch"]):
     ) -> None:
         self._is_open = False
         if kind is None and self._is_empty:
-            # Over from the start: the callback is added at once. If the batch is written already, because the block
-            # flushed, the relays' sweep comes to it.
+            # Ended from the start: the callback is added at once. If the batch is written already, because the block
+            # flushed, the relays' sweep finds it.
             replace_pending(self._session, self._hex, self._as_over())
 
     def _as_over(self) -> NewJob:
@@ -132,23 +134,24 @@ class OpeningBatch(JobBatch, AbstractContextManager["JobBatch"]):
 
 
 def batch(session: AnySession, /, *, on_done: NewJob) -> OpeningBatch:
-    """Open a batch: `on_done` is added when all of its members are over.
+    """Open a batch: `on_done` is added when all of its members have ended.
 
-    A member is over when it is done, discarded, cancelled or a dead letter: the callback's `ctx.finished_batch` says
-    how many are dead letters. The batch, its members and the callback are written in the session's transaction, by its
-    flushes; not a coroutine, also for async sessions. If no member is added, the callback is added at once.
+    A member has ended when it is done, discarded, cancelled or a dead letter: the callback's `ctx.finished_batch` has
+    the number of dead letters. The batch, its members and the callback are written in the session's transaction, by its
+    flushes; this is no coroutine, not even for async sessions. If no member is added, the callback is added at once.
 
     Args:
         session: Any SQLAlchemy session, sync or async.
         on_done: A job made by `kind.job(...)`, in any queue. It may be a member of another batch (`other.of(...)`),
-            which is not over before it.
+            which then ends only after this job has.
 
     Returns:
-        For a `with` block, in which members are added by `add_job`, `add_jobs`, or `session.add_jobs(batch.of(...))`.
+        A context manager: in its `with` block, members are added by `add_job`, `add_jobs`, or
+        `session.add_jobs(batch.of(...))`.
 
     Raises:
         ArgumentError: `on_done` is no job, or has `unique=` or `every=`.
-        EnqueueError: a session that cannot hold jobs.
+        EnqueueError: the session cannot hold jobs.
     """
     if not isinstance(on_done, NewJob):
         raise ArgumentError(f"on_done takes a job made by kind.job(...), got {type(on_done).__name__}")
@@ -156,23 +159,23 @@ def batch(session: AnySession, /, *, on_done: NewJob) -> OpeningBatch:
 
 
 def batch_of(session: AnySession, job: Job, /) -> JobBatch | None:
-    """The batch that a running job is a member of, to add more members to; None if it is in none.
+    """Return the batch of which a running job is a member, to add more members; None if it is in none.
 
-    For batch handlers: `batch_of(ctx.session, item.job)`. Other handlers have `ctx.batch`. The session is that of the
-    handler: members that are written after the job is over may come after the callback.
+    For batch handlers: `batch_of(ctx.session, item.job)`. Other handlers have `ctx.batch`. Use the handler's session:
+    members that are written after the job has ended may come after the callback.
     """
     return None if job.batch_id is None else JobBatch(plain_session(session, "batch_of"), job.batch_id.hex)
 
 
 class FinishedBatch(msgspec.Struct, frozen=True):
-    """What a callback is told of its batch: its id, and how many of its jobs were dead letters when it was over."""
+    """The data that a callback receives about its batch: its id, and how many of its jobs ended as dead letters."""
 
     id: UUID
     failed: int
 
 
 def finished_batch(job: Job, /) -> FinishedBatch | None:
-    """The batch whose callback a job is; None if it is none. Handlers have `ctx.finished_batch`."""
+    """Return the batch whose callback a job is; None if it is no callback. Handlers have `ctx.finished_batch`."""
     if BATCH_HEADER not in job.headers:
         return None
     headers = msgspec.json.decode(job.headers.encode(), type=dict[str, str])
@@ -184,5 +187,5 @@ def _opening(on_done: NewJob, keys: JobKeys) -> JobKeys:
     if keys.unique is not None:
         raise ArgumentError("on_done takes no job with unique=: a batch adds its callback once in any case")
     if on_done.envelope.every is not None:
-        raise ArgumentError("on_done takes no job with every=: it is added when the batch is over")
+        raise ArgumentError("on_done takes no job with every=: it is added when the batch has ended")
     return msgspec.structs.replace(keys, opens_batch=True)

@@ -24,7 +24,10 @@ Cancellation: TypeAlias = Literal["cancelled", "requested", "not_found"]
 
 @dataclass(frozen=True, slots=True)
 class Requested:
-    """The outcome for jobs to be cancelled: cancelled, requested because they run, or not found."""
+    """The result of cancelling several jobs: the ids of those that are cancelled, requested and not found.
+
+    `requested`: a relay runs these jobs, and a request to cancel them is stored for it.
+    """
 
     cancelled: tuple[UUID, ...]
     requested: tuple[UUID, ...]
@@ -46,11 +49,12 @@ def cancel(
     job: JobHandle | UUID | str,
     outcome: CancelOutcome = "discard",
 ) -> Cancellation | Coroutine[Any, Any, Cancellation]:
-    """Cancel a job, when the caller's transaction commits; await the result if that is async.
+    """Cancel a job, when the caller's transaction commits; await the result on an async session.
 
     A waiting job is deleted. For a running one a request is stored: its relay sets `ctx.cancelled`, cancels its
     statement or its task, and after two seconds ends its connection; the handler's rows are rolled back. Never waits
-    for the job. If the caller's transaction is rolled back instead, the job runs alone, once.
+    for the job. If the caller's transaction is rolled back instead, nothing is cancelled; a job that waited then runs
+    in a transaction of its own, like one whose relay has crashed.
 
     Needs the rights of an operator ([roles](../roles.md)).
 
@@ -63,7 +67,7 @@ def cancel(
         receives the request, it is cancelled. "not_found": done, dead, or never existed.
 
     Raises:
-        ArgumentError: another outcome, or a text that is no id.
+        ArgumentError: the outcome is another one, or a text is no id.
     """
     if outcome not in get_args(CancelOutcome):
         raise ArgumentError(f"cancel takes the outcome 'discard' or 'dead', got {outcome!r}")
@@ -73,7 +77,7 @@ def cancel(
 
 def _cancel(connection: Session | Connection, job_id: UUID, outcome: CancelOutcome) -> Cancellation:
     if isinstance(connection, Session):
-        # The job may be one that this very session has added.
+        # The job may be one that this same session has added.
         connection.flush()
         connection = connection.connection(bind_arguments={"clause": job_table})
     done = cancel_or_request(connection, [job_id], outcome)
@@ -81,15 +85,15 @@ def _cancel(connection: Session | Connection, job_id: UUID, outcome: CancelOutco
 
 
 def cancel_or_request(connection: Connection, ids: Sequence[UUID], outcome: CancelOutcome) -> Requested:
-    """End those of these jobs that wait, and request the end of those that run.
+    """Cancel these jobs if they wait, and request the cancellation of those that run.
 
-    One that a relay is ending because of an earlier request counts as requested.
+    A job that a relay is ending because of an earlier request counts as requested.
     """
     gone = end_waiting(connection, ids, outcome)
     others = [job_id for job_id in ids if job_id not in gone]
     asked: set[UUID] = set()
     if others:
-        # A job that was put back to wait in between is ended by its next claim.
+        # A job that was put back in between is ended by its next claim.
         asked = set(connection.execute(statements.request(others, outcome)).scalars())
         if _may_notify(connection):
             channel = wake.channel_name(mapped_schema(connection))
@@ -109,11 +113,11 @@ def end_waiting(
     leased: bool = False,
     asked: bool = False,
 ) -> set[UUID]:
-    """End those of these jobs that wait, together with their requests; their ids.
+    """Cancel these jobs if they wait, and delete requests to cancel them; return the ids of the cancelled jobs.
 
     Args:
-        leased: Also those that are under a lease.
-        asked: Only those whose cancellation was requested.
+        leased: Also cancel jobs that a relay has claimed under a lease.
+        asked: Cancel only jobs whose cancellation was requested before.
     """
     schema = mapped_schema(connection)
     if outcome == "dead":
@@ -130,8 +134,8 @@ def end_waiting(
 
 
 def _may_notify(connection: Connection) -> bool:
-    """False in two phases: PREPARE TRANSACTION refuses a transaction that has notified.
+    """Return True if NOTIFY is allowed: in two-phase commit, PREPARE TRANSACTION refuses a transaction that notified.
 
-    Relays and waits for results find it by polling instead.
+    If it is not allowed, relays, and code that waits for results, find the change by polling.
     """
     return not isinstance(connection.get_transaction(), TwoPhaseTransaction)

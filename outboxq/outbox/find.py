@@ -1,4 +1,4 @@
-"""Find a job by its handle or id: for a producer whose COMMIT was not answered, and for tests."""
+"""Finds a job by its handle or id: for a producer whose COMMIT was not answered, and for tests."""
 
 from collections.abc import Coroutine
 from dataclasses import dataclass, field, replace
@@ -51,10 +51,11 @@ def find_job(connection: AsyncTarget, job: JobHandle | UUID | str) -> Coroutine[
 def find_job(
     connection: SyncTarget | AsyncTarget, job: JobHandle | UUID | str
 ) -> FoundJob | Coroutine[Any, Any, FoundJob | None] | None:
-    """Find a job, in a transaction that began after the one that added it; await the result if that is async.
+    """Find a job, in a transaction that began after the one that added it; await the result on an async session.
 
-    A job that is found was committed. None means that it was never committed, or that it is done and not kept: the rows
-    that you wrote in the transaction that added it show which, because the job existed if and only if they do.
+    A job that is found was committed. None means that the job was never committed, or that it has finished and its kind
+    keeps no finished jobs: rows written in the same transaction show which is true, because the job existed if and only
+    if they do.
 
     Needs SELECT on the tables `job` and `dead_job`; on `done_job` too, or finished jobs are not found; and for the
     progress of jobs that run, on `progress`.
@@ -63,7 +64,7 @@ def find_job(
         job: Its handle, or its id, also as text.
 
     Raises:
-        ArgumentError: a text that is no id.
+        ArgumentError: the text is no id.
         SchemaError: the tables are missing, or older than this outboxq.
     """
     job_id = job_id_of(job)
@@ -71,7 +72,7 @@ def find_job(
 
 
 def _find(connection: Session | Connection, job_id: UUID) -> FoundJob | None:
-    # The connection for jobs, also if the session has several engines; of any driver.
+    # The connection for jobs, even if the session has several engines; of any driver.
     below = connection if isinstance(connection, Connection) else transaction_connection(connection)
     with missing_tables_explained():
         return _find_below(below, job_id)
@@ -80,7 +81,7 @@ def _find(connection: Session | Connection, job_id: UUID) -> FoundJob | None:
 def _find_below(below: Connection, job_id: UUID) -> FoundJob | None:
     row = below.execute(statements.find_job(job_id)).one_or_none()
     if row is None and below.execute(done.may_read(mapped_schema(below))).scalar_one():
-        # After the first query: a job that ended between the two is found.
+        # After the first query, so that a job that ended between the two is found.
         row = below.execute(done.find_finished(job_id)).one_or_none()
     if row is None:
         return None

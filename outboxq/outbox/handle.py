@@ -20,18 +20,19 @@ T = TypeVar("T")
 _A_MINUTE = timedelta(minutes=1)
 
 
-# gc=False: it refers to nothing that could refer to it, and those of a bulk live on together.
+# gc=False: it refers to no object that could refer to it, and the handles of a bulk live together.
 class JobHandle(msgspec.Struct, frozen=True, eq=False, gc=False):
     """The handle that `add_job` returns: enough to find the job again, known before anything is written.
 
     `hex` is the `id` as 32 hexadecimal digits.
     """
 
-    # Strings, and no UUID: a bulk returns one for each job, in a tenth of the time of a frozen dataclass with a UUID.
+    # Strings and no UUID: a bulk returns a handle for each job, in a tenth of the time of a frozen dataclass with a
+    # UUID.
     hex: str
     kind: str
     queue: str
-    # True if the kind keeps results; None if its handler is elsewhere.
+    # True if the kind keeps results; None if its handler is in another application.
     _keeps_result: bool | None = None
     # The session's transaction that adds the job, in this process.
     _transaction: "weakref.ref[SessionTransaction] | None" = None
@@ -54,7 +55,9 @@ class JobHandle(msgspec.Struct, frozen=True, eq=False, gc=False):
 
     @property
     def existing_id(self) -> UUID | None:
-        """The id of the job that has the key, if this one was not added; it may be done, if a period keeps the key.
+        """The id of the job that has the unique key, if this job was not added; None if it was.
+
+        That job may be done already, if its key is kept longer (`Unique(for_=...)`).
 
         Raises:
             AddedNotKnown: as `added` does.
@@ -89,14 +92,15 @@ class JobHandle(msgspec.Struct, frozen=True, eq=False, gc=False):
         returns: type[Any] | None = None,
         schema: str | None = None,
     ) -> Any:
-        """Wait until the job is done, and return its handler's value; await it if the engine is async.
+        """Wait until the job is done, and return its handler's value; await this if the engine is async.
 
         For kinds with `keep_result=True`, after the COMMIT of the transaction that added the job. The wait holds none
-        of the engine's connections: all waits of a process share one that listens. The time-out ends the wait alone:
-        the job goes on.
+        of the engine's connections: all waits of a process share one separate connection, which listens. The time-out
+        ends only the wait: the job goes on.
 
         Args:
-            engine: The job's database: an engine, of any driver, or a URL. An async engine makes it a coroutine.
+            engine: The job's database: an engine, of any driver, or a URL. With an async engine the method returns a
+                coroutine.
             timeout: How long to wait, as a timedelta or in seconds.
             returns: The type of the result, such as a dataclass; by default JSON's own types.
             schema: The schema of the tables; by default that of the engine's `schema_translate_map`, or `outboxq`.
@@ -104,7 +108,7 @@ class JobHandle(msgspec.Struct, frozen=True, eq=False, gc=False):
         Raises:
             WaitRefused: the transaction that adds the job is open, or the kind keeps no results.
             JobNotDone: the job is dead, was discarded or cancelled, or has expired.
-            ResultNotFound: the job was never committed, or its result is not there any more.
+            ResultNotFound: the job was never committed, or its result no longer exists.
             ResultTimeout: the job has not ended yet. Also a `TimeoutError`.
             PayloadError: the result is not of the type `returns`.
             ConfigError: the engine, the time, the type or the schema cannot be used, or the database refuses the role.
@@ -114,7 +118,7 @@ class JobHandle(msgspec.Struct, frozen=True, eq=False, gc=False):
         return results.wait(engine, self.id, timeout=timeout, returns=returns, schema=schema)
 
     def refuse_to_wait(self) -> None:
-        """Refuse a wait that cannot succeed, as far as that shows without I/O.
+        """Refuse a wait that cannot succeed, as far as can be known without I/O.
 
         Raises:
             WaitRefused: the transaction that adds the job is open, or the kind keeps no results.
@@ -127,8 +131,8 @@ class JobHandle(msgspec.Struct, frozen=True, eq=False, gc=False):
         if _is_open(self._transaction):
             raise WaitRefused(
                 self.id,
-                "the transaction that adds it is still open, and it cannot run before COMMIT: wait behind the end of "
-                "the `with Session.begin()` block, or behind session.commit()",
+                "the transaction that adds it is still open, and it cannot run before COMMIT: wait after the end of "
+                "the `with Session.begin()` block, or after session.commit()",
             )
 
     def __eq__(self, other: object) -> bool:
@@ -140,7 +144,7 @@ class JobHandle(msgspec.Struct, frozen=True, eq=False, gc=False):
         return hash(self.hex)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Another process knows nothing of the transaction.
+        # Another process does not know the transaction.
         return type(self), (self.hex, self.kind, self.queue, self._keeps_result)
 
     def __repr__(self) -> str:
@@ -148,7 +152,7 @@ class JobHandle(msgspec.Struct, frozen=True, eq=False, gc=False):
 
 
 class UniqueJobHandle(JobHandle, frozen=True, eq=False, gc=False, kw_only=True):
-    """The handle of a job that may turn out not to be added."""
+    """The handle of a unique job, which may turn out not to be added."""
 
     answer: UniqueAnswer
 
@@ -180,7 +184,10 @@ def _unpickled(hexadecimal: str, kind: str, queue: str, keeps_result: bool | Non
 
 
 def make_handle(job_id: str, new: NewJob, transaction: "weakref.ref[SessionTransaction] | None" = None) -> JobHandle:
-    """The handle of a job that is added by this transaction of a session, if it is known."""
+    """Make the handle of a new job.
+
+    `transaction`: the session's transaction that adds the job, if known: while it is open, the handle refuses to wait.
+    """
     envelope = new.envelope
     if isinstance(new, UniqueJob):
         return UniqueJobHandle(
@@ -190,7 +197,7 @@ def make_handle(job_id: str, new: NewJob, transaction: "weakref.ref[SessionTrans
 
 
 def _is_open(transaction: "weakref.ref[SessionTransaction] | None") -> bool:
-    """Return True if the session works in this transaction, or in a savepoint of it."""
+    """Return True if this transaction of a session is known and has not ended."""
     found = None if transaction is None else transaction()
     return found is not None and found.session.get_transaction() is found
 
@@ -247,13 +254,15 @@ def wait_for_result(
     returns: type[Any] | None = None,
     schema: str | None = None,
 ) -> Any:
-    """Do what `JobHandle.result` does, for a job of which only the id is known, as in another process.
+    """Wait until a job is done, and return its handler's value, if only the job's id is known, as in another process.
 
-    An id shows neither that its transaction is still open, nor that its kind keeps no result: the first is a
-    `ResultNotFound`, the second too, once the job is done.
+    All arguments but `job` are those of `JobHandle.result`.
+
+    An id does not show that its transaction is still open, or that its kind keeps no result: both lead to
+    `ResultNotFound`, the second when the job is done.
 
     Raises:
-        ArgumentError: a text that is no id; and what `JobHandle.result` raises.
+        ArgumentError: the text is no id; other errors are those of `JobHandle.result`.
     """
     job_id = job_id_of(job)
     if isinstance(job, JobHandle):
@@ -262,10 +271,10 @@ def wait_for_result(
 
 
 def job_id_of(job: JobHandle | UUID | str) -> UUID:
-    """The id of a job, by its handle or its id.
+    """Return the id of a job, which is given by its handle, or by its id, also as text.
 
     Raises:
-        ArgumentError: none of these, or a text that is no id.
+        ArgumentError: it is neither, or the text is no id.
     """
     if isinstance(job, JobHandle):
         return job.id

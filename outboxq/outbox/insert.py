@@ -19,20 +19,20 @@ from outboxq.statements.wake import ALL_QUEUES, NOTIFY, NOTIFY_AS_BEFORE, SILENC
 from outboxq.tables import job, mapped_schema
 
 # The trigger that wakes relays takes a lock for each queue, and a server has room for 64 locks per transaction by
-# default. For jobs in more queues, one notification wakes all relays.
+# default. If jobs are in more queues, one notification wakes all relays.
 QUEUES_ANNOUNCED = 64
 # The relays that new jobs wake.
 Wakes: TypeAlias = Literal["by queue", "all", "none"]
 
 
 def insert_all(connection: Connection, jobs: Mapping[str, NewJob], *, wakes: Wakes) -> None:
-    """Insert jobs by their ids, in their order, those with unique keys after the others.
+    """Insert jobs by their ids in the given order, those with unique keys last.
 
     Args:
-        wakes: The sleeping relays to wake: those of the jobs' queues; all of them, which takes no locks; or none, so
-            that the jobs are found when relays poll.
+        wakes: "by queue" wakes the sleeping relays of the jobs' queues; "all" wakes every relay, and takes no locks;
+            with "none" relays find the jobs when they poll.
     """
-    # If an INSERT fails, the rollback undoes the setting, too.
+    # If an INSERT fails, the rollback also undoes the setting.
     was = None if wakes == "by queue" else connection.execute(SILENCE).scalar_one()
     unique: dict[str, UniqueJob] = {}
     # A list: for plain jobs, which are all checked, it takes half the time of a generator.
@@ -44,7 +44,7 @@ def insert_all(connection: Connection, jobs: Mapping[str, NewJob], *, wakes: Wak
     while some := dict(islice(rest, JOBS_PER_INSERT)):
         connection.execute(*insert_jobs(some))
     if unique:
-        # Last: from here on other producers of these keys wait for this transaction.
+        # Last: from here on, other producers of these keys wait for this transaction.
         insert_unique(connection, unique)
     if was is not None:
         connection.execute(NOTIFY_AS_BEFORE, {"was": was})
@@ -53,14 +53,17 @@ def insert_all(connection: Connection, jobs: Mapping[str, NewJob], *, wakes: Wak
 
 
 def _without_callbacks(connection: Connection, jobs: Mapping[str, NewJob]) -> Mapping[str, NewJob]:
-    """Open the batches of callbacks among these jobs; returns the other jobs, with their chains in their headers."""
+    """Insert the batches whose callbacks are among these jobs, and return the other jobs.
+
+    If further jobs are to follow one of these (a chain), they are returned within its headers.
+    """
     others: dict[str, NewJob] = {}
     for job_id, new in jobs.items():
         keys = new.keys
         if isinstance(keys, JobKeys) and keys.opens_batch:
             parent_id = None if keys.batch is None else UUID(keys.batch)
             callback = msgspec.json.encode(dump(new)).decode()
-            # Before its members, in their transaction: they are never seen without it.
+            # Inserted before its members, in their transaction, so that they are never seen without it.
             connection.execute(*open_batch(UUID(job_id), callback, parent_id))
         else:
             others[job_id] = fold_chain(new)
@@ -68,13 +71,13 @@ def _without_callbacks(connection: Connection, jobs: Mapping[str, NewJob]) -> Ma
 
 
 def queues_of(jobs: Mapping[str, NewJob]) -> set[str]:
-    """The queues of new jobs."""
+    """Return the names of the queues of new jobs."""
     return {new.envelope.queue for new in jobs.values()}
 
 
 def explain_errors_of(connection: Connection) -> None:
-    """From now on explain the error of an INSERT of jobs if the tables are missing."""
-    # On the dialect: engine.execution_options() makes short-lived engines, which share it.
+    """Make INSERTs of jobs raise `SchemaError` from now on if tables are missing, on all connections of this engine."""
+    # The listener is on the dialect, because engine.execution_options() makes short-lived engines that share it.
     if not event.contains(connection.dialect, "handle_error", _explain_missing_tables):
         event.listen(connection.dialect, "handle_error", _explain_missing_tables)
 

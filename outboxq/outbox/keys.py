@@ -1,4 +1,4 @@
-"""Keys of jobs, which make two jobs the same work, or put them into one order."""
+"""Keys of jobs, which mark two jobs as the same work, or put them into one order."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -14,7 +14,7 @@ from outboxq.outcomes import MAX_DELAY
 # A text, or a function of the handler's arguments, by their names, that returns one.
 Key: TypeAlias = str | Callable[..., str]
 
-# Between a kind and a key: no name holds a control character, so that no two kinds share a key.
+# Separates a kind and a key: no name contains a control character, so that no two kinds share a key.
 _SEPARATOR = "\x1f"
 
 
@@ -24,12 +24,12 @@ class Unique:
 
     Args:
         key: A text of up to 512 bytes, or a function of the handler's arguments that returns one.
-        for_: Also keep others out for this long after the job was added, even if it is done sooner; None: only while
+        for_: Refuse others for at least this long after the job was added, even if it is done sooner; None: only while
             the job waits, runs or retries.
 
     Raises:
-        ArgumentError: a time that is not above 0, or too long.
-        InvalidKey: a text that cannot be stored.
+        ArgumentError: the time is not above 0, or too long.
+        InvalidKey: the text cannot be stored.
     """
 
     key: Key
@@ -45,7 +45,7 @@ def check_positive(what: str, given: object) -> None:
     """Refuse a value that is no timedelta above 0, or too long to be stored.
 
     Raises:
-        ArgumentError: it is not; `what` begins the message.
+        ArgumentError: the value is invalid; `what` begins the message.
     """
     if not isinstance(given, timedelta):
         raise ArgumentError(f"{what} takes a timedelta, got {type(given).__name__}")
@@ -57,17 +57,17 @@ def check_constant(what: str, key: object) -> None:
     """Refuse a key that is neither a text that can be stored nor a function.
 
     Raises:
-        InvalidKey: it is not.
+        InvalidKey: the key is invalid.
     """
     if not callable(key):
         check_key(f"{what} key", key)  # type: ignore[arg-type]  # that it is a text is what is checked
 
 
 class KeyFunction:
-    """A function of the handler's arguments that returns a key: called with those arguments that it takes.
+    """A function that makes a key from arguments of the handler: it is called with those that its parameters name.
 
     Raises:
-        ArgumentError: its parameters cannot be seen, or one of them cannot be given by its name.
+        ArgumentError: its parameters cannot be determined, or one cannot be passed by name.
     """
 
     def __init__(self, what: str, function: Callable[..., str]) -> None:
@@ -85,7 +85,7 @@ class KeyFunction:
         self.required = frozenset(p.name for p in named if p.default is p.empty)
 
     def __call__(self, kind: str, values: Mapping[str, object]) -> str:
-        """The key of a job with these arguments.
+        """Return the key of a job with these arguments.
 
         Raises:
             ArgumentError: an argument that it needs was not given.
@@ -102,7 +102,7 @@ class KeyRules:
     """Makes the keys of a kind's jobs: from texts, the same for all jobs, or by functions of their arguments.
 
     Args:
-        coalesce: A key, a function, or None; the others are alike.
+        coalesce: A key, a function, or None; the other arguments likewise.
     """
 
     def __init__(self, kind: str, coalesce: Key | None, group: Key | None, unique: Key | Unique | None) -> None:
@@ -115,7 +115,7 @@ class KeyRules:
         self.constant = None if self._functions else self._keys(self._texts)
 
     def needs(self) -> Mapping[str, frozenset[str]]:
-        """The arguments that each function requires."""
+        """Return the arguments that each key function requires, by option: `coalesce`, `group` or `unique`."""
         return {name: function.required for name, function in self._functions.items()}
 
     def of(self, values: Mapping[str, object]) -> JobKeys:
@@ -123,7 +123,7 @@ class KeyRules:
 
         Raises:
             ArgumentError: a function needs an argument that was not given.
-            InvalidKey: a key that cannot be stored.
+            InvalidKey: a key cannot be stored.
         """
         if self.constant is not None:
             return self.constant

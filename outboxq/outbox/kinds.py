@@ -1,4 +1,4 @@
-"""Kinds: the names by which a producer enqueues jobs, with or without the handler's code at hand."""
+"""Kinds: the names with which a producer enqueues jobs, with or without the handler's code at hand."""
 
 import functools
 from collections.abc import Callable, Mapping
@@ -32,7 +32,7 @@ _SURELY_SMALL = MAX_ARGS_BYTES // 4
 
 
 class JobKind(Generic[P]):
-    """A kind of job and the queue it goes to; `P` are the arguments of its handler after the context."""
+    """A kind of job and its queue; `P` are the arguments of its handler after the context."""
 
     # True if results of the kind are kept; None if its handler lives in another service.
     keeps_result: bool | None = None
@@ -63,22 +63,22 @@ class JobKind(Generic[P]):
         headers: Mapping[str, str] | None = None,
         **flow: Unpack[FlowOptions],
     ) -> "JobKind[P]":
-        """The same kind with other options; those that are not given stay as they were.
+        """Return the same kind with other options; options that are not given stay as they were.
 
         Args:
-            delay: Run this long after the database's clock at the INSERT.
+            delay: Run this long after the INSERT, by the database's clock.
             run_at: Run at this time (with a time zone). Replaces `delay`, and the other way round.
             priority: -32767 to 32767; 0 by default. Among the jobs that are ready, higher runs first; delayed and
                 retried jobs run in the order of their times.
-            max_attempts: Overrides the handler's retry policy.
+            max_attempts: The number of attempts, 1 to 32767, in place of that of the handler's retry policy.
             headers: Strings stored next to the arguments, for tracing and routing; the handler reads them from
                 `ctx.headers`.
-            flow: Options that a handler can have for all its jobs: `coalesce`, `every`, `group`, `unique`, `expires`,
-                as `FlowOptions` explains them.
+            flow: Options that a handler can also set for all its jobs: `coalesce`, `every`, `group`, `unique`,
+                `expires`.
 
         Raises:
-            ArgumentError: a value out of its range, or two that exclude each other, such as `delay` and `run_at`.
-            InvalidKey: a key that cannot be stored.
+            ArgumentError: a value is out of its range, or two options exclude each other, such as `delay` and `run_at`.
+            InvalidKey: a key cannot be stored.
         """
         check_keywords("options", flow, _OPTIONS, _OF_THE_HANDLER)
         given = {"priority": priority, "max_attempts": max_attempts, "headers": headers, **flow}
@@ -88,7 +88,7 @@ class JobKind(Generic[P]):
         return _KindWithOptions(self, replace(self.job_options, **changes))  # type: ignore[arg-type]  # checked by JobOptions
 
     def job(self, /, *args: P.args, **kwargs: P.kwargs) -> NewJob:
-        """A job for `add_jobs`, its arguments checked and encoded now.
+        """Make a job for `add_jobs`; its arguments are checked and encoded now.
 
         Raises:
             ArgumentError: the arguments do not fit, or JSON cannot hold them.
@@ -131,7 +131,7 @@ class JobKind(Generic[P]):
         entities: Mapping[str, EntityArgument] | None = None,
         keys_at_flush: Callable[[], JobKeys] | None = None,
     ) -> NewJob:
-        # The caller may change the headers' mapping, so it is read again for each job.
+        # The caller may change the mapping of headers, so it is read again for each job.
         envelope = self._new_envelope() if self.job_options.headers else self._envelope
         if len(args) > _SURELY_SMALL:
             check_size(envelope.kind, args)
@@ -198,5 +198,5 @@ class _KindWithOptions(JobKind[P]):
 
 
 def external(kind: str, *, queue: str) -> JobKind[...]:
-    """A kind whose handler lives in another service: its arguments go by name, unchecked against a signature."""
+    """Return a kind whose handler lives in another service: arguments are passed by name, without a signature check."""
     return JobKind(kind, queue)

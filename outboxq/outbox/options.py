@@ -13,13 +13,15 @@ MAX_PRIORITY = 32_767
 
 
 class FlowOptions(TypedDict, total=False):
-    """The options that a handler has for all of its jobs, and `kind.options(...)` for some of them."""
+    """The options that a handler sets for all of its jobs, or `kind.options(...)` for some of them."""
 
     coalesce: Key | None
-    """A key of up to 512 bytes, or a function of the handler's arguments that returns one. Jobs of this kind and key
-    that wait run as one, with the newest arguments."""
+    """A key of up to 512 bytes, or a function of the handler's arguments that returns one.
+
+    Waiting jobs of one kind and key run as one, with the newest arguments.
+    """
     every: timedelta | None
-    """With `coalesce`: run at most once in this time, after it."""
+    """Requires `coalesce`: run at most once in each period of this length, at its end."""
     group: Key | None
     """A key, or a function: jobs of this queue and key run one at a time, in the order in which they were added."""
     unique: Key | Unique | None
@@ -33,8 +35,8 @@ class JobOptions:
     """The options of a job, apart from its arguments; `JobKind.options` explains each.
 
     Raises:
-        ArgumentError: a value of another type or out of its range, or two that exclude each other.
-        InvalidKey: a key that cannot be stored.
+        ArgumentError: a value is of another type or out of its range, or two options exclude each other.
+        InvalidKey: a key cannot be stored.
     """
 
     delay: timedelta | None = None
@@ -55,7 +57,7 @@ class JobOptions:
 
     @property
     def has_keys(self) -> bool:
-        """True if its jobs have a key."""
+        """True if jobs with these options have a key: `coalesce`, `group` or `unique` is set."""
         return (self.coalesce, self.group, self.unique) != (None, None, None)
 
     def _check_time(self) -> None:
@@ -102,7 +104,7 @@ class JobOptions:
                 )
         if self.coalesce is not None and self.expires is not None:
             raise ArgumentError(
-                "options take coalesce= or expires=, not both: a run stands for jobs that expire at other times"
+                "options take coalesce= or expires=, not both: one run would be for jobs that expire at different times"
             )
         self._check_every(waits=waits)
 

@@ -1,13 +1,13 @@
 """Pending jobs: they wait in a session, as one more object of its unit of work, for the flush that inserts them.
 
 The jobs of a flush are one pending object, so that savepoints, rollbacks and autoflush are SQLAlchemy's: opening a
-savepoint flushes it, rolling one back expunges it. The flush begins with one INSERT for 1,000 jobs, before hooks of
-users see the object. Jobs with entities among their arguments, and those of the same flush, are inserted right after
-it: it may change their primary keys, or delete them. A job that waits for the primary key of a pending entity is set
-aside until after the flush that gives it.
+savepoint flushes it, rolling one back expunges it. The flush begins with one INSERT for each 1,000 jobs, before users'
+hooks see the object. Jobs with entities among their arguments, and those of the same flush, are inserted right after
+the flush, because it may change the entities' primary keys, or delete entities. A job that needs the primary key of a
+pending entity is set aside until after the flush that assigns the key.
 
-The jobs that were added in a transaction or savepoint are remembered until it ends: a COMMIT that would lose one of
-them is refused.
+The session remembers the jobs that were added in a transaction or savepoint until that ends, and refuses a COMMIT that
+would lose one of them.
 """
 
 from collections.abc import Callable, Mapping
@@ -35,13 +35,13 @@ _BATCH = "_outboxq_batch"
 _WAITING = "_outboxq_waiting"
 _ASIDE = "_outboxq_aside"
 _CONNECTION = "outboxq.connection"
-# Tells batches apart in their session's identity map.
+# Distinguishes batches in their session's identity map.
 _numbers = count(1)
 
 
 @dataclass(frozen=True, slots=True)
 class _Waiting:
-    """A job that needs the keys that a flush gives to entities, and the transaction that it was added in."""
+    """A job whose entities get their primary keys at a later flush, and the transaction in which it was added."""
 
     id: str
     job: NewJob
@@ -50,18 +50,24 @@ class _Waiting:
 
 @dataclass(slots=True)
 class _Added:
-    """The batches that were added in one transaction or savepoint, and the queues of the jobs that were inserted."""
+    """The batches (each the jobs of one flush) that were added in a transaction or savepoint, and their queues.
+
+    `queues` are those of the jobs that were inserted already.
+    """
 
     batches: list[JobRow] = field(default_factory=list)
     queues: set[str] = field(default_factory=set)
 
 
-# Weak: an entry goes with its transaction, so a rollback leaves nothing to clean up.
+# Weak: an entry disappears with its transaction, so a rollback leaves nothing to clean up.
 _added: WeakKeyDictionary[SessionTransaction, _Added] = WeakKeyDictionary()
 
 
 def pending_batch(session: Session) -> JobRow | None:
-    """The batch that the session's next flush will insert; None if there is none, or if it was rolled back."""
+    """Return the object with the jobs that the session's next flush will insert; None if there are none.
+
+    It is also None if a rollback has removed the jobs.
+    """
     batch: JobRow | None = vars(session).get(_BATCH)
     if batch is None or batch.jobs is None or object_session(batch) is not session:
         return None
@@ -69,10 +75,11 @@ def pending_batch(session: Session) -> JobRow | None:
 
 
 def add_pending(session: Session, batch: JobRow | None, named: Mapping[str, NewJob], *, has_entities: bool) -> None:
-    """Add jobs by their ids to `batch`, the session's `pending_batch`, or to a new one.
+    """Make jobs, given by their ids, wait in the session for its next flush: in its `pending_batch`, or in a new one.
 
     Args:
-        has_entities: Some of them have entities among their arguments, and may have to wait for the keys of these.
+        has_entities: True if some of them have entities among their arguments, and may have to wait for the entities'
+            keys.
     """
     ready = _set_aside(session, named) if has_entities else named
     if not ready:
@@ -83,15 +90,15 @@ def add_pending(session: Session, batch: JobRow | None, named: Mapping[str, NewJ
         session.add(batch)
         vars(session)[_BATCH] = batch
         added = _added.setdefault(_transactions(session)[0], _Added())
-        # Batches that were written are dropped: a long transaction may have many.
+        # Written batches are dropped, because a long transaction may have many.
         added.batches = [*(other for other in added.batches if other.jobs is not None), batch]
     assert batch.jobs is not None
     batch.jobs.update(ready)
 
 
 def _set_aside(session: Session, named: Mapping[str, NewJob]) -> dict[str, NewJob]:
-    """Keep the jobs that need a key until after the flush that gives it; returns the others."""
-    # First, because complete() may raise: then no job is added.
+    """Leave the jobs whose entities have no primary key yet to the flush that assigns it; return the other jobs."""
+    # First, because complete() may raise an error: then no job is added.
     ready = {
         job_id: new.complete() if new.was_pending() else new
         for job_id, new in named.items()
@@ -104,10 +111,10 @@ def _set_aside(session: Session, named: Mapping[str, NewJob]) -> dict[str, NewJo
 
 
 def _wait_for_keys(session: Session, job_id: str, new: NewJob) -> None:
-    # A pending entity is in a session whose transaction has begun.
+    # A pending entity is in a session with an open transaction.
     transaction = session.get_nested_transaction() or session.get_transaction()
     vars(session).setdefault(_WAITING, []).append(_Waiting(job_id, new, transaction))
-    # Only when a job waits: listening costs more than the rest of add_job.
+    # Only when a job waits: listening costs more than all other work of add_job.
     if not event.contains(session, "after_flush_postexec", _after_flush):
         event.listen(session, "after_flush_postexec", _after_flush)
         event.listen(session, "before_commit", _before_commit)
@@ -125,18 +132,21 @@ def _transactions(session: Session) -> list[SessionTransaction]:
 
 
 def _unwritten(session: Session) -> list[JobRow]:
-    """The batches of the session's transaction that were neither rolled back nor written to the table yet."""
+    """Return the batches (each the jobs of one flush) of the session's transaction that still have to be inserted.
+
+    Those that a rollback has removed are left out.
+    """
     added = filter(None, map(_added.get, _transactions(session)))
     return [batch for each in added for batch in each.batches if batch.jobs is not None]
 
 
 def holds_only_jobs(session: Session) -> bool:
-    """Return True if a flush of the session's new objects would insert nothing but jobs, and every job."""
+    """Return True if the session's new objects are only jobs, and its next flush would insert every waiting job."""
     new = len(session._new)  # noqa: SLF001  # `new` builds a set of objects each time
     if _BATCH not in vars(session) and _WAITING not in vars(session):
         return new == 0
     batch = pending_batch(session)
-    # A batch that was added in a transaction which is closed by now is refused by the flush.
+    # The flush refuses a batch that was added in a transaction which is closed by now.
     is_whole = _unwritten(session) == ([] if batch is None else [batch])
     return is_whole and not vars(session).get(_WAITING) and new == (batch is not None)
 
@@ -152,7 +162,7 @@ def is_within(session: Session, transaction: SessionTransaction) -> bool:
 
 
 def replace_pending(session: Session, job_id: str, new: NewJob) -> bool:
-    """Put another job into the place of one that the next flush would insert; False if that is written already."""
+    """Replace a job that waits in the session for a flush; return False if there is none with this id."""
     batch = pending_batch(session)
     if batch is not None and batch.jobs is not None and job_id in batch.jobs:
         batch.jobs[job_id] = new
@@ -166,7 +176,7 @@ def replace_pending(session: Session, job_id: str, new: NewJob) -> bool:
 
 
 def change_pending(session: Session, change: Callable[[Mapping[str, NewJob]], Mapping[str, NewJob]]) -> None:
-    """Put other jobs into the places of those that the next flushes would insert, by their ids."""
+    """Replace the jobs that wait in the session for a flush by those that `change` returns for the same ids."""
     batch = pending_batch(session)
     waiting: list[_Waiting] = vars(session).get(_WAITING, [])
     jobs = {} if batch is None or batch.jobs is None else batch.jobs
@@ -178,7 +188,7 @@ def change_pending(session: Session, change: Callable[[Mapping[str, NewJob]], Ma
 
 
 def take_jobs(session: Session) -> Mapping[str, NewJob]:
-    """Take the jobs of the session's next flush out of it, to be inserted by `insert_all` in the same transaction."""
+    """Remove the jobs of the next flush from the session, and return them for `insert_all` in the same transaction."""
     batch = pending_batch(session)
     if batch is None:
         return {}
@@ -204,14 +214,18 @@ def _before_flush(session: Session, context: UOWTransaction, _instances: object)
     if batch is not None:
         has_entities = _has_entities(batch)
         if has_entities:
-            # For reading: so that the flush runs to its end, and calls `_write_set_aside`, with nothing else to write.
+            # Read only, so that the flush runs to its end and calls `_write_set_aside`, although it writes no other
+            # rows.
             context.register_object(instance_state(batch), listonly=True)
         Session.expunge(session, batch)
         _write(session, connection, batch, has_entities=has_entities)
 
 
 def write_plain_jobs(session: Session, connection: Connection) -> bool:
-    """Insert the jobs of the session's next flush now, and return True; not if some have entities."""
+    """Insert the jobs of the session's next flush now, and return True.
+
+    Returns False and inserts nothing if there are no such jobs, or if some have entities among their arguments.
+    """
     batch = pending_batch(session)
     if batch is None or _has_entities(batch):
         return False
@@ -236,10 +250,13 @@ def _has_entities(batch: JobRow) -> bool:
 
 
 def _write(session: Session, connection: Connection, batch: JobRow, *, has_entities: bool) -> None:
-    """Write a batch, or set it aside if it has entities: the flush may change their primary keys, or delete them."""
+    """Insert the jobs of a flush or, if `has_entities` is True, leave them to `_write_set_aside` at its end.
+
+    The flush may still change the entities' primary keys, or delete entities.
+    """
     if batch not in _unwritten(session):
         raise EnqueueError("jobs that wait in a session cannot be moved to another session: add them there")
-    # Jobs that a hook of this flush adds from here on go into the next flush.
+    # Jobs that a hook of this flush adds from here on belong to the next flush.
     vars(session)[_BATCH] = None
     if has_entities:
         vars(session).setdefault(_ASIDE, []).append(batch)
@@ -253,7 +270,7 @@ def _insert(session: Session, connection: Connection, jobs: Mapping[str, NewJob]
     explain_errors_of(connection)
     sender = sender_of(session)
     with nullcontext(jobs) if sender is None else sender.sending(jobs, connection) as sent:
-        # Of the whole transaction: until its end it has a lock for each queue that it announces.
+        # For the whole transaction: until its end it holds a lock for each queue that it announces.
         queues = _added.setdefault(_transactions(session)[-1], _Added()).queues
         queues |= queues_of(sent)
         if session.twophase:
@@ -266,12 +283,12 @@ def _insert(session: Session, connection: Connection, jobs: Mapping[str, NewJob]
 
 
 def _write_set_aside(session: Session, context: UOWTransaction) -> None:
-    """Write the jobs that `_write` has set aside, now that the keys of their entities are those of the flush."""
+    """Insert the jobs with entities, which `_write` has left for the end of the flush: the entities have keys now."""
     batches: list[JobRow] = vars(session).pop(_ASIDE, [])
     unwritten = _unwritten(session) if batches else []
-    # Others are of a flush that failed.
+    # Other batches belong to a flush that failed.
     for batch in [each for each in batches if each in unwritten]:
-        # The flush has taken it for a row.
+        # The flush has treated it as a row.
         session.identity_map.safe_discard(instance_state(batch))
         batch.jobs = _complete(batch.jobs or {})
         _insert(session, context.attributes.get(_CONNECTION) or transaction_connection(session), batch.jobs)
@@ -285,7 +302,7 @@ def _after_flush(session: Session, context: UOWTransaction) -> None:
     if not ready:
         return
     vars(session)[_WAITING] = [item for item in waiting if item.id not in ready]
-    # No connection if a hook of this flush has added the first job that waits.
+    # There is no connection if a hook of this flush has added the first waiting job.
     connection = context.attributes.get(_CONNECTION) or transaction_connection(session)
     _insert(session, connection, _complete(ready))
 
@@ -296,14 +313,14 @@ def _has_keys(session: Session, new: NewJob) -> bool:
 
 
 def _has_left(session: Session, argument: EntityArgument) -> bool:
-    """Return True if another session, which may never commit its row, has the entity that had no primary key."""
+    """Return True if an entity without a primary key has moved to another session, which may never commit its row."""
     return argument.key is None and object_session(argument.entity) is not session
 
 
 def _refuse_to_lose_jobs(session: Session) -> None:
-    """Refuse to commit if a job left the session unwritten. Jobs that are still pending are flushed by the commit."""
+    """Refuse to commit if a job left the session unwritten. The commit flushes jobs that are still pending."""
     if _BATCH not in vars(session):
-        # No job was ever added to it.
+        # No job was ever added to this session.
         return
     lost = [batch.jobs or {} for batch in _unwritten(session) if object_session(batch) is not session]
     if lost:
@@ -315,7 +332,7 @@ def _refuse_to_lose_jobs(session: Session) -> None:
 
 
 def _before_commit(session: Session) -> None:
-    """Refuse to commit if a job waits for an entity that left the session: the job would be lost silently."""
+    """Flush, and refuse to commit if a job still waits for an entity that left the session: it would be lost."""
     if not vars(session).get(_WAITING):
         return
     session.flush()
@@ -328,13 +345,13 @@ def _before_commit(session: Session) -> None:
 
 
 def _after_transaction_end(session: Session, transaction: SessionTransaction) -> None:
-    # Jobs that still wait were rolled back: a transaction or savepoint that is committed flushes first.
+    # Jobs that still wait were rolled back: a committed transaction or savepoint flushes first.
     waiting: list[_Waiting] = vars(session).get(_WAITING, [])
     vars(session)[_WAITING] = [item for item in waiting if item.transaction is not transaction]
 
 
-# On the class: listening to each session costs more than its jobs. insert=True: hooks of users that ran before ours
-# would meet our object.
+# On the class, because listening to each session costs more than its jobs. insert=True, because earlier users' hooks
+# would see outboxq's object.
 event.listen(Session, "before_flush", _before_flush, insert=True)
 event.listen(Session, "before_commit", _refuse_to_lose_jobs, insert=True)
 event.listen(Session, "after_flush_postexec", _write_set_aside)

@@ -1,13 +1,14 @@
 """The listener for results: one connection and one thread in a process, for all its waits for jobs of a database.
 
-First the flags, then the query, then the wait. The query sees a job that ended before it. A job that ends after the
-flags were raised notifies with its COMMIT. A flag is refused only while a transaction that ends the job, or many jobs,
-is at its COMMIT: it is tried again, and a query comes after that COMMIT. That transaction may wait for a lock of
-others. So jobs without their flags are queried too: an ended one is reported, and any other is queried again soon,
-since its end may notify nothing.
+For each such job the connection holds an advisory lock, the job's flag: the transaction that ends the job notifies only
+if the flag is held. The order is: first take the flags, then query, then wait. The query sees a job that ended before
+it. A job that ends after its flag was taken notifies with its COMMIT. A flag is refused only while a transaction that
+ends the job, or many jobs, is at its COMMIT: then it is tried again, and a query follows that COMMIT. That transaction
+may wait for another session's lock. So jobs without their flags are queried too: an ended job is reported, and any
+other is queried again soon, since its end may not notify.
 
-At most 500 flags are up at once; jobs beyond are queried every second. Flags that several jobs share would be bounded
-too, but transactions that end jobs of one flag at the same time would refuse it to each other, and notify for nothing.
+At most 500 flags are held at once; further jobs are queried every second. Flags shared by several jobs would be bounded
+too, but transactions that end jobs of one flag at the same time would refuse it to each other, and notify without need.
 """
 
 from dataclasses import dataclass
@@ -34,7 +35,7 @@ from outboxq.statements import results as statements
 from outboxq.statements.wake import listen_on
 
 # A job whose flag was refused is queried, and the flag tried again, after this pause, which doubles. Through a pooler,
-# which loses flags and notifications, all jobs are queried so.
+# which loses flags and notifications, all jobs are queried in this way.
 _RETRY_FIRST_SECONDS, _RETRY_CAP_SECONDS = 0.01, 0.1
 
 
@@ -43,11 +44,13 @@ class ResultLimits:
     """Intervals of the queries for results, and the time for which an idle connection is kept.
 
     Args:
-        look_seconds: Between queries for all jobs that are waited for: an end without a notification is found by then.
-        poll_most_seconds: The longest pause through a pooler.
-        most_flags: The jobs whose flags are up at once, as flags are in a table of the server's that all sessions
-            share. Those beyond are queried every `poll_most_seconds`, until there is room for their flags.
-        linger_seconds: How long the connection stays when no job is waited for.
+        look_seconds: The interval between queries for all waited-for jobs, which also find a job whose end has sent no
+            notification.
+        poll_most_seconds: The longest pause between two queries through a pooler, which drops LISTEN.
+        most_flags: The most flags (advisory locks, one for each job) that are held at once, because all sessions of the
+            server share the table of locks. Further jobs are queried every `poll_most_seconds`, until there is room for
+            their flags.
+        linger_seconds: How long the connection stays open without any wait.
     """
 
     look_seconds: float = 5.0
@@ -57,22 +60,24 @@ class ResultLimits:
 
 
 class ResultListener(ListeningThread):
-    """Waits for the ends of jobs, and holds the flags of those that are waited for.
+    """Waits for jobs to end, in a thread, and ends the waits for them.
+
+    It holds an advisory lock for each job, its flag: the transaction that ends a job notifies only if its flag is held.
 
     Args:
-        wait: The first one. When no job has been waited for during `linger_seconds`, the thread ends.
+        wait: The first wait. After `linger_seconds` without any wait, the thread ends.
     """
 
     def __init__(self, schema: str, limits: ResultLimits, wait: Wait) -> None:
         # By the job's id as text.
         self._waits: dict[str, set[Wait]] = {str(wait.job_id): {wait}}
-        # Not a method of it: a listener that refers to itself would outlive its thread.
+        # A plain function and no method: a listener that refers to itself would outlive its thread.
         super().__init__("outboxq-results", partial(_connect, self._waits))
         self._schema = schema
         self._limits = limits
-        # The error of the last connection; None once the database answered again.
+        # The error of the last connection; None after the database has answered again.
         self.trouble: Exception | None = None
-        # The jobs to be queried, those that were refused their flags, and the flags that are up.
+        # The jobs to be queried, those whose flags were refused, and the flags that are up.
         self._due: set[str] = set()
         self._refused: set[str] = set()
         self._flags: set[str] = set()
@@ -82,11 +87,11 @@ class ResultListener(ListeningThread):
         self._idle_since = clock()
 
     def add(self, wait: Wait) -> bool:
-        """Wait for the end of a job; False if the thread has ended: then make another listener."""
+        """Add a wait for a job's end; return False if the thread has ended: then make another listener."""
         return self.send(partial(self._add, wait))
 
     def forget(self, wait: Wait) -> None:
-        """Wait no longer. Returns at once."""
+        """Drop a wait that its caller no longer needs. Returns at once."""
         if wait.future.cancel():
             self.send(partial(self._leave, wait))
 
@@ -94,14 +99,15 @@ class ResultListener(ListeningThread):
         self.take_requests(None)
         self._leave_abandoned()
         if not self._waits:
-            # Without a connection there is nothing to linger for.
+            # Without a connection, lingering is useless.
             self.end_unless_requested()
         return bool(self._waits)
 
     def failed(self, error: Exception) -> None:
-        """Raise an error that waiting cannot mend to all callers.
+        """Record the error; if another connection cannot help, raise it in all waiting callers.
 
-        A statement that was cancelled, or a lock that was not free in time, may succeed on the next connection.
+        After a cancelled statement, or a lock that was not free in time, the next connection may succeed; not after a
+        refused login.
         """
         self.trouble = error
         original: object = error.orig if isinstance(error, DBAPIError) else error
@@ -114,7 +120,7 @@ class ResultListener(ListeningThread):
                     wait.future.set_exception(_explained(error))
 
     def listen(self, connection: PGconn) -> None:
-        """Listen, unless the connection leads to a pooler: that names another backend than the one at work."""
+        """LISTEN, unless the connection leads to a pooler: then the backend's pid differs from the connection's."""
         rows = run_on_libpq(connection, "SET client_encoding TO 'UTF8'; SELECT pg_catalog.pg_backend_pid()")
         self._hears = rows[0][0] == str(connection.backend_pid)
         if self._hears:
@@ -134,17 +140,17 @@ class ResultListener(ListeningThread):
             if linger_seconds <= 0:
                 self.end_unless_requested()
             return max(0.0, linger_seconds)
-        # The flag of all jobs is one more.
+        # The flag that represents all jobs is one more.
         are_flagged = len(self._flags) > len(self._waits)
         wake_at = self._look_at if are_flagged else min(self._look_at, self._poll_at)
         return max(0.0, (min(wake_at, self._retry_at) if self._refused else wake_at) - clock())
 
     def hear(self, text: str) -> None:
-        # Any role may notify, and of anything.
+        # Any role may notify, with any text.
         self._due.update(self._waits if text == statements.ALL_JOBS else self._waits.keys() & {text})
 
     def _note_due(self) -> None:
-        """Make jobs due whose time has come. Other queries in between do not delay them."""
+        """Mark each job as due for a query whose time has come. Other queries in between do not delay it."""
         now = clock()
         if self._waits:
             self._idle_since = now
@@ -153,7 +159,7 @@ class ResultListener(ListeningThread):
             self._due.update(self._waits)
             self._look_at = now + self._limits.look_seconds
         if now >= self._poll_at:
-            # The jobs for whose flags there was no room.
+            # The jobs whose flags had no room.
             self._due.update(self._waits.keys() - self._flags)
             self._poll_at = now + self._limits.poll_most_seconds
         if now >= self._retry_at:
@@ -162,9 +168,9 @@ class ResultListener(ListeningThread):
             self._retry_at = now + self._retry_seconds
 
     def _look(self, connection: PGconn) -> None:
-        """Query the jobs that are due, and end the waits for those that have ended.
+        """Query the due jobs, and end the waits for those that have ended.
 
-        Jobs whose flags are refused are queried too, and again after a pause.
+        A job whose flag (advisory lock) is refused is queried too, and again after a pause, as its end may not notify.
         """
         looked, self._due = self._due, set()
         flagged = self._flagged(connection, looked) if self._hears else set[str]()
@@ -178,10 +184,10 @@ class ResultListener(ListeningThread):
         self.trouble = None
 
     def _flagged(self, connection: PGconn, jobs: set[str]) -> set[str]:
-        """Raise the flags of jobs, as far as there is room.
+        """Take the flags of jobs, the advisory locks that make their ends notify, up to `most_flags`.
 
         Returns:
-            The jobs for which one query is enough: a later end notifies, or there is no room, and they are polled.
+            The jobs for which one query is enough: either their end notifies, or there is no room and they are polled.
         """
         # The flag of all jobs is the first.
         missing = sorted({statements.ALL_JOBS, *jobs} - self._flags)
@@ -199,7 +205,7 @@ class ResultListener(ListeningThread):
             run_on_libpq(connection, statements.drop_result_flags(self._schema, dropped))
 
     def _tell(self, rows: list[tuple[str | None, ...]]) -> None:
-        """End the waits for the jobs that a query found ended."""
+        """End the waits for the jobs that a query found to have ended."""
         for job_id, is_there, outcome, result, reason in rows:
             if is_there is not None:
                 continue
@@ -227,13 +233,13 @@ class ResultListener(ListeningThread):
             self._leave_job(job_id)
 
     def _leave_job(self, job_id: str) -> set[Wait]:
-        """Forget a job, and return its waits."""
+        """Remove a job from the listener, and return the waits for it."""
         self._due.discard(job_id)
         self._refused.discard(job_id)
         return self._waits.pop(job_id, set())
 
     def _leave_abandoned(self) -> None:
-        """Leave the waits that are past their time: no caller gives up those of event loops that were closed."""
+        """Drop waits whose time has passed: callers in closed event loops cannot drop them."""
         now = clock()
         for wait in _all(self._waits):
             if wait.is_abandoned(now):
@@ -245,13 +251,16 @@ def _all(waits: dict[str, set[Wait]]) -> list[Wait]:
 
 
 def _connect(waits: dict[str, set[Wait]]) -> DriverConnection:
-    """Connect as any wait says, since all of them name the same place; preferably one whose loop runs."""
+    """Open a connection by the `connect` of one of the waits, preferably one whose event loop runs.
+
+    The functions of all waits connect to the same database.
+    """
     every = _all(waits)
     return next((wait for wait in every if wait.can_connect()), every[0]).connect()
 
 
 def _explained(error: Exception) -> Exception:
-    """The error for one caller: an exception of its own, as each adds its traceback."""
+    """Return the exception that one caller raises: a separate one for each, because each adds its traceback."""
     told = explain_missing_tables(error) or ConfigError(_advice(error))
     told.__cause__ = error
     return told
@@ -266,6 +275,6 @@ def _advice(error: Exception) -> str:
             "outboxq_reader has it"
         )
     return (
-        f"results cannot be waited for at this database: {describe_error(error)}; the error behind this one has the "
+        f"results cannot be waited for at this database: {describe_error(error)}; the cause of this error has the "
         "words of the server or the driver"
     )

@@ -14,9 +14,9 @@ class Ending:
     """The outcome of a job that has ended.
 
     Attributes:
-        outcome: As in `done_job`; or `dead`, or `gone` if there is no row.
+        outcome: The outcome in the table `done_job`; `dead` for a dead letter; `gone` if no table has the job.
         result: The value that its handler returned, as JSON text, if it is kept.
-        reason: That of a dead letter.
+        reason: The reason of a dead letter.
     """
 
     outcome: str
@@ -29,8 +29,9 @@ class Wait:
     """One wait for the end of a job.
 
     Args:
-        deadline: By `clock()`. The caller keeps the time itself, unless its event loop is closed before.
-        connect: Opens a connection outside of a transaction.
+        deadline: The end of the wait, by `clock()`. The caller itself checks the time, unless its event loop is closed
+            before.
+        connect: Opens a connection outside a transaction.
         loop: The event loop that waits, and in which `connect` works; None for a thread.
     """
 

@@ -1,4 +1,4 @@
-"""Results: wait for the value that a job's handler returns, in a thread or in an event loop."""
+"""Results: waiting for the value that a job's handler returns, in a thread or in an event loop."""
 
 import asyncio
 import threading
@@ -27,7 +27,7 @@ from outboxq.tables import SCHEMA, mapped_schema
 
 
 class ResultListeners:
-    """The listeners of this process, one for each database and schema in which results are waited for."""
+    """The listeners of this process, one for each database and schema whose results it waits for."""
 
     def __init__(self) -> None:
         self.limits = ResultLimits()
@@ -35,13 +35,16 @@ class ResultListeners:
         forget_in_children(self)
 
     def forget(self) -> None:
-        """Begin without listeners: a forked process has no thread of the old ones."""
+        """Begin without listeners: a forked process does not have their threads."""
         self._lock = threading.Lock()
         # A listener lives as long as its thread.
         self._listeners = WeakValueDictionary[Hashable, ResultListener]()
 
     def add(self, place: Hashable, schema: str, wait: Wait) -> ResultListener:
-        """Wait for a job by the listener of this place, which is started if there is none."""
+        """Add a wait to the listener of this place, which is started if there is none.
+
+        `place`: identifies the database and schema: an engine's pool, or a URL, with the schema's name.
+        """
         with self._lock:
             listener = self._listeners.get(place)
             if listener is None or not listener.add(wait):
@@ -56,7 +59,7 @@ listeners = ResultListeners()
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """One wait, as it was requested."""
+    """The checked arguments of a caller that waits for a result."""
 
     job_id: UUID
     schema: str
@@ -64,19 +67,19 @@ class _Asked:
     decoder: "msgspec.json.Decoder[object]"
 
     def deadline(self) -> float:
-        """The end of the time, by our clock, if it begins now."""
+        """Return the time, by `clock()`, at which a wait that begins now ends."""
         return clock() + self.seconds
 
     def value(self, ending: Ending) -> object:
-        """The value that the handler returned.
+        """Return the value that the handler returned, decoded as the caller wants it.
 
         Raises:
-            JobNotDone, ResultNotFound, PayloadError: there is nothing, or it is of another type.
+            JobNotDone, ResultNotFound, PayloadError: there is no value, or it is of another type.
         """
         if ending.outcome == "gone":
             raise ResultNotFound(
                 self.job_id,
-                "it is in no table: its transaction was rolled back, or the job is over and its result is not kept, or "
+                "it is in no table: its transaction was rolled back, or the job ended and its result is not kept, or "
                 "not any more (keep=timedelta(days=7), keep_result=True at its handler)",
             )
         if ending.outcome != "done":
@@ -86,7 +89,7 @@ class _Asked:
         return decode_stored(f"the result of job {self.job_id}", self.decoder, ending.result)
 
     def timed_out(self, trouble: Exception | None) -> ResultTimeout:
-        """The error at the end of the time; `trouble` kept the listener from querying."""
+        """Return the error for a time-out; `trouble` is the error that kept the listener from querying, if any."""
         why = "" if trouble is None else f"; the database could not be asked: {describe_error(trouble)}"
         return ResultTimeout(self.job_id, f"it was not over within {self.seconds:g} s, and goes on{why}")
 
@@ -99,7 +102,9 @@ def wait(
     returns: type[Any] | None,
     schema: str | None,
 ) -> Any:
-    """Wait for the result of a job, as `JobHandle.result` says; a coroutine if the engine is async.
+    """Wait until a job has ended, and return its handler's value; return a coroutine if the engine is async.
+
+    The arguments and further errors are those of `JobHandle.result`.
 
     Raises:
         ConfigError: the engine, the time, the type or the schema cannot be used.
@@ -133,7 +138,7 @@ async def _wait_in_loop(engine: AsyncEngine, asked: _Asked) -> object:
     loop = asyncio.get_running_loop()
     connect = beside_connector(engine, lambda: loop if loop.is_running() else None)
     wait = Wait(asked.job_id, asked.deadline(), connect, loop)
-    # Not by the loop: the connection is of no loop once it is open, and serves the waits of all.
+    # Not through the loop: an open connection belongs to no loop, and serves all waits.
     listener = listeners.add((engine.pool, asked.schema), asked.schema, wait)
     try:
         ending = await asyncio.wait_for(asyncio.wrap_future(wait.future), asked.seconds)

@@ -1,6 +1,6 @@
-"""Senders: wrap the INSERT of new jobs, for example in a span; they see the jobs first, and may give them headers.
+"""Senders: wrap the INSERT of new jobs, for example in a span; they see the jobs first, and may add headers.
 
-A sender belongs to a class of sessions, or to a context: that of a handler's call.
+A sender belongs to a class of sessions, or to the context of a handler's call.
 """
 
 from collections.abc import Mapping
@@ -23,10 +23,10 @@ class JobSender(Protocol):
     def sending(
         self, jobs: Mapping[str, NewJob], connection: Connection | None
     ) -> AbstractContextManager[Mapping[str, NewJob]]:
-        """A context around the INSERT of these jobs, by their ids; its value are the jobs to insert in their place.
+        """Return a context manager around the INSERT of these jobs, by their ids; it yields the jobs to insert instead.
 
         Args:
-            connection: None if they are inserted later, and only read now.
+            connection: None if the jobs are inserted later, outside of the context.
         """
         ...
 
@@ -35,11 +35,11 @@ SENDER_OF_CALL: ContextVar[JobSender | None] = ContextVar("SENDER_OF_CALL", defa
 
 
 def sender_of(session: Session) -> JobSender | None:
-    """The sender of a session's jobs, if it has one."""
+    """Return the sender of a session's jobs: that of its class, else that of the handler's call; None without one."""
     found: JobSender | None = getattr(session, _SENDER, None)
     return SENDER_OF_CALL.get() if found is None else found
 
 
 def set_sender(sessions: type[Session], sender: JobSender) -> None:
-    """From now on wrap the INSERTs of jobs of these sessions by `sender`."""
+    """Make `sender` wrap the INSERTs of jobs by sessions of this class from now on."""
     setattr(sessions, _SENDER, sender)

@@ -1,7 +1,7 @@
 """Events of a session's transaction: sent to the hooks of its engine once it is committed, and never if it is not.
 
-Those of a savepoint that is rolled back are not sent either. The session's own COMMIT counts: a session that is bound
-to a connection in a transaction of the caller's sends them before that ends.
+Events of a rolled back savepoint are not sent either. The session's own COMMIT counts: a session that is bound to a
+connection in the caller's transaction sends them before that transaction ends.
 """
 
 from collections import Counter
@@ -14,12 +14,15 @@ from outboxq.emitter import hand_to_hooks
 from outboxq.events import Event, JobsEnqueued
 from outboxq.new_job import JobKeys, NewJob, UniqueJob
 
-# An attribute of a session: its events that wait, each with the transaction or savepoint that it belongs to.
+# An attribute of a session: its waiting events, each with its transaction or savepoint.
 _WAITING_EVENTS = "_outboxq_events"
 
 
 def send_jobs_added(session: Session, connection: Connection, jobs: Mapping[str, NewJob]) -> None:
-    """Send events of jobs that were inserted, once the session's transaction is committed."""
+    """Send a `JobsEnqueued` for each queue and kind after COMMIT.
+
+    Callbacks of batches, and jobs that were not added because their unique key was taken, are not counted.
+    """
     added = Counter(
         (new.envelope.queue, new.envelope.kind)
         for new in jobs.values()
@@ -29,16 +32,16 @@ def send_jobs_added(session: Session, connection: Connection, jobs: Mapping[str,
 
 
 def _is_callback(new: NewJob) -> bool:
-    """Return True if it is the callback of a batch, which becomes a job when the batch has ended."""
+    """Return True if the job is the callback of a batch, which becomes a job when the batch has ended."""
     return isinstance(new.keys, JobKeys) and new.keys.opens_batch
 
 
 def send_after_commit(session: Session, connection: Connection, events: Iterable[Event]) -> None:
-    """Send events once the session's transaction, with the savepoints that are open now, is committed."""
+    """Send events to the engine's hooks after COMMIT; drop them if the present transaction or savepoint rolls back."""
     transaction = session.get_nested_transaction() or session.get_transaction()
     options = connection.get_execution_options()
     vars(session).setdefault(_WAITING_EVENTS, []).extend((transaction, options, each) for each in events)
-    # Only when there are events: listening costs more than the rest.
+    # Only if there are events, because listening costs more than all other work.
     if not event.contains(session, "after_commit", _after_commit):
         event.listen(session, "after_commit", _after_commit)
         event.listen(session, "after_soft_rollback", _after_rollback)

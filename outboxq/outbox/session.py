@@ -18,8 +18,8 @@ from outboxq.outbox.pending import add_pending, pending_batch
 def add_job(session: AnySession, kind: JobKind[P], /, *args: P.args, **kwargs: P.kwargs) -> JobHandle:
     """Add a job to any SQLAlchemy session: `Session`, `AsyncSession`, `scoped_session`, or a subclass of these.
 
-    The job is one more row of the session's transaction: it runs if that commits, and never existed if it, or the
-    savepoint around it, rolls back. Not a coroutine, also for async sessions.
+    The job is one more row of the session's transaction: it runs if the transaction commits, and never existed if that,
+    or the savepoint around it, rolls back. This is no coroutine, not even for async sessions.
 
     Returns:
         A handle whose `id` is final already. Of a job with a unique key, `handle.added` says after the flush whether
@@ -28,7 +28,7 @@ def add_job(session: AnySession, kind: JobKind[P], /, *args: P.args, **kwargs: P
     Raises:
         ArgumentError: the arguments do not fit the handler, or JSON cannot hold them.
         JobTooLarge: over 256 KiB of JSON.
-        EnqueueError: a session that cannot hold jobs (AUTOCOMMIT, or `binds` that leave the outbox out).
+        EnqueueError: the session cannot hold jobs (AUTOCOMMIT, or `binds` that leave the outbox out).
     """
     plain = plain_session(session, "add_job")
     if not isinstance(kind, JobKind):
@@ -42,7 +42,7 @@ def add_jobs(session: AnySession, jobs: Iterable[NewJob]) -> list[JobHandle]:
     Raises:
         ArgumentError, JobTooLarge, EnqueueError: for the same reasons as in `add_job`.
     """
-    # The iterable is read to its end first: a generator that fails half-way adds nothing.
+    # The iterable is read to its end first, so that a generator that fails half-way adds no jobs.
     return add_new(plain_session(session, "add_job"), list(jobs))
 
 
@@ -62,7 +62,7 @@ class AsyncOutboxSession(AsyncSession):
 
 
 def add_new(session: Session, jobs: list[NewJob]) -> list[JobHandle]:
-    """Add jobs to a plain session, all of them or, if one is refused, none."""
+    """Add all jobs to a sync session or, if one of them is refused, none; return their handles."""
     batch = pending_batch(session)
     if batch is None:
         check_session(session)

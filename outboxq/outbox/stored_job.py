@@ -1,4 +1,4 @@
-"""Jobs that are kept to be enqueued later, by a schedule or a batch: as JSON, with everything that an INSERT needs."""
+"""Stored jobs, which a schedule or a batch enqueues later: JSON with everything that an INSERT needs."""
 
 from collections.abc import Mapping
 from datetime import datetime, timedelta
@@ -15,12 +15,12 @@ from outboxq.outbox.keys import check_positive
 from outboxq.outbox.options import JobOptions
 
 _EMPTY = "{}"
-# With the kind in front of it.
+# The key begins with the kind.
 _MAX_KEY_BYTES = 1_024
 
 
 def dump(new: NewJob) -> dict[str, object]:
-    """The fields by name of which `load` makes the job again; `msgspec.json.encode` writes the arguments as they are.
+    """Return a job as a mapping, to be written as JSON by `msgspec.json.encode`; `load` restores the job from it.
 
     Raises:
         ArgumentError: an argument has no primary key yet.
@@ -54,10 +54,10 @@ def dump(new: NewJob) -> dict[str, object]:
 
 
 def load(stored: Mapping[str, Any] | str) -> NewJob:
-    """The job that `dump` was given; a text is the JSON of it.
+    """Return the job that `dump` has stored; a text is parsed as JSON.
 
     Raises:
-        PayloadError: it is not such a job, or the table of jobs would refuse it.
+        PayloadError: it is no such job, or the table of jobs would refuse it.
     """
     try:
         job = msgspec.json.decode(stored if isinstance(stored, str) else msgspec.json.encode(stored), type=_StoredJob)
@@ -71,7 +71,7 @@ def load(stored: Mapping[str, Any] | str) -> NewJob:
 
 
 def _check(envelope: JobEnvelope, stored: "_StoredJob") -> None:
-    """Refuse a job that `add_job` would refuse: SQL of users may have written it."""
+    """Refuse a job that `add_job` would refuse: users' SQL may have written it."""
     check_name("kind", envelope.kind)
     check_name("queue", envelope.queue)
     JobOptions(
@@ -89,7 +89,7 @@ def _check(envelope: JobEnvelope, stored: "_StoredJob") -> None:
     if stored.batch is not None:
         UUID(stored.batch)
     check_size(envelope.kind, envelope.headers)
-    # The database takes no lone surrogates, and no NUL, which JSON may spell as an escape.
+    # The database accepts no lone surrogates and no NUL, which JSON may contain as escapes.
     headers = msgspec.json.decode(envelope.headers, type=dict[str, str])
     arguments = msgspec.json.decode(bytes(stored.args), type=dict[str, Any])
     if _has_nul(headers) or _has_nul(arguments):
@@ -105,7 +105,10 @@ def _has_nul(value: object) -> bool:
 
 
 def fold_chain(new: NewJob) -> NewJob:
-    """The same job, with those that follow it in a header, as they are stored; they must be complete."""
+    """Return the same job with its followers, the later jobs of its chain, stored in one of its headers.
+
+    The followers' entities must have primary keys.
+    """
     if not new.followers:
         return new
     followers = msgspec.json.encode([dump(each) for each in new.followers]).decode()
@@ -114,7 +117,9 @@ def fold_chain(new: NewJob) -> NewJob:
 
 
 def unfold_chain(text: str) -> NewJob:
-    """The first job of a chain, by the header of the job before it, with the others as its followers.
+    """Return the next job of a chain, from the header `outboxq.then` of the job before it.
+
+    The later jobs of the chain become its followers.
 
     Raises:
         PayloadError: it is no chain.
@@ -128,7 +133,7 @@ def unfold_chain(text: str) -> NewJob:
 
 
 def add_headers(envelope: JobEnvelope, added: Mapping[str, str]) -> JobEnvelope:
-    """The envelope with more headers."""
+    """Return a copy of the envelope whose headers also include `added`."""
     headers = msgspec.json.decode(envelope.headers, type=dict[str, str]) | dict(added)
     return msgspec.structs.replace(envelope, headers=msgspec.json.encode(headers).decode())
 
@@ -151,7 +156,7 @@ class _StoredJob(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     batch: str | None = None
 
     def envelope(self) -> JobEnvelope:
-        """The job without its arguments and its keys."""
+        """Return the job's envelope: everything but its arguments and its keys."""
         return JobEnvelope(
             self.kind,
             self.queue,
@@ -165,7 +170,7 @@ class _StoredJob(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         )
 
     def keys(self) -> JobKeys | None:
-        """The keys, if there are any."""
+        """Return the keys, if there are any."""
         unique = None if self.unique is None else UniqueKey(self.unique, _delta(self.unique_kept_seconds))
         keys = JobKeys(self.coalesce, self.group, unique, self.batch)
         return None if keys == JobKeys() else keys

@@ -1,8 +1,8 @@
-"""Unique jobs: inserted if their key is free; their handles say whether they were.
+"""Unique jobs: inserted if their key is free, as their handles then show.
 
 A producer's flush takes the keys and inserts the jobs in one statement. A flush in a handler inserts the jobs alone;
-their keys are taken at the batch's COMMIT, which deletes the jobs of keys that are taken. So a handler holds no key
-that a producer would wait for, and jobs that a rollback undoes, to any savepoint, take no key.
+their keys are taken at the COMMIT of the relay's transaction, which deletes the jobs whose keys other jobs have. So a
+handler holds no key for which a producer would wait, and jobs that are rolled back, to any savepoint, take no key.
 """
 
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
@@ -26,18 +26,19 @@ T = TypeVar("T")
 
 
 def statements_that_take_keys(schema: str, added: Mapping[str, UniqueJob]) -> list[str]:
-    """Statements that take the keys of jobs that were inserted without; they delete the jobs of keys that are taken.
+    """Return statements that take the keys of inserted jobs, and delete jobs whose keys other jobs have.
 
-    In the order of the keys' bytes: two transactions that want the same keys wait in one order.
+    Keys are taken in the order of their bytes, so that two transactions that want the same keys wait in one order.
     """
     return [take_keys(schema, part) for part in parts(_sorted(added))]
 
 
 def record_taken(added: MutableMapping[str, UniqueJob], found: Rows) -> tuple[UniqueJob, ...]:
-    """Record in the handles of jobs if they were added; returns those not added.
+    """Record in the handles of unique jobs if they were added; return the jobs that were not. `added` is emptied.
 
     Args:
-        found: The rows of `statements_that_take_keys`.
+        added: The jobs, by id, for which `statements_that_take_keys` was called.
+        found: The rows of these statements.
     """
     rows = [(str(row[0]), bool(row[1]), row[2]) for row in found]
     answered = {job_id: added[job_id] for job_id, *_ in rows}
@@ -47,13 +48,13 @@ def record_taken(added: MutableMapping[str, UniqueJob], found: Rows) -> tuple[Un
 
 
 def insert_unique(connection: Connection, jobs: Mapping[str, UniqueJob]) -> None:
-    """Insert unique jobs, by their ids in hex, if their keys are free; in a handler insert all, for COMMIT to decide.
+    """Insert unique jobs if their keys are free; in a handler insert all, and leave the decision to COMMIT.
 
     Of two jobs of one key the first wins. The keys are taken in the order of their bytes, over all of the jobs: two
     flushes that want the same keys wait in one order.
 
     Raises:
-        EnqueueError: the role may not do that.
+        EnqueueError: the role lacks a right.
         SchemaError: the tables are missing, or too old.
     """
     guard = guard_of(connection)
@@ -67,7 +68,7 @@ def insert_unique(connection: Connection, jobs: Mapping[str, UniqueJob]) -> None
         first.setdefault(job.key.key, job_id)
     wanted = {job_id: jobs[job_id] for job_id in first.values()}
     if len(wanted) > JOBS_PER_INSERT:
-        # One statement takes its keys in their order by itself, and keeps that of the jobs.
+        # One statement takes its keys in their order by itself, and keeps the order of the jobs.
         wanted = _sorted(wanted)
     with missing_tables_explained(), _missing_rights_explained():
         rows = [row for some in parts(wanted) for row in _add(connection, some)]
@@ -75,11 +76,15 @@ def insert_unique(connection: Connection, jobs: Mapping[str, UniqueJob]) -> None
 
 
 def _add(connection: Connection, jobs: Mapping[str, UniqueJob]) -> list[tuple[str, bool, str | None]]:
-    """Add jobs of different keys; for each its id in hex, whether it was added, and the job that has its key else."""
+    """Insert jobs of different keys if their keys are free.
+
+    Returns:
+        For each job: its id in hex, True if it was added, and otherwise the id of the job with its key, if known.
+    """
     found = connection.execute(*add_unique(jobs)).all()
     ids = list(jobs)
     rows = [(ids[row[0] - 1], row[1], row[2]) for row in found]
-    # Another transaction took the key while this statement waited for it: only a new one sees for which job.
+    # Another transaction took the key while this statement waited: only a new statement sees which job has it.
     unknown = [jobs[job_id].key.key for job_id, added, owner in rows if not added and owner is None]
     if not unknown:
         return rows
@@ -88,7 +93,10 @@ def _add(connection: Connection, jobs: Mapping[str, UniqueJob]) -> list[tuple[st
 
 
 def _answer(jobs: Mapping[str, UniqueJob], rows: Sequence[tuple[str, bool, object]]) -> None:
-    """Record the outcome in the handles of jobs by rows of some of them: the others have the key of one of these."""
+    """Record the outcome in the handles of all jobs.
+
+    `rows` are those of `_add`, for one job of each key: other jobs of the key were not added.
+    """
     owners: dict[str, object] = {}
     for job_id, added, owner in rows:
         if added or owner is not None:
@@ -100,12 +108,12 @@ def _answer(jobs: Mapping[str, UniqueJob], rows: Sequence[tuple[str, bool, objec
 
 
 def _sorted(jobs: Mapping[str, UniqueJob]) -> dict[str, UniqueJob]:
-    # Stable: of one key the first stays the first.
+    # A stable sort: the first job of a key stays first.
     return dict(sorted(jobs.items(), key=lambda item: item[1].key.key.encode()))
 
 
 def parts(jobs: Mapping[str, T]) -> Iterator[dict[str, T]]:
-    """Jobs by their ids, as many at a time as one statement inserts."""
+    """Yield jobs by their ids, in parts of the size that one statement inserts."""
     rest = iter(jobs.items())
     while some := dict(islice(rest, JOBS_PER_INSERT)):
         yield some
@@ -118,7 +126,7 @@ def _missing_rights_explained() -> Iterator[None]:
     except DBAPIError as error:
         if sqlstate_of(error) != INSUFFICIENT_PRIVILEGE:
             raise
-        # The message names the table in any language.
+        # The message names the table in every language.
         is_key = "unique_key" in str(error.orig)
         missing = (
             "SELECT, INSERT and UPDATE on unique_key"

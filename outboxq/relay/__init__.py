@@ -1,1 +1,1 @@
-"""The process that claims jobs and runs their handlers: slots, their connections, and the threads besides them."""
+"""The process that claims jobs and runs their handlers: slots, their connections, and other threads."""

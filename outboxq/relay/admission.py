@@ -1,8 +1,9 @@
-"""Admission: decides by a queue's limit and rate if a relay's slots may claim from it now.
+"""Admission: decides by a queue's limit (of running jobs) and rate if a relay's slots may claim from it now.
 
-The claim itself keeps the limit. This module saves claims that would find nothing: a queue that is at its limit, or has
-no tokens, is held for a moment, for all slots of the relay. Then one slot tries again. Only a suspect, whose claim has
-committed, takes its slot of the limit here.
+The SQL of a claim enforces the limit. This module avoids claims that would find nothing: a queue at its limit, or
+without tokens (each job uses one, and the rate says how fast new ones come), is held: no slot of the relay claims from
+it for a moment, and then one slot tries again. A suspect (a job that ran when its relay died) is claimed in a separate
+transaction; in the transaction that runs it, `take_slot_again` counts it in the limit.
 """
 
 import logging
@@ -27,32 +28,35 @@ from outboxq.statements.transaction import local_timeouts
 
 logger = logging.getLogger("outboxq.relay")
 
-# The number of waiting jobs, if the limit has room, the tokens reserved, and the seconds until tokens are due.
+# The number of waiting jobs if the limit has room, the reserved tokens, and the seconds until tokens are due.
 Row: TypeAlias = tuple[int, bool, int, float | None]
 
 # Tokens are due by the server's clock, and other relays wait for them too.
 _LEAST_HOLD_SECONDS = 0.002
-# A single token serves the next claims of its slot: a claim of another sort may have found nothing. It is kept for a
-# tenth of a token's time, so that no more than a tenth of a job begins too early.
+# A single token serves its slot's next claims, because a claim of another sort may have found nothing. It is kept for a
+# tenth of a token's interval, so that at most a tenth of a job begins too early.
 _LEAST_KEEP_SECONDS, _MOST_KEEP_SECONDS, _KEPT_SHARE = 0.02, 60.0, 0.1
 
 
-# A chunk is the tokens of this time, if the burst allows it, so that a queue at its rate is not queried more often.
+# A chunk is the tokens of this time, if the burst allows that, so that a queue at its rate is not queried more often.
 _CHUNK_SECONDS = 0.02
 
 
 def chunk_of(rate: Rate) -> int:
-    """The number of tokens reserved at once, if so many jobs wait: at most half of the burst, and one at least."""
+    """Return the most tokens to reserve at once for a queue with this rate, if no single claim needs more.
+
+    They are the tokens that the rate gives in 0.02 s, but at most half of the burst, and at least one.
+    """
     return max(1, min(int(_CHUNK_SECONDS / rate.seconds_each), rate.burst // 2))
 
 
 @dataclass(slots=True)
 class _Hand:
-    """The tokens of one queue that the relay has, and how many it requests next."""
+    """The tokens of one queue's rate that the relay has reserved and not used yet, and the number to reserve next."""
 
     tokens: int = 0
     until: float = 0.0
-    # No claim has taken any of them yet.
+    # True until a claim takes one of them.
     is_fresh: bool = False
     wanted: int = 1
     used: int = 0
@@ -60,18 +64,22 @@ class _Hand:
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """Tokens that a claim has taken, and the time until which another one may use them if this one does not."""
+    """The reserved tokens that one claim took.
+
+    If it leaves some unused, other claims may use them until `until` (monotonic).
+    """
 
     tokens: int
     until: float
 
 
 class TokenHands:
-    """The tokens of its queues' rates that a relay has in hand; shared by its slots, and used one for each job.
+    """The tokens that a relay has reserved in the database, by queue. Each job of a queue with a rate uses one.
 
-    Several tokens are reserved at once, for the next claims, so that a high rate does not cost a commit for each job.
-    They are used within moments: tokens kept for long would let more jobs begin at once than the rate allows. Tokens
-    that are not used in time are lost, and the next reservation is for fewer.
+    All slots of the relay share them. Several are reserved at once, for the next claims, so that a high rate does not
+    cost a commit for each job. They must be used soon (`TokenRequest.keep_seconds`): tokens kept for longer would let
+    more jobs begin at once than the rate allows. Tokens that are not used in time are lost, and the next reservation is
+    smaller.
     """
 
     def __init__(self, keep_seconds: float) -> None:
@@ -80,11 +88,15 @@ class TokenHands:
         self._lock = threading.Lock()
 
     def request(self, queue: str, rate: Rate, batch_size: int) -> TokenRequest:
-        """The next request: enough for a claim, and as many more as were used in time the last time."""
+        """Return a request to reserve the next tokens of a queue in the database.
+
+        It is for `batch_size` tokens, one for each job of a claim; for more if the tokens of the last reservation were
+        used in time.
+        """
         chunk = chunk_of(rate)
         with self._lock:
             wanted = self._hands.setdefault(queue, _Hand()).wanted
-        # For half of the burst's time at most, so that a whole chunk can be had.
+        # For half the burst's time at most, so that a whole chunk is possible.
         keep_seconds = min(self._keep_seconds, rate.burst * rate.seconds_each / 2)
         return TokenRequest(
             most=min(max(min(wanted, chunk), batch_size), rate.burst),
@@ -95,7 +107,7 @@ class TokenHands:
         )
 
     def add(self, queue: str, tokens: int, until: float) -> None:
-        """Take over tokens that were reserved, to be used before `until` (monotonic)."""
+        """Add tokens that were reserved in the database; claims must use them before `until` (monotonic)."""
         with self._lock:
             hand = self._hands.setdefault(queue, _Hand())
             self._drop_old(hand)
@@ -104,10 +116,10 @@ class TokenHands:
             hand.tokens, hand.used, hand.is_fresh = hand.tokens + tokens, 0, True
 
     def take(self, queue: str, most: int) -> Taken:
-        """Take up to `most` tokens for a claim.
+        """Take up to `most` of a queue's reserved tokens for a claim; return the tokens taken, which may be none.
 
-        The first claim after a reservation has them however late it comes: if a busy machine lost them each time, no
-        job would ever begin.
+        The first claim after a reservation gets tokens even if it comes after their `until`: otherwise no job would
+        ever begin on a machine that is so busy that each claim is late.
         """
         with self._lock:
             hand = self._hands.get(queue)
@@ -121,7 +133,10 @@ class TokenHands:
             return Taken(taken, hand.until)
 
     def give_back(self, queue: str, taken: Taken) -> None:
-        """Give back tokens that no claim used; they are lost if their time has ended."""
+        """Give back tokens that a claim took and did not use, for other claims.
+
+        After `taken.until` they are lost instead.
+        """
         with self._lock:
             hand = self._hands[queue]
             hand.used -= taken.tokens
@@ -130,7 +145,7 @@ class TokenHands:
                 hand.tokens += taken.tokens
 
     def has(self, queue: str) -> bool:
-        """Return True if there are tokens in hand."""
+        """Return True if there are reserved tokens of this queue that a claim may still use."""
         with self._lock:
             hand = self._hands.get(queue)
             return hand is not None and hand.tokens > 0 and (hand.is_fresh or time.monotonic() < hand.until)
@@ -142,11 +157,11 @@ class TokenHands:
 
 @dataclass
 class Query:
-    """A statement that a slot sends, outside of a transaction, before its next claim.
+    """A statement that a slot sends between claims (a poll, or a reservation of tokens), with no transaction open.
 
     Attributes:
-        is_alone: The statement needs no transaction.
-        rows: The answer, when the slot has sent it.
+        is_alone: True to send it without BEGIN and COMMIT; otherwise it runs in a transaction of its own.
+        rows: The answer, after the slot has sent it.
     """
 
     statement: str
@@ -156,13 +171,16 @@ class Query:
 
 @dataclass(eq=False)
 class Admission:
-    """Decides which queues a relay's slots may claim from.
+    """Decides from which queues a relay's slots may claim, by the queues' limits and rates. All slots share it.
+
+    A queue that is at its limit, or has no tokens of its rate, is held: no slot claims from it for a moment.
 
     Args:
-        wake_another: Wakes a slot that sleeps on a queue.
+        wake_another: Wakes a slot that sleeps on the given queue.
 
     Attributes:
-        given_back_at: The last time (monotonic) at which a token that came back has released a queue.
+        given_back_at: By queue, the last time (monotonic) at which the queue's hold ended because a token was given
+            back.
     """
 
     schema: str
@@ -173,7 +191,7 @@ class Admission:
     wake_another: Callable[[str], None]
     given_back_at: dict[str, float] = field(default_factory=dict)
     _pauses: dict[str, float] = field(default_factory=dict)
-    # By queue, the end of its hold for want of tokens.
+    # By queue, the end of its hold because of missing tokens.
     _tokens_due_at: dict[str, float] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -181,7 +199,11 @@ class Admission:
         self.hands = TokenHands(self.limits.token_seconds)
 
     def found_full(self, queue: str) -> None:
-        """Record that a claim found a queue at its limit: no slot claims from it for a moment."""
+        """Record that a claim found a queue at its limit, and hold the queue: no slot claims from it for some time.
+
+        The first hold takes `RelayLimits.full_least_seconds`, and each further one twice as long, up to
+        `full_most_seconds`.
+        """
         limits = self.limits
         with self._lock:
             pause = self._pauses.get(queue, limits.full_least_seconds)
@@ -189,7 +211,10 @@ class Admission:
         self.poller.hold(queue, pause)
 
     def found_room(self, queue: str) -> None:
-        """Record that no limit stopped a claim of this queue."""
+        """Record that a claim was not stopped by its queue's limit: end the queue's hold, if it has one.
+
+        The next hold is short again.
+        """
         # Without the lock: a pause that another slot sets at this moment counts as set after this call.
         if queue in self._pauses:
             with self._lock:
@@ -197,12 +222,15 @@ class Admission:
         self.poller.release(queue)
 
     def give_back(self, queue: str, taken: Taken) -> None:
-        """Give back tokens that no claim used, for the next claims: also if a slot found none meanwhile."""
+        """Give back tokens that a claim did not use.
+
+        If slots avoid the queue because it had no tokens, let them claim again.
+        """
         self.hands.give_back(queue, taken)
         self.release_tokens(queue)
 
     def release_tokens(self, queue: str) -> None:
-        """Release a queue that is held for want of tokens, if there are some."""
+        """If a queue is held because it had no tokens, and the relay has some by now, end the hold and wake a slot."""
         until = self._tokens_due_at.get(queue)
         is_held = until is not None and until == self.poller.held_until.get(queue)
         if is_held and self.hands.has(queue) and self.poller.release(queue):
@@ -210,15 +238,15 @@ class Admission:
             self.wake_another(queue)
 
     def ended(self, queue: str) -> None:
-        """Record that jobs of this queue have ended: its limit has room again, and another slot may claim.
+        """Record that jobs of this queue have ended: if it is held for its limit, end the hold and wake a slot.
 
-        The slot that ran them may be about to turn to another queue.
+        A sleeping slot is woken, because the one that ran the jobs may be about to claim from another queue.
         """
         if self.flow.limits_of(queue).running is not None and self.poller.release(queue):
             self.wake_another(queue)
 
     def changed(self, queues: frozenset[str]) -> None:
-        """Record that the limits of these queues have changed, and release what the old limits held."""
+        """Log the new limits of these queues, and end holds that their old limits caused."""
         for queue in sorted(queues):
             logger.info("queue %r is limited: %s", queue, self.flow.limits_of(queue))
             with self._lock:
@@ -227,15 +255,16 @@ class Admission:
                 self.wake_another(queue)
 
     def reserve(self, queue: str, batch_size: int) -> Iterator[Query]:
-        """Reserve tokens before a claim, if the queue has a rate and none are in hand.
+        """Yield statements for a slot to send, which reserve tokens of a queue's rate for its next claim.
 
-        If no token can be had, the queue is held until one is due.
+        Yields nothing if the queue has no rate, or the relay still has tokens of it. If an answer shows that there is
+        no token, no slot claims from the queue until one is due.
         """
         rate = self.flow.limits_of(queue).rate
         if rate is None or self.hands.has(queue):
             return
         asked = self.hands.request(queue, rate, batch_size)
-        # Reserve no tokens that cannot be used.
+        # Do not reserve tokens that cannot be used.
         most, counts_leases = self.flow.limits_of(queue).running, self.claims.get(queue) == "lease"
         limited = None if most is None else room(self.schema, queue, most, counts_leases=counts_leases)
         statement = reserve_tokens(self.schema, queue, asked, limited)
@@ -247,36 +276,40 @@ class Admission:
             waiting, has_room, tokens, due_seconds = _row(query.rows)
         if tokens:
             one_seconds = min(max(_LEAST_KEEP_SECONDS, rate.seconds_each * _KEPT_SHARE), _MOST_KEEP_SECONDS)
-            # Counted from the answer: however long the COMMIT took, the next claim comes in time.
+            # Counted from the answer, so that the next claim is in time however long the COMMIT took.
             self.hands.add(queue, tokens, time.monotonic() + (asked.keep_seconds if tokens > 1 else one_seconds))
         elif not has_room:
             self.found_full(queue)
         elif waiting:
             self._tokens_due_at[queue] = self.poller.hold(queue, max(due_seconds or 0.0, _LEAST_HOLD_SECONDS))
-            # Another slot may have given one back since: before the hold, or after it, as `give_back` does.
+            # Another slot may have returned a token since: before the hold, or after it, as `give_back` does.
             self.release_tokens(queue)
         else:
             self.found_room(queue)
 
 
 class SlotAdmission:
-    """Decides what one slot may claim now. Holds the tokens that its last claim took until jobs are known to use them.
+    """Decides how many jobs one slot may claim now, and keeps the tokens that its last claim took, until jobs use them.
 
-    A claim from a queue without a limit or rate costs nothing here.
+    For a queue without a limit or rate this costs nothing.
     """
 
     def __init__(self, shared: Admission) -> None:
         self._shared = shared
         self._held: tuple[str, Taken] | None = None
-        # Their claim found nothing: the queue's next claim has them.
+        # The claim with these tokens found nothing: the queue's next claim uses them.
         self._are_left = False
 
     def reserve(self, queue: str, batch_size: int) -> Iterator[Query]:
-        """Yield what to send before a claim, if the queue has a rate and no tokens are in hand."""
+        """Yield the statements that the slot sends to reserve tokens of the queue's rate for its next claim.
+
+        Yields nothing if the queue has no rate, or the slot or relay still has tokens of it, such as those that the
+        slot's last claim did not use because it found no job.
+        """
         return iter(()) if self._are_left_to(queue) else self._shared.reserve(queue, batch_size)
 
     def take(self, queue: str, limit: int) -> int:
-        """Take tokens for up to `limit` jobs, if the queue has a rate; returns how many jobs may be claimed."""
+        """Take tokens for up to `limit` jobs, if the queue has a rate; return how many jobs may be claimed."""
         held = self._held
         if held is not None and self._are_left_to(queue) and held[1].tokens <= limit:
             self._are_left = False
@@ -289,7 +322,11 @@ class SlotAdmission:
         return taken.tokens
 
     def record(self, claimed: Claimed) -> None:
-        """Record what a claim took, or that it found its queue at its limit."""
+        """Record the answer to a claim, which took jobs, found none, or found its queue at its limit.
+
+        Tokens beyond the number of claimed jobs are given back. If there was no job at all, the slot keeps its tokens
+        for the queue's next claim.
+        """
         queue = claimed.request.queue
         if claimed.is_full:
             self._shared.found_full(queue)
@@ -301,16 +338,17 @@ class SlotAdmission:
             self._are_left = True
 
     def ended(self, queue: str, following: Claimed | None) -> None:
-        """Record that jobs of a queue have ended: there is room for others, unless the slot's next claim has taken it.
+        """Record that jobs have ended and left room in their queue's limit, unless the slot's next claim has used it.
 
         Args:
-            following: The claim that went along with their COMMIT.
+            following: The answer to the claim that was sent with the COMMIT of these jobs; None if there was no such
+                claim.
         """
         if following is None or following.request.queue != queue or not (following.jobs or following.is_full):
             self._shared.ended(queue)
 
     def return_unused(self, used: int = 0) -> None:
-        """Give back the tokens of the last claim that no job used."""
+        """Give back the tokens of the slot's last claim, except for `used` of them: one for each claimed job."""
         if self._held is not None:
             queue, taken = self._held
             self._held, self._are_left = None, False
@@ -326,16 +364,17 @@ def _row(rows: Rows) -> Row:
 
 
 def take_slot_again(connection: Connection, claimed: Claimed, schema: str) -> bool:
-    """Take a slot of the limit again for a job that was claimed to run by itself, or give the job back.
+    """Count a claimed suspect (a job that ran when its relay died) in its queue's limit, in the run's transaction.
 
-    The claim's COMMIT gave up the claim's own slot. The transaction of the job itself begins here, and holds the slot
-    to its end.
+    If the limit has no room, make the job claimable again and return False. This is needed because the claim was a
+    separate transaction, and the job stopped counting at its COMMIT. `connection` must have begun the transaction of
+    the run.
     """
     request, job = claimed.request, claimed.jobs[0]
     most = request.script.most
     if most is None:
         return True
-    # The server's deadlines are those of a job that is about to run.
+    # The server's time-outs are set for a job that is about to run.
     timeouts = local_timeouts(request.timeout_seconds)
     if run_script(connection, *timeouts, take_slot(schema, request.queue, most))[0][0]:
         return True

@@ -1,4 +1,8 @@
-"""Calls: the slots of a dispatcher. Each runs one leased job, in a thread or in a task of the event loop."""
+"""Calls: each runs one job of a queue in lease mode, in a thread or in a task of the event loop.
+
+In lease mode a job is claimed in a short transaction, and runs without one: the relay's lease protects it. A dispatcher
+claims the jobs for a group of slots, and starts one call for each job; a call occupies one slot.
+"""
 
 import asyncio
 import threading
@@ -36,49 +40,52 @@ from outboxq.relay.state import RelayState
 from outboxq.relay.threads import BoundedStart
 from outboxq.relay.watch import TaskWatch, ThreadWatch, call_soon
 
-# When the relay stops, the outcome of a lost connection's job is asked for so often, and for so long.
+# When the relay stops, the outcome of a lost connection's job is queried at this interval, and for this long.
 _LAST_TRIES, _LAST_SECONDS = 5, 2.0
 _JOIN_SECONDS = 0.01
-# It has no state.
+# Shared, because it has no state.
 _SYNC_INVOKER = SyncInvoker()
-# The events of jobs that do not come back.
+# The events of jobs that do not run again.
 _ENDS = frozenset({JobDone, JobDiscarded, JobDied, JobCancelled})
 
 
 class CallOwner(Protocol):
-    """The dispatcher of a call."""
+    """The part of a dispatcher's interface that its calls use."""
 
     state: RelayState
     connections: CallConnections
 
     def receive_result(self, call: "Call", settlement: Settlement) -> None:
-        """Receive the outcome of a call that held no connection, to settle it with others."""
+        """Receive the outcome of a call that used no connection.
+
+        The dispatcher writes it, in one transaction with others.
+        """
         ...
 
     def receive_end(self, call: "Call") -> None:
-        """Receive the end of a call: its slot is free."""
+        """Free the slot of a call that has ended, so that the dispatcher may claim another job for it."""
         ...
 
     def may_wait(self) -> None:
-        """Receive that a job may be claimed again, or another one of its group."""
+        """Make the dispatcher claim soon: the call's own job was put back, or the next job of its group may run now."""
         ...
 
     def cut_off(self, call: "Call") -> None:
-        """Receive that a call is waited for no more: its slot is free."""
+        """Free the slot of a call for which the relay no longer waits, although its handler may still run."""
         ...
 
     @property
     def fail(self) -> Callable[[BaseException], None]:
-        """The function that ends the relay by an error."""
+        """The function to call with an error that is to end the relay."""
         ...
 
 
 class Call:
-    """One call: the run of a leased job, from its start to its result or its COMMIT.
+    """The run of one leased job, from its handler's start until its outcome is committed or left to the dispatcher.
 
     Attributes:
-        batch: The job, as a batch of one.
-        watch: The watch on its handler.
+        batch: The job, as a batch with one job.
+        watch: Shows other threads the handler's call stack, and cancels an async handler.
     """
 
     has_failed = False
@@ -111,11 +118,11 @@ class Call:
 
     @property
     def is_suspect(self) -> bool:
-        """Return True if the job ran when its relay died."""
+        """Return True if the job is a suspect: it ran when its last relay died, and may have caused that."""
         return self.batch.claimed.request.sort.is_suspect
 
     def run(self) -> None:
-        """Run the job; never raises."""
+        """Run the job, and pass its outcome to the dispatcher. Never raises: an unexpected error ends the relay."""
         try:
             outcome = call_here(self._outcome)
             if isinstance(outcome, Ended):
@@ -132,7 +139,8 @@ class Call:
         finally:
             if self._detached is not None:
                 self._detached.close()
-            # `_leased` refers to this call: without the circle both are freed at once, by no garbage collector.
+            # `_leased` refers to this call: without the reference cycle both are freed at once, not by the garbage
+            # collector.
             del self._leased
             self._is_done = True
             self._owner.receive_end(self)
@@ -144,12 +152,16 @@ class Call:
             return self._recover_elsewhere(error)
 
     def _outcome_here(self) -> Settlement | Ended:
-        """Run the job, and settle it on its connection, if it has one and that works."""
+        """Run the job; return a `Settlement` for the dispatcher to write, or an `Ended` if the call has written it.
+
+        An error on the connection that the handler used is dealt with on this connection. Raises the errors for which
+        that is not possible; then another connection must show the outcome.
+        """
         leased, failure = self._leased, None
         try:
             try:
                 outcome = leased.run()
-            except BaseException as error:  # what is not settled here is raised again
+            except BaseException as error:  # an error that cannot be handled here is raised again
                 if leased.lent is None:
                     raise
                 connection, runtime = leased.lent
@@ -167,13 +179,17 @@ class Call:
             leased.give_back(failure)
 
     def _recover_elsewhere(self, error: BaseException) -> Ended:
-        """Find out the outcome of a job whose connection was lost, on others."""
+        """Find out the outcome of a job whose connection failed, on another one; try until the database answers.
+
+        Raises errors that do not come from a connection, and `Abandoned` if the relay stops and the database does not
+        answer within 2 s.
+        """
         outage, lost = Outage(self._state), ConnectionLost("the connection was lost while the job ran")
         tries, ends_at = _LAST_TRIES, float("inf")
         while True:
             if isinstance(error, Abandoned) or self._is_interruption(error):
                 raise error
-            # A defect of ours, or what users' code raises to end a process.
+            # A defect of outboxq, or an error with which users' code ends a process.
             is_final = not isinstance(error, Exception) or is_defect(error)
             if is_final and not isinstance(error, CONNECTION_ERRORS):
                 raise error
@@ -206,10 +222,10 @@ class Call:
     def _is_interruption(self, error: BaseException) -> bool:
         return self.is_abandoned and is_cancellation(error)
 
-    # The relay's deadlines, in other threads.
+    # The methods below are called by the relay's deadlines, in other threads.
 
     def runtime_on(self, connected: SlotConnection, invoker: Invoker | None = None) -> Runtime:
-        """Make the runtime of handlers on this connection."""
+        """Make the `Runtime` (all that executing a job needs, except the job) for this connection."""
         return self._state.runtime(
             self.flavour,
             invoker or connected.invoker,
@@ -220,52 +236,61 @@ class Call:
         )
 
     def publish(self, report: BatchReport) -> None:
-        """Count what was committed, and emit it."""
+        """Count the job's committed outcome and emit its events.
+
+        Make the dispatcher claim if a job may have become claimable: this one, or the next of its group.
+        """
         self._state.publish(report)
         if self._state.flow.restricts:
             self._state.admission.ended(self.queue)
-        # Nothing notifies of a job that comes back, or that is the next of its group.
+        # There is no notification for a job that waits again, or that is the next of its group.
         if self.batch.jobs[0].group_key is not None or not _ENDS.issuperset(map(type, report.events)):
             self._owner.may_wait()
 
     def is_seized(self) -> bool:
-        """Return True if the relay has taken the job away."""
+        """Return True if the relay has taken the job away from this call, which then must not write its outcome."""
         return self.batch.owner.is_seized
 
     def end_turn(self) -> None:
-        """Do nothing: the dispatcher ends the turns of its suspects."""
+        """Do nothing: a call has no turn to run suspects (jobs that ran when their relay died), unlike a slot.
+
+        For calls the dispatcher has the turn, and ends it itself.
+        """
 
     @property
     def is_abandoned(self) -> bool:
-        """Return True if the relay does not wait for it any more."""
+        """Return True if the relay no longer waits for the end of this call."""
         return self._place.is_abandoned
 
     @property
     def is_waiting(self) -> bool:
-        """Return True while the handler waits for a connection."""
+        """Return True while the handler waits until the call may use one of the limited number of connections."""
         return self._place.is_waiting
 
     def is_alive(self) -> bool:
-        """Return True while it runs."""
+        """Return True while the call runs."""
         return not self._is_done
 
     def join(self, timeout_seconds: float) -> None:
-        """Wait for its end."""
+        """Wait for the call's end, for `timeout_seconds` at most."""
         until = time.monotonic() + timeout_seconds
         while not self._is_done and time.monotonic() < until:
             time.sleep(_JOIN_SECONDS)
 
     def cut_off(self) -> None:
-        """Free its slot: the relay has taken its job away, and its handler does not end."""
+        """Make the dispatcher free the call's slot: the relay has taken the job away, but the handler does not end."""
         self._owner.cut_off(self)
 
     def abandon(self) -> None:
-        """Wait for it no more."""
+        """Stop waiting for the call: give its place among the connections to another, and detach its connection.
+
+        The call's thread or task closes the detached connection when its handler ends at last.
+        """
         self._place.is_abandoned = True
         connected = self._place.connected
         self._place.free()
         if connected is not None and not (connected.connection.closed or connected.connection.invalidated):
-            # Its place in the engine's pool is another's. Its thread may be closing it at this moment.
+            # Its place in the engine's pool is in use again. Its thread may be closing the connection at this moment.
             with suppress(SQLAlchemyError):
                 self._detached = dbapi_connection(connected.connection)
                 connected.connection.detach()
@@ -280,12 +305,16 @@ class TaskCall(Call):
         engine = owner.connections.given
         assert isinstance(engine, AsyncEngine)
         invoker = self._async_invoker = AsyncInvoker(engine)
-        # The watch refers to the invoker and not to the call, which is freed at its end without the garbage collector.
+        # The watch refers to the invoker and not to the call, so that the call is freed at its end without the garbage
+        # collector.
         self._loop, self._watch = loop, TaskWatch(loop, lambda: invoker)
         super().__init__(owner, batch, handler, invoker, self._watch)
 
     def start(self) -> None:
-        """Start the handler in a task, in the event loop. Only a call that uses its session needs more than that."""
+        """Start the handler in a task of the event loop; `_go_on` finishes the call when the handler has ended.
+
+        Only a call that uses a connection needs a greenlet, and not before that use.
+        """
         context, watch = copy_context(), self._watch
         self._async_invoker.base = context.copy()
         watch.thread, watch.is_outside = threading.get_ident(), True
@@ -299,12 +328,15 @@ class TaskCall(Call):
         task = self._async_invoker.task = asyncio.Task(running, loop=self._loop, context=context)
         watch.begin(task)
         if self.is_abandoned:
-            # The thread that abandoned the call knew no task yet.
+            # The thread that abandoned the call found no task yet.
             task.cancel()
         task.add_done_callback(self._go_on, context=context)
 
     def _go_on(self, _: "asyncio.Task[None] | None" = None) -> None:
-        """Go on after the handler's end, in its context: in a greenlet if a connection may be needed."""
+        """Finish the call after its handler has ended.
+
+        If that may need a connection, it happens in a new task and greenlet.
+        """
         if self._leased.needs_connection():
             # The loop alone would keep no reference to the task.
             self._rest_task = asyncio.Task(self._rest(), loop=self._loop)
@@ -318,24 +350,24 @@ class TaskCall(Call):
         assert task is not None
         self._watch.begin(task)
         if self.is_abandoned:
-            # The thread that abandoned the call knew the handler's task alone. Here and not earlier, as a task that is
-            # cancelled before its first step never calls `run`, which frees the slot.
+            # The thread that abandoned the call only knew the handler's task. Here and not earlier, because a task that
+            # is cancelled before its first step never calls `run`, which frees the slot.
             task.cancel()
         await greenlet_spawn(self.run)
 
     def _is_interruption(self, error: BaseException) -> bool:
-        # No task is cancelled any more when the handler's has ended.
+        # After the handler's end no task is cancelled any more.
         return self.is_abandoned and isinstance(error, asyncio.CancelledError)
 
     def abandon(self) -> None:
         self._place.is_abandoned = True
-        # A handler that swallows its cancellation keeps neither its place nor that of its connection in the pool.
+        # A handler that swallows its cancellation loses its place, and its connection's place in the pool.
         call_soon(self._loop, super().abandon)
         self._watch.abandon()
 
 
 class CallThreads:
-    """The threads of the calls of one dispatcher; each runs one call after the other."""
+    """The threads in which the calls of one dispatcher run; a thread runs one call after the other."""
 
     def __init__(self) -> None:
         self._idle: list[SimpleQueue[Call | None]] = []
@@ -343,17 +375,17 @@ class CallThreads:
         self._is_closed = False
 
     def start(self, call: Call) -> None:
-        """Run a call in a thread that is free, or in a new one."""
+        """Run a call in a thread that has no call now, or in a new thread."""
         with self._lock:
             calls = self._idle.pop() if self._idle else None
         if calls is None:
             calls = SimpleQueue()
-            # A daemon: a handler that exceeds the time to drain must not keep the process alive.
+            # A daemon, because a handler that exceeds the time to drain must not keep the process alive.
             BoundedStart(_running(self, calls), "outboxq-call").start()
         calls.put(call)
 
     def free(self, calls: "SimpleQueue[Call | None]") -> None:
-        """Receive a thread's queue, when its call has ended."""
+        """Make a thread whose call has ended take the next call; `calls` is the queue from which it takes calls."""
         with self._lock:
             if not self._is_closed:
                 self._idle.append(calls)
@@ -361,7 +393,7 @@ class CallThreads:
         calls.put(None)
 
     def close(self) -> None:
-        """End the threads that are free, and others when their calls end."""
+        """End the threads that have no call now at once, and each of the others when its call ends."""
         with self._lock:
             self._is_closed, idle, self._idle = True, self._idle, []
         for calls in idle:
@@ -375,7 +407,7 @@ def _running(threads: CallThreads, calls: "SimpleQueue[Call | None]") -> Callabl
             call.run()
             call.watch.thread = None
             if call.is_abandoned:
-                # Another thread has its place.
+                # Another thread has taken its place.
                 return
             del call
             threads.free(calls)
@@ -384,7 +416,7 @@ def _running(threads: CallThreads, calls: "SimpleQueue[Call | None]") -> Callabl
 
 
 def _uncancel() -> None:
-    """Go on after a cancellation that is not the relay's own, but a handler's, and came after the handler's end."""
+    """Withdraw a cancellation of the current task that a handler caused, and not the relay, after the handler's end."""
     task = asyncio.current_task()
     while task is not None and task.cancelling():
         task.uncancel()

@@ -1,10 +1,10 @@
 """Connections: slots and dispatchers borrow them while they work, and calls while they use their session.
 
-The connection that was used last is taken first. A few connections stay open, with their claims prepared for the next
-job; others are closed after some seconds. A connection on which anything went wrong is closed, not given back.
+The connection that was used last is lent first. `WARM_CONNECTIONS` unused ones stay open, with the claims' statements
+prepared; others are closed after `linger_seconds` without use. After an error a connection is closed, not kept.
 
-The calls of a dispatcher share a few. A call holds one from its session's first use to its COMMIT. The others wait in
-the order in which they came, within their own deadlines.
+The calls of a dispatcher share a limited number of connections. A call holds one from its session's first use to its
+COMMIT. Other calls wait in the order in which they requested one, within their own deadlines.
 """
 
 import asyncio
@@ -40,9 +40,10 @@ from outboxq.tables import SCHEMA
 
 logger = logging.getLogger("outboxq.relay")
 
-# The connections that stay open while all slots sleep. With the listener's and the lease's an idle relay has four.
+# The connections that stay open while all slots sleep. Together with the listener's and the lease's, an idle relay has
+# four.
 WARM_CONNECTIONS = 2
-# How long a thread waits before it checks if its job was taken away.
+# The interval at which a waiting thread checks if its job was taken away.
 _CHECK_SECONDS = 0.5
 _TAKEN_AWAY = "the relay does not wait for this job any more"
 _RECONNECT_FIRST_SECONDS, _RECONNECT_CAP_SECONDS = 0.1, 5.0
@@ -52,7 +53,7 @@ _LOG_SECONDS = 60.0
 
 @dataclass(slots=True, eq=False)
 class SlotConnection:
-    """A connection that is set up for claiming."""
+    """A connection that is set up for claiming, with the objects that belong to it, such as its caller of handlers."""
 
     connection: Connection
     invoker: Invoker
@@ -73,12 +74,15 @@ def make_slot_connection(connection: Connection, invoker: Invoker) -> SlotConnec
 
 @dataclass(eq=False)
 class SlotConnections:
-    """The connections of the slots of one flavour; those of async slots are used in greenlets of the event loop.
+    """The connections of a relay's slots with handlers of one flavour (sync or async).
+
+    Those for async handlers are used in greenlets of the event loop.
 
     Args:
-        given: The engine that opens them.
-        kept: The number of connections that stay open while the relay runs.
-        linger_seconds: Others are closed when unused for this long, so that work that comes and goes opens no new ones.
+        given: The engine that opens the connections.
+        kept: The number of unused connections that stay open while the relay runs.
+        linger_seconds: Further unused connections are closed after this time, so that a relay with intermittent work
+            need not always open new ones.
     """
 
     given: Engine | AsyncEngine
@@ -95,7 +99,10 @@ class SlotConnections:
 
     @contextmanager
     def borrow(self) -> Iterator[SlotConnection]:
-        """Lend a connection, within the block; after an error it is closed, with all spare connections."""
+        """Lend a connection while the block runs.
+
+        If the block raises, close it and all unused connections, which may be lost too.
+        """
         with self._lock:
             slot_connection = self._spares.pop() if self._spares else None
         if slot_connection is None:
@@ -110,7 +117,7 @@ class SlotConnections:
             raise
         slot_connection.used_at = time.monotonic()
         with self._lock:
-            # Not if a handler spoiled it, or the relay has ended.
+            # Not if a handler spoiled the connection, or the relay has ended.
             is_kept = not self._is_closed and slot_connection.guard.left is None
             if is_kept:
                 self._spares.append(slot_connection)
@@ -131,7 +138,7 @@ class SlotConnections:
             raise
 
     def trim(self) -> None:
-        """Close connections that were unused for a while."""
+        """Close connections that were unused for `linger_seconds`, but keep `kept` unused ones open."""
         oldest = time.monotonic() - self.linger_seconds
         with self._lock:
             over = self._spares[: max(0, len(self._spares) - self.kept)]
@@ -140,7 +147,7 @@ class SlotConnections:
         _close(unused)
 
     def close(self) -> None:
-        """Close the connections that slots have given back, and those that they will give back."""
+        """Close all unused connections; from now on each borrowed one is closed when it is given back."""
         _close(self._remove_all(for_good=True))
 
     def _remove_all(self, *, for_good: bool = False) -> list[SlotConnection]:
@@ -151,7 +158,7 @@ class SlotConnections:
 
 
 def _close(slot_connections: list[SlotConnection]) -> None:
-    """Close connections for good: their session settings must not get into the pool of the user's engine."""
+    """Close connections for good: their session settings must not return to the pool of the user's engine."""
     for slot_connection in slot_connections:
         try:
             give_up(slot_connection.connection)
@@ -163,8 +170,11 @@ def _close(slot_connections: list[SlotConnection]) -> None:
 
 
 def connection_options(engine: Engine | AsyncEngine, schema: str) -> dict[str, Any]:
-    """READ COMMITTED, and this installation's schema for the tables that slots and handlers use through SQLAlchemy."""
-    # Without hooks: the COMMIT of a handler's session commits nothing yet.
+    """Return SQLAlchemy's execution options for a relay's connection: READ COMMITTED, and a `schema_translate_map`.
+
+    The map makes outboxq's tables those of the schema `schema`, and keeps the entries that the `engine` has.
+    """
+    # Without hooks, because the COMMIT of a handler's session commits nothing yet.
     options: dict[str, Any] = {"isolation_level": "READ COMMITTED", HOOKS_OPTION: ()}
     mapped: dict[str | None, str | None] = engine.get_execution_options().get("schema_translate_map") or {}
     if mapped.get(SCHEMA, SCHEMA) != schema:
@@ -174,16 +184,17 @@ def connection_options(engine: Engine | AsyncEngine, schema: str) -> dict[str, A
 
 @dataclass(slots=True, eq=False)
 class Place:
-    """The place of one call among the connections.
+    """The right of one call to hold one of the limited number of connections, while it has that right or waits for it.
 
     Args:
-        is_async: The call runs in greenlets of the event loop.
-        owner: The right to decide on the call's job.
+        is_async: True if the call runs in greenlets of the event loop.
+        owner: Shows if the relay has taken the call's job away, so that the call needs no connection any more.
 
     Attributes:
-        is_abandoned: The relay does not wait for the call any more.
+        is_abandoned: True if the relay no longer waits for the end of the call.
         connected: The connection, while the call has one.
-        is_waiting: The call waits for a connection.
+        held: The `CallConnections` that the place belongs to, in a list; empty while the call has no place.
+        is_waiting: True while the call waits for a connection.
     """
 
     is_async: bool
@@ -194,24 +205,27 @@ class Place:
     is_waiting: bool = False
 
     def is_wanted(self) -> bool:
-        """Return False once the relay has taken the call's job away."""
+        """Return True until the relay takes the call's job away, or stops waiting for the call."""
         return not (self.is_abandoned or self.owner.is_seized)
 
     def pause(self, seconds: float) -> None:
-        """Wait, in the call's task or thread."""
+        """Sleep for `seconds`, in the call's task or thread."""
         if self.is_async:
             await_only(asyncio.sleep(seconds))
         else:
             time.sleep(seconds)
 
     def free(self) -> None:
-        """Give the place up, once: also for a thread that is stuck, and still has its connection."""
+        """Give the place to another call, even if a stuck thread still uses its connection.
+
+        A second call does nothing.
+        """
         with suppress(IndexError):
             self.held.pop().give_place()
 
 
 class _Waiter:
-    """A thread that waits for a place."""
+    """Makes a call that runs in a thread wait until it may hold a connection, or its job is taken away."""
 
     def __init__(self) -> None:
         self._is_woken = threading.Event()
@@ -226,7 +240,10 @@ class _Waiter:
 
 
 class _AsyncWaiter:
-    """A task that waits for a place; the relay cancels it if it does not want the job any more."""
+    """Makes a call that runs in a task wait until it may hold a connection.
+
+    The relay cancels the task if it takes the job away.
+    """
 
     def __init__(self) -> None:
         self._loop, self._is_woken = asyncio.get_running_loop(), asyncio.Event()
@@ -239,15 +256,15 @@ class _AsyncWaiter:
 
 
 class CallConnections:
-    """At most `most` connections, lent to calls in the order in which they ask.
+    """Lends connections to calls, `most` at a time, in the order in which the calls requested them.
 
     Args:
-        connections: The relay's connections of this flavour, which open and close them.
-        name: The queues of the calls, for the log.
+        connections: Opens, keeps and closes the connections.
+        name: The names of the calls' queues, for the log.
 
     Attributes:
         waiting: The number of calls that wait for a connection.
-        given: The engine that opens the connections; `engine` is the plain one below it.
+        given: The engine that opens the connections; `engine` is its sync engine.
     """
 
     def __init__(self, connections: SlotConnections, most: int, name: str) -> None:
@@ -257,7 +274,7 @@ class CallConnections:
         self._connections = connections
         self._name = name
         self._free = most
-        # Whoever is woken has a place: a call that comes later takes none from it.
+        # A woken call has its place already: a later call cannot take it.
         self._waiters: deque[_Waiter | _AsyncWaiter] = deque()
         self._lock = threading.Lock()
         self._logged_at = float("-inf")
@@ -269,10 +286,12 @@ class CallConnections:
 
     @contextmanager
     def borrow(self, place: "Place") -> Iterator[SlotConnection]:
-        """Lend a connection within the block; waits for a place, and while the database is away.
+        """Lend the call of `place` a connection while the block runs.
+
+        Waits first, until fewer than `most` calls have one and until the database can be reached.
 
         Raises:
-            Abandoned: the job was taken away.
+            Abandoned: the relay took the job away while the call waited.
         """
         place.is_waiting = True
         try:
@@ -287,7 +306,10 @@ class CallConnections:
             place.free()
 
     def give_place(self) -> None:
-        """Give a place to the call that has waited longest."""
+        """Pass the place of a call that needs no connection any more to the call that has waited longest.
+
+        If none waits, keep the place for a later call.
+        """
         with self._lock:
             waiter = self._waiters.popleft() if self._waiters else None
             if waiter is None:
@@ -312,7 +334,7 @@ class CallConnections:
                 if not has_place:
                     self._waiters.remove(waiter)
             if has_place:
-                # It came at the same moment, and is the next one's now.
+                # The place was given at the same moment, and now belongs to the next call.
                 self.give_place()
             raise
         finally:
@@ -325,7 +347,7 @@ class CallConnections:
             try:
                 return stack.enter_context(self._connections.borrow())
             except Exception as error:  # noqa: BLE001  # users' engines raise what they like; the job is not to blame
-                # A handler in the middle of its work waits: its calls would be made again.
+                # A handler in the middle of its work waits: otherwise its calls to other services would be repeated.
                 logger.debug("a call waits for the database: %s", describe_error(error))
             if not place.is_wanted():
                 raise Abandoned(_TAKEN_AWAY)

@@ -1,10 +1,12 @@
-"""Deadlines: end a handler that does not end within its deadline, or within the time to drain.
+"""Deadlines: end a handler that exceeds its deadline, or the time that a stopping relay gives it.
 
-A handler whose job was cancelled ends in the same way, with another outcome.
+A handler whose job was cancelled is ended in the same way, with another outcome.
 
-In this order: its statement is cancelled (an async handler is cancelled by its own loop); its backend is terminated, so
-that no late write lands, the attempt is recorded, and its slot is replaced; if its thread or the event loop is still
-not free a little later, the relay ends, so that the process is replaced.
+First the handler's SQL statement is cancelled (an async handler is cancelled by its own event loop). If the handler
+does not end, it is cut off: the relay seizes its batch (the slot or call may not commit these jobs any more),
+terminates the server's process for the connection, so that no late write succeeds, records the attempt, and replaces
+the slot. If the thread or event loop is still not free `free_after_seconds` later, the relay ends, so that a supervisor
+replaces the process.
 
 Statements run in short-lived threads, one for each slot that is past its deadline, so that neither the relay nor the
 other slots wait for the database.
@@ -42,9 +44,9 @@ logger = logging.getLogger("outboxq.relay")
 
 _LOOP_SECONDS = 2.0
 _STEP_SECONDS = 0.05
-# The connections that deadlines may use at a time, besides those of the slots.
+# The most connections that deadlines use at a time, in addition to the slots' own.
 _CONNECTIONS = 4
-# The most jobs that are named of a handler that cannot be freed.
+# The most jobs that are named for a handler that cannot be freed.
 _NAMED = 3
 
 Runner: TypeAlias = SlotThread | SlotTask | Call
@@ -53,14 +55,15 @@ Action: TypeAlias = Callable[[Connection], BatchReport | None]
 
 @dataclass(eq=False)
 class DeadlineEnforcer:
-    """Checks the runners of a relay, from the relay's own thread.
+    """Ends the handlers that are past their deadline or whose job was cancelled. The relay's own thread calls it.
 
-    `cuts` counts the handlers that were cut off.
+    A runner is the loop of a slot, or a call of a dispatcher. `cuts` counts the handlers that did not end when they
+    were cancelled, so that their jobs were taken away from them.
 
     Args:
-        replace: Starts another runner in the place of one that was cut off.
-        stuck: Ends the relay.
-        orders: The jobs that were cancelled.
+        replace: Starts another runner in place of the given one, from which the jobs were taken away.
+        stuck: Ends the relay with the given error.
+        orders: Holds the ids of the jobs that operators have cancelled.
     """
 
     engines: Engines
@@ -74,14 +77,18 @@ class DeadlineEnforcer:
     def __post_init__(self) -> None:
         self._acting: dict[Runner, threading.Thread] = {}
         self._runners: list[Runner] = []
-        # Runners that were cut off, and then, until they are free, each with the jobs of the handler that is to blame.
+        # Runners that were cut off and are not free yet, each with the jobs of the faulty handler.
         self._ended: list[tuple[Runner, Sequence[Job]]] = []
         self._cut: list[tuple[Runner, float, Sequence[Job]]] = []
         self.cuts = 0
         self._connections = threading.BoundedSemaphore(_CONNECTIONS)
 
     def check(self, runners: list[Runner]) -> None:
-        """Act on slots that are past a deadline. Never waits."""
+        """Start a thread for each handler that is past its deadline or whose job was cancelled, which ends the handler.
+
+        Never waits. Also replaces runners whose jobs were taken away, and ends the relay if one of these runners is not
+        free in time.
+        """
         now = time.monotonic()
         self._runners = list(runners)
         self._acting = {runner: thread for runner, thread in self._acting.items() if thread.is_alive()}
@@ -95,7 +102,7 @@ class DeadlineEnforcer:
                 continue
             call, cancelled = batch.running.call, self.orders.cancelled
             if call is not None and cancelled and not call.is_over and any(job.id in cancelled for job in call.jobs):
-                # First: from here on the handler's end does not count as a success.
+                # First, because from here on the handler's end does not count as a success.
                 call.is_cancelled = True
                 runner.watch.cancel(call)
                 self._start(runner, partial(self._end_cancelled, runner, batch, call))
@@ -105,14 +112,14 @@ class DeadlineEnforcer:
             self.replace(runner)
         self._cut = [cut for cut in self._cut if cut[0].is_alive()]
         if any(now > until for _, until, _ in self._cut):
-            # Name the jobs of all: the first one past its time may be held up by another one's handler.
+            # Name all jobs: the first one past its time may only be held up by another job's handler.
             cut, self._cut = self._cut, []
             self.stuck(_stuck_in([job for *_, jobs in cut for job in jobs]))
 
     def abort(self, runners: list[Runner]) -> int:
-        """Take the jobs from slots that a stopping relay no longer waits for; returns how many jobs it took.
+        """Take away the batches of runners for which a stopping relay no longer waits; return the number of jobs.
 
-        Waits for a COMMIT that is under way. Takes no longer than `abort_seconds`, however many slots there are.
+        Waits for a COMMIT in progress. All waits together take `abort_seconds` at most, however many runners there are.
         """
         deadline = time.monotonic() + self.limits.abort_seconds
         pending, taken = list(runners), 0
@@ -137,7 +144,7 @@ class DeadlineEnforcer:
         return taken
 
     def finish(self, seconds: float) -> None:
-        """Wait for the threads under way, for `seconds` at most."""
+        """Wait until the threads that end handlers have finished, for `seconds` at most."""
         deadline = time.monotonic() + seconds
         for thread in list(self._acting.values()):
             thread.join(max(0.0, deadline - time.monotonic()))
@@ -150,41 +157,44 @@ class DeadlineEnforcer:
                 logger.exception("a handler past its time could not be dealt with")
 
         thread = BoundedStart(act, "outboxq-watch")
-        # An earlier thread of this runner ends by itself: it finds the batch seized or the claim released.
+        # An earlier thread of this runner ends by itself when it finds the batch seized or the claim released.
         self._acting[runner] = thread
         thread.start()
 
     def _enforce(self, runner: Runner, batch: BatchState, deadline: float) -> None:
-        """Cancel, then cut off, unless the job ends by itself."""
+        """End a handler that is past its deadline: cancel it; if it goes on, seize its batch and write the outcome.
+
+        To seize it means that the slot or call may not commit the batch any more.
+        """
         runner.watch.ask()
         cancel = partial(self._cancel, batch, deadline)
         if not self._cut_off(runner, batch, cancel, lambda: batch.running.deadline != deadline):
             return
-        # Only now is it certain which job ran: one that has just ended, or is held up, is not to blame.
-        # `together` is read before the deadline, which a returning call clears first.
+        # Only now is it certain which job ran: one that has just ended, or is held up, is not to blame. `together` is
+        # read before the deadline, which a returning call clears first.
         is_several = batch.running.together > 1
         is_over = batch.running.deadline == deadline and not runner.watch.is_held_up()
         blamed = batch.running_jobs if is_over else ()
         try:
             stack = runner.watch.stack() if is_over and not is_several else None
-            # The loop is blocked, but by no handler: perhaps by a task that this one started.
+            # The loop is blocked, but not by a handler: perhaps by a task that this one started.
             is_blocked = runner.watch.is_held_up() and not any(other.watch.is_running() for other in self._runners)
-            # If one of several jobs of a call hangs, which one is unknown. As suspects they run alone, which shows it.
+            # If one of several jobs of a call hangs, it is unknown which. As suspects they run alone, which shows it.
             self._end(runner, batch, stack, is_crash=is_blocked or (is_over and is_several))
         finally:
             self._ended.append((runner, blamed))
 
     def _cancel(self, batch: BatchState, deadline: float) -> None:
-        """Cancel the statement of a job that is alone in its transaction.
+        """Cancel the statement of a job that has a transaction to itself; do nothing if its batch has several jobs.
 
-        In a batch of several jobs a late cancellation would hit the next job's statement: there the backend is
-        terminated.
+        In such a batch a late cancellation could hit the statement of the next job; its server process is terminated
+        later instead.
         """
         if not batch.is_lone:
             return
 
         def cancel(connection: Connection) -> None:
-            # The batch is held as running, so that the cancellation cannot hit the COMMIT either.
+            # The batch is held in RUNNING, so that the cancellation cannot hit the COMMIT.
             with batch.owner.held() as may_be_cancelled:
                 if may_be_cancelled and batch.running.deadline == deadline:
                     end_other_transaction(connection, batch, terminate=False)
@@ -192,12 +202,15 @@ class DeadlineEnforcer:
         self._on_connection(cancel)
 
     def _end_cancelled(self, runner: Runner, batch: BatchState, call: HandlerCall) -> None:
-        """Cancel what a handler sends, then cut it off, unless it ends by itself."""
+        """End the handler of a job that an operator cancelled.
+
+        Its statement is cancelled; if it goes on, its batch is taken away and the outcome written.
+        """
 
         def cancel(connection: Connection) -> None:
-            # What the backend runs, even if its batch has other jobs: the call is kept from ending until the server has
-            # answered. The backend receives the cancellation before it reads anything later, so it cannot hit a
-            # statement of the relay or of the next job.
+            # Cancels the backend's statement even if the batch has other jobs: the call is kept from ending until the
+            # server has answered. The backend receives the cancellation before it reads anything later, so it cannot
+            # hit a statement of the relay or of the next job.
             with call.while_running() as runs:
                 if runs:
                     end_other_transaction(connection, batch, terminate=False)
@@ -214,7 +227,12 @@ class DeadlineEnforcer:
     def _cut_off(
         self, runner: Runner, batch: BatchState, cancel: Callable[[], object], has_ended: Callable[[], bool]
     ) -> bool:
-        """Cancel a handler's statement, and take the batch from its slot if the handler does not end; False if not."""
+        """Cancel a handler's statement; if the handler goes on, take its batch away. Return True if this call did so.
+
+        Args:
+            cancel: Cancels the statement; not called for an async handler, which its own event loop cancels.
+            has_ended: Returns True if the handler has ended.
+        """
         cut_after_seconds = self.limits.cut_after_seconds
         until = time.monotonic() + cut_after_seconds
         # An async handler is cancelled by its own loop, together with the query that it awaits.
@@ -230,7 +248,10 @@ class DeadlineEnforcer:
         return True
 
     def _give_back(self, idle: list[tuple[Runner, BatchState]]) -> None:
-        """Give back the jobs of calls without a transaction, which may be many, on one connection."""
+        """Make the jobs of these runners claimable again, all on one connection.
+
+        None of the runners has a transaction open.
+        """
 
         def settle(connection: Connection) -> BatchReport:
             connected = make_slot_connection(connection, SyncInvoker())
@@ -256,15 +277,18 @@ class DeadlineEnforcer:
         is_crash: bool = False,
         cancelled: tuple[Job, ...] | None = None,
     ) -> None:
-        """Settle a batch that was taken from its slot, and free what the slot holds.
+        """Roll a seized batch back, write the outcome of its jobs on another connection, and free its runner's own.
 
         Args:
-            stack: That of a handler that was cut off.
-            cancelled: The jobs to end, if jobs were cancelled; the others wait again.
+            stack: The call stack of a handler that exceeded its deadline, for the job's error; None if no handler is to
+                blame.
+            is_crash: True to treat the jobs as if their relay had died, so that each runs alone the next time.
+            cancelled: The jobs that end because operators cancelled them; the others of the batch wait again. None if
+                the reason is not a cancellation.
         """
 
         def settle(connection: Connection) -> BatchReport:
-            # The runtime first: once that transaction has ended, other relays find its marks.
+            # The runtime first: after that transaction has ended, other relays find its marks.
             runtime = runner.runtime_on(make_slot_connection(connection, SyncInvoker()))
             timed_out = HandlerTimedOut(batch.running.timeout_seconds or 0.0)
             failed = None if stack is None else runtime.describe(timed_out, batch.job, stack=stack)
@@ -285,7 +309,11 @@ class DeadlineEnforcer:
             runner.publish(report)
 
     def _on_connection(self, action: Action) -> BatchReport | None:
-        """Run `action` on its own connection; None if that fails: then the claim's mark stays."""
+        """Run `action` on a separate connection and return its result.
+
+        If that fails, log the error and return None: the jobs are settled later, because their rows still show that
+        they ran.
+        """
         try:
             with self._connections:
                 if self.engines.sync is not None:
@@ -313,7 +341,10 @@ def _run_on(engine: Engine, schema: str, action: Action) -> BatchReport | None:
 
 
 def _stuck_in(jobs: Sequence[Job]) -> RelayStuck:
-    """The error of a relay that could not free the handler of these jobs, as far as they are known."""
+    """Make the error by which the relay ends if these jobs' handler does not end.
+
+    `jobs` is empty if it is not known which job ran.
+    """
     named = ", ".join(f"{job.kind!r} (job {job.id})" for job in jobs[:_NAMED])
     others = f" and {len(jobs) - _NAMED} more" if len(jobs) > _NAMED else ""
     handler = f"the handler of {named}{others}" if named else "a handler"

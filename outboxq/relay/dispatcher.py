@@ -1,8 +1,9 @@
-"""The dispatcher: claims leased jobs for free slots of a group, starts their calls, and settles those that ended.
+"""The dispatcher: claims jobs in lease mode for free slots, starts a call for each job, and writes the outcomes.
 
-It has a connection while there is something to send. Calls that end while a string is under way are settled by the
-next one, in one transaction with the claim for the slots that are free by then; so many calls share one round trip,
-and a lone one waits for nothing.
+In lease mode the relay's lease protects a job while it runs, without an open transaction. A dispatcher has a connection
+only while it has something to send, always as a string: several statements in one round trip. The outcomes of calls
+that end while a string is being executed are written (settled) by the next string, in one transaction with the claim
+for the slots that are free by then. So many calls share one round trip, and a single call does not wait for others.
 """
 
 import asyncio
@@ -56,15 +57,16 @@ from outboxq.statements.settle import PutBack
 
 logger = logging.getLogger("outboxq.relay")
 
-# How long a suspect, or several in company, keep other calls from starting, and how long they wait for those that run.
+# The longest time for which a suspect, or several together, keep other calls from starting, and wait for running calls.
 _ALONE_SECONDS = 10.0
-# So many suspects, whose relay died once, run at a time: if one of them kills this one too, all are suspects once more.
+# The number of suspects whose relay died once that run together: if one of them kills this relay too, all are suspects
+# again.
 _MOST_IN_COMPANY = 16
-# The pause before results whose rows others hold are tried again.
+# The pause before results whose rows are held by other transactions are tried again.
 _HELD_SECONDS = 0.5
-# The same before outcomes that were refused, or waited for a lock.
+# The same pause for outcomes that were refused, or waited for a lock.
 _REFUSED_SECONDS = 5.0
-# Locks, cancellations and conflicts.
+# SQLSTATEs of locks, cancellations and conflicts.
 _PASSING = ("55P03", "57014", "40")
 _REST_SECONDS, _CHECK_SECONDS, _LEAST_SECONDS = 60.0, 0.1, 0.005
 # The most results in one string.
@@ -74,14 +76,16 @@ _ALL = 1_000_000
 
 @dataclass(slots=True, eq=False)
 class _Outcome:
-    """The outcome of a call, to be settled.
+    """The outcome of a call, which the dispatcher is to write to the database (to settle).
 
     Attributes:
-        batch: The leased job, as a batch of one.
-        change: What is to be settled: a change, or a result that needs statements of its own.
-        is_sent: It is in a string that is under way, and not known to be settled.
-        is_unsure: It was sent, and not answered: it may be settled.
-        was_held: Another transaction held its row.
+        batch: The leased job, as a batch with one job.
+        change: The outcome: a `Settlement`, which can be written together with others, or a `Result` that needs
+            separate statements.
+        is_sent: True while the statements that write it are being executed, and it is not known to be committed.
+        is_unsure: True if it was sent and the answer was lost, so that it may be committed already.
+        was_held: True if another transaction held the job's row, or if the server refused the outcome; it is sent
+            again.
     """
 
     batch: BatchState
@@ -92,15 +96,18 @@ class _Outcome:
 
     @property
     def job(self) -> Job:
-        """The job."""
+        """The job of the call."""
         return self.batch.jobs[0]
 
 
 @dataclass(frozen=True, slots=True)
 class _Settling:
-    """Outcomes that are settled together, in one transaction.
+    """Outcomes that are written in one transaction.
 
-    `keeps`: with the rows of finished jobs. `is_again`: COMMIT was refused before.
+    Attributes:
+        many: The statements that write them.
+        keeps: True to write rows of finished jobs too, for kinds of jobs whose rows are kept (`keep=`).
+        is_again: True if the COMMIT of these outcomes was refused once.
     """
 
     outcomes: Sequence[_Outcome]
@@ -125,21 +132,21 @@ class _Settling:
         return cls(together, many, runtime, keeps)
 
     def without(self) -> "_Settling":
-        """Return the same without any outcomes."""
+        """Return a copy without outcomes, by which only a claim is sent."""
         return self.of((), self.runtime)
 
 
 class Dispatcher:
-    """The calls of one group of slots under the lease.
+    """Claims and runs the jobs of one group of slots in lease mode (no transaction is open while a job runs).
 
     Args:
         wake: Wakes the dispatcher's loop.
-        loop: The event loop of async calls.
-        fail: Ends the relay.
+        loop: The event loop in which async calls run; None for sync ones.
+        fail: Ends the relay with the given error.
 
     Attributes:
         calls: The calls that run.
-        batch: None: calls have batches.
+        batch: Always None, because each call has its own batch; slots have one here.
     """
 
     batch: BatchState | None = None
@@ -173,7 +180,7 @@ class Dispatcher:
         self._claims = ClaimEvents(state)
         self._outage = Outage(state)
         self._ended: deque[_Outcome] = deque()
-        # Results in a string that is under way.
+        # Results in a string that is being executed.
         self._sent: list[_Outcome] = []
         # Results whose rows other transactions hold, until they are tried again.
         self._held: list[_Outcome] = []
@@ -182,49 +189,53 @@ class Dispatcher:
         self._doubt: ClaimRequest | None = None
         # The jobs of calls that were cut off.
         self._cut: set[tuple[str, int]] = set()
-        # True from a claim that took jobs up to a round that found none.
+        # True from a claim that took jobs until a round that found none.
         self._may_wait = True
-        # A call has ended since the last round.
+        # True if a call has ended since the last round.
         self._has_freed = False
         # True from a notification on: jobs may wait.
         self._is_called = False
         self._is_drained = False
-        # The time for which suspects have this process to themselves; None without the turn to run some.
+        # The end of the turn in which this dispatcher's suspects run without other calls in the process; None without a
+        # turn.
         self._turn_until: float | None = None
 
     # The interface of a slot, for its loop.
 
     @property
     def busy(self) -> int:
-        """The number of slots whose calls run."""
+        """The number of slots in which a call runs."""
         return len(self.calls)
 
     def goes_on(self) -> bool:
-        """Return True while calls run, or are to be started or settled."""
+        """Return True while the relay works; after it was stopped, until no call runs and all outcomes are written."""
         return not self.is_abandoned and (not self.state.stopping.is_set() or bool(self.calls) or self.is_in_doubt)
 
     @property
     def is_in_doubt(self) -> bool:
-        """Return True if results are to be settled, or the answer to a claim was lost."""
+        """Return True if outcomes are still to be written, or if the answer to a claim was lost."""
         return bool(self._ended or self._held) or self._doubt is not None
 
     def is_seized(self) -> bool:
-        """Return False: the relay takes calls away, and not their dispatcher."""
+        """Return False: the relay takes jobs away from a dispatcher's single calls, not from the dispatcher."""
         return False
 
     @property
     def is_drained(self) -> bool:
-        """Return True if nothing waits, and no call runs, in a relay that ends then."""
+        """Return True if the relay is to end when no job is left, and this dispatcher has none and found none."""
         return self._is_drained
 
     def wants_work(self) -> bool:
-        """Return True if there may be something to send."""
+        """Return True if there may be something to send: outcomes of calls, or a claim."""
         if self._has_results() or self._doubt is not None or self._outage.since is not None:
             return True
         return self._may_claim() and self._wants_claim()
 
     def work(self, connected: SlotConnection) -> bool:
-        """Settle and claim until there is nothing to send; return True."""
+        """Write outcomes and claim jobs until there is nothing left to send.
+
+        Returns True always: unlike a slot, a dispatcher never needs another connection to go on.
+        """
         with self._on(connected) as runtime:
             began_at = time.monotonic()
             self._work_on(connected, runtime)
@@ -234,35 +245,38 @@ class Dispatcher:
         return True
 
     def work_seen(self, connected: SlotConnection) -> bool:
-        """Poll if due, and claim if something waits; False if nothing was done."""
+        """Poll the queues if a poll is due, and claim if jobs wait.
+
+        Returns True if jobs were claimed or outcomes written.
+        """
         with self._on(connected) as runtime:
             self.sleep.poll(connected.connection)
             return self.sleep.has_work() and self._work_on(connected, runtime)
 
     def settle(self, connected: SlotConnection) -> bool:
-        """Settle what ended, and claim nothing."""
+        """Write the outcomes of ended calls, without claiming. Returns True always."""
         with self._on(connected) as runtime:
             self._send(connected.connection, self._take_results(), None, runtime)
         return True
 
     def lost(self, error: BaseException) -> float:
-        """Report a lost or refused connection; returns the seconds to the next try.
+        """Report that a connection was lost or refused; return the seconds to wait before the next try.
 
         Raises:
-            LoginRefused: the database refuses the relay's login for too long.
+            LoginRefused: the database has refused the relay's login for too long.
         """
         self.sleep.want_poll()
         return self._outage.lost(error)
 
     def rest(self, loop: SlotWaits) -> None:
-        """Wait until calls end, or jobs wait: until woken, or until a poll finds something."""
+        """Wait until there is something to do: a call ends, a notification or poll shows jobs, or the relay stops."""
         loop.clear()
         sleep, flagged = self.sleep, False
         if self._is_called:
             self._is_called = False
             sleep.want_poll()
         if self.state.until_empty or not self._may_claim() or not self._room()[0]:
-            # Only the end of a call, of a turn or of the relay changes anything: one that came before `clear` counts.
+            # Only the end of a call, of a turn or of the relay matters; one that came before `clear` counts too.
             has_freed, self._has_freed = self._has_freed, False
             is_over = self.state.until_empty and not (self.calls or self._held)
             if self.goes_on() and not (is_over or has_freed or self._has_results()):
@@ -270,7 +284,7 @@ class Dispatcher:
             return
         while not (self.state.stopping.is_set() or self.is_abandoned):
             if self._has_results():
-                # Nothing waits: without a claim.
+                # No job waits, so nothing is claimed.
                 loop.on_connection(self.settle)
             if sleep.needs_connection() and loop.on_connection(self.work_seen):
                 return
@@ -284,13 +298,13 @@ class Dispatcher:
                 return
 
     def _sleep(self, loop: SlotWaits, until: float) -> bool:
-        """Sleep up to this time, at which a poll is due; return True if jobs may wait, or the relay stops.
+        """Sleep until `until` (monotonic), when a poll is due; return True at once if jobs may wait or the relay stops.
 
-        By an absolute time: calls that end all the time must not put the poll off.
+        Outcomes of calls that end in this time are written. `until` is absolute, so that they do not postpone the poll.
         """
         while (seconds := until - time.monotonic()) > 0:
             if self._has_results():
-                # What is settled may be followed by others, as a call that wakes this loop says.
+                # After a settled job, another one may be claimable; the call that wakes this loop has said so.
                 loop.on_connection(self.settle)
             if self._is_called or self.state.stopping.is_set() or self.is_abandoned:
                 self._is_called = False
@@ -300,7 +314,10 @@ class Dispatcher:
         return False
 
     def _pause_seconds(self) -> float:
-        """The time until something is to be done without a wake-up."""
+        """Return the seconds to sleep at most: until something is due of which no other thread wakes the dispatcher.
+
+        An example is an outcome that is to be sent again.
+        """
         now, times = time.monotonic(), [_REST_SECONDS]
         if self._held:
             times.append(self._held_until - now)
@@ -314,18 +331,24 @@ class Dispatcher:
         return max(_LEAST_SECONDS, min(times))
 
     def may_wait(self) -> None:
-        """Receive that jobs may wait, from any thread: a notification, or a call that put its job back."""
+        """Record, from any thread, that jobs may wait, and wake the dispatcher.
+
+        Called after a notification, or after a call that put its job back.
+        """
         self._is_called = True
         self._wake()
 
     # Calls.
 
     def receive_result(self, call: Call, settlement: Settlement) -> None:
-        """Receive the outcome of a call that held no connection, to settle it with others."""
+        """Receive the outcome of a call that used no connection.
+
+        The dispatcher writes it, in one transaction with others.
+        """
         self._ended.append(_Outcome(call.batch, settlement))
 
     def receive_end(self, call: Call) -> None:
-        """Receive the end of a call: its slot is free."""
+        """Free the slot of a call that has ended, and wake the dispatcher, which may claim another job for it."""
         if self._cut:
             self._cut.discard(_key(call.batch))
         self.calls.discard(call)
@@ -335,7 +358,10 @@ class Dispatcher:
     # Rounds.
 
     def _work_on(self, connected: SlotConnection, runtime: Runtime) -> bool:
-        """Send until there is nothing more to send before a call ends; return True if anything was sent."""
+        """Send outcomes and claims until nothing is left to send.
+
+        Returns True if outcomes were sent or jobs claimed.
+        """
         worked = False
         while self._work_once(connected, runtime):
             worked = True
@@ -344,7 +370,7 @@ class Dispatcher:
         return worked
 
     def _work_once(self, connected: SlotConnection, runtime: Runtime) -> bool:
-        """Send what ended, with a claim if slots are free; return True if there may be more to send."""
+        """Send the outcomes of ended calls, with a claim if slots are free; return True if there may be more."""
         self._has_freed = False
         connection = connected.connection
         most, suspects = self._room() if self._may_claim() and self._wants_claim() else (0, False)
@@ -358,7 +384,7 @@ class Dispatcher:
                         self._may_wait = True
                         return True
             if suspects:
-                # None waits, or none can be had now.
+                # No job waits, or none may be claimed now.
                 self.end_turn()
             else:
                 self._may_wait = False
@@ -368,7 +394,7 @@ class Dispatcher:
         return suspects
 
     def _wants_claim(self) -> bool:
-        """Return True if jobs may wait: calls that end all the time must not have queues claimed from each time."""
+        """Return True if a claim may find jobs. If not, slots that become free are no reason to send one."""
         is_turn = self._turn_until is not None
         return self._may_wait or is_turn or self.state.until_empty or self.sleep.has_work()
 
@@ -376,18 +402,19 @@ class Dispatcher:
         return len(self.calls) < self.slots and not self.state.stopping.is_set() and not self.is_abandoned
 
     def _room(self) -> tuple[int, bool]:
-        """The number of jobs to claim now, and True for suspects only.
+        """Return the number of jobs to claim now, and True if only suspects are to be claimed.
 
-        While a suspect runs, no other call starts in this process, and it starts when none runs: both for a while only,
-        as calls may take long.
+        A suspect (a job that ran when its relay died, and may have caused that) starts only when no other call runs in
+        this process, and while it runs no other call starts. Neither rule holds for longer than `_ALONE_SECONDS`,
+        because calls may take long.
         """
         quarantine, now = self.state.quarantine, time.monotonic()
         if self._turn_until is None and self._knows_suspects() and quarantine.take_turn(self):
             self._turn_until = now + _ALONE_SECONDS
         if self._turn_until is None:
-            # Another group's suspects may run.
+            # Another group's suspects may be running.
             is_free = (seconds := quarantine.taken_seconds()) is None or seconds >= _ALONE_SECONDS
-            # At most half of the slots: their calls run while the next string is under way.
+            # At most half of the slots, so that their calls run while the next string is executed.
             return (min(self.slots - len(self.calls), (self.slots + 1) // 2) if is_free else 0), False
         is_over = now >= self._turn_until
         if any(call.is_suspect for call in self.calls.copy()):
@@ -395,7 +422,7 @@ class Dispatcher:
         if self.calls and not is_over:
             return 0, False
         if not is_over:
-            # They are alone. Otherwise nothing is waited for again in this turn, and others start beside them.
+            # They are alone. Otherwise this turn no longer waits, and other calls start beside them.
             self._turn_until = now + _ALONE_SECONDS
             quarantine.renew(self)
         return min(self.slots - len(self.calls), _MOST_IN_COMPANY), True
@@ -405,7 +432,10 @@ class Dispatcher:
         return any(not is_held(name) for name in known) and self.state.lease.want()
 
     def end_turn(self) -> None:
-        """Give up the turn to run suspects."""
+        """Give up this dispatcher's turn to run suspects (jobs that ran when their relay died).
+
+        Another slot or dispatcher may then have the turn.
+        """
         self._turn_until = None
         self.state.quarantine.end_turn(self)
 
@@ -413,11 +443,11 @@ class Dispatcher:
         return bool(self._ended) or (bool(self._held) and time.monotonic() >= self._held_until)
 
     def _take_results(self) -> list[_Outcome]:
-        """Take the results that are to be settled now."""
+        """Remove up to `_MOST_SETTLED` outcomes of calls from the queue, mark them as being sent, and return them."""
         if self._held and time.monotonic() >= self._held_until:
             held, self._held = self._held, []
             self._ended.extend(held)
-        # Before they leave the queue: the lease's thread counts them at any time. Calls append meanwhile.
+        # Before they leave the queue, because the lease's thread counts them at any time. Calls append in the meantime.
         taken = self._sent = list(self._ended.copy())[:_MOST_SETTLED]
         for outcome in taken:
             outcome.is_sent = True
@@ -427,18 +457,23 @@ class Dispatcher:
     def _send(
         self, connection: Connection, taken: list[_Outcome], request: ClaimRequest | None, runtime: Runtime
     ) -> bool:
-        """Settle outcomes, and claim, in one string, and start the calls of the claimed jobs.
+        """Write outcomes and claim jobs, in one round trip if possible, and start the calls of the claimed jobs.
+
+        Args:
+            taken: The outcomes, from `_take_results`.
+            request: The claim; None to claim nothing.
 
         Returns:
-            True if there are any, or if the claim failed and is to be sent in another way.
+            True if jobs were claimed, or if the claim failed and the next one is to be sent in another way (for fewer
+            jobs, for example).
 
         Raises:
-            ConnectionLost: the outcomes may be settled, and jobs may be claimed: both shows on another connection.
+            ConnectionLost: the outcomes may be committed and jobs claimed; another connection shows if they are.
         """
         self._sent = taken
         try:
-            # A transaction for outcomes that may be settled already, and one for those that were held: the rest does
-            # not wait for them.
+            # Separate transactions for outcomes that may be settled already, and for those whose rows were held, so
+            # that the others do not wait for them.
             unsure = [outcome for outcome in taken if outcome.is_unsure]
             held = [outcome for outcome in taken if outcome.was_held and not outcome.is_unsure]
             for some, is_unsure in ((unsure, True), (held, False)):
@@ -468,10 +503,11 @@ class Dispatcher:
     def _settle_and_claim(
         self, connection: Connection, settling: "_Settling", request: ClaimRequest | None
     ) -> Claimed | bool:
-        """Send outcomes that are settled together, and a claim; return what was claimed.
+        """Send outcomes that are written together, and a claim, in as few round trips as possible.
 
         Returns:
-            If nothing was: True if the claim failed and is to be sent in another way.
+            The answer to the claim. If there is none: True if the claim failed and the next one is to be sent in
+            another way, False if nothing was claimed.
         """
         is_listened, many = is_listened_to(connection), settling.many
         if request is not None and many.settlements and is_listened:
@@ -480,8 +516,8 @@ class Dispatcher:
             return self._settle_and_claim(connection, settling.without(), request)
         server = ANY_SERVER if self.connected is None else self.connected.server
         script, prepared = Script(), None
-        # Results and the claim share a transaction, and a flush to the disk, if the claim waits for no lock. Without an
-        # answer to COMMIT both are in doubt together: the jobs are adopted, and the results sent again.
+        # Results and the claim share a transaction and a flush to the disk, if the claim waits for no lock. Without an
+        # answer to COMMIT both are in doubt: the jobs are adopted, and the results sent again.
         is_one = request is not None and not (request.script.lock or many.after_commit or many.is_asked)
         if many.settlements:
             fault_point("before-commit")
@@ -508,7 +544,7 @@ class Dispatcher:
                 run_script(connection, "ROLLBACK")
         if many.settlements:
             if is_one and not answer.is_committed:
-                # The error may be of the results or of the claim: each is sent by itself.
+                # The error may come from the results or from the claim, so each is sent by itself.
                 self._settle_and_claim(connection, settling, None)
                 return self._settle_and_claim(connection, settling.without(), request)
             if not answer.is_committed or (many.is_asked and "standing" not in answer.rows):
@@ -517,7 +553,7 @@ class Dispatcher:
                     return self._settle_and_claim(connection, settling, request)
                 if answer.failed_at != "settled":
                     return self._settle_with_less(connection, settling, request, answer.error)
-                # COMMIT itself, usually for a lock that others have, and for no row.
+                # The error is COMMIT's own, usually for a lock that others hold, but not for a row.
                 if settling.is_again:
                     raise answer.error
                 self._settle_and_claim(connection, replace(settling, is_again=True), None)
@@ -532,14 +568,21 @@ class Dispatcher:
         if request is None:
             return False
         if answer.error is not None and any(step.name == answer.failed_at for step in many.steps):
-            # What the step does is left to the sweep.
+            # The step's work is left to the sweep.
             return self._settle_and_claim(connection, settling.without(), request)
         return self._received(connection, request, answer)
 
     def _settle_with_less(
         self, connection: Connection, settling: "_Settling", request: ClaimRequest | None, error: psycopg.Error
     ) -> Claimed | bool:
-        """Settle outcomes that were refused: without finished rows, then each by itself; then claim."""
+        """Write outcomes that the server refused: all again without rows of finished jobs, or each by itself.
+
+        Then send the claim.
+
+        Returns:
+            The answer to the claim. If there is none: True if the claim failed and the next one is to be sent in
+            another way, False if nothing was claimed.
+        """
         keeper, many = settling.many.keeper, settling.many
         if settling.keeps and keeper.kinds and keeper.may_be_refusal(error):
             keeper.refused(error)
@@ -553,7 +596,11 @@ class Dispatcher:
         return self._settle_and_claim(connection, settling.without(), request)
 
     def _put_off(self, connection: Connection, settling: "_Settling", error: psycopg.Error) -> None:
-        """Put off a job whose outcome is refused; if it waits for a lock, or that is refused too, it is tried again."""
+        """Make the job of an outcome that the server refused wait and run again later, so that it holds up no other.
+
+        If the outcome only waited for a lock, or the job cannot be changed either, the outcome is kept and sent again
+        later.
+        """
         if is_lost(connection) or sqlstate_of(error) == READ_ONLY:
             raise error
         (outcome,) = settling.outcomes
@@ -574,7 +621,10 @@ class Dispatcher:
         self._hold([outcome], _REFUSED_SECONDS)
 
     def _settled(self, connection: Connection, settling: "_Settling", answer: Answer) -> None:
-        """Publish the outcomes that are settled; keep those whose rows other transactions hold."""
+        """Publish outcomes that were written; keep those whose rows other transactions hold, to send them again later.
+
+        If jobs of unknown kinds are among them, make others at the head of their queue wait too.
+        """
         settled = settling.many.read(answer)
         held = {settlement.job.id for settlement in settled.held}
         self._hold([outcome for outcome in settling.outcomes if held and outcome.job.id in held], _HELD_SECONDS)
@@ -583,7 +633,7 @@ class Dispatcher:
         for outcome, settlement in zip(settling.outcomes, settling.many.settlements, strict=True):
             job = settlement.change.job
             queues.add(job.queue)
-            # Nothing notifies of jobs that come back, or that are next in their groups.
+            # There is no notification for jobs that wait again, or that are next in their groups.
             self._is_called |= job.group_key is not None or isinstance(settlement.change, PutBack)
             if outcome.is_sent:
                 outcome.is_sent = False
@@ -597,7 +647,7 @@ class Dispatcher:
             self._publish(report, (), others)
 
     def _hold(self, outcomes: list[_Outcome], seconds: float) -> None:
-        """Keep outcomes, to be tried again after `seconds`."""
+        """Keep outcomes that could not be written, to send them again after `seconds`."""
         if outcomes:
             self._held += outcomes
             self._held_until = time.monotonic() + seconds
@@ -605,7 +655,7 @@ class Dispatcher:
                 outcome.is_sent, outcome.was_held = False, True
 
     def _park(self, connection: Connection, queue: str, runtime: Runtime) -> int:
-        """Park other jobs of unknown kinds at the head of a queue; return their number."""
+        """Make other jobs of unknown kinds at a queue's head wait for a relay that knows them; return their number."""
         kinds = runtime.orders.known_kinds(queue, runtime.registry.known_kinds(self.flavour))
         return park_unknown_kinds(connection, self.state.config.schema, queue, kinds)
 
@@ -619,7 +669,11 @@ class Dispatcher:
     # Claims.
 
     def _received(self, connection: Connection, request: ClaimRequest, answer: Answer) -> Claimed | bool:
-        """Record the answer to a claim; if it failed, return True if it is to be sent in another way."""
+        """Record and return the answer to a claim.
+
+        If the claim failed and the next one is to be sent in another way, return True; raise the error if the next
+        claim would fail too.
+        """
         try:
             claimed = request.read(answer)
         except BaseException as error:  # noqa: BLE001  # raised again if the next claim would fail, too
@@ -637,9 +691,10 @@ class Dispatcher:
         return claimed
 
     def _start(self, connection: Connection, claimed: Claimed, runtime: Runtime) -> None:
-        """Start the calls of claimed jobs, but for those that are decided.
+        """Start a call for each claimed job.
 
-        After an error they are found as the jobs of a claim without an answer.
+        Only jobs whose outcome is decided without their handler get no call: their outcome is written next. If this
+        raises, `_adopt` finds and starts the jobs later, as after a claim without an answer.
         """
         fault_point("after-claim")
         batch = BatchState(claimed, claimed.jobs)
@@ -666,21 +721,25 @@ class Dispatcher:
         if self._loop is not None and self.sleep.is_asleep:
             _start_all(tasks)
         elif self._loop is not None:
-            # While the next string is under way, if there is one: the server does not wait for it.
+            # While the next string is executed, if there is one, so that the server need not wait.
             self._loop.call_soon(_start_all, tasks)
         self._doubt = None
 
     def _awake(self) -> None:
-        """End the sleep, if a claim took jobs in it: their handlers come first, for which a job was waiting."""
+        """If the dispatcher slept until a claim took jobs, record that it is awake.
+
+        Async handlers of these jobs begin first.
+        """
         if self.sleep.is_asleep:
             if self._loop is not None:
                 await_only(asyncio.sleep(0))
             self.sleep.end()
 
     def _adopt(self, connection: Connection, request: ClaimRequest, runtime: Runtime) -> None:
-        """Start the jobs of a claim whose answer was lost: those under the lease that are not held here.
+        """Start the jobs of a claim whose answer was lost: those under the lease that this dispatcher does not have.
 
-        Before the query: a job that a session's COMMIT settles meanwhile is held, and may still be seen.
+        If the relay stops, they are made claimable again instead. The dispatcher's own jobs are read before the query,
+        because the query may still see a job that the COMMIT of a handler's session ends in between.
         """
         held = self._cut | self._known()
         script = adopt(self.state.config.schema, self.state.lease.owner, request.queue)
@@ -699,7 +758,10 @@ class Dispatcher:
 
     @contextmanager
     def _on(self, connected: SlotConnection) -> Iterator[Runtime]:
-        """Work on this connection. Jobs of a claim whose answer was lost are adopted first."""
+        """Use this connection in the block, and yield its `Runtime` (all that running a job needs, except the job).
+
+        If the answer to a claim was lost, the jobs that it took are started first.
+        """
         self.connected = connected
         try:
             runtime = self.runtime_on(connected)
@@ -711,45 +773,45 @@ class Dispatcher:
             self.connected = None
 
     def runtime_on(self, connected: SlotConnection) -> Runtime:
-        """Make the runtime of what the dispatcher sends on this connection."""
+        """Make the `Runtime` (all that running a job needs, except the job) for the dispatcher on a connection."""
         guard, invoker = connected.guard, connected.invoker
         return self.state.runtime(self.flavour, invoker, guard, frozenset(), self._is_interruption, connected)
 
     def publish(self, report: BatchReport) -> None:
-        """Count and emit what was committed, after the events of claims."""
+        """Count committed outcomes and emit their events, after the events of the claims that took the jobs."""
         self._claims.emit()
         self.state.publish(report)
 
     def _is_interruption(self, error: BaseException) -> bool:
         return self.is_abandoned and is_cancellation(error)
 
-    # The relay's deadlines, in other threads.
+    # The methods below are called by the relay's deadlines, in other threads.
 
     def close(self) -> None:
-        """End the threads."""
+        """End the threads in which calls run, each when its call ends."""
         self._threads.close()
 
     def stop(self) -> None:
-        """End without waiting for calls: only results are settled."""
+        """End the dispatcher's loop without waiting for running calls; only the outcomes that it has are written."""
         self.is_abandoned = True
         self._wake()
 
     def cut_off(self, call: Call) -> None:
-        """Free the slot of a call that the relay has taken away."""
+        """Free the slot of a call from which the relay has taken the job away, although its handler may still run."""
         self._cut.add(_key(call.batch))
         self.calls.discard(call)
         self._has_freed = True
         self._wake()
 
     def _known(self) -> set[tuple[str, int]]:
-        # In the order in which they move: the lease's thread, too, calls this.
+        # In the order in which jobs move between these, because the lease's thread also calls this.
         known = {_key(call.batch) for call in self.calls.copy()}
         for results in (self._ended.copy(), self._sent, self._held):
             known.update(_key(outcome.batch) for outcome in list(results))
         return known
 
     def leased(self) -> set[tuple[str, int]] | None:
-        """The ids and tokens of the jobs that this dispatcher has; None if the answer to a claim was lost."""
+        """Return the ids and lease tokens of this dispatcher's jobs; None while the answer to a claim is lost."""
         return None if self._doubt is not None else self._known()
 
 

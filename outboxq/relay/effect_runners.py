@@ -1,4 +1,4 @@
-"""Effect runners: run the short transactions of `ctx.once`, on connections besides those of the slots."""
+"""Effect runners: run the short transactions of `ctx.once`, on connections apart from those of the slots."""
 
 from collections.abc import Awaitable, Callable
 
@@ -10,9 +10,10 @@ from outboxq.events import EffectCalled
 
 
 class EffectRunners:
-    """A runner for each flavour that the relay has an engine for, with pools besides the user's engines.
+    """The runners of `ctx.once`: one for sync and one for async handlers, each only if the relay has an engine for it.
 
-    No connection is opened before the first call. For our own engines the pools are small: calls take turns.
+    Their pools are separate from those of the user's engines, and no connection is opened before the first `ctx.once`.
+    If the relay made the engine itself, the pool is small, so calls of `ctx.once` wait for one another.
     """
 
     def __init__(self, engines: Engines, schema: str, lease_seconds: float, emit: Emitter) -> None:
@@ -23,7 +24,7 @@ class EffectRunners:
             asynchronous = make_async_engine(asynchronous.url, application_name=EFFECTS_NAME, pooled=True)
         self._plain = plain = None if sync is None else EngineTransactions(sync, schema)
         self._awaited = awaited = None if asynchronous is None else AsyncEngineTransactions(asynchronous, schema)
-        # A sync engine, if there is one, extends locks: an event loop that a handler blocks extends none.
+        # A sync engine, if there is one, extends locks, because an event loop that a handler blocks could not.
         keeper = None if plain is None else plain.keeper_transaction()
         tell = emit if emit.use_of(EffectCalled)() else None
         self.sync = None if plain is None else EffectRunner(plain, lease_seconds, tell=tell)
@@ -38,7 +39,7 @@ class EffectRunners:
             await self._awaited.trim()
 
     def dispose(self, in_loop: Callable[[Awaitable[None]], object]) -> None:
-        """Close the pools; closing the async one is given to `in_loop`."""
+        """Close the pools; `in_loop` runs the closing of the async pool in the event loop."""
         if self._plain is not None:
             self._plain.dispose()
         if self._awaited is not None and self._awaited.was_used:

@@ -1,6 +1,6 @@
 """The relay's event loop, in its own thread: blocking sync handlers never delay async ones.
 
-The application's lifespan is entered there if it is async: resources that it opens before the first job and closes
+If the application's lifespan is async, it is entered there: it opens resources before the first job, and closes them
 after the last one.
 """
 
@@ -33,9 +33,9 @@ AnyLifespan: TypeAlias = AbstractContextManager[object] | AbstractAsyncContextMa
 
 
 class LoopThread:
-    """An event loop in a thread, for as long as `run` lasts.
+    """An event loop that runs in its own thread, while the block of the context manager `run` lasts.
 
-    `is_blocked`: a handler blocks the loop and is not waited for, so nothing more runs in it.
+    `is_blocked`: True if a handler blocks the loop for good, so that nothing else can run in it.
     """
 
     def __init__(self) -> None:
@@ -43,7 +43,7 @@ class LoopThread:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def get(self) -> asyncio.AbstractEventLoop | None:
-        """The loop; None if it was not started."""
+        """Return the loop; None if it was not started."""
         return self._loop
 
     @contextmanager
@@ -57,27 +57,30 @@ class LoopThread:
         finally:
             ends.set()
             self._loop.call_soon_threadsafe(self._loop.stop)
-            # A handler that blocks the loop must not hold up the relay's end: its thread is a daemon.
+            # A daemon thread: a handler that blocks the loop must not hold up the relay's end.
             thread.join(0.0 if self.is_blocked else _STOP_SECONDS)
 
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
-        """Run a coroutine in the loop; does not wait for it."""
+        """Run a coroutine in the loop, without waiting for it."""
         assert self._loop is not None
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def call(self, awaitable: Awaitable[T], timeout_seconds: float | None = None) -> T:
-        """Run an awaitable in the loop and wait for its result."""
+        """Run an awaitable in the loop and wait for its result, for `timeout_seconds` at most (None: without limit)."""
         return self.submit(await_here(awaitable)).result(timeout_seconds)
 
     def call_unless_blocked(self, awaitable: Awaitable[object], timeout_seconds: float) -> None:
-        """Run an awaitable in the loop and wait for its end; do nothing if the loop is blocked."""
+        """Run an awaitable in the loop and wait for its end, `timeout_seconds` at most.
+
+        Does nothing if the loop is blocked.
+        """
         if not self.is_blocked:
             self.call(awaitable, timeout_seconds)
         elif inspect.iscoroutine(awaitable):
             awaitable.close()
 
     def answers(self) -> bool:
-        """Return True if the loop still runs callbacks, or if there is none."""
+        """Return True if the loop runs a callback within a second, or if there is no loop."""
         if self._loop is None:
             return True
         answered = threading.Event()
@@ -86,10 +89,10 @@ class LoopThread:
 
 
 def _run_loop(started: Future[asyncio.AbstractEventLoop], ends: threading.Event) -> None:
-    """Run an event loop until `ends` is set. It runs in no task of ours, which a handler could cancel.
+    """Run an event loop until `ends` is set. It runs outside any task, because a handler could cancel a task.
 
-    Handlers can end the loop by a KeyboardInterrupt, a SystemExit, or its stop(): it then runs again, and the error
-    reaches the code that awaits the handler's task. Signals reach the main thread alone.
+    A handler can end the loop by a KeyboardInterrupt, a SystemExit, or the loop's stop(): the loop is then run again,
+    and the error reaches the code that awaits the handler's task. Signals reach only the main thread.
     """
     with asyncio.Runner() as runner:
         loop = runner.get_loop()
@@ -122,7 +125,11 @@ def make_lifespan(lifespan: Lifespan | None) -> AnyLifespan:
 
 
 def enter_lifespan(stack: ExitStack, lifespan: AnyLifespan, loop: LoopThread, exit_seconds: float) -> object:
-    """Enter the lifespan, an async one in the loop, and have `stack` leave it; returns its state."""
+    """Enter the lifespan (in the loop if it is async), have `stack` exit it, and return the state that it yields.
+
+    Args:
+        exit_seconds: The longest time to wait for the exit of an async lifespan.
+    """
     if isinstance(lifespan, AbstractContextManager):
         state = call_here(lifespan.__enter__)
         stack.push(lambda *error: call_here(lifespan.__exit__, *error))

@@ -1,6 +1,7 @@
-"""Settings of a relay's queues: operators' settings as the relay last read them, and the application's declarations.
+"""Settings of a relay's queues: operators' settings as last read, and the application's declarations.
 
-Read at the relay's start, before its first claim, and with each beat of its lease.
+Operators' settings are read from the database before the relay's first claim, and then at each beat of its lease (the
+regular statement by which a relay shows that it lives).
 """
 
 import math
@@ -22,7 +23,15 @@ _NO_LIMITS = QueueLimits()
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """The queues with jobs of some sorts, and the time until a schedule is due, as `look_around` returned them."""
+    """The facts of a relay's queues that the query `look_around` returned.
+
+    Attributes:
+        suspects: The queues that have suspects (jobs that ran when their relay died).
+        groups: The queues that have grouped jobs.
+        group_suspects: The queues that have suspects in groups.
+        group_leases: True if any queue has grouped jobs that are claimed under a lease.
+        schedule_seconds: The seconds until the next schedule is due; infinite if there is none.
+    """
 
     suspects: frozenset[str] = frozenset()
     groups: frozenset[str] = frozenset()
@@ -32,24 +41,29 @@ class Seen:
 
 
 class FlowSettings:
-    """The settings as a relay last read them. Threads read them without a lock: each query replaces them whole.
+    """Operators' settings as a relay last read them (limits, paused kinds, cancelled jobs), and facts of its queues.
+
+    Threads read them without a lock, because `record` replaces each value as a whole.
 
     Args:
-        declared: The limits that the application declares: they hold if an operator has set no others.
+        declared: The limits that the application declares: they apply if an operator has set no others.
     """
 
     def __init__(self, declared: Mapping[str, QueueLimits] | None = None) -> None:
         self.seen = Seen()
         self.orders = Orders()
         self.limits: Mapping[str, QueueLimits] = dict(declared or {})
-        # A queue has or had a limit or a rate: slots may hold tokens.
+        # True if a queue has or had a limit or a rate, so that slots may hold tokens.
         self.restricts = bool(self.limits)
         # Called with the queues whose limits have changed.
         self.on_limits: Callable[[frozenset[str]], None] = lambda _: None
         self._declared = self.limits
 
     def record(self, rows: Rows) -> Seen:
-        """Take over what `look_around` returned."""
+        """Replace the settings by the rows of the query `look_around`, and return the facts.
+
+        Calls `on_limits` with the queues whose limits have changed.
+        """
         queues: defaultdict[str, set[str]] = defaultdict(set)
         limits: dict[str, QueueLimits] = {}
         paused: set[tuple[str, str]] = set()
@@ -84,5 +98,5 @@ class FlowSettings:
         return self.seen
 
     def limits_of(self, queue: str) -> QueueLimits:
-        """The limits of a queue: each as an operator has set it, else as the application declares it."""
+        """Return a queue's limits: each as an operator has set it or, if none has, as the application declares it."""
         return self.limits.get(queue, _NO_LIMITS)

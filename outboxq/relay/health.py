@@ -1,6 +1,6 @@
 """Signs of life: beats that a relay process sends to its supervisor, and a file that a container's probe reads.
 
-Each is written by its own thread. They show that the interpreter runs and what the relay is doing, and need no
+Each is written by a separate thread. They show that the interpreter runs and what the relay is doing, without a
 connection.
 """
 
@@ -45,7 +45,13 @@ class Health:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """A verdict on a health file: if its process lives, and why; `health` is the file's content, if readable."""
+    """The result of checking a health file.
+
+    Attributes:
+        alive: True if the process that writes the file works.
+        why: The state of the process, or the reason why it does not count as alive.
+        health: The file's content; None if it is not readable.
+    """
 
     alive: bool
     why: str
@@ -53,7 +59,7 @@ class Verdict:
 
 
 class StateHook:
-    """A hook for events that follows what this process's relay is doing."""
+    """A hook that follows the relay's events; `state` is what this process's relay is doing now."""
 
     events = frozenset({RelayStarted, DatabaseBack, DatabaseLost, RelayStopping})
 
@@ -75,9 +81,9 @@ class StateHook:
 
 
 def send_beats(write_end: int, read_state: Callable[[], State]) -> None:
-    """Write the state into the supervisor's pipe, a byte each half second, until the pipe has no reader.
+    """Start a thread that writes the state into the supervisor's pipe (`write_end`), a byte every half second.
 
-    Never blocks: writes nothing into a full pipe.
+    The thread ends when the pipe has no reader. It never blocks: nothing is written into a full pipe.
     """
     os.set_blocking(write_end, False)
 
@@ -95,7 +101,10 @@ def send_beats(write_end: int, read_state: Callable[[], State]) -> None:
 
 
 def read_beats(read_end: int) -> State | None:
-    """The last state in a non-blocking pipe; None if no beat came since the last time."""
+    """Read all bytes that `send_beats` has written into a pipe; return the last one's state, or None if there are none.
+
+    The pipe must be non-blocking.
+    """
     try:
         beats = os.read(read_end, 65_536)
     except BlockingIOError:
@@ -107,7 +116,9 @@ def read_beats(read_end: int) -> State | None:
 def health_file(
     path: Path | None, read_health: Callable[[], Health], write_seconds: float = WRITE_SECONDS
 ) -> Iterator[None]:
-    """Write the file every `write_seconds` within the block; remove it at the end. `path` None: do nothing.
+    """Write the health file `path` every `write_seconds` while the block runs; remove it at the end.
+
+    Does nothing if `path` is None.
 
     Raises:
         ConfigError: the file cannot be written at the start. Later failures are logged, and the relay goes on.
@@ -149,7 +160,7 @@ def health_file(
 
 
 def _write(path: Path, health: Health) -> None:
-    """Replace the file in one step: a reader sees the old one or the new one."""
+    """Replace the health file in one step, so that a reader finds the old content or the new one, never a part."""
     document = {**asdict(health), "pid": os.getpid(), "at": datetime.now(UTC).isoformat().replace("+00:00", "Z")}
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:
@@ -162,7 +173,10 @@ def _write(path: Path, health: Health) -> None:
 
 
 def judge(path: Path, max_age_seconds: float) -> Verdict:
-    """Read a health file and judge if its writer lives: the file is recent, and the state is not "stopping"."""
+    """Read a health file and judge if the process that writes it is alive, for a container's probe.
+
+    It counts as alive if the file is at most `max_age_seconds` old and the state is not "stopping".
+    """
     try:
         health = json.loads(path.read_text())
         state, written_at = health["state"], datetime.fromisoformat(health["at"])
@@ -173,7 +187,7 @@ def judge(path: Path, max_age_seconds: float) -> Verdict:
         return Verdict(False, f"the file {str(path)!r} cannot be read: {error.strerror}")
     except (ValueError, KeyError, TypeError):
         return Verdict(False, f"the file {str(path)!r} is no health file of a relay")
-    # abs: after the clock was set back, a time in the future says nothing about now.
+    # abs: after the clock was set back, a time in the future proves nothing.
     if abs(age_seconds) > max_age_seconds:
         return Verdict(False, f"last written {age_seconds:.0f} s ago, over the limit of {max_age_seconds:g} s", health)
     return Verdict(state in STATES and state != "stopping", str(state), health)

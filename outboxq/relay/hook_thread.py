@@ -26,11 +26,11 @@ logger = logging.getLogger("outboxq.relay")
 class HookThread:
     """Calls the hooks of a registry with events, in its own thread, from `start` to `finish`.
 
-    Without hooks there is no thread, and no event is taken.
+    Without hooks there is no thread, and `put` accepts no event.
 
     Attributes:
-        failures: The number of errors of hooks, those given to `Relay` included.
-        dropped: The number of events that the registry's hooks did not receive.
+        failures: The number of errors that hooks raised, those of the hooks given to `Relay` included.
+        dropped: The number of events that did not reach the registry's hooks because these were too slow.
     """
 
     def __init__(self, hooks: Sequence[EventHook], limits: HookLimits) -> None:
@@ -40,12 +40,12 @@ class HookThread:
         self._wanted = frozenset(event for hook in hooks for event in hook.events)
         self._limits = limits
         self._thread = BoundedStart(self._run, "outboxq-hooks")
-        # Its lock guards what is below; it is notified of each change.
+        # Its lock guards the fields below; it is notified of each change.
         self._changed = threading.Condition()
         self._events: deque[Event] = deque()
         self._is_open = False
         self._is_telling = False
-        # The queue was full: events are dropped until half of it is delivered.
+        # True after the queue was full: events are dropped until half of it is delivered.
         self._is_behind = False
         self._logged_at = float("-inf")
         self._ends_at: float | None = None
@@ -59,10 +59,11 @@ class HookThread:
         return kind in self._wanted
 
     def put(self, event: Event) -> bool:
-        """Take an event that a hook wants; False if no hook does, or if the event is dropped.
+        """Queue an event for the hooks. Returns False if no hook wants the event, or if it is dropped.
 
-        If the queue is full, waits `hold_seconds` for room. Then this event is dropped, and others at once, until half
-        of the queue is delivered: hooks that stay slow do not hold up a slot for each of its events.
+        If the queue is full, the caller waits `hold_seconds` for room. If there is none by then, the event is dropped,
+        and so are later ones, without waiting, until half of the queue is delivered, so that slow hooks do not delay a
+        slot at each event.
         """
         if type(event) not in self._wanted:
             return False
@@ -90,7 +91,10 @@ class HookThread:
         return False
 
     def settle(self) -> None:
-        """Wait until the hooks have received all events; with `finish`, for `finish_seconds` at most."""
+        """Wait until the hooks have received all queued events.
+
+        All calls of `settle` and `finish` together wait for `finish_seconds` at most.
+        """
         with self._changed:
             if self._ends_at is None:
                 self._ends_at = time.monotonic() + self._limits.finish_seconds
@@ -121,10 +125,10 @@ class HookThread:
             self._thread.join(self._limits.finish_seconds)
 
     def report(self, hook: Callable[..., object], event: Event) -> None:
-        """Count and log the error that a hook raised, in its `except` block."""
+        """Count and log the error that a hook raised. Called in the `except` block that caught the error."""
         with self._changed:
             self.failures += 1
-        # By its name: the object it is bound to may be a secret, or refuse to be shown.
+        # By its name, because the object that it is bound to may be a secret, or refuse to be shown.
         name = name_of(hook)
         extra = {"outboxq_hook": name, "outboxq_hook_event": type(event).__name__}
         logger.exception("a hook failed: hook=%s event=%s", name, type(event).__name__, extra=extra)
@@ -133,7 +137,7 @@ class HookThread:
         return len(self._events) < self._limits.waiting_events
 
     def _run(self) -> None:
-        # Its event loop is made when a hook first needs one.
+        # The event loop is made when a hook first needs one.
         runner = asyncio.Runner()
         try:
             while (event := self._take()) is not None:
@@ -141,13 +145,13 @@ class HookThread:
                     if hook.wants(event):
                         self._call(hook, event, runner)
                 forget(event)
-                # Or it would live until the next one comes.
+                # Otherwise the event would live until the next one.
                 del event
         finally:
             runner.close()
 
     def _take(self) -> Event | None:
-        """Wait for the next event; None when the thread is to end."""
+        """Wait for the next event and return it; return None when the thread is to end."""
         with self._changed:
             self._is_telling = False
             self._changed.notify_all()
@@ -167,14 +171,14 @@ class HookThread:
                 error = runner.run(_error_of(returned, self._limits.await_seconds))
                 if error is not None:
                     raise error
-        except BaseException:  # noqa: BLE001  # user code, whatever it raises: no signal comes to this thread
+        except BaseException:  # noqa: BLE001  # user code may raise any error: no signal comes to this thread
             self.report(hook.function, event)
 
 
 async def _error_of(awaitable: Awaitable[object], seconds: float) -> BaseException | None:
-    """Await what an async hook returned; returns the error that it raised, if any.
+    """Await the coroutine of an async hook, for `seconds` at most; return the error that it raised, if any.
 
-    Not raised here: a KeyboardInterrupt or a SystemExit out of a task would end the event loop.
+    The error is not raised, because a KeyboardInterrupt or SystemExit in a task would end the event loop.
     """
     runs_here(asyncio.get_running_loop())
     deadline = asyncio.timeout(seconds)

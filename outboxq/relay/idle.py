@@ -1,7 +1,8 @@
-"""The sleep of a slot without work: what wakes the slot, and when it polls its queues by itself.
+"""The sleep of a slot without work: its wake-ups, and its own polls.
 
-A sleeping slot holds no connection. Before it trusts its sleep flags it needs a poll that began after they were raised:
-jobs committed earlier sent no notification.
+A sleeping slot holds no connection. The listener holds its sleep flags: advisory locks, one for each of its queues;
+while one is held ("up"), producers send a notification with each job of that queue. The slot relies on them only after
+a poll that began when all flags were up, because jobs that were committed earlier sent no notification.
 """
 
 import concurrent.futures
@@ -17,12 +18,12 @@ from outboxq.relay.poller import Order
 from outboxq.relay.state import RelayState
 
 FIRST_PAUSE_SECONDS = 0.01
-# Without sleep flags a notification is not certain: poll at least this often.
+# Without sleep flags notifications are not certain, so poll at least this often.
 UNFLAGGED_PAUSE_SECONDS = 1.0
 
 
 class SlotSleep:
-    """The pauses of one slot."""
+    """Decides how long a slot or dispatcher without jobs sleeps, when it polls, and if notifications will wake it."""
 
     def __init__(self, state: RelayState, order: Order, wake: Callable[[], None]) -> None:
         self.idle_slot = IdleSlot(frozenset(order.queues), wake)
@@ -38,7 +39,7 @@ class SlotSleep:
         self._claimed_at = 0.0
 
     def has_work(self) -> bool:
-        """Return True if something is known to wait in the slot's queues."""
+        """Return True if jobs are known to wait in the slot's queues, so that the slot should claim."""
         return self._has_jobs() or self._has_suspects()
 
     def _has_jobs(self) -> bool:
@@ -49,13 +50,13 @@ class SlotSleep:
         return quarantine.wait_in(queues) and not all(map(self._poller.is_held, quarantine.known_in(queues)))
 
     def needs_connection(self) -> bool:
-        """Return True if a connection is needed: to claim, or to poll."""
+        """Return True if the sleeping slot is to borrow a connection now, to claim or to poll."""
         return self._has_suspects() or self.is_behind()
 
     def is_behind(self) -> bool:
-        """Return True if jobs are known to wait, or a poll is due that no other slot makes.
+        """Return True if the slot must not sleep now: jobs are known to wait, or a poll is due that no slot is making.
 
-        Suspects alone do not count: another slot may run one for long.
+        Suspects (jobs that ran when their relay died) do not count, because another slot may take long to run one.
         """
         return self._has_jobs() or (self._wants_poll() and not self._poller.is_under_way())
 
@@ -65,7 +66,7 @@ class SlotSleep:
         return self._is_poll_due
 
     def poll(self, connection: Connection) -> None:
-        """Poll all queues of the relay, if that is due and no other slot does."""
+        """Poll all queues of the relay and record the result, if a poll is due and no other slot is making one."""
         begun = self._poller.begin_shared(self._first, self._poll_after) if self._wants_poll() else None
         if begun is None:
             return
@@ -78,15 +79,16 @@ class SlotSleep:
         self._is_poll_due = False
 
     def want_poll(self) -> None:
-        """Request a poll that begins after this call."""
+        """Record that a poll is due; polls that have begun already do not count."""
         self._poll_after = self._poller.latest
         self._is_poll_due = True
 
     def is_flagged(self, since: float | None) -> bool:
-        """Return True if notifications wake this slot; requests a poll if none has begun since its flags were raised.
+        """Return True if this slot's sleep flags are up (`since` is the time), so that notifications wake it.
 
-        The poll must also be newer than the slot's last claim, which may have led to jobs that are due later, and than
-        the last call: another slot may have answered it, and left jobs before this slot slept.
+        Also makes a poll due, unless one has begun since then that is newer than the slot's last claim (which may have
+        led to jobs that are due later) and newer than the last notification for its queues: another slot may have
+        claimed after that notification, and left jobs before this slot slept.
         """
         if since is not None and self._poller.uncalled_since(self.idle_slot.queues) <= max(since, self._claimed_at):
             # A poll sees the jobs that were committed before the flags were raised.
@@ -94,35 +96,47 @@ class SlotSleep:
         return since is not None
 
     def begin_claims(self) -> None:
-        """Record that the slot claims, which shows as much as a poll."""
+        """Record that the slot claims now. No poll is due then, because the claims show if jobs wait."""
         self._is_poll_due = False
         self._claimed_at = time.monotonic()
 
     def end(self) -> None:
-        """Record that the slot has claimed jobs, and is awake."""
+        """Record that the slot has claimed jobs and is awake.
+
+        The listener then lowers its sleep flags, the locks that make producers notify.
+        """
         self._pause_seconds = FIRST_PAUSE_SECONDS
         if self.is_asleep and self._state.listener is not None:
             self._state.listener.wake_up(self.idle_slot)
         self.is_asleep = False
 
     def fall_asleep(self) -> "concurrent.futures.Future[float | None] | None":
-        """Request the sleep flags; the future says since when they are up. None if this relay does not listen."""
+        """Record that the slot sleeps, and have the listener raise its sleep flags, which make producers notify.
+
+        Returns:
+            A future for the time (monotonic) since which all of the flags are up, or for None if they are not. Without
+            a listener there is no future: None.
+        """
         self.is_asleep = True
         return None if self._state.listener is None else self._state.listener.fall_asleep(self.idle_slot)
 
     def pause_seconds(self, *, flagged: bool) -> float:
-        """The time to sleep: up to the next scheduled job, growing up to the poll interval since the last poll."""
+        """Return the seconds to sleep, at most until the next scheduled job is due; a poll is due after this sleep.
+
+        They are about the poll interval if notifications wake the slot (`flagged`). Otherwise they double with each
+        call, up to a second.
+        """
         poll_seconds = self._state.config.poll_seconds
-        # In this order: a poll that comes back in between is either still wanted, or its result is known.
+        # In this order: a poll that returns in between is either still wanted, or its result is known.
         if self._wants_poll() or self._has_jobs():
             return FIRST_PAUSE_SECONDS
         growing = min(self._pause_seconds, UNFLAGGED_PAUSE_SECONDS, poll_seconds)
         self._pause_seconds = min(self._pause_seconds * 2, poll_seconds)
         self.want_poll()
-        # A suspect's queue may be held, for a moment only, and a poll may not see that a suspect waits.
+        # A suspect's queue may be held, but only for a moment, and a poll may not see that a suspect waits.
         if self._state.quarantine.wait_in(self.idle_slot.queues):
             return growing
         pause = (poll_seconds if flagged else growing) * random.uniform(0.8, 1.0)
         due = self._poller.due_in_seconds(self.idle_slot.queues)
-        # A due job that was not claimed is run by another transaction: no reason to spin.
+        # A due job that was not claimed is being run by another transaction, so it is no reason to claim in a loop.
         return min(max(self._poll_after.begun_at + pause - time.monotonic(), 0.0), due if due > 0 else growing)

@@ -1,4 +1,8 @@
-"""The last jobs of a slot that drains: suspects, which wait for the lease, and the jobs of queues that are held."""
+"""The last jobs of a slot whose relay drains (works until no job is left, and ends), before the slot may end.
+
+They are suspects (jobs that ran when their relay died), which run only under this relay's lease, and jobs of held
+queues, from which no slot claims for a moment because of a limit or rate.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,20 +19,24 @@ _WAITS, _WAIT_SECONDS = 500, 0.02
 
 @dataclass
 class LastJobs:
-    """The jobs that may be left when a round of one slot's queues has found none."""
+    """Finds the jobs that may be left after a draining slot has claimed from all of its queues and found none."""
 
     state: RelayState
     queues: tuple[str, ...]
     _waits: int = 0
 
     def work_off(self, connection: Connection, work_once: Callable[[], bool], began_at: float) -> bool:
-        """Make another round if suspects are left, or wait a moment for what is left; False if nothing is.
+        """Run a suspect that is left, or wait until a queue may be claimed from again.
+
+        Returns True if the slot is to claim from all of its queues once more; False if it may end.
 
         Args:
-            began_at: The time (monotonic) at which that round began. A queue that was held meanwhile is not in it.
+            work_once: Claims and runs jobs of the slot's queues once; returns False if it found none.
+            began_at: The time (monotonic) at which the slot last began to claim from all of its queues. That may have
+                left out queues from which slots may claim again since.
         """
         with connection.begin():
-            # In all queues of the relay: the result replaces what all of its slots know.
+            # For all queues of the relay, because the result replaces the knowledge of all its slots.
             rows = run_script(connection, look_around(self.state.config.schema, self.state.lease.queues))
         seen, quarantine = self.state.flow.record(rows), self.state.quarantine
         quarantine.queues |= seen.suspects

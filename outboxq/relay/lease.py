@@ -1,7 +1,8 @@
 """The lease: one connection and one thread per relay, which show other relays that it lives.
 
-The thread extends the relay's lease, takes jobs from dead relays, and queries suspects and operators' settings. It
-works on libpq below psycopg, so that neither a blocked event loop nor a busy pool delays its next beat.
+At each beat (every `beat_seconds`) the thread extends the relay's lease, takes jobs from relays whose lease has
+expired, and reads the operators' settings and the queues with suspects (jobs that ran when their relay died). It uses
+libpq without psycopg's own layer, so that neither a blocked event loop nor a busy pool delays its next beat.
 """
 
 import logging
@@ -44,17 +45,23 @@ _ORPHANED = "its relay lived, but did not run the job that it had claimed"
 
 @dataclass(eq=False)
 class RelayLease:
-    """A relay's lease. It is first written when it is needed: a relay without leased jobs needs none.
+    """The lease of a relay: a row with an expiry time, which the relay's thread extends regularly while it lives.
+
+    Other relays take over the jobs that were claimed under a lease that has expired. The row is first written when a
+    claim needs it: a relay without such jobs needs none. The beats do the other work of the module even then.
 
     Args:
         connect: Opens a connection outside a transaction; a transaction pooler will do.
-        owner: Fresh for each run of a relay, so that no restarted relay is taken for its predecessor.
-        queues: The queues that are checked for suspects.
-        flow: The operators' settings, read with each beat.
-        running: The ids and tokens of the jobs that this relay has under the lease; None while it cannot know.
-        on_reaped: Called for each job that was taken from a dead relay.
-        wake: Called when suspects wait: nothing else wakes slots for them.
-        expect_schedule: Called with each beat with the seconds until the next schedule is due.
+        owner: A new id for each run of a relay, so that a restarted relay cannot be mistaken for its predecessor.
+        queues: The relay's queues; each beat finds out which of them have suspects (jobs that ran when their relay
+            died).
+        flow: Stores the operators' settings, which each beat reads.
+        running: Returns the ids and lease tokens of the jobs that this relay has claimed under the lease; None while
+            the relay cannot know them.
+        on_reaped: Called with an event for each job that was taken back: from a dead relay, or from this one if it had
+            lost the answer to its claim.
+        wake: Called if there are suspects, to wake sleeping slots: no notification announces them.
+        expect_schedule: Called at each beat with the seconds until the next schedule is due.
     """
 
     connect: Callable[[], DriverConnection]
@@ -73,10 +80,11 @@ class RelayLease:
         self._schema = self.config.schema
         self._wanted = False
         self._held_until = 0.0
-        # A new term begins when the lease is taken again after it ran out: jobs of the last term may have been reaped.
+        # A new term begins when the lease is taken again after it expired: jobs of the previous term may have been
+        # reaped.
         self.term = 0
         self._orphans: set[tuple[str, int]] = set()
-        # Jobs that ended well while another transaction held their rows, each with its crashes before.
+        # Jobs that ended well while another transaction held their rows, each with its earlier crash count.
         self._excused: dict[tuple[str, int], int] = {}
         self._beats = 0
         self._reap_from_beat = 0
@@ -86,29 +94,38 @@ class RelayLease:
         self._thread = threading.Thread(target=self._run, name="outboxq-lease", daemon=True)
 
     def start(self) -> None:
-        """Start the thread, which connects by itself, and again after every loss."""
+        """Start the thread, which opens its connection itself, and a new one after each loss."""
         self._thread.start()
 
     def excuse(self, job: Job) -> None:
-        """Count no crash for a job that ended well, and runs again only because another transaction held its row."""
+        """Make sure that no crash is counted for this job when it is taken back from this relay, to run again.
+
+        It ended well, but its result could not be stored, because another transaction held its row.
+        """
         assert job.lease_token is not None
         self._excused[str(job.id), job.lease_token] = job.crashes
 
     def stop(self) -> None:
-        """Give the lease up, and end the thread."""
+        """End the thread, waiting for 5 s at most.
+
+        Before it ends, the thread gives up the lease, if the relay has one.
+        """
         with self._changed:
             self._stopping = True
             self._changed.notify_all()
         self._thread.join(_STOP_SECONDS)
 
     def look_soon(self) -> None:
-        """Query the operators' settings soon, before the next beat. Returns at once."""
+        """Make the lease's thread query the operators' settings now, before its next beat. Returns at once."""
         with self._changed:
             self._looks_soon = True
             self._changed.notify_all()
 
     def want(self) -> bool:
-        """Request the lease; True if it is held. Never waits; the claim's statement checks the lease once more."""
+        """Return True if the relay holds its lease. If not, make the lease's thread acquire it soon. Never waits.
+
+        The lease may expire right after this call, so the claim's own statement checks it again.
+        """
         if not self._is_held():
             with self._changed:
                 self._wanted = True
@@ -116,7 +133,7 @@ class RelayLease:
         return self._is_held()
 
     def wait(self, seconds: float) -> bool:
-        """Request the lease, and wait for it; True if it is held."""
+        """Request the lease and wait until it is held, for `seconds` at most; return True if it is."""
         self.want()
         with self._changed:
             self._changed.wait_for(lambda: self._is_held() or self._stopping, seconds)
@@ -127,7 +144,7 @@ class RelayLease:
 
     def _run(self) -> None:
         while not self._stopping:
-            # Without memory even a pause may fail; without this thread the lease would expire.
+            # Without free memory even a pause may fail; without this thread the lease would expire.
             with suppress(Exception):
                 self._connect_and_serve()
 
@@ -160,11 +177,14 @@ class RelayLease:
             run_on_libpq(connection, statements.end(self._schema, self.owner))
 
     def _beat(self, connection: PGconn) -> bool:
-        """Do one heartbeat; True if there is more to reap."""
+        """Do one heartbeat; return True if there may be more jobs of dead relays than it has taken back.
+
+        It extends the lease, if the relay needs one, makes jobs of dead relays claimable again, and reads the settings.
+        """
         if self._wanted:
             self._extend(connection)
             self._take_back_orphans(connection)
-        # After an outage that all relays shared, each has time to extend its own lease first.
+        # After an outage of all relays, each gets time to extend its own lease first.
         has_more = self._beats >= self._reap_from_beat and self._reap(connection)
         self._look_around(connection)
         if self._beats % _FORGET_EVERY_BEATS == 0:
@@ -194,7 +214,10 @@ class RelayLease:
             self._changed.notify_all()
 
     def _reap(self, connection: PGconn) -> bool:
-        """Take the jobs that dead relays left; True if there may be more."""
+        """Make up to `REAP_LIMIT` jobs of dead relays claimable again; return True if more may be left.
+
+        If any jobs in groups are leased, it takes up to as many of these in addition.
+        """
         taken = [self._reap_some(connection, in_group=False)]
         if self.flow.seen.group_leases:
             taken.append(self._reap_some(connection, in_group=True))
@@ -208,7 +231,7 @@ class RelayLease:
         except psycopg.Error as error:
             if connection.status != ConnStatus.OK or error.sqlstate == READ_ONLY:
                 raise
-            # A job that cannot become a dead letter must not hold up others: this time none becomes one.
+            # A job that cannot become a dead letter must not hold up others: this time no job becomes one.
             logger.warning("jobs could not be moved to the dead letters: %s", describe_refusal(error))
             rows = self._reap_without_dead_letters(connection, in_group=in_group)
         self._publish(rows, in_group=in_group)
@@ -225,22 +248,23 @@ class RelayLease:
             return self._reap_one_by_one(connection, in_group=in_group)
 
     def _reap_one_by_one(self, connection: PGconn, *, in_group: bool) -> Rows:
-        """Take back one by one the jobs of a sweep that failed.
+        """Make jobs of dead relays claimable again one by one, after one statement for all failed; return the rows.
 
-        A job whose row cannot be changed becomes a dead letter, if others come back.
+        A job whose row cannot be changed becomes a dead letter, unless all jobs fail: then their rows are not the
+        cause.
         """
         lost = run_on_libpq(connection, statements.lost_jobs(self._schema, REAP_LIMIT, in_group=in_group))
         came = {UUID(found): self._reap_one(connection, UUID(found), in_group=in_group) for (found,) in lost}
         rows = [row for found in came.values() for row in found or ()]
-        # If none comes back, the cause is not a row.
+        # If no job can be taken back, a single row is not the cause.
         for job_id in [job_id for job_id, found in came.items() if found is None and rows]:
-            # Once more: the cause may have gone while the others were tried.
+            # Tried again, because the cause may have ended while the others were tried.
             found = self._reap_one(connection, job_id, in_group=in_group)
             rows += self._dead_letter(connection, job_id) if found is None else found
         return rows
 
     def _reap_one(self, connection: PGconn, job_id: UUID, *, in_group: bool) -> Rows | None:
-        """Take back one job; None if its row makes the statement fail."""
+        """Make one job of a dead relay claimable again; return its row, or None if this row causes an error."""
         try:
             return run_on_libpq(connection, statements.reap_one(self._schema, job_id, in_group=in_group))
         except psycopg.Error as error:
@@ -261,11 +285,12 @@ class RelayLease:
             return ()
 
     def _take_back_orphans(self, connection: PGconn) -> None:
-        """Take back jobs under our lease that no slot runs: their claim's COMMIT got no answer.
+        """Make claimable again the jobs that are under this relay's lease although none of its slots runs them.
 
-        Only jobs that no slot runs at two beats in a row, because an answer may be on its way; if it comes later still,
-        its tokens match no row. A job that comes here again and again becomes a dead letter, like those of dead relays:
-        its claims as a suspect counted.
+        Such jobs (orphans) exist if the answer to the COMMIT of a claim was lost. A job is taken back only if no slot
+        ran it at two consecutive beats, because the answer may still arrive; if it comes even later, the lease token in
+        it matches no row any more. A job that is taken back again and again becomes a dead letter, like a job whose
+        relay dies again and again.
         """
         before, excused = self.running(), set(self._excused)
         if before is None:
@@ -302,7 +327,10 @@ class RelayLease:
             self.on_reaped(event)
 
     def _wait(self, connection: PGconn) -> None:
-        """Wait for the next beat; query the operators' settings whenever that is requested before."""
+        """Wait until the next heartbeat is due.
+
+        Each time that `look_soon` is called, read the operators' settings at once.
+        """
         until = time.monotonic() + self.config.beat_seconds
         while True:
             with self._changed:
@@ -314,11 +342,11 @@ class RelayLease:
             self._look_around(connection)
 
     def _is_beat_due(self) -> bool:
-        # Early if the lease is wanted and not held.
+        # Earlier if the lease is wanted and not held.
         return self._stopping or (self._wanted and not self._is_held())
 
 
 def _raise_unless_of_a_row(connection: PGconn, error: psycopg.Error) -> None:
-    """Raise an error that is not about a single row, or that has cost the connection."""
+    """Raise `error` again, unless the contents of a single row caused it and the connection still works."""
     if connection.status != ConnStatus.OK or not is_of_a_row(error):
         raise error

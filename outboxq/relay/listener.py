@@ -1,6 +1,7 @@
 """The listener: one connection and one thread per relay, which hold idle slots' sleep flags and wake the slots.
 
-Polls find every job: an error here costs latency, never a job.
+A sleep flag is an advisory lock for a queue: while a relay holds it (the flag is up), producers send notifications of
+the queue's jobs. Slots also poll their queues, which finds every job, so an error here costs latency, but never a job.
 """
 
 import logging
@@ -26,14 +27,14 @@ logger = logging.getLogger("outboxq.listener")
 # A refused flag is tried again with the next request after this pause, which doubles.
 _RETRY_FIRST_SECONDS, _RETRY_CAP_SECONDS = 0.005, 2.0
 _HEARING_SECONDS = 0.1
-# A slot that works for less than this leaves its flags up: with hundreds of queues there are as many. Jobs committed in
-# this time notify for nothing, or for the slot's next poll.
+# A slot that works for less than this leaves its flags up, because with hundreds of queues there are hundreds of flags.
+# Jobs committed in this time notify without need, or for the slot's next poll.
 _LOWER_SECONDS = 0.1
 
 
 @dataclass(slots=True, eq=False)
 class IdleSlot:
-    """A slot that sleeps: `wake` may be called from any thread, any number of times."""
+    """A slot that sleeps: its queues, and the function that wakes it, from any thread and any number of times."""
 
     queues: frozenset[str]
     wake: Callable[[], None]
@@ -41,15 +42,16 @@ class IdleSlot:
 
 @dataclass(eq=False)
 class HearingCheck:
-    """Checks once that notifications arrive, which a transaction pooler would hand to another client.
+    """Checks once that notifications arrive on the listening connection: a pooler may give them to other clients.
 
-    The relay notifies itself, through the database URL, as producers do, on a channel of its own: if nothing arrives,
-    the pooler's connection is left listening to a channel that is never notified again.
+    The relay sends itself a notification through the database URL, as producers do, on a channel only for this check.
+    If it does not arrive, the pooler's connection keeps listening to that channel, which does no harm: it is never
+    notified again.
 
     Args:
-        connect: Opens a connection as producers have it, by the database URL.
-        patience_seconds: A notification that takes longer is reported as missing; if it comes later, it still counts.
-        poll_seconds: The longest time between two polls until then; for the message.
+        connect: Opens a connection as producers do, by the database URL.
+        patience_seconds: A notification that takes longer is reported as missing; if it arrives later, it still counts.
+        poll_seconds: The longest time between two polls while no notifications arrive; for the log message.
     """
 
     connect: Callable[[], DriverConnection]
@@ -61,7 +63,7 @@ class HearingCheck:
     _late_at: float = 0.0
 
     def begin(self, connection: PGconn) -> bool:
-        """Listen on this connection, and notify through another one; False if no notification could be sent."""
+        """Listen on this connection, and notify through another one. Returns False if no notification could be sent."""
         self._channel = f"outboxq_hearing_{secrets.token_hex(8)}"
         run_on_libpq(connection, listen.listen_on(self._channel))
         try:
@@ -78,10 +80,13 @@ class HearingCheck:
         return True
 
     def is_over(self, connection: PGconn) -> bool:
-        """Return True if the notification has come; warns once if it is late although the connection works."""
+        """Return True if the notification has arrived.
+
+        Logs a warning once if it is late although the connection works.
+        """
         is_late = time.monotonic() >= self._late_at
         if is_late:
-            # An answer shows that the server is still there, and comes after its notifications.
+            # An answer shows that the server still exists, and arrives after its notifications.
             run_on_libpq(connection, "SELECT")
             self._late_at = time.monotonic() + self.patience_seconds
         connection.consume_input()
@@ -103,23 +108,23 @@ class HearingCheck:
         return False
 
     def wait_seconds(self) -> float:
-        """The time to wait for the notification until the next call of `is_over`."""
+        """Return the longest time to wait for the notification before `is_over` is to be called again, in seconds."""
         return max(0.0, self._late_at - time.monotonic())
 
 
 class Listener(ListeningThread):
-    """Holds the sleep flags of the queues on which this process has idle slots, and receives their notifications.
+    """Holds sleep flags (locks that make producers notify) for idle slots, and wakes slots when notifications come.
 
-    A notification wakes one slot. A slot that finds jobs calls the next one, so that only as many slots take a
-    connection as have work.
+    A notification wakes one slot. A slot that finds jobs wakes the next one, so that only slots with work take
+    connections.
 
     Args:
         connect: Opens a connection outside a transaction, to the server itself and not to a transaction pooler.
         record_call: Called with each queue that a notification names, before a slot is woken.
-        probe_seconds: A connection that received nothing for so long is checked.
-        hearing: The check that notifications arrive; until it passes no flag is raised, and slots poll.
-        is_held: Returns True if no slot may claim from a queue now: then its notification wakes none.
-        record_settings: Called when operators have changed settings.
+        probe_seconds: A connection is checked after receiving nothing for this long.
+        hearing: The check that notifications arrive; until it passes, no flag is raised, and slots poll.
+        is_held: Returns True if no slot may claim from a queue now, so that its notification wakes none.
+        record_settings: Called when a notification says that operators have changed settings.
     """
 
     def __init__(
@@ -140,7 +145,7 @@ class Listener(ListeningThread):
         self._hearing = hearing
         self._is_held = is_held
         self._record_settings = record_settings
-        # True for the slots that were woken since they fell asleep.
+        # The slots that were woken since they fell asleep.
         self._idle_slots: dict[IdleSlot, bool] = {}
         # The time since which each queue's flag is up.
         self._flags: dict[str, float] = {}
@@ -150,21 +155,28 @@ class Listener(ListeningThread):
         self._retry_at = 0.0
 
     def fall_asleep(self, idle_slot: IdleSlot) -> "Future[float | None]":
-        """Raise the sleep flags of the slot's queues.
+        """Make the listener's thread raise the sleep flags of a slot's queues; return a future for the result.
 
-        The future holds the time (monotonic) since which this process has all of the flags. Every job committed after a
-        poll that began later notifies, or wakes the slot. None if the flags are not held: poll again soon.
+        The result is the time (monotonic) since which all of the flags are up; None if they are not, and the slot is to
+        poll again soon. A poll that begins after that time misses no job: for each job committed later there is a
+        notification, or a slot of its queue is woken.
         """
         flagged = Future[float | None]()
         self.send(partial(self._add_idle, idle_slot, flagged))
         return flagged
 
     def wake_up(self, idle_slot: IdleSlot) -> None:
-        """Record that the slot has work: flags that no sleeping slot needs go down soon. Returns at once."""
+        """Record that a slot no longer sleeps.
+
+        The sleep flags of queues on which no other slot sleeps are lowered soon.
+        """
         self.send(partial(self._remove_idle, idle_slot))
 
     def wake_one(self, queue: str) -> None:
-        """Wake a slot that sleeps on this queue, if any: it may find jobs. Returns at once."""
+        """Wake one slot that sleeps on this queue, if there is one, to claim jobs that may wait there.
+
+        Returns at once.
+        """
         if self._idle_slots:
             self.send(partial(self._notify_others, queue))
 
@@ -179,13 +191,13 @@ class Listener(ListeningThread):
         self._lower_at = math.inf
         self._refused.clear()
         if self._is_connected:
-            # Notifications are lost while there is no connection: every slot polls by itself.
+            # Without a connection notifications are lost: every slot polls by itself.
             self._wake(self._idle_slots)
 
     def listen(self, connection: PGconn) -> None:
         hearing = self._hearing
         if hearing is not None and not hearing.passed and hearing.begin(connection):
-            # Nearly always the notification comes at once, and requests can wait for it.
+            # The notification nearly always arrives at once, and requests can wait for it.
             wait_readable([connection.socket], _HEARING_SECONDS)
             while not hearing.is_over(connection) and not self._is_stopping:
                 self.take_requests(None)
@@ -200,7 +212,7 @@ class Listener(ListeningThread):
             self._lower_at = math.inf
             dropped = self._flags.keys() - self._slept_on()
             if dropped:
-                # First, so that no slot trusts a flag that goes down.
+                # First, so that no slot relies on a flag that is being lowered.
                 self._flags = {name: since for name, since in self._flags.items() if name not in dropped}
                 run_on_libpq(connection, listen.drop_sleep_flags(self._schema, dropped))
         elif self._is_silent:
@@ -227,12 +239,12 @@ class Listener(ListeningThread):
             self._lower_at = min(self._lower_at, time.monotonic() + _LOWER_SECONDS)
 
     def _notify_others(self, name: str, _connection: PGconn | None) -> None:
-        # If no slot sleeps on the queue, the call would only cost the caller an empty claim.
+        # If no slot sleeps on the queue, the call would only cause an empty claim.
         if name in self._slept_on():
             self._notify(name)
 
     def _raise_flags(self, connection: PGconn, queues: Iterable[str]) -> None:
-        # Session locks are counted, so each is taken once per process, for all of its idle slots.
+        # Session locks are counted, so the process takes each lock once for all of its idle slots.
         missing = set(queues) - self._flags.keys()
         if not missing or (missing <= self._refused and time.monotonic() < self._retry_at):
             return
@@ -262,7 +274,7 @@ class Listener(ListeningThread):
         if self._is_held(name):
             return
         idle_slots = [idle_slot for idle_slot in self._idle_slots if name in idle_slot.queues]
-        # Slots woken before may have polled too early: if there is no other slot, all of them poll again.
+        # Slots that were woken before may have polled too early: without another slot, all of them poll again.
         fresh = [idle_slot for idle_slot in idle_slots if not self._idle_slots[idle_slot]][-1:]
         self._wake(fresh or idle_slots)
 

@@ -1,8 +1,8 @@
 """The metrics of a relay: its counts, read when they are requested.
 
 A supervisor's child sends them through a socket: on request, every few seconds and at its end. So its counts stay in
-the supervisor's totals after the child has ended or died. There a thread for each child reads what it sends: the
-thread that tends the children only hands over their sockets, so it never waits here.
+the supervisor's totals after the child has ended or died. In the supervisor, a thread for each child reads its totals:
+the thread that manages the children only passes on their sockets, so it never waits here.
 """
 
 import select
@@ -22,12 +22,12 @@ from outboxq.observability.metrics.reading import OUTCOMES, Reading, add_kinds
 from outboxq.relay.run import RelayLook
 
 TELL_SECONDS = 5.0
-# A supervisor that takes nothing for so long, because its process is stopped, gets the rest the next time.
+# If a supervisor accepts nothing for this long, because its process is stopped, the rest is sent the next time.
 _SEND_SECONDS = 1.0
 _LENGTH = struct.Struct("!I")
 # A reading has some hundred kilobytes at the most.
 MOST_BYTES = 64 * 1024**2
-# A scrape waits this long for answers; of children that send none, the last totals count.
+# A scrape waits this long for answers; for children that send none, the last totals count.
 _ANSWER_SECONDS = 1.0
 EndReason: TypeAlias = Literal["died", "stuck", "silent", "lingers"]
 REASONS: tuple[EndReason, ...] = get_args(EndReason)
@@ -39,7 +39,7 @@ def read_relay(look: RelayLook | None, counter: EventCounter) -> Reading:
         return reading
     for kind in look.kinds:
         for outcome in (*OUTCOMES.values(), "interrupted"):
-            # With zeros, so that the first failure of a kind is an increase.
+            # With zeros, so that the first failure of a kind is seen as an increase.
             reading.add(JOBS, (*kind, outcome), 0)
     add_kinds(reading, look.totals)
     for state, slots in look.slots.items():
@@ -62,10 +62,11 @@ def read_relay(look: RelayLook | None, counter: EventCounter) -> Reading:
 
 
 class MetricsTeller:
-    """Sends this process's counts to its supervisor: on request, every few seconds, and at the end.
+    """Sends this process's counts to its supervisor: on request, every few seconds (`TELL_SECONDS`), and at the end.
 
     Args:
-        number: The file descriptor of the socket.
+        number: The file descriptor of the socket to the supervisor.
+        read: Returns the present counts.
     """
 
     def __init__(self, number: int, read: Callable[[], Reading]) -> None:
@@ -77,10 +78,10 @@ class MetricsTeller:
         threading.Thread(target=self._run, name="outboxq-metrics", daemon=True).start()
 
     def tell(self) -> None:
-        """Send the totals, after the rest of those before, if the supervisor took only a part.
+        """Send the present totals to the supervisor, after any part of the previous ones that could not be sent yet.
 
         Raises:
-            TimeoutError: the supervisor takes nothing now.
+            TimeoutError: the supervisor accepts no data now.
             OSError: the supervisor is gone.
         """
         with self._lock:
@@ -114,11 +115,11 @@ class MetricsTeller:
 
 
 def receive(stream: BinaryIO) -> Reading | None:
-    """Receive the next totals that a `MetricsTeller` sends; None at the end.
+    """Wait for the next totals that a `MetricsTeller` sends, and return them; None at the stream's end.
 
     Raises:
         OSError: the connection failed.
-        msgspec.DecodeError: the data is not ours.
+        msgspec.DecodeError: the data is invalid.
     """
     head = stream.read(_LENGTH.size)
     if len(head) < _LENGTH.size:
@@ -129,38 +130,46 @@ def receive(stream: BinaryIO) -> Reading | None:
 
 
 class ChildSocket:
-    """The supervisor's end of a child's socket, and the last totals received."""
+    """The supervisor's end of the socket to one child, and the last totals that the child has sent."""
 
     def __init__(self, database: str, connection: socket.socket) -> None:
         self.database = database
         self.connection = connection
         self.last: Reading | None = None
-        # How often the child has sent its totals.
+        # The number of times that the child has sent its totals.
         self.told = 0
 
     def close(self) -> None:
-        """Record that the child has ended: what it sent is read to the end, and counts for good."""
-        # The reading thread ends once it has read everything, even if another process holds the other end.
+        """End the reading of the socket, after its child has ended.
+
+        Data that the child has sent is still read and counted.
+        """
+        # The reading thread ends after it has read everything, even if another process holds the other end.
         with suppress(OSError):
             self.connection.shutdown(socket.SHUT_RD)
 
 
 class ChildMetrics:
-    """Adds up what the children of a supervisor count: those that live, and the last totals of those that ended.
+    """Adds up the counts of a supervisor's children: present ones of running children, last ones of ended ones.
 
     Args:
-        databases: The name of each of the supervisor's databases in the metrics.
+        databases: Maps each database's name in the supervisor to its name in the metrics.
     """
 
     def __init__(self, databases: Mapping[str, str]) -> None:
         self._names = databases
         self._changed = threading.Condition()
         self._children: set[ChildSocket] = set()
-        # By database, the totals of children that have ended; the caps are those of all of its children.
+        # By database, the totals of children that have ended; the caps apply to all of its children.
         self._ended = {name: Reading() for name in databases}
 
     def open(self, database: str) -> tuple[ChildSocket, socket.socket]:
-        """Make a child's socket, and the end that the child inherits, which the caller closes."""
+        """Make the two ends of the socket for a new child, and start a thread that reads the supervisor's end.
+
+        Returns:
+            The supervisor's end, and the end that the child inherits, which the caller closes after the child has
+            started.
+        """
         ours, theirs = socket.socketpair()
         child = ChildSocket(database, ours)
         with self._changed:
@@ -169,12 +178,15 @@ class ChildMetrics:
         return child, theirs
 
     def count_end(self, database: str, reason: EndReason) -> None:
-        """Count a child that did not end in order."""
+        """Count a child that died or was killed, by the reason of its end."""
         with self._changed:
             self._ended[database].add("outboxq_relay_child_ends_total", (reason,), 1)
 
     def read(self) -> dict[str, Reading]:
-        """Read the totals of each database, by its name; queries the children, and waits for a second at most."""
+        """Return the totals of each database, by its name in the metrics.
+
+        Requests them from the children first, and waits for a second at most.
+        """
         with self._changed:
             asked = {child: child.told for child in self._children if _ask(child)}
         deadline = time.monotonic() + _ANSWER_SECONDS

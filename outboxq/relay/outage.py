@@ -1,4 +1,4 @@
-"""Outages: a lost or refused connection, as slots, dispatchers and calls report it, and the pauses before new tries."""
+"""Outages: a lost or refused connection, as slots, dispatchers and calls report it, and the pauses before retries."""
 
 import asyncio
 import logging
@@ -26,17 +26,17 @@ logger = logging.getLogger("outboxq.relay")
 _RECONNECT_FIRST_SECONDS = 0.1
 _RECONNECT_CAP_SECONDS = 10.0
 _MOST_DOUBLINGS = 10
-# The errors of a connection that is lost, or refuses a statement.
+# The errors of a connection that is lost, or on which a statement is refused.
 CONNECTION_ERRORS = (psycopg.Error, SQLAlchemyError, ConnectionLost, NoConnection, OSError, asyncio.CancelledError)
 _NOT_ALLOWED = ": its role lacks rights, run what `outboxq roles --sql` prints"
 
 
 class Outage:
-    """The outages of one slot, dispatcher or call, one after the other.
+    """Reports that one slot, dispatcher or call has lost its connection, and determines the pause before each new try.
 
     Attributes:
-        since: The time (monotonic) since which the database is away; None while it is there.
-        losses: The number of times that it was lost since something was committed.
+        since: The time (monotonic) since which the database is unavailable; None while it is available.
+        losses: The number of lost or refused connections since the last commit; each makes the pause longer.
     """
 
     def __init__(self, state: RelayState) -> None:
@@ -45,17 +45,17 @@ class Outage:
         self.losses = 0
 
     def connected(self) -> None:
-        """Record that there is a connection."""
+        """Record that a connection was opened; if this ends an outage, emit `DatabaseBack`."""
         self._state.login.succeeded()
         if self.since is not None:
             self._state.emit(DatabaseBack(time.monotonic() - self.since))
             self.since = None
 
     def lost(self, error: BaseException) -> float:
-        """Report a lost or refused connection, or an error of users' code on it; returns the seconds to the next try.
+        """Report a lost or refused connection, or an error of users' code on it; return the seconds to wait.
 
         Raises:
-            LoginRefused: the database refuses the relay's login for too long.
+            LoginRefused: the database has refused the relay's login for too long.
         """
         self._state.login.failed(error)
         longest = min(_RECONNECT_FIRST_SECONDS * 2.0**self.losses, _RECONNECT_CAP_SECONDS)

@@ -1,4 +1,7 @@
-"""Parking: jobs of kinds that no handler of a relay knows are put off, those at the head of a queue at once."""
+"""Parking: makes jobs whose kind no handler of this relay knows wait for a while, so that they hold up no other jobs.
+
+All such jobs at the head of a queue are parked in one transaction.
+"""
 
 import logging
 
@@ -17,7 +20,11 @@ PARK_LIMIT = 10_000
 
 
 def park_unknown_kinds(connection: Connection, schema: str, queue: str, known_kinds: tuple[str, ...]) -> int:
-    """Put off the jobs of unknown kinds at the head of a queue, in one transaction; returns how many."""
+    """Make the jobs of unknown kinds at a queue's head wait for a while (park them); return their number.
+
+    All are parked in one transaction. If one of their rows cannot be changed, none is parked and 0 is returned: each is
+    then parked when it is claimed.
+    """
     try:
         with connection.begin():
             return park_unknown(connection, schema, queue, known_kinds)
@@ -40,10 +47,11 @@ def park_unknown(
     *,
     only_marks: bool = False,
 ) -> int:
-    """Park the jobs of unknown kinds among the next jobs of a queue, ready and due; returns how many.
+    """Make jobs of unknown kinds among the next ready and due jobs of a queue wait for a while; return their number.
 
     Args:
-        only_marks: Only clear the marks that a failed parking left in their rows.
+        limit: The most ready jobs, and the most due jobs, that are read, of known kinds too.
+        only_marks: True to change nothing but the marks that a failed parking left in the rows: they are removed.
     """
     states = ("ready", "scheduled")
     scripts = [park_head(schema, queue, state, known_kinds, limit, only_marks=only_marks) for state in states]

@@ -1,6 +1,7 @@
-"""Planner: decides on a slot's next claim: the queue, the sort of jobs, how many, and the place to start after.
+"""Planner: decides on a slot's next claim: its queue, the sort and number of jobs, and the place where it starts.
 
-No I/O: the slot sends what the planner yields, and records the results.
+The sorts are ready jobs, scheduled jobs that are due, jobs of groups, and suspects (jobs that ran when their relay
+died). The planner does no I/O: the slot sends the claims and queries that it yields, and records the results.
 """
 
 import random
@@ -17,19 +18,19 @@ from outboxq.relay.queue_claims import QueueClaims, cursors_of
 from outboxq.relay.state import RelayState
 from outboxq.statements.claim import Sort
 
-# A slot sends a claim, or a query before the next one.
+# The things that a slot sends: a claim, or a query before the next one.
 Asked: TypeAlias = ClaimRequest | Query
 
-# The part of the time that polls of all queues may take: if they take long (a slow network), they come less often.
+# The share of time that polls of all queues may take: if they are slow (a slow network), they are less frequent.
 _WALK_SHARE = 0.05
 _LEAST_SHARE_SECONDS = 0.01
 _NO_LIMIT = 1_000_000
-# The most jobs of a claim under the lease, each of which a slot of its own runs.
+# The most jobs of a claim under the lease; each of them runs in a slot of its own.
 _MOST_LEASED = 200
 
 
 class Planner:
-    """The claims of one slot, one after the other."""
+    """Decides on the claims of one slot (or dispatcher), one after the other."""
 
     def __init__(self, state: RelayState, order: Order) -> None:
         queues = order.queues
@@ -39,26 +40,27 @@ class Planner:
         self._admission = SlotAdmission(state.admission)
         self._cursors = {name: cursors_of(name, state.config.schema, state.sweeps, state.poller) for name in queues}
         self._server = ANY_SERVER
-        # At random, so that slots and processes begin with different queues.
+        # Random, so that slots and processes begin with different queues.
         self._last = random.choice(queues)
         self._last_claimed: Claimed | None = None
         # The next sort: for a single queue, which is claimed from without a poll, and for several queues.
         self._taken: Sort | None = Sort.READY
         self._next: dict[str, Sort] = {}
-        # A COMMIT brings only a claim of the same mode: a claim in lease mode would end the transaction that it begins.
+        # A COMMIT is sent only with a claim of the same mode: a claim in lease mode would end the transaction that it
+        # begins.
         self._changes_queues = len(queues) > 1 and all(state.registry.claims[name] != "lease" for name in queues)
         # The number of jobs that are still to run one by one.
         self._alone_for = 0
-        # The most jobs in a claim: deadlocks grow with the locks that a batch holds.
+        # The most jobs in a claim: deadlocks become more likely with the locks that a batch holds.
         self._most = _NO_LIMIT
         # The number of free slots, for claims under the lease.
         self._free = 1
-        # Nothing waited at the slot's last claim: it has slept since, and trusts the poll or call that woke it.
+        # True if nothing waited at the slot's last claim: it has slept since, and trusts the poll or call that woke it.
         self._is_rested = True
         # True if jobs were found since the last poll of the slot's queues; the time that this poll took.
         self._has_found, self._poll_took_seconds = True, 0.0
-        # True if the slot took a queue in which something was known to wait, and has claimed no jobs since. The same
-        # poll or call sends no other slot there.
+        # True if the slot took a queue in which jobs were known to wait, and has claimed none since. The same poll or
+        # call sends no other slot there.
         self._is_called = False
         # The time since which the slot searches for jobs; the time until which its COMMITs claim more of the sort
         # found.
@@ -69,13 +71,16 @@ class Planner:
     def first(
         self, server: ServerSession, most: int | None = None, *, aside: bool = False
     ) -> Generator[Asked, None, None]:
-        """Make a round of the slot's queues: yields what to send, one after the other, until a claim takes jobs.
+        """Yield claims and queries for the slot to send, for each of its queues in turn, until a claim takes jobs.
 
-        Outside of a transaction. The caller records what a claim took before it requests the next.
+        The caller has no transaction open. After each claim it calls `record_claim` with the result, and then requests
+        the next one.
 
         Args:
-            most: The number of free slots, for a dispatcher's claims under the lease; None for a single slot.
-            aside: Claim only jobs that run aside from others (`quarantine`); the caller has the turn to.
+            most: The number of free slots, for a dispatcher, whose claims are made under the lease; None for a single
+                slot.
+            aside: True to claim only suspects (jobs that ran when their relay died), which run apart from other jobs.
+                The caller has the process's turn to run them.
         """
         self._server = server
         state, queues = self._state, self._order.queues
@@ -93,14 +98,15 @@ class Planner:
         if most is None:
             yield from state.quarantine.round(self, queues, state.poller.is_held, state.lease.want, self._claims_of)
         yield from self._only_queue(queues[0]) if len(queues) == 1 else self._queues_in_turns()
-        # Before the slot sleeps: another one may have held the queue for want of what this one does not use.
+        # Before the slot sleeps: another slot may have held the queue because of tokens that this slot does not use.
         self._admission.return_unused()
         self._is_rested = True
 
     def _only_queue(self, name: str) -> Iterator[Asked]:
-        """The claims of a single queue, which show as much as a poll.
+        """Yield the claims of a slot that has a single queue. It needs no polls: its claims show if jobs wait.
 
-        The sorts of jobs take turns, so that no backlog starves the others.
+        They begin with the sort of jobs (ready, due, grouped) whose turn it is, so that no backlog starves the other
+        sorts.
         """
         is_known = self._state.poller.take_queue(name)
         if is_known is None:
@@ -113,18 +119,21 @@ class Planner:
             if self._state.poller.is_held(name):
                 # The other sorts have their turn when the hold ends.
                 return
-        # Nothing waits: ready jobs will wake the slot.
+        # No job waits: ready jobs will wake the slot.
         self._taken = None
 
     def _queues_in_turns(self) -> Iterator[Asked]:
-        """The claims of several queues, from those in which something is known to wait."""
+        """Yield claims for a slot with several queues, and polls that find the queues with waiting jobs.
+
+        Claims are only for queues that were found.
+        """
         while True:
             if not self._is_rested and self._wants_poll():
                 yield from self._poll()
             self._is_rested = False
             turn = self._take_turn()
             if turn is None and self._has_found:
-                # All queues that the last poll named were claimed from.
+                # All queues that the last poll named have been claimed from.
                 yield from self._poll()
                 turn = self._take_turn()
             if turn is None:
@@ -135,12 +144,12 @@ class Planner:
             self._next.clear()
 
     def _wants_poll(self) -> bool:
-        """Return True if the last poll is too old to be trusted."""
+        """Return True if the last poll is too old to say in which queues jobs wait."""
         polled_at = self._state.poller.polled_at(self._order.queues[0])
         return time.monotonic() > polled_at + self._follow_seconds(self._poll_took_seconds)
 
     def _poll(self) -> Iterator[Query]:
-        """Poll the queues of this slot."""
+        """Yield the query that finds the queues with waiting jobs, and record its answer."""
         poller, queues, started_at = self._state.poller, self._order.queues, time.monotonic()
         taken, query = poller.begin(), Query(poller.statement_for(queues), is_alone=True)
         yield query
@@ -150,7 +159,10 @@ class Planner:
         self._has_found = False
 
     def _take_turn(self) -> tuple[str, Sort] | None:
-        """Take the next queue and sort of those known to wait; None if other slots have taken all of them."""
+        """Choose the next queue in which jobs are known to wait, and a sort of them; other slots then leave these.
+
+        Returns None if there is no such queue, or if other slots have chosen all of them.
+        """
         turn = self._state.poller.take_turn(self._order, self._last, self._next)
         if turn is None:
             return None
@@ -160,7 +172,12 @@ class Planner:
         return turn
 
     def _claims_of(self, name: str, sort: Sort) -> Generator[Asked, None, bool]:
-        """The claims of one sort of jobs of a queue, up to its end; returns False if the queue is full."""
+        """Yield claims of one sort of a queue's jobs until none is left.
+
+        Returns False if the queue is at its limit, else True. The claims start after the last job or group that this
+        slot claimed, where no deleted rows must be skipped. After the end they start once more, at the start of the
+        queue.
+        """
         cursor = self._cursors[name][sort]
         while True:
             if self._state.flow.restricts:
@@ -177,10 +194,13 @@ class Planner:
                 return True
             if statement := cursor.bringing_back():
                 yield Query(statement)
-            # Nothing waits after the cursor: claim once more, from the start, or from the next groups.
+            # No job waits after the cursor: claim again from the start, or from the next groups.
 
     def _ask(self, name: str, sort: Sort) -> ClaimRequest | None:
-        """The claim of a sort of jobs; None if none may begin now."""
+        """Make the next claim of one sort of a queue's jobs.
+
+        If the queue has a rate, the claim takes tokens, one for each job; returns None if there is no token.
+        """
         claims, state = self._claims.of(name), self._state
         script = claims.scripts[sort]
         if self._alone_for or sort in claims.by_one:
@@ -202,10 +222,10 @@ class Planner:
         )
 
     def record_claim(self, claimed: Claimed, *, is_called: bool) -> bool:
-        """Record what a claim took; True if another slot should come, for jobs that it may have left.
+        """Record a claim's result. Returns True if another slot should be woken, because the claim may have left jobs.
 
         Args:
-            is_called: The slot slept until now: one job called it for all that may wait.
+            is_called: True if the slot slept until now: then the notification that woke it may be for several jobs.
         """
         request, jobs, poller = claimed.request, claimed.jobs, self._state.poller
         name, sort = request.queue, request.sort
@@ -215,7 +235,7 @@ class Planner:
         self._cursors[name][sort].record(claimed)
         if not jobs:
             return False
-        # Without a listener no slot sleeps for long, and a call would cost it empty claims.
+        # Without a listener no slot sleeps for long, and waking one would cause empty claims.
         is_called |= self._is_called and self._state.listener is not None
         self._is_called = False
         self._taken = sort
@@ -223,15 +243,17 @@ class Planner:
             # In a round each queue that takes turns has a share of the time, and at least one claim.
             shares = 1 + self._order.count_peers(name, poller.waiting())
             share_seconds = self._follow_seconds(time.monotonic() - self._walks_since) / shares
-            # If the share is very small, the next claim goes to another queue: here it would usually find nothing.
+            # If the share is very small, the next claim goes to another queue: in this one it would usually find
+            # nothing.
             self._follow_until = 0.0 if 0.0 < share_seconds < _LEAST_SHARE_SECONDS else time.monotonic() + share_seconds
             self._walks_since = None
         return is_called and not sort.is_suspect and claimed.may_leave_more(len(jobs) + claimed.moved)
 
     def after(self, batch: BatchState) -> ClaimRequest | None:
-        """The claim that goes with the COMMIT of a batch; None if none should.
+        """Return the claim to send together with the COMMIT of a batch; None to send the COMMIT alone.
 
-        Now and then the queues before this one and other sorts of jobs have their turn.
+        It is usually for the same sort of jobs as the batch. After `_follow_until`, other queues and sorts have their
+        turn.
         """
         request = batch.claimed.request
         self._most = max(1, len(batch.jobs) // 2) if batch.tries.has_deadlocked else min(self._most * 2, _NO_LIMIT)
@@ -247,7 +269,11 @@ class Planner:
         return self._ask_elsewhere() if self._changes_queues else None
 
     def _ask_elsewhere(self) -> ClaimRequest | None:
-        """The claim from the next queue in which something is known to wait."""
+        """Make a claim from the next queue in which jobs are known to wait.
+
+        Returns None if there is none, or if a poll is due, or if suspects (jobs that ran when their relay died) are to
+        be claimed first.
+        """
         if self._state.quarantine.wait_in(self._order.queues) or self._wants_poll():
             return None
         # If this claim is not sent, the poll that ends the slot's turns finds the jobs again.
@@ -258,7 +284,10 @@ class Planner:
         return self._ask(*turn)
 
     def _follow(self) -> Iterator[Asked]:
-        """The claims of the sort that was found last, for a while."""
+        """Yield more claims of the queue and sort of jobs of the last claim, until their share of the time ends.
+
+        It ends at `_follow_until`; then other queues and sorts have their turn.
+        """
         claimed = self._last_claimed
         if claimed is None or time.monotonic() > min(self._counts_due_at, self._follow_until):
             return
@@ -266,7 +295,7 @@ class Planner:
             yield from self._claims_of(claimed.request.queue, claimed.request.sort)
 
     def record(self, request: ClaimRequest, ended: Ended) -> None:
-        """Record the end of a batch, or of its claim."""
+        """Record how a batch or its claim ended, which determines the number of jobs in the next claims."""
         self._has_found = True
         if self._state.flow.restricts and ended.report is not None:
             self._admission.ended(request.queue, ended.claimed)
@@ -278,6 +307,9 @@ class Planner:
             self._most = min(self._most * 2, _NO_LIMIT)
 
     def _follow_seconds(self, walk_seconds: float) -> float:
-        """The time for which the slot stays with one sort of jobs, if a poll of its queues took `walk_seconds`."""
+        """Return for how many seconds the slot stays with one queue and sort of jobs before it polls all its queues.
+
+        The time is in proportion to `walk_seconds`, the time that such a poll took, within bounds.
+        """
         limits = self._state.limits
         return min(max(walk_seconds / _WALK_SHARE, limits.follow_least_seconds), limits.follow_most_seconds)

@@ -1,8 +1,8 @@
 """The progress writer: it writes handlers' notes of their progress, on its own connection.
 
-A handler's transaction shows nothing before its COMMIT, so its notes go another way. A handler never waits for them,
-and its job does not depend on them: memory holds the newest note of each job, and all new notes go into one
-transaction, once a second at most. So memory does not grow while the database is away.
+A handler's transaction shows nothing before its COMMIT, so notes are written separately. A handler never waits for
+them, and its job does not depend on them: memory holds the newest note of each job, and all new notes are written in
+one transaction, once a second at most. So memory does not grow while the database is unavailable.
 """
 
 import logging
@@ -21,10 +21,10 @@ from outboxq.statements.transaction import BEGIN
 
 logger = logging.getLogger("outboxq.relay")
 
-# The shortest time between two writes, and how long the connection stays open when there is nothing to write.
+# The shortest time between two writes, and how long the connection stays open without notes to write.
 _WRITE_SECONDS, _IDLE_SECONDS = 1.0, 10.0
 _STOP_SECONDS = 5.0
-# Errors that another try does not mend.
+# Errors that another try cannot solve.
 _ADVICE = {
     "42501": "the role may not: run what `outboxq roles --sql` prints",
     "42P01": "the table progress is missing: run `outboxq migrate`",
@@ -45,7 +45,7 @@ class ProgressWriter:
     relay: UUID
     _changed: threading.Condition = field(default_factory=threading.Condition, init=False)
     _notes: dict[UUID, ProgressNote] = field(default_factory=dict, init=False)
-    # The jobs whose rows may be in the table, and those that are to be deleted.
+    # The jobs whose rows may be in the table, and those whose rows are to be deleted.
     _written: set[UUID] = field(default_factory=set, init=False)
     _ended: set[UUID] = field(default_factory=set, init=False)
     _thread: threading.Thread | None = field(default=None, init=False)
@@ -54,7 +54,7 @@ class ProgressWriter:
     _is_refused: bool = field(default=False, init=False)
 
     def note(self, job: Job, fraction: float, note: str) -> None:
-        """Hand over a note to be written, unless a newer one of the job comes first."""
+        """Keep a note of a job's progress in memory until it is written. A newer note of the same job replaces it."""
         with self._changed:
             if self._is_refused or self._stopping:
                 return
@@ -65,14 +65,14 @@ class ProgressWriter:
                 try:
                     thread.start()
                 except RuntimeError:
-                    # The process may have no more threads: the next note tries again.
+                    # The process may not be able to start threads: the next note tries again.
                     logger.debug("the thread that writes progress cannot start")
                 else:
                     self._thread = thread
             self._changed.notify_all()
 
     def clear(self, job_ids: Collection[UUID]) -> None:
-        """Forget the notes of jobs whose handler has ended, and have their rows deleted."""
+        """Drop unwritten notes of jobs whose handler has ended; make the thread delete their written ones."""
         with self._changed:
             for job_id in job_ids:
                 self._notes.pop(job_id, None)
@@ -81,7 +81,7 @@ class ProgressWriter:
             self._changed.notify_all()
 
     def stop(self) -> None:
-        """Delete the rows that are left, and end the thread."""
+        """Drop unwritten notes, delete the written ones that are left, and end the thread, waiting for 5 s at most."""
         with self._changed:
             self._stopping = True
             self._notes.clear()
@@ -95,7 +95,7 @@ class ProgressWriter:
         while self._await_work():
             try:
                 self._write()
-            except Exception as error:  # noqa: BLE001  # whatever it is, no job depends on it
+            except Exception as error:  # noqa: BLE001  # no job depends on errors here
                 self._disconnect()
                 self._report(error)
                 if self._stopping:
@@ -105,7 +105,7 @@ class ProgressWriter:
         self._disconnect()
 
     def _await_work(self) -> bool:
-        """Wait for something to write; False if the relay stops, and there is nothing."""
+        """Wait for notes to write or delete, and return True; return False if the relay stops and there are none."""
         with self._changed:
             while not self._changed.wait_for(lambda: self._notes or self._ended or self._stopping, _IDLE_SECONDS):
                 self._disconnect()
@@ -114,7 +114,7 @@ class ProgressWriter:
     def _write(self) -> None:
         with self._changed:
             notes, ended = dict(self._notes), set(self._ended)
-            # Before it is sent: the answer may be lost.
+            # Before it is sent, because the answer may be lost.
             self._written |= notes.keys()
         if self._connection is None:
             self._connection = self.connect()
@@ -123,7 +123,7 @@ class ProgressWriter:
         with self._changed:
             self._notes = {job_id: note for job_id, note in self._notes.items() if notes.get(job_id) is not note}
             self._ended -= ended
-            # Jobs with a new note since have a row, or will have one.
+            # Jobs with a newer note have a row, or will have one.
             self._written -= ended - self._notes.keys()
 
     def _disconnect(self) -> None:
@@ -133,7 +133,7 @@ class ProgressWriter:
             self._connection = None
 
     def _report(self, error: Exception) -> None:
-        """Warn once that notes cannot be written, and take no more; an outage is reported by the slots."""
+        """If the table or the right to write it is missing, warn and accept no more notes; only log other errors."""
         sqlstate = sqlstate_of(error)
         if sqlstate not in _ADVICE:
             logger.debug("progress could not be written", extra={"error_type": type(error).__name__})

@@ -1,8 +1,9 @@
 """The claims of a slot's queues: the statement for each sort of jobs, and the place where the next one starts.
 
-A deleted job's index entry stays until vacuum takes it, and with an old snapshot open vacuum takes nothing. So a claim
-starts after the last job that its slot claimed. Jobs that were committed late, came back or have a higher priority are
-before that place: one slot of a relay sweeps for them, by claiming from the start.
+A deleted job's index entry stays until vacuum removes it, and while an old snapshot is open vacuum removes nothing. To
+skip these entries, a claim starts after the last job that its slot claimed (this place is the cursor). Jobs that were
+committed late, were put back or have a higher priority come before the cursor. One slot of a relay at a time finds them
+by a sweep: a claim from the queue's start.
 """
 
 import random
@@ -21,10 +22,10 @@ from outboxq.relay.poller import SharedPoller
 from outboxq.statements.claim import ClaimStatements, Cursor, Sort
 from outboxq.statements.group_claim import GROUPS_SEEN, AnyScript, GroupScript, Look, bring_back
 
-# While claims go on, each queue is claimed from its start at least this often.
+# While claims continue, each queue is claimed from its start at least this often.
 SWEEP_SECONDS = 1.0
 # Sweeps that take longer than other claims, because they walk over dead entries (0.1 s and more past a million), may
-# take this part of the time. The pauses between them stay within these bounds.
+# take this share of the time. The pauses between them stay within these bounds.
 _SHARE = 0.05
 _LEAST_SECONDS, _MOST_SECONDS = 0.05, 30.0
 # The weight of the newest claim in the average length of claims.
@@ -33,14 +34,15 @@ _WEIGHT = 0.1
 
 @dataclass(frozen=True, slots=True)
 class ClaimsOfQueue:
-    """The claims of one queue.
+    """The SQL of the claims of one queue, and their settings.
 
     Attributes:
-        scripts: The claim of each sort of jobs, in the mode of the queue.
-        alike: For each sort, the claims that take jobs the same way.
-        limits: The limits that the claims keep.
-        by_one: The sorts of which a claim takes one job: those that run by themselves.
-        timeout_seconds: The longest deadline of the queue's handlers.
+        scripts: The claim for each sort of jobs (ready, due, grouped, suspect), in the mode of the queue.
+        alike: For each sort, claims of similar jobs. If a job cannot be claimed, these show if its own row is the
+            cause.
+        limits: The limits that the claims enforce.
+        by_one: The sorts whose jobs run alone, so that a claim takes one job.
+        timeout_seconds: The longest deadline of the queue's handlers; None if one of them has no deadline.
         batch_size: The most jobs that a claim takes.
     """
 
@@ -54,18 +56,18 @@ class ClaimsOfQueue:
 
 @dataclass(eq=False, slots=True)
 class QueueClaims:
-    """The claims of the queues of one slot, by the limits that the relay read last."""
+    """The claims of one slot's queues, with the limits that the relay read last."""
 
     config: RelayConfig
     registry: Registry
     lease: RelayLease
     flow: FlowSettings
     _made: dict[str, ClaimsOfQueue] = field(default_factory=dict)
-    # By queue, the limits of all queues at the time when its claims were made; each query replaces them whole.
+    # By queue, the limits object at the time when its claims were made; each query replaces that object.
     _seen: dict[str, Mapping[str, QueueLimits]] = field(default_factory=dict)
 
     def of(self, queue: str) -> ClaimsOfQueue:
-        """The claims of a queue, made again if its limits have changed."""
+        """Return the claims of a queue, which are made at the first call, and again when its limits have changed."""
         seen = self.flow.limits
         if self._seen.get(queue) is not seen:
             limits, made = self.flow.limits_of(queue), self._made.get(queue)
@@ -109,7 +111,11 @@ class QueueClaims:
 
 
 class Sweep:
-    """The time when one of a relay's slots next sweeps a queue; shared by all slots."""
+    """The time of a queue's next sweep: a claim from its start, which finds jobs before the slots' places.
+
+    These are jobs that came late, were put back or have a higher priority. A relay's slots share this time, so that one
+    of them sweeps at a time.
+    """
 
     def __init__(self) -> None:
         self.due_at = 0.0
@@ -118,17 +124,28 @@ class Sweep:
         self._lock = threading.Lock()
 
     def take_turn(self) -> bool:
-        """Return True if the caller is to sweep the queue now."""
+        """Return True if a sweep is due and the caller is to make it.
+
+        Then no other slot does so for a second or longer.
+        """
         now = time.monotonic()
         with self._lock:
             if now < self.due_at:
                 return False
-            # No other slot sweeps while this sweep lasts.
+            # No other slot sweeps during this sweep.
             self.due_at = now + max(SWEEP_SECONDS, self._pause_seconds)
             return True
 
     def record(self, seconds: float, *, swept: bool) -> None:
-        """Record a claim's time; the less a sweep cost, the sooner the next one is due."""
+        """Record how long a claim took.
+
+        The next sweep is due after a pause that is longer the more time this sweep took, compared with other claims:
+        sweeps may take only a small share of the time.
+
+        Args:
+            seconds: The duration of the claim.
+            swept: True if the claim was a sweep (began at the queue's start).
+        """
         usual = seconds if self._usual_seconds is None else self._usual_seconds
         if swept:
             self._pause_seconds = min(max((seconds - usual) / _SHARE, _LEAST_SECONDS), _MOST_SECONDS)
@@ -139,42 +156,55 @@ class Sweep:
 
 
 class Start:
-    """The place for a sort without a cursor: the start of the queue, each time."""
+    """The place in a queue where a slot's next claim of one sort of jobs starts.
+
+    In this base class it is always the queue's start; subclasses move it with each claim.
+    """
 
     def place(self) -> Cursor | str | None:
-        """The place after which the next claim starts; None for the start of the queue."""
+        """Return the place after which the next claim starts; None for the start of the queue."""
         return None
 
     def record(self, claimed: Claimed) -> None:
-        """Move by what a claim took, and visited."""
+        """Move the place, by the jobs or groups that a claim took or read. This base class does nothing."""
 
     def is_at_end(self) -> bool:
-        """Return True if nothing waits at all, after a claim that found nothing from its place on."""
+        """Return True if no job of this sort waits in the queue; to be called after a claim that found none.
+
+        False if jobs may wait before the place where that claim started, so that another claim is needed.
+        """
         return True
 
     def bringing_back(self) -> str | None:
-        """The statement to send before the next claim, if the last one saw that jobs are due to come back."""
+        """Return a statement to send before the next claim, or None.
+
+        It moves due jobs that later jobs have passed to the ends of their groups; this base class has none.
+        """
         return None
 
 
 class QueueCursor(Start):
-    """The place where one slot's claims start among the ready jobs of a queue."""
+    """The place where one slot's claims start among the ready jobs of a queue: after the last job that it claimed."""
 
     def __init__(self, sweep: Sweep) -> None:
         self._sweep = sweep
         self._cursor: Cursor | None = None
-        # The last claim has swept.
+        # True if the last claim was a sweep.
         self._has_swept = False
 
     def place(self) -> Cursor | None:
-        """The place of the last job that the slot claimed, unless it is the slot's turn to sweep."""
-        # Even without a cursor: a claim from the start is the sweep of all slots.
+        """Return the place of the last job that the slot claimed; None for the start of the queue.
+
+        If a sweep is due (a claim from the queue's start), and no other slot makes it, returns None, and this slot
+        makes it.
+        """
+        # Even without a cursor, because a claim from the start sweeps for all slots.
         if time.monotonic() >= self._sweep.due_at and self._sweep.take_turn():
             self._cursor = None
         return self._cursor
 
     def record(self, claimed: Claimed) -> None:
-        """Move to the last job of a claim, or to the start if the claim was not full."""
+        """Move the place to the last job that the claim took, or to the queue's start if no more may wait after it."""
         jobs, request = claimed.jobs, claimed.request
         if claimed.is_full:
             return
@@ -190,10 +220,11 @@ class QueueCursor(Start):
 
 
 class GroupCursor(Start):
-    """The group after which a slot's next claim starts; knows if the slot visited all groups and found nothing.
+    """The group after which a slot's next claim of grouped jobs starts, and where its round of all groups began.
 
-    Each claim goes on at the end of the last one, so that every group has its turn. Keys are compared by their bytes,
-    as in PostgreSQL's collation "C".
+    A claim reads the groups in the order of their keys, and takes jobs from groups that may run another job now. The
+    next claim continues where it ended, so that every group has its turn. Keys are compared by their bytes, as in
+    PostgreSQL's collation "C".
 
     Args:
         found: Called with the queue after each claim that took jobs.
@@ -203,19 +234,19 @@ class GroupCursor(Start):
         self._schema = schema
         self._queue = queue
         self._found = found
-        # At random, so that slots and processes begin with different groups.
+        # Random, so that slots and processes begin with different groups.
         self._after = chr(random.randint(33, 126))
-        # The start of a round without a job, and if it has ended.
+        # The start of a round without a job, and True if the round has ended.
         self._round_from: str | None = None
         self._has_round_ended = False
         self._is_back_due = False
 
     def place(self) -> str:
-        """The key of the last group that a claim took, or visited."""
+        """Return the key of the group after which the next claim starts: the last that a claim took from, or read."""
         return self._after
 
     def record(self, claimed: Claimed) -> None:
-        """Move to the last group that a claim took, or, if it did not find enough of them, visited."""
+        """Move the place to the last group from which the claim took jobs, or that it read if it took too few."""
         if claimed.look is not None:
             self._move(claimed.look)
         if claimed.jobs:
@@ -235,14 +266,20 @@ class GroupCursor(Start):
             self._has_round_ended = passes or (look.seen is not None and is_whole)
 
     def is_at_end(self) -> bool:
-        """Return True if all groups were visited since jobs were found; then the next round begins."""
+        """Return True if all groups were read since a claim last took a job.
+
+        Then the next claim begins a new round of the groups.
+        """
         if self._has_round_ended and not self._is_back_due:
             self._round_from = None
             return True
         return False
 
     def bringing_back(self) -> str | None:
-        """The statement that lets jobs wait in their groups again after these passed them over, if any are due."""
+        """Return a statement that moves due jobs, which later jobs have passed, to the ends of their groups.
+
+        None if no claim since the last call of this method saw such jobs.
+        """
         is_due, self._is_back_due = self._is_back_due, False
         return bring_back(self._schema, self._queue) if is_due else None
 
@@ -250,7 +287,7 @@ class GroupCursor(Start):
 def cursors_of(
     queue: str, schema: str, sweeps: MutableMapping[str, Sweep], poller: SharedPoller
 ) -> Mapping[Sort, Start]:
-    """Make the cursors of a slot in one queue, one for each sort of jobs."""
+    """Make the places where a slot's next claims from one queue start, one for each sort of jobs."""
     cursors = dict.fromkeys(Sort, Start())
     cursors[Sort.READY] = QueueCursor(sweeps.setdefault(queue, Sweep()))
     cursors[Sort.GROUPED] = GroupCursor(schema, queue, poller.record_groups)
@@ -258,6 +295,9 @@ def cursors_of(
 
 
 def _is_between(first: str, key: str, last: str) -> bool:
-    """Return True if a walk in circles, from after `first` up to `last`, comes to `key`."""
+    """Return True if a walk over sorted keys, from after `first` to `last`, reaches `key`.
+
+    After the largest key the walk goes on with the smallest.
+    """
     start, place, end = first.encode(), key.encode(), last.encode()
     return start < place <= end if start < end else place > start or place <= end

@@ -25,13 +25,14 @@ class Relay:
     """Claims jobs and runs their handlers.
 
     Args:
-        engine: Your own `Engine` or `AsyncEngine` (psycopg), or a URL in any spelling.
+        engine: Your own `Engine` or `AsyncEngine` (psycopg), or a URL of PostgreSQL in any spelling.
         jobs: The registry.
         config: Queues, slots, batches and pauses.
-        async_engine: For async handlers, if `engine` is a sync engine of yours.
-        hooks: Called with every event of `outboxq.events`, in the thread in which it happened (usually a slot's, or the
-            event loop's), which waits for them. By default, events are logged. The registry's own hooks
-            (`Jobs(hooks=...)`, `jobs.on`) are also called, in their own thread.
+        async_engine: The engine for async handlers, if `engine` is your sync engine.
+        hooks: Functions that receive this relay's events, in the thread in which each happened (usually a slot's, or
+            the event loop's), which waits for them. The frequent `JobsClaimed`, `ClaimsEmpty`, `ClaimsFailed` and
+            `EffectCalled` reach only hooks that name them. By default, events are logged. The registry's
+            own hooks (`Jobs(hooks=...)`, `jobs.on`) are also called, in their own thread.
 
     Raises:
         ConfigError, RegistryError: an argument does not fit; nothing was started.
@@ -61,7 +62,8 @@ class Relay:
     def run(self) -> RelayReport:
         """Work until `stop()`, SIGTERM or SIGINT, then let the running handlers finish.
 
-        Signals are taken over only in the main thread. While the database is down, waits and emits `DatabaseLost`.
+        Signals are handled only in the main thread. While the database is down, the relay waits and emits
+        `DatabaseLost`.
 
         Raises:
             SchemaError: the tables are missing or too old.
@@ -70,7 +72,7 @@ class Relay:
             return self._work(until_empty=False)
 
     def drain(self) -> RelayReport:
-        """Work until nothing is ready or due in the queues, including what the handlers enqueue, then return.
+        """Work until no job is ready or due in the queues, including jobs that handlers enqueue, and then return.
 
         Raises:
             SchemaError: the tables are missing or too old.
@@ -79,7 +81,7 @@ class Relay:
             return self._work(until_empty=True)
 
     def stop(self) -> None:
-        """Stop claiming for good; `run` returns when the running handlers are done.
+        """Stop claiming for good; `run` returns when the running handlers have ended.
 
         Safe from any thread and from a signal handler. To work again, make another relay.
         """
@@ -88,12 +90,12 @@ class Relay:
             run.wake_all()
 
     def look(self) -> RelayLook | None:
-        """Read the relay's totals and activity, from any thread, also after its end; None before it began."""
+        """Return the relay's counts and activity now, from any thread, even after its end; None before it began."""
         return None if self._run is None else self._run.look()
 
     def _work(self, *, until_empty: bool) -> RelayReport:
         for handler in self._registry.handlers.values():
-            # Found now, because it takes a while, and a failed attempt needs it.
+            # Searched for now, because it takes a while, and a failed attempt needs the result.
             homes_of(handler.__module__)
         limits = self._limits.hooks
         finish_seconds = min(limits.finish_seconds, self.config.drain_seconds)

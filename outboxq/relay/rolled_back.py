@@ -1,4 +1,4 @@
-"""Batches and claims that ended in an error: recovery on the connection on which the error came."""
+"""Batches and claims that ended in an error: recovery on the connection on which the error occurred."""
 
 from dataclasses import replace
 
@@ -24,10 +24,13 @@ from outboxq.relay.state import RelayState
 def recover_here(
     state: RelayState, connection: Connection, batch: BatchState, error: BaseException, runtime: Runtime, running: int
 ) -> Ended:
-    """Find out the outcome of a batch that ended in `error`; raises `error` if this connection does not show it.
+    """Find out, on a batch's own connection, what was committed of it before `error`, and write the other outcomes.
+
+    Raises `error` if this connection cannot show that: it is lost, for example, or the relay has taken the batch away
+    from the slot.
 
     Args:
-        running: The number of jobs that were claimed with the batch, for the event.
+        running: The number of jobs in the claim of the batch, for the event.
     """
     if isinstance(error, TransactionEscaped | LeaseLost | BatchDeadlocked):
         batch.owner.begin_recovery()
@@ -36,7 +39,8 @@ def recover_here(
         try:
             ended = recover(connection, batch, error, runtime)
         except (psycopg.Error, SQLAlchemyError) as refused:
-            # The recovery's own writes were refused: the job is charged, or put off, as for any database error.
+            # The recovery's own writes were refused: the attempt is counted, or the job put off, as for any database
+            # error.
             error = refused
         else:
             if ended.report is None:
@@ -57,14 +61,15 @@ def recover_here(
 def recover_claim_here(
     state: RelayState, planner: Planner, connection: Connection, request: ClaimRequest, error: BaseException
 ) -> Ended | None:
-    """Find out the outcome of a claim that ended in `error`; raises `error` if the next one would, too.
+    """Deal with a claim that ended in `error`, so that the next claim can succeed; raise `error` if it would fail too.
 
-    None if the queue is left for a moment, and jobs are claimed from others.
+    Returns None if the slot is to go on with other claims, because this one gave up waiting for a lock, or because its
+    suspect (a job that ran when its relay died) could not be claimed.
     """
     if not isinstance(error, psycopg.Error | SQLAlchemyError) or is_lost(connection):
         raise error
     if request.script.lock and sqlstate_of(error) == LOCK_NOT_AVAILABLE:
-        # It gave up because another claim of the queue hangs.
+        # The claim gave up because another claim of the queue hangs.
         planner.record_claim(Claimed(request, is_full=True), is_called=False)
         return None
     ended = recover_claim(connection, request, error, state.config.schema)
@@ -73,7 +78,7 @@ def recover_claim_here(
         return ended
     if not request.sort.is_suspect:
         raise error
-    # It was not even claimed: ready jobs do not wait for it.
+    # The job was not even claimed: ready jobs do not wait for it.
     state.quarantine.record_refusal(request.queue, error)
     planner.record_claim(Claimed(request), is_called=False)
     return None

@@ -1,6 +1,6 @@
 """One run of a relay, from start to end: its event loop, its lifespan, its services and its slots.
 
-Its activity, as its history tables and its metrics show it.
+The module also reads the relay's activity for the history tables and metrics.
 """
 
 import logging
@@ -68,14 +68,14 @@ logger = logging.getLogger("outboxq.relay")
 
 _TRIM_SECONDS = 1.0
 _CHECK_SECONDS = 0.1
-# Closing things in the event loop may take this much longer than handlers may.
+# Closing resources in the event loop may take this much longer than handlers may.
 _CLOSE_SECONDS = 5.0
 _LEASE_WAIT_SECONDS = 2.0
 # How long the dispatchers of a stopping relay have to settle the last results.
 _SETTLE_SECONDS = 5.0
-# The most jobs that are named in the relay's activity, of those that have run for at least so long.
+# The most jobs that are named in the relay's activity, and how long they must have run.
 _RUNNING_MOST, _LONG_SECONDS = 50, 1.0
-# So many of them are calls that wait for a connection, before others.
+# The number of these that are reserved for calls that wait for a connection.
 _WAITING_MOST = 25
 
 SLOT_STATES: tuple[str, ...] = ("busy", "idle", "asleep")
@@ -84,18 +84,18 @@ CALL_STATES: tuple[str, ...] = ("running", "waiting")
 
 @dataclass(frozen=True, slots=True)
 class RelayLook:
-    """A relay at one moment.
+    """The counts and the activity of a relay at one moment, for its metrics.
 
     Args:
-        totals: The outcomes of its jobs since it began.
+        totals: The outcomes of the relay's jobs since it began.
         slots: The number of its slots in each of `SLOT_STATES`.
-        claimed: For each of its queues, the number of jobs that its slots have claimed.
-        calls: For each of its queues in lease mode, the number of calls in each of `CALL_STATES`: those that wait for a
-            connection, and the others.
-        free: For each of these queues, the number of free slots that serve it, others perhaps too.
-        connections: The connections that calls share, those that they hold as `used`, the others as `free`; empty
-            without a queue in lease mode.
-        kinds: Each queue and kind that it runs.
+        claimed: For each of its queues, the number of jobs that its slots have claimed and not finished.
+        calls: For each of its queues in lease mode (jobs run without an open transaction), the number of jobs that run,
+            in each of `CALL_STATES`: those that wait for a connection, and all others.
+        free: For each of its queues in lease mode, the number of free slots that serve it, perhaps among other queues.
+        connections: The number of connections that handlers in lease mode share: `used` are in use, the others `free`;
+            empty without a queue in lease mode.
+        kinds: Each queue that the relay works on, with each kind of jobs that it runs there.
     """
 
     identity: RelayIdentity
@@ -129,7 +129,7 @@ class RelayRun:
         self._slots = sum(group.slots for group, *_ in self.groups)
         self._queues = tuple(dict.fromkeys(name for group, *_ in self.groups for name in group.queues))
         self._loop = LoopThread()
-        # The loops of slots and of dispatchers, whose calls are in slots too.
+        # The loops of slots, and those of dispatchers, whose calls also count as slots.
         self._runners: list[SlotThread | SlotTask] = []
         self._cut_off: list[Runner] = []
         self._failures: list[BaseException] = []
@@ -138,7 +138,7 @@ class RelayRun:
         self._trim_at = 0.0
         self._trimming: Future[None] | None = None
         self._trimming_since = 0.0
-        # Not by `listen_url`: a connection through a pooler suffices.
+        # Not by `listen_url`, because a connection through a pooler suffices.
         connect = listen_connector(engines, None, self._loop.get)
         beside = SideConnection(engines, config.schema, self._loop)
         self._scheduler = Scheduler(beside.transact, beside.rest, self.emit, self.stopping, self.until_empty)
@@ -193,7 +193,7 @@ class RelayRun:
         )
         flavours = {flavour for _, flavour, _ in self.groups}
         by_flavour: dict[Flavour, Engine | AsyncEngine | None] = {"sync": engines.sync, "async": engines.asynchronous}
-        # None is opened yet.
+        # No connection is opened yet.
         self._connections = {
             flavour: SlotConnections(
                 engine,
@@ -235,7 +235,7 @@ class RelayRun:
         )
 
     def _activity(self) -> RelayActivity:
-        """The activity of the slots, as far as it can be read while they work."""
+        """Return what the slots are doing, for the history tables, as far as it can be read while they work."""
         workers = [runner.slot for runner in list(self._runners)]
         state = "stopping" if self.stopping.is_set() else "draining" if self.until_empty else "serving"
         busy = sum(worker.busy for worker in workers)
@@ -244,7 +244,10 @@ class RelayRun:
         return RelayActivity(state, busy, tuple(free), running)
 
     def _long_jobs(self) -> Iterator[dict[str, object]]:
-        """The jobs that have run for long: those of slots, calls that wait for a connection, then the others."""
+        """Yield descriptions of the jobs that have run for a second or longer.
+
+        The jobs of slots come first, then those of calls that wait for a connection, then those of other calls.
+        """
         for runner in list(self._runners):
             if runner.batch is not None:
                 yield from _running_in(runner.batch)
@@ -261,16 +264,16 @@ class RelayRun:
         return [runner.slot for runner in list(self._runners) if isinstance(runner.slot, Dispatcher)]
 
     def _calls(self) -> list[Call]:
-        """The calls of all dispatchers."""
+        """Return the running calls (jobs in lease mode) of all dispatchers."""
         return [call for each in self._dispatchers() for call in each.calls.copy()]
 
     def _batches(self) -> list[BatchState]:
-        """The batches that run."""
+        """Return the batches of jobs that run in slots and in calls."""
         batches = [runner.batch for runner in list(self._runners)]
         return [batch for batch in [*batches, *(call.batch for call in self._calls())] if batch is not None]
 
     def look(self) -> RelayLook:
-        """Read the relay's totals and activity, as far as possible while its slots work; from any thread."""
+        """Return the relay's counts and activity, from any thread, as far as they can be read while its slots work."""
         state, queues = self._state, self._queues
         states, claimed = Counter(dict.fromkeys(SLOT_STATES, 0)), Counter(dict.fromkeys(queues, 0))
         for worker in [runner.slot for runner in list(self._runners)]:
@@ -295,11 +298,14 @@ class RelayRun:
         return RelayLook(self._identity, totals, states, claimed, calls, free, connections, kinds, hooks, history)
 
     def work(self) -> RelayReport:
-        """Open everything, serve, and close everything in the opposite order."""
+        """Open all connections and threads, work until the relay stops or no job is left, and close all.
+
+        Returns the counts.
+        """
         try:
             report = self._work()
         except BaseException as error:
-            # Slots without a relay must not go on claiming.
+            # Slots must not continue to claim without a relay.
             self.stopping.set()
             self.wake_all()
             if not self._failures or not isinstance(error, Exception):
@@ -332,14 +338,18 @@ class RelayRun:
             stack.callback(self._state.effect_runners.dispose, close_in_loop)
             stack.callback(self._close_connections, close_in_loop)
             self._state.lifespan_state = enter_lifespan(stack, lifespan, self._loop, exit_seconds)
-            # Before the lifespan is left: hooks may use what it opened.
+            # Before the lifespan is exited, because hooks may use its resources.
             stack.callback(self.hooks.finish)
             self._start_services(stack)
             self._serve_to_the_end()
         return self._state.report(self.hooks)
 
     def _look_around(self, connection: Connection) -> None:
-        """Store the registry's schedules, and read the operators' settings: limits hold from the first claim."""
+        """Prepare the relay's state on its first connection, before the first claim.
+
+        Stores the registry's schedules, finds out if finished jobs can be kept, compares the clocks, and reads the
+        operators' settings, whose limits apply from the first claim.
+        """
         if self.config.declare_schedules:
             declare_schedules(connection, self.config.schema, self.registry)
         self._state.keeper = find_keeper(connection, self.config.schema, self.registry, self._state.lease.owner)
@@ -353,14 +363,14 @@ class RelayRun:
         flow.on_limits = self._state.admission.changed
 
     def _abandon_tasks(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
-        """After an error, abandon async slots: the loop's end cancels their tasks, which fails no job."""
+        """If the relay ends by an error, cancel the tasks of async slots, without counting a failure of their jobs."""
         if error is not None:
             for runner in self._runners:
                 if runner.slot.flavour == "async":
                     runner.abandon()
 
     def _start_services(self, stack: ExitStack) -> None:
-        # First, so that it is stopped last, and counts what the others do until then.
+        # Started first, so that it is stopped last, and counts the work of the others until then.
         services: list[Historian | Listener | RelayLease | PeriodicTask] = [self._historian, self._state.lease]
         services += self._maintenance.periodic
         if self._state.listener is not None:
@@ -382,16 +392,19 @@ class RelayRun:
             close_in_loop(greenlet_spawn(self._connections["async"].close))
 
     def wake_all(self) -> None:
-        """Wake every slot, so that it sees that the relay is stopping."""
+        """Wake every slot, so that it notices that the relay is stopping."""
         for runner in list(self._runners):
             runner.slot.sleep.idle_slot.wake()
 
     def _leased_jobs(self) -> set[tuple[str, int]] | None:
-        """The jobs that this relay has under the lease, with their tokens; None while the answer to a claim is lost."""
+        """Return the ids and lease tokens of the jobs that this relay has claimed under its lease.
+
+        None while they are not known: the answer to a claim is lost, or jobs are being made claimable again.
+        """
         workers = [runner.slot for runner in list(self._runners)]
         of_calls = [each.leased() for each in workers if isinstance(each, Dispatcher)]
-        # With slots that were cut off: their job has started, and is charged if it ends the process. After those that
-        # serve: a slot that is just being replaced is in both.
+        # This includes slots that were cut off: their job has started, and counts a crash if it ends the process. They
+        # come after the serving ones, because a slot that is just being replaced is in both.
         batches = [*(worker.batch for worker in workers), *(each.batch for each in self._cut_off if each.is_alive())]
         jobs = [batch.job for batch in batches if batch is not None]
         leased = {(str(job.id), job.lease_token) for job in jobs if job.lease_token is not None}
@@ -414,11 +427,11 @@ class RelayRun:
         self.emit(RelayStarted(self._queues, self._slots, connections, sum(of_calls), shared))
         counters = self._state.aggregate.counters
         is_over = False
-        # Once in any case: a relay that is already stopping emits the same events as later.
+        # Sent in any case, so that a relay that is already stopping emits the same events.
         while not is_over:
             before = counters.claimed, self._deadlines.cuts
             self._serve()
-            # Draining: one slot may have ended while another's handler enqueued for it, so serve once more.
+            # Draining: one slot may have ended while another's handler enqueued a job for it, so serve again.
             is_drained = self.until_empty and (counters.claimed, self._deadlines.cuts) == before
             is_over = is_drained or self.stopping.is_set()
         if not self.stopping.is_set():
@@ -438,15 +451,15 @@ class RelayRun:
         if self.stopping.is_set():
             self._let_finish()
         else:
-            # Drained; only jobs that were cut off may still have to be settled.
+            # Drained; only jobs that were cut off may still need to be settled.
             self._deadlines.finish(self.limits.abort_seconds)
         for runner in self._runners:
-            # The last claims, which took nothing.
+            # The last claims, which took no jobs.
             runner.slot.publish(BatchReport(0, ()))
             runner.slot.close()
 
     def _start(self, group: SlotGroup, flavour: Flavour, claim: ClaimMode) -> list[SlotThread | SlotTask]:
-        """Start the slots of a group, or the dispatcher of its calls."""
+        """Start the slots of a group or, in lease mode, the dispatcher that runs their calls; return the loops."""
         if claim == "lease":
             return [self._start_worker(flavour, partial(self._make_dispatcher, group, flavour))]
         make = partial(Slot, self._state, flavour, group.queues, group.in_turns)
@@ -467,7 +480,10 @@ class RelayRun:
         return Dispatcher(self._state, group, flavour, lent, wake, self._fail, loop)
 
     def _replace(self, runner: Runner) -> None:
-        """Free the slot of a runner that was cut off."""
+        """Free the slot of a runner whose handler did not end in time.
+
+        Start a new runner in that slot, unless the relay stops.
+        """
         self._cut_off = [other for other in self._cut_off if other.is_alive()] + [runner]
         if isinstance(runner, Call):
             runner.cut_off()
@@ -479,12 +495,18 @@ class RelayRun:
                 self._runners.append(self._start_worker(slot.flavour, make))
 
     def _fail(self, error: BaseException) -> None:
-        """End the relay, because a slot is stuck, or met an error that is not the database's."""
+        """Stop the relay, and make it raise this error.
+
+        A slot is stuck, or met an error that the database did not cause.
+        """
         self._failures.append(error)
         self.stopping.set()
 
     def _wait_a_moment(self) -> bool:
-        """Wait for a slot, in slices, so that signals and deadlines are seen; False if all have ended."""
+        """Wait up to 0.1 s for slots to end; return False if all have ended.
+
+        The short time lets signals and deadlines be noticed.
+        """
         alive = next((runner for runner in self._runners if self._may_end(runner)), None)
         if alive is not None:
             alive.join(_CHECK_SECONDS)
@@ -494,7 +516,10 @@ class RelayRun:
         return runner.is_alive() and not (self._loop.is_blocked and runner.flavour == "async")
 
     def _trim(self) -> None:
-        """Every second, close connections that were unused for a while. Never waits for the event loop."""
+        """Close connections that were unused for `linger_seconds`, once a second at most.
+
+        Never waits for the event loop.
+        """
         now = time.monotonic()
         if now < self._trim_at:
             return
@@ -515,14 +540,17 @@ class RelayRun:
         await self._state.effect_runners.trim_in_loop()
 
     def _end_if_loop_is_stuck(self) -> None:
-        """End the relay if a handler's leftover callback blocks the loop: no deadline finds it if no handler runs."""
+        """End the relay if the event loop is blocked while no handler runs, because then no deadline detects it.
+
+        A callback that a handler left may block it.
+        """
         runners = [*self._runners, *self._calls()]
         runs = any(runner.flavour == "async" and runner.batch is not None for runner in runners)
         if not runs and not self._loop.answers():
             self._fail(RelayStuck("the event loop is blocked, and not by a handler: this process must be replaced"))
 
     def _let_finish(self) -> None:
-        """Wait for the running handlers, and roll back those that take too long."""
+        """Wait for the running handlers, `drain_seconds` at most; then take away the jobs of those that still run."""
         self._loop.is_blocked = bool(self._failures) and not self._loop.answers()
         running = sum(len(batch.jobs) for batch in self._batches())
         self.emit(RelayStopping(running, self.config.drain_seconds))
@@ -532,9 +560,9 @@ class RelayRun:
             self._deadlines.check([*self._runners, *self._calls()])
         slots = [runner for runner in self._runners if isinstance(runner.slot, Slot)]
         late: list[Runner] = [runner for runner in slots if self._may_end(runner) or runner.batch is not None]
-        # Slots that met an error have ended as if their relay had died: their jobs' marks and crash counts remain.
+        # Slots that met an error have ended as if their relay had died: their jobs keep their marks and crash counts.
         late = [runner for runner in [*late, *self._calls()] if not runner.has_failed]
-        # Jobs that are being given back are no orphans.
+        # Jobs that are being put back are no orphans.
         self._is_aborting = True
         self._abandoned = self._deadlines.abort(late)
         for runner in late:
@@ -551,7 +579,7 @@ class RelayRun:
 
 
 def _running_in(batch: BatchState) -> list[dict[str, object]]:
-    """The jobs of a batch that run, if they have run for long."""
+    """Return descriptions of a batch's running jobs if they have run for a second or longer, else an empty list."""
     seconds = batch.running.seconds_now
     if seconds is None or seconds < _LONG_SECONDS:
         return []

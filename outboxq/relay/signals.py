@@ -1,7 +1,7 @@
-"""SIGTERM and SIGINT, and the death of a parent: the requests to stop.
+"""Requests to stop a process: SIGTERM, SIGINT, and the death of its parent.
 
-The first signal is a request; the second ends the process at once, by that signal. The server rolls back the
-transactions that were open.
+The first signal is a request; the second ends the process at once, by that signal. Then the database server rolls back
+open transactions.
 """
 
 import os
@@ -16,7 +16,7 @@ from outboxq.handlers.loading import StoppedEarly
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 Handler: TypeAlias = Callable[[int, FrameType | None], Any] | int | None
-# The former handlers of the signals that are taken over: children that users' code forks get them back.
+# The former handlers of the signals that are taken over: children that users' code forks restore them.
 _before: dict[int, Handler] = {}
 
 
@@ -25,7 +25,8 @@ _masks = threading.local()
 
 
 def _block() -> None:
-    # Or a signal to a child that has just begun would stop the parent, through the pipe that they share, or be lost.
+    # Otherwise a signal to a child that has just begun would stop the parent, through the pipe that they share, or be
+    # lost.
     if _before:
         _masks.before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
 
@@ -37,7 +38,7 @@ def _unblock() -> None:
 
 def _give_back() -> None:
     for number, handler in _before.items():
-        # A handler that the application has installed since stays.
+        # A handler that the application has installed since is kept.
         if getattr(signal.getsignal(number), "__module__", None) == __name__:
             signal.signal(number, handler)
     _before.clear()
@@ -48,7 +49,7 @@ os.register_at_fork(before=_block, after_in_parent=_unblock, after_in_child=_giv
 
 
 class _Early:
-    """The handler of a SIGTERM before anything has begun."""
+    """Handles a SIGTERM that arrives before the relay's work has begun: it ends the process with code 0."""
 
     was_asked = False
 
@@ -62,21 +63,21 @@ class _Early:
 
 
 def end_in_order_until_begun() -> None:
-    """Make SIGTERM end the process with code 0 until `stop_signals`: imports may take a second."""
+    """Make SIGTERM end the process with code 0 until `stop_signals` is called, because imports may take a second."""
     _before[signal.SIGTERM] = signal.SIG_DFL
     signal.signal(signal.SIGTERM, _Early.end)
 
 
 @contextmanager
 def stop_signals(stop: Callable[[], None], *, before_death: Callable[[], None] | None = None) -> Iterator[None]:
-    """Make the first SIGTERM or SIGINT within the block call `stop`, and the next one end the process by that signal.
+    """Make the first SIGTERM or SIGINT in the block call `stop`, and the next one end the process by that signal.
 
-    Only in the main thread; elsewhere signals are left to the program. So is a signal whose handler was installed from
-    C, as by a program that embeds Python: Python could not put that handler back.
+    Only in the main thread; in other threads the handlers of the program stay. A signal whose handler was installed
+    from C (by a program that embeds Python, for example) keeps it too, because Python could not restore it.
 
     Args:
-        before_death: Called between the second signal and the end. Without it the kernel ends the process, even if
-            Python code no longer gets to run.
+        before_death: Called at the second signal, before the process ends. Without it the kernel ends the process, even
+            if Python code can no longer run.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -87,11 +88,11 @@ def stop_signals(stop: Callable[[], None], *, before_death: Callable[[], None] |
     def watch() -> None:
         byte = os.read(read_end, 1)
         os.close(read_end)
-        # It is empty if the pipe is closed.
+        # The buffer is empty if the pipe is closed.
         if byte:
             stop()
 
-    # In a thread: a signal handler interrupts the main thread, which may hold a lock that `stop` takes.
+    # In a thread, because a signal handler interrupts the main thread, which may hold a lock that `stop` takes.
     threading.Thread(target=watch, name="outboxq-signal-watch", daemon=True).start()
     found = {number: handler for number in _SIGNALS if (handler := signal.getsignal(number)) is not None}
     previous = {number: signal.SIG_DFL if handler == _Early.end else handler for number, handler in found.items()}
@@ -119,7 +120,7 @@ def stop_signals(stop: Callable[[], None], *, before_death: Callable[[], None] |
 
 
 def _ending(before_death: Callable[[], None]) -> Callable[[int, FrameType | None], None]:
-    """Make a signal handler that ends the process by that signal."""
+    """Make a signal handler that calls `before_death`, and then ends the process by the signal."""
 
     def end(number: int, _frame: FrameType | None) -> None:
         try:
@@ -132,7 +133,7 @@ def _ending(before_death: Callable[[], None]) -> Callable[[int, FrameType | None
 
 
 def stop_when_parent_dies(read_end: int, stop: Callable[[], None]) -> None:
-    """Call `stop` at the end of the pipe `read_end`, whose writer is the parent."""
+    """Start a thread that calls `stop` when the pipe `read_end` ends, because the parent has died or closed its end."""
 
     def watch() -> None:
         # Nothing is ever written: this returns when the last writer has died, or has closed its end.

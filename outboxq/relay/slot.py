@@ -1,7 +1,7 @@
-"""A slot: claims, decides, runs, commits and publishes one batch after the other.
+"""A slot: claims jobs in batches, runs them, commits their outcomes and emits the events, one batch after the other.
 
-It has a connection while something waits: a sync `Connection`, for sync and for async handlers. `SlotLoop` is the loop
-around it.
+It has a connection while jobs wait: a sync `Connection`, for sync and for async handlers. `SlotLoop` is the loop around
+it, in a thread or a task.
 """
 
 import logging
@@ -41,33 +41,38 @@ logger = logging.getLogger("outboxq.relay")
 
 
 class SlotWaits(Protocol):
-    """The waits of a slot's loop, in its thread or its task."""
+    """The methods by which a slot or a dispatcher waits and borrows connections; its `SlotLoop` implements them."""
 
     def clear(self) -> None:
-        """Forget that the slot was woken."""
+        """Forget earlier calls that woke the slot, so that `wait` waits for the next one."""
         ...
 
     def wait(self, seconds: float) -> bool:
-        """Wait until the slot is woken; False if it was not, within `seconds`."""
+        """Wait until the slot is woken, and return True; return False after `seconds`."""
         ...
 
     def flagged_since(self, request: Future[float | None]) -> float | None:
-        """Wait for the listener's answer; None if it takes too long."""
+        """Wait for the listener's answer to `request`, a second at most, and return it; None if there is none by then.
+
+        The answer is the time (monotonic) since which all of the slot's sleep flags are up (locks that make producers
+        notify), or None if they are not.
+        """
         ...
 
     def on_connection(self, work: Callable[[SlotConnection], bool]) -> bool:
-        """Call `work` with a connection, which is lent to the slot for that; return what it returned."""
+        """Borrow a connection, call `work` with it, and give it back; return the result of `work`."""
         ...
 
 
 class Slot:
-    """The batches of one slot, one after the other.
+    """One slot, which runs batches of jobs one after the other.
 
     Attributes:
-        batch: The batch that runs, or whose outcome is unknown yet.
-        left: Steps that could not go with their COMMIT, to be sent after it.
+        batch: The batch that runs, or whose outcome is not known yet.
+        left: Steps whose statements belong after a COMMIT, but could not be sent with it; they are sent as soon as
+            possible.
         connected: The slot's connection; None while it sleeps.
-        is_abandoned: The slot's task was, or will be, cancelled by the relay.
+        is_abandoned: True if the relay has cancelled, or will cancel, the slot's task.
     """
 
     def __init__(
@@ -95,57 +100,63 @@ class Slot:
         self._sharing_queues = frozenset(name for name, size in sizes.items() if size > 1)
         self._claims = ClaimEvents(state)
         self._noted: set[str] = set()
-        # A handler may have left something on the connection: the slot goes on with another one.
+        # True if a handler may have left state on the connection, so that the slot goes on with another one.
         self._needs_connection = False
         self._outage = Outage(state)
         self._spoiled: ConnectionSpoiled | None = None
 
     @property
     def running(self) -> int:
-        """The number of jobs that this slot has claimed."""
-        # Read once: other threads call this, and the slot's thread may just end it.
+        """The number of jobs that this slot has claimed and not finished."""
+        # Read once, because other threads call this while the slot's thread may end the batch.
         batch = self.batch
         return 0 if batch is None else len(batch.jobs)
 
     @property
     def busy(self) -> int:
-        """1 if jobs are claimed, else 0."""
+        """1 while this slot has claimed jobs, otherwise 0: the number of busy slots, which a dispatcher has too."""
         return int(self.batch is not None)
 
     def goes_on(self) -> bool:
-        """Return True while the slot is to claim and run jobs."""
+        """Return True until the relay stops, or takes this slot's batch away because a handler exceeds its time."""
         return not (self.state.stopping.is_set() or self.is_seized())
 
     @property
     def is_drained(self) -> bool:
-        """Return True if the slot is to end when nothing waits."""
+        """Return True if the slot is to end as soon as `work` finds no more jobs, because the relay drains."""
         return self.state.until_empty
 
     def is_seized(self) -> bool:
-        """Return True if the relay has taken the batch from this slot, which then must neither commit nor report it."""
+        """Return True if the relay has taken the batch away, so that this slot must neither commit nor report it."""
         return self.batch is not None and self.batch.owner.is_seized
 
     @property
     def is_in_doubt(self) -> bool:
-        """Return True if a lost connection left jobs whose outcome is unknown."""
+        """Return True if the slot lost its connection while jobs ran, so that their outcome is not known."""
         return self.batch is not None
 
     def wants_work(self) -> bool:
-        """Return True if there is work: to claim, or to find out the outcome of a lost connection's jobs."""
+        """Return True if `work` is to be called: jobs may wait, or the outcome of jobs is not known.
+
+        It is not known if their connection was lost.
+        """
         has_reason = self.is_in_doubt or self._outage.since is not None or self._needs_connection
         return self.state.until_empty or has_reason or self.sleep.has_work()
 
     def close(self) -> None:
-        """Do nothing: a slot has nothing of its own to close."""
+        """Do nothing: a slot has no resources of its own to close."""
 
     def end_turn(self) -> None:
-        """Give up the turn to run suspects; called when this slot was cut off."""
+        """Give up the slot's turn to run suspects (jobs that ran when their relay died).
+
+        Called after its batch was taken away.
+        """
         self.state.quarantine.end_turn(self._planner)
 
     # Rounds of the slot's queues, each up to the first claim that takes jobs.
 
     def work(self, connected: SlotConnection) -> bool:
-        """Claim and run jobs until none wait or the relay stops; False if another connection is needed."""
+        """Claim and run jobs until none wait or the relay stops; return False if another connection is needed."""
         if self.state.until_empty:
             return self.drain(connected)
         with self._on(connected) as runtime:
@@ -154,7 +165,10 @@ class Slot:
         return not self._needs_connection
 
     def rest(self, loop: "SlotWaits") -> None:
-        """Sleep until woken, or until a poll finds something; has a connection only to poll."""
+        """Sleep until the slot is woken, or until a poll finds jobs.
+
+        The slot has a connection only during a poll, and while it runs jobs that the poll found.
+        """
         sleep, flagged = self.sleep, False
         loop.clear()
         while not self.state.stopping.is_set():
@@ -170,7 +184,7 @@ class Slot:
                 return
 
     def work_seen(self, connected: SlotConnection) -> bool:
-        """Poll if due, and work if something waits; False if nothing was done."""
+        """Poll if a poll is due, and claim and run jobs while some are known to wait. Returns True if any were run."""
         worked = False
         with self._on(connected) as runtime:
             self.sleep.poll(connected.connection)
@@ -181,7 +195,7 @@ class Slot:
         return worked
 
     def drain(self, connected: SlotConnection) -> bool:
-        """Work until nothing is left; False if another connection is needed."""
+        """Work until no jobs are left; return False if another connection is needed."""
         with self._on(connected) as runtime:
             work_once = partial(self.work_once, connected, runtime)
             while self._may_go_on(connected):
@@ -191,15 +205,21 @@ class Slot:
             return self.state.stopping.is_set()
 
     def settle(self, connected: SlotConnection) -> bool:
-        """Find out the outcome of a lost connection's jobs, and claim nothing."""
+        """Find out and write the outcome of jobs whose connection was lost, without claiming others.
+
+        Returns True always.
+        """
         with self._on(connected):
             return True
 
     def work_once(self, connected: SlotConnection, runtime: Runtime) -> bool:
-        """Claim and run the jobs of one round, and those that each COMMIT claims; False if nothing waits."""
+        """Claim jobs from the first queue that has some, and run them, with all batches that their COMMITs claim.
+
+        Returns False if no queue of the slot has jobs.
+        """
         connection = connected.connection
         self.sleep.begin_claims()
-        # Closed once its jobs have ended, which ends a turn that it has taken.
+        # Closed after its jobs have ended, which also ends a turn that it has taken.
         with closing(self._planner.first(connected.server)) as asked:
             for each in asked:
                 if isinstance(each, ClaimRequest):
@@ -210,7 +230,10 @@ class Slot:
         return False
 
     def _work(self, connection: Connection, request: ClaimRequest, runtime: Runtime) -> bool:
-        """Claim and run batches, for as long as each COMMIT claims the next; False if nothing waited."""
+        """Send a claim and run its jobs, and then each batch that the COMMIT of the previous one has claimed.
+
+        Returns False if the claim found no job.
+        """
         run_all = self._run_leased if request.script.leased else self._run
         try:
             ended = run_all(connection, request, runtime)
@@ -221,23 +244,27 @@ class Slot:
                 ended = self._recover(connection, self.batch, error, runtime)
         self.batch = None
         if ended is not None and ended.report is not None:
-            # First: the batch has ended, and steps that are left may wait, or find the connection lost.
+            # First, because the batch has ended, and leftover steps may wait, or find the connection lost.
             self._publish_last(connection, ended.report, runtime)
         self._send_left(connection)
         return ended is not None
 
     def _run(self, connection: Connection, request: ClaimRequest, runtime: Runtime) -> Ended | None:
-        """Run batches in transaction mode; publish all but the last, and return its end; None if nothing waited."""
+        """Send a claim and run its jobs in one transaction, then each batch that the COMMIT before it has claimed.
+
+        Publishes the outcomes of all batches but the last one, whose end it returns. None if the claim found no job.
+        """
         fault_point("before-claim")
         with connection.begin():
-            # The batches' own scripts commit; leaving the block ends the transaction that the last script began.
+            # The batches' own scripts commit; leaving the block ends, for SQLAlchemy, the transaction that the last
+            # script began.
             claimed = self.claim(connection, request)
             while claimed.jobs:
                 batch = self.batch = BatchState.of(claimed)
                 handlers = decide(connection, batch, runtime)
                 fault_point("after-claim")
                 ended = None
-                # None: COMMIT was refused, and the jobs are to run again. `commit` settles or raises other refusals.
+                # None: COMMIT was refused, and the jobs run again. `commit` settles or raises other refusals.
                 while ended is None:
                     run(connection, batch, runtime, handlers, shared=len(batch.jobs) > 1)
                     next_claim = self._after(connection, batch, runtime)
@@ -249,12 +276,12 @@ class Slot:
                 claimed = self.received(ended.claimed)
                 if not (claimed.jobs or claimed.moved):
                     return ended
-                # Now, because the connection may be lost after this.
+                # Now, because the connection may be lost later.
                 self.batch = None
                 self.committed(ended)
             if not claimed.moved:
                 return None
-            # If this is not committed, a claim finds the moved jobs again by their marks.
+            # If this is not committed, a later claim finds the moved jobs by their marks.
             moved = BatchState.of(claimed)
             decide(connection, moved, runtime)
             ended = Ended(moved.report())
@@ -262,18 +289,23 @@ class Slot:
         return ended
 
     def _run_leased(self, connection: Connection, request: ClaimRequest, runtime: Runtime) -> Ended | None:
-        """Run a job that may end its relay, alone, under the lease; None if none waited, or the queue has no room."""
+        """Claim a suspect and run it alone, under the relay's lease, not in the claim's transaction; return its end.
+
+        A suspect is a job that ran when its relay died, and may have caused that. None if no suspect waits, or if the
+        queue's limit has no room for it.
+        """
         fault_point("before-claim")
         with connection.begin():
             claimed = self.claim(connection, request)
         if not claimed.jobs:
             return None
-        # If COMMIT's answer was lost, the lease's beats find the job.
+        # If COMMIT's answer was lost, the lease's heartbeat finds the job.
         batch = self.batch = BatchState.of(claimed)
         handlers = decide(connection, batch, runtime)
         fault_point("after-claim")
         ended = None if batch.jobs else Ended(batch.report())
-        # BEGIN goes with the first statement: no transaction is open while the handler works outside the database.
+        # BEGIN is sent with the first statement, so no transaction is open while the handler works outside the
+        # database.
         with connection.begin():
             if batch.jobs and not take_slot_again(connection, claimed, self.state.config.schema):
                 self._planner.record_claim(Claimed(request, is_full=True), is_called=False)
@@ -287,7 +319,7 @@ class Slot:
         return ended
 
     def claim(self, connection: Connection, request: ClaimRequest) -> Claimed:
-        """Send a claim by itself, and record the answer."""
+        """Send a claim by itself (not with a COMMIT); record and return the answer."""
         try:
             claimed = claim(connection, request)
         except BaseException:
@@ -296,7 +328,7 @@ class Slot:
         return self.received(claimed)
 
     def received(self, claimed: Claimed) -> Claimed:
-        """Record the answer to a claim."""
+        """Record the answer to a claim and return it; wake another slot if the claim may have left jobs."""
         request, count = claimed.request, len(claimed.jobs)
         self._claims.record(claimed)
         calls_another = self._planner.record_claim(claimed, is_called=self.sleep.is_asleep)
@@ -307,22 +339,30 @@ class Slot:
         return claimed
 
     def _after(self, connection: Connection, batch: BatchState, runtime: Runtime) -> ClaimRequest | None:
-        """The claim that goes with the COMMIT of a batch, if any."""
+        """Return the claim to send together with the COMMIT of a batch; None to send the COMMIT alone."""
         return None if is_listened_to(connection) or runtime.guard.left else self._planner.after(batch)
 
     def publish(self, report: BatchReport, parked: int = 0) -> None:
-        """Count what was committed, and emit it after the events of claims; adds `parked` to the parked jobs."""
+        """Count committed outcomes and emit their events, after the events of the claims that took the jobs.
+
+        Args:
+            parked: The number of further jobs that were parked (made to wait for a relay that knows their kind); the
+                event counts them too.
+        """
         self._claims.emit()
         self.state.publish(report, parked)
 
     def committed(self, ended: Ended) -> None:
-        """Publish what was committed on the slot's connection, which works."""
+        """Publish the outcomes of a batch that was committed, and record that the connection works."""
         self._outage.losses = 0
         if ended.report is not None:
             self.publish(ended.report)
 
     def _publish_last(self, connection: Connection, report: BatchReport, runtime: Runtime) -> None:
-        """Park the jobs of unknown kinds of the last batch, with others at the head of the queue; publish the batch."""
+        """Publish the outcomes of the slot's last batch.
+
+        If it had jobs of unknown kinds, which wait now, make others at the head of their queue wait too (park them).
+        """
         self._outage.losses = 0
         parked, queue = 0, report.parked_in
         try:
@@ -333,7 +373,10 @@ class Slot:
             self.publish(report, parked)
 
     def _send_left(self, connection: Connection) -> None:
-        """Send the steps that could not go with a COMMIT; SQLAlchemy has no transaction open."""
+        """Send the statements that belong after a COMMIT, but could not be sent with it.
+
+        SQLAlchemy must have no transaction open.
+        """
         if self.left and not is_lost(connection):
             left, self.left = self.left, []
             for event in send_left(connection, left):
@@ -342,7 +385,10 @@ class Slot:
     # Errors.
 
     def _recover(self, connection: Connection, batch: BatchState, error: BaseException, runtime: Runtime) -> Ended:
-        """Find out the outcome of a batch that ended in `error`; raises `error` if this connection does not show it."""
+        """Find out, on a batch's own connection, what was committed of it before `error`, and write the other outcomes.
+
+        Raises `error` if this connection cannot show that.
+        """
         ended = recover_here(self.state, connection, batch, error, runtime, self.running)
         self._recovered(batch, ended)
         if ended.report is None:
@@ -358,7 +404,10 @@ class Slot:
 
     @contextmanager
     def _on(self, connected: SlotConnection) -> Iterator[Runtime]:
-        """Work on this connection. Jobs that a lost connection left are settled first."""
+        """Use this connection in the block, and yield its `Runtime` (all that running a job needs, except the job).
+
+        If an earlier connection was lost while jobs ran, their outcome is found out and written first.
+        """
         try:
             yield self._take(connected)
         finally:
@@ -380,7 +429,7 @@ class Slot:
         return runtime
 
     def runtime_on(self, connected: SlotConnection) -> Runtime:
-        """Make the runtime of handlers on this connection."""
+        """Make the `Runtime` (all that executing a job needs, except the job) for this connection."""
         return self.state.runtime(
             self.flavour,
             connected.invoker,
@@ -391,12 +440,16 @@ class Slot:
         )
 
     def _is_interruption(self, error: BaseException) -> bool:
-        # Not a KeyboardInterrupt: signals reach the main thread alone, where no handler runs. `is_abandoned`, because a
-        # handler can cancel the slot's task too.
+        # Not a KeyboardInterrupt: signals reach only the main thread, in which no handler runs. `is_abandoned`, because
+        # a handler can cancel the slot's task too.
         return self.is_abandoned and is_cancellation(error)
 
     def _may_go_on(self, connected: SlotConnection) -> bool:
-        """Return True to claim again on this connection: not if the relay stops, or a handler left something on it."""
+        """Return True if the slot may claim more jobs on this connection.
+
+        It may not if the relay stops, or if a handler has changed the connection's state; then the slot needs another
+        connection.
+        """
         if self.state.stopping.is_set():
             return False
         left = connected.guard.left
@@ -409,13 +462,13 @@ class Slot:
         return False
 
     def lost(self, error: BaseException) -> float:
-        """Report a lost or refused connection, or an error of users' code on it; returns the seconds to the next try.
+        """Report a lost or refused connection, or an error of users' code on it; return the seconds to wait.
 
         Raises:
-            LoginRefused: the database refuses the relay's login for too long.
+            LoginRefused: the database has refused the relay's login for too long.
         """
         if isinstance(error, ConnectionSpoiled):
-            # We closed it: the server is well.
+            # The relay closed it: the server is available.
             self._spoiled = error
             return 0.0
         self.sleep.want_poll()
@@ -423,10 +476,13 @@ class Slot:
 
 
 def send_query(connection: Connection, query: Query) -> None:
-    """Send a query that the planner wants answered; SQLAlchemy has no transaction open."""
+    """Send a query that the planner has yielded, and store its answer in it.
+
+    SQLAlchemy must have no transaction open.
+    """
     if query.is_alone:
         query.rows = run_alone(connection, query.statement)
     else:
-        # After a statement with a COMMIT of its own the block has nothing to end.
+        # After a statement with its own COMMIT the block has no transaction to end.
         with connection.begin():
             query.rows = run_script(connection, query.statement)

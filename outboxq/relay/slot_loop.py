@@ -1,6 +1,6 @@
-"""The loop of a slot or a dispatcher, in a thread or in a task of the event loop: works, or sleeps if nothing waits.
+"""The loop of a slot or a dispatcher, in a thread or a task of the event loop: it lets it work, and sleep without work.
 
-Written once, for threads and for tasks. A task runs it in a greenlet, as SQLAlchemy does its own code, so that each
+The same code runs in threads and in tasks. A task runs it in a greenlet, as SQLAlchemy runs its own code, so that each
 wait in the loop is an `await` of the task.
 """
 
@@ -37,22 +37,23 @@ from outboxq.relay.state import RelayState
 from outboxq.relay.threads import BoundedStart
 from outboxq.relay.watch import TaskWatch, ThreadWatch, call_soon
 
-# A slot, or the dispatcher of calls.
+# The worker: a slot, or the dispatcher of calls.
 Worker: TypeAlias = "Slot | Dispatcher"
-# Makes it, with the function that wakes its loop.
+# Makes the worker; receives the function that wakes its loop.
 MakeWorker: TypeAlias = Callable[[Callable[[], None]], "Worker"]
 # The next try would fail the same way.
 _FINAL = (ConfigError, RelayStuck, SchemaError)
-# For a server that drops a connection and accepts the next: if it is down, its jobs are left to the next relay.
+# The time for which lost jobs are settled at the end: for a server that drops a connection and accepts the next. If it
+# is down, its jobs are left to the next relay.
 _LAST_TRIES, _LAST_PAUSE_SECONDS, _LAST_SECONDS = 5, 0.1, 2.0
 
 
 class SlotLoop:
-    """The loop of one worker.
+    """The loop that runs one worker: a slot, or a dispatcher (which runs jobs in lease mode for several slots).
 
     Attributes:
-        watch: The watch on its handler.
-        has_failed: The loop ended by an error, which the relay raises again.
+        watch: Shows other threads the call stack of the slot's handler, and cancels an async handler.
+        has_failed: True if the loop ended with an error, which the relay raises again.
     """
 
     def __init__(
@@ -92,20 +93,23 @@ class SlotLoop:
         self._find_out()
 
     def on_connection(self, work: Callable[[SlotConnection], bool]) -> bool:
-        """Call `work` with a connection, which is lent to the slot for that; return what it returned."""
+        """Borrow a connection, call `work` with it, and give it back; return the result of `work`."""
         with self._connections.borrow() as slot_connection:
             return call_here(work, slot_connection)
 
     def clear(self) -> None:
-        """Forget that the slot was woken."""
+        """Forget earlier calls that woke the slot, so that `wait` waits for the next one."""
         self._wake_event.clear()
 
     def wait(self, seconds: float) -> bool:
-        """Wait until the slot is woken; False if it was not, within `seconds`."""
+        """Wait until the slot is woken, and return True; return False after `seconds`."""
         return self._wake_event.wait(seconds)
 
     def _find_out(self) -> None:
-        """Settle jobs whose connection was lost when the relay stopped: only this slot can find out their outcome."""
+        """After the loop has ended: if the slot's connection was lost while jobs ran, find out and write their outcome.
+
+        Only this slot can do so. It tries several times, for about 2 s in all.
+        """
         slot, ends_at = self.slot, clock() + _LAST_SECONDS
         for _ in range(_LAST_TRIES):
             if not slot.is_in_doubt or slot.is_seized() or clock() > ends_at:
@@ -122,48 +126,62 @@ class SlotLoop:
                 self._wake_event.wait(_LAST_PAUSE_SECONDS)
 
     def flagged_since(self, request: Future[float | None]) -> float | None:
-        """Wait for the listener's answer; None if it takes too long."""
+        """Wait for the listener's answer to `request`, a second at most, and return it; None if there is none by then.
+
+        The answer is the time (monotonic) since which all of the slot's sleep flags are up (locks that make producers
+        notify), or None if they are not.
+        """
         raise NotImplementedError
 
     def _outlive(self, error: asyncio.CancelledError) -> None:
-        """Go on after a cancellation that is not the relay's own; raise any other."""
+        """Go on after a handler has cancelled the loop's task. If the relay has cancelled it, raise `error` again."""
         raise error
 
     def _wait_after(self, error: BaseException) -> None:
-        """Report a lost or refused connection, and wait before the next try."""
+        """Report a lost or refused connection to the slot, and wait for the time that the slot returns."""
         raise NotImplementedError
 
-    # The part of a runner that deadlines are enforced on.
+    # The part of the interface that deadlines use.
 
     @property
     def batch(self) -> BatchState | None:
-        """The batch that runs."""
+        """The batch of jobs that the slot runs.
+
+        None if it runs none, and always for a dispatcher, whose calls have the batches.
+        """
         return self.slot.batch
 
     @property
     def flavour(self) -> Flavour:
-        """The flavour of the handlers."""
+        """The flavour of the handlers: sync or async."""
         return self.slot.flavour
 
     def is_seized(self) -> bool:
-        """Return True if the relay has taken the batch away."""
+        """Return True if the relay has taken the slot's batch away, so that the slot must not commit it."""
         return self.slot.is_seized()
 
     def runtime_on(self, connected: SlotConnection) -> Runtime:
-        """Make the runtime of handlers on this connection."""
+        """Make the `Runtime` (all that running a job needs, except the job) by which the slot uses this connection."""
         return self.slot.runtime_on(connected)
 
     def publish(self, report: BatchReport) -> None:
-        """Count and emit what was committed."""
+        """Count committed outcomes and emit their events, after the events of the claims that took the jobs."""
         self.slot.publish(report)
 
     def end_turn(self) -> None:
-        """Give up the turn to run suspects."""
+        """Give up the slot's turn to run suspects (jobs that ran when their relay died).
+
+        Another slot may then have it.
+        """
         self.slot.end_turn()
 
 
 def _is_final(error: Exception) -> bool:
-    """Return True if an error ends the relay: a defect of ours, but nothing that users' listeners may raise."""
+    """Return True if an error ends the relay, because the next try would fail in the same way.
+
+    Such errors are a wrong configuration or schema, a stuck handler, and a defect of outboxq itself. An error of a
+    user's SQLAlchemy listener is none.
+    """
     return isinstance(error, _FINAL) or (not isinstance(error, CONNECTION_ERRORS) and is_defect(error))
 
 
@@ -175,7 +193,7 @@ class SlotThread(SlotLoop):
     ) -> None:
         super().__init__(state, make, connections, threading.Event(), fail)
         self._detached: DBAPIConnection | None = None
-        # A daemon: a handler that exceeds the time to drain must not keep the process alive.
+        # A daemon, because a handler that exceeds the time to drain must not keep the process alive.
         self._thread = BoundedStart(self._run, "outboxq-slot")
         self._thread.start()
 
@@ -187,7 +205,7 @@ class SlotThread(SlotLoop):
             self.has_failed = True
             self._fail(error)
         finally:
-            # Another thread may have its identifier from now on.
+            # From now on another thread may have its identifier.
             self.watch.thread = None
             if self._detached is not None:
                 self._detached.close()
@@ -201,7 +219,7 @@ class SlotThread(SlotLoop):
     def _wait_after(self, error: BaseException) -> None:
         pause = self.slot.lost(error)
         if self._state.stopping.is_set() and self.slot.goes_on():
-            # Calls still run, and are to be settled.
+            # Calls still run, and must be settled.
             self._wake_event.clear()
             self._wake_event.wait(pause)
         else:
@@ -214,7 +232,10 @@ class SlotThread(SlotLoop):
         self._thread.join(timeout_seconds)
 
     def abandon(self) -> None:
-        """Free the slot's place in the pool for its successor. The thread cannot be stopped, and cannot commit."""
+        """Detach the slot's connection from the pool, which then has room for the slot's successor.
+
+        The thread itself cannot be stopped, but it cannot commit any more. It closes the connection when it ends.
+        """
         slot_connection = self.slot.connected
         if slot_connection is None or self._detached is not None:
             return
@@ -228,17 +249,17 @@ class SlotThread(SlotLoop):
 
 
 class _TaskWakeEvent:
-    """A `threading.Event` for a task: any thread sets it, and the task's greenlet waits for it."""
+    """A `threading.Event` for a task: any thread sets it, and only the task waits for it, in its greenlet."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self._is_set = False
-        # The thread of the loop, once the task has waited.
+        # The thread of the loop, after the task has waited once.
         self._thread = 0
         self._waiter: asyncio.Future[None] | None = None
 
     def set(self) -> None:
-        # Calls that end while another one's end is not yet seen add nothing.
+        # Calls that end before an earlier end is noticed need not set it again.
         if not self._is_set:
             self._is_set = True
             if self._waiter is None:
@@ -286,7 +307,7 @@ class SlotTask(SlotLoop):
 
     async def _run(self, engine: Engine) -> None:
         self._watch.begin(asyncio.current_task())
-        # SQLAlchemy keeps these listeners by dialect, so they are called for all uses of the engine.
+        # SQLAlchemy keeps these listeners by dialect, so they apply to all uses of the engine.
         event.listen(engine, "handle_error", self._keep_connection)
         try:
             await greenlet_spawn(self._serve)
@@ -294,7 +315,7 @@ class SlotTask(SlotLoop):
             if self.slot.is_abandoned and isinstance(error, asyncio.CancelledError):
                 raise
             self.has_failed = True
-            # Raised again by the relay.
+            # The relay raises it again.
             self._fail(error)
         finally:
             event.remove(engine, "handle_error", self._keep_connection)
@@ -313,8 +334,8 @@ class SlotTask(SlotLoop):
             return None
 
     def _outlive(self, error: asyncio.CancelledError) -> None:
-        # The relay cancels only when it is done with the slot. Any other cancellation is a handler's, and came after
-        # the handler's end.
+        # The relay cancels only when it has given up the slot. Any other cancellation comes from a handler, after that
+        # handler's end.
         if self.slot.is_abandoned or self.slot.is_seized() or self._state.stopping.is_set():
             raise error
         task = asyncio.current_task()
@@ -324,7 +345,7 @@ class SlotTask(SlotLoop):
         self.slot.lost(error)
 
     def _wait_after(self, error: BaseException) -> None:
-        # The listener lost its connection too, and set the event: if it stayed set, the slot would spin.
+        # The listener lost its connection too, and set the event: if it stayed set, the slot would loop without pause.
         self._wake_event.clear()
         pause = self.slot.lost(error)
         if not self._state.stopping.is_set() or self.slot.goes_on():
@@ -337,7 +358,7 @@ class SlotTask(SlotLoop):
         concurrent.futures.wait([self._future], timeout_seconds)
 
     def abandon(self) -> None:
-        """Cancel the handler; its transaction is rolled back as the task ends."""
+        """Cancel the slot's task, and with it the handler. The transaction is rolled back as the task ends."""
         # The task and not the future: a cancelled future is done at once, even if its task is not.
         self.slot.is_abandoned = True
         self._watch.abandon()

@@ -1,7 +1,4 @@
-"""Startup: which slots a relay has, and the checks of its database before it works, once it can connect.
-
-Of the database: server, durability and tables.
-"""
+"""Startup: the slots of a relay, and the checks of its database (server, durability, tables) before it works."""
 
 import logging
 import threading
@@ -56,12 +53,13 @@ _FIRST_PAUSE_SECONDS, _PAUSE_CAP_SECONDS = 0.5, 10.0
 
 
 class Login:
-    """The time since which the database refuses the relay's login; shared by its slots.
+    """The time since which the database has refused the relay's login, which all slots share.
 
-    If it is refused for long, the relay ends, as its next start may have the new password.
+    If that is longer than `patience_seconds`, the relay ends, because the password may have changed and its next start
+    may have the new one.
 
     Args:
-        patience_seconds: How long it may be refused.
+        patience_seconds: The longest time for which the login may be refused.
     """
 
     def __init__(self, patience_seconds: float) -> None:
@@ -69,11 +67,11 @@ class Login:
         self._refused_since: float | None = None
 
     def succeeded(self) -> None:
-        """Record that a connection was opened."""
+        """Record that a connection was opened, so that the login is not refused any more."""
         self._refused_since = None
 
     def failed(self, error: BaseException) -> None:
-        """Record that no connection was opened.
+        """Record that no connection could be opened, because of `error`.
 
         Raises:
             LoginRefused: the server has refused the role, password or database for too long.
@@ -96,15 +94,15 @@ def wait_for_database(
     then: Callable[[Connection], None],
     login: Login,
 ) -> None:
-    """Check the database; while it is down, emit `DatabaseLost` and try again, until the relay stops.
+    """Connect to the database and check it; while it is down, emit `DatabaseLost` and try again, until the relay stops.
 
     Args:
         then: Called with the connection after the check.
 
     Raises:
         SchemaError: the tables are missing or too old.
-        ConfigError: the server, or a setting of it, does not fit.
-        LoginRefused: the server refuses the relay's login for too long.
+        ConfigError: the server, or one of its settings, is unsuitable.
+        LoginRefused: the server has refused the relay's login for too long.
     """
     pause_seconds = _FIRST_PAUSE_SECONDS
     while not stopping.is_set():
@@ -116,7 +114,7 @@ def wait_for_database(
                 loop.call(greenlet_spawn(_connect_and_check, engines.asynchronous.sync_engine, config, then))
         except (DBAPIError, psycopg.Error, NoConnection, OSError) as error:
             login.failed(error)
-            # A statement that was cancelled, or waited too long for a lock, may pass at the next try.
+            # A statement that was cancelled, or waited too long for a lock, may succeed at the next try.
             is_passing = is_database_unavailable(error) or is_transient(error) or sqlstate_of(error) == QUERY_CANCELED
             if not is_passing:
                 raise
@@ -136,11 +134,11 @@ def _connect_and_check(engine: Engine, config: RelayConfig, then: Callable[[Conn
 
 
 def check_database(connection: Connection, config: RelayConfig) -> None:
-    """Refuse a database that the relay cannot work on.
+    """Raise an error for a database on which the relay cannot work.
 
     Raises:
         SchemaError: the tables are missing or too old.
-        ConfigError: the server, or a setting of it, does not fit.
+        ConfigError: the server, or one of its settings, is unsuitable.
     """
     facts = check_server(connection)
     check_durability(connection, allowed=config.allow_asynchronous_commit)
@@ -150,10 +148,10 @@ def check_database(connection: Connection, config: RelayConfig) -> None:
 
 
 def declare_schedules(connection: Connection, schema: str, registry: Registry) -> None:
-    """Store the schedules that the registry declares, and disable those that it no longer declares.
+    """Write the schedules that the registry declares; disable those that it declared before and declares no longer.
 
     Raises:
-        ConfigError: the role may not write them.
+        ConfigError: the relay's role may not write schedules.
         ScheduleOwned: another registry declares a schedule of the same name.
     """
     connection.rollback()
@@ -163,7 +161,7 @@ def declare_schedules(connection: Connection, schema: str, registry: Registry) -
             with_owners = (schema_version(mapped, schema) or 0) >= OWNERS_VERSION
             schedule_owners.declare(mapped, registry.schedules, with_owners=with_owners)
         if with_owners:
-            # After a COMMIT: relays that start at the same time lock each set of rows in one order.
+            # After a COMMIT, because relays that start at the same time lock each set of rows in one order.
             with mapped.begin():
                 _disable_gone(mapped, schema, registry)
     except DBAPIError as error:
@@ -175,7 +173,10 @@ def declare_schedules(connection: Connection, schema: str, registry: Registry) -
 
 
 def _disable_gone(connection: Connection, schema: str, registry: Registry) -> None:
-    """Disable the schedules that the registry's owners no longer declare, and log it."""
+    """Disable the stored schedules that this registry declared before and declares no longer, and log each of them.
+
+    A schedule that may belong to another registry is only logged.
+    """
     for gone in schedule_owners.find_gone(connection, registry.schedules, registry.owners):
         is_known = gone.kind in registry.handlers or gone.queue in registry.flavours
         said: str | None = None
@@ -199,7 +200,10 @@ def _disable_gone(connection: Connection, schema: str, registry: Registry) -> No
 
 
 def _is_at_relays(connection: Connection, schema: str, gone: schedule_owners.Gone) -> bool:
-    """Return True if a live relay serves the queue of a schedule, and knows its kind."""
+    """Return True if a live relay serves a schedule's queue and has a handler for its kind.
+
+    Then the schedule may belong to that relay's application.
+    """
     if not connection.execute(may_read_relays(schema)).scalar_one():
         return False
     found = connection.execute(kinds_at_relays(schema, [(gone.queue, gone.kind)]))
@@ -207,9 +211,9 @@ def _is_at_relays(connection: Connection, schema: str, gone: schedule_owners.Gon
 
 
 def find_keeper(connection: Connection, schema: str, registry: Registry, relay: UUID) -> Keeper:
-    """Make the keeper of finished rows: of the kinds that handlers name, unless the relay may not write the table.
+    """Make the object that writes rows of finished jobs, for kinds with `keep=`.
 
-    Then their jobs run all the same, and a warning is logged: jobs must not depend on their finished rows.
+    If the relay may not write the table, the object keeps nothing and a warning is logged: jobs must run all the same.
     """
     keeper = Keeper.of(registry, relay)
     if not keeper.kinds or run_script(connection, may_write(schema))[0][0]:
@@ -224,10 +228,10 @@ def find_keeper(connection: Connection, schema: str, registry: Registry, relay: 
 
 
 def check_durability(connection: Connection, *, allowed: bool) -> None:
-    """Refuse sessions whose COMMIT returns before it is on disk, unless `allowed`.
+    """Raise an error if the relay's COMMITs return before they are on disk, unless that is `allowed`.
 
     Raises:
-        ConfigError: `synchronous_commit` is off; the message says where and what to do.
+        ConfigError: `synchronous_commit` is off; the message says in which place, and what to do.
     """
     if allowed:
         return
@@ -241,10 +245,11 @@ def check_durability(connection: Connection, *, allowed: bool) -> None:
 
 
 def check_two_phase(connection: Connection, schema: str) -> None:
-    """Refuse a Citus coordinator that would commit a job and the rows of its handler one after the other.
+    """Raise an error if Citus would not commit a job and the rows of its handler together, but one after the other.
 
     Raises:
-        ConfigError: there are distributed tables, and no guard; the message says what to do.
+        ConfigError: there are distributed tables, and tables of outboxq lack the trigger for two-phase commits; the
+            message says what to do.
     """
     state = connection.execute(citus_state(schema)).one()
     if state.has_distributed and state.unguarded:
@@ -257,7 +262,7 @@ def check_two_phase(connection: Connection, schema: str) -> None:
 
 
 def check_version(connection: Connection, schema: str) -> None:
-    """Refuse tables that this version of the code cannot work on, with a `SchemaError`."""
+    """Raise a `SchemaError` for tables on which this version of the code cannot work."""
     version = schema_version(connection, schema)
     if not version:
         raise SchemaError(f"found {missing_installation(connection, schema)}")
@@ -269,11 +274,11 @@ def check_version(connection: Connection, schema: str) -> None:
 
 
 def resolve_groups(config: RelayConfig, registry: Registry) -> list[FlavouredGroup]:
-    """The groups of slots, each with its flavour and claim mode; `*` becomes every queue that no group names.
+    """Return the groups of slots, each with its flavour and claim mode; `*` becomes all queues that no group names.
 
     Raises:
-        ConfigError: a queue without handlers, a queue in two groups, a group with both flavours or both claim modes,
-            too many slots, or a `batch_size` for lease mode.
+        ConfigError: a queue has no handlers, or is in two groups; a group has both flavours, both claim modes or too
+            many slots; or lease mode has a `batch_size`.
     """
     groups = _find_groups(config, registry)
     for group, flavour, claim in groups:
@@ -331,12 +336,12 @@ def _by_sort(group: SlotGroup, unnamed: tuple[str, ...], registry: Registry) -> 
 
 
 def connections_of(group: SlotGroup, claim: ClaimMode, config: RelayConfig) -> int:
-    """The most connections that the slots of a group have at a time."""
+    """Return the most connections that the slots of a group have at a time."""
     return group.slots if claim == "transaction" else 1 + config.call_connections_of(group.slots)
 
 
 def check_engines(groups: list[FlavouredGroup], engines: Engines, config: RelayConfig) -> None:
-    """Refuse slots that have no engine, or an engine whose pool has too few connections.
+    """Raise an error for slots that have no engine, or an engine whose pool has too few connections.
 
     Raises:
         ConfigError: the message names the queues or the engine.

@@ -45,17 +45,17 @@ from outboxq.relay.startup import Login
 from outboxq.relay.suspects import QuarantineTurns
 from outboxq.statements.claim import Sort
 
-# The events that `RelayState.recorded` takes before they are emitted.
+# The events that `RelayState.recorded` handles before they are emitted.
 RECORDED = (JobsSuspected, JobCrashed, JobsParked)
 
 
 @dataclass(frozen=True, slots=True)
 class RelayReport:
-    """The result of a relay: jobs done, attempts that failed, and jobs that moved to the dead letters (failed too).
+    """A relay's result: done jobs, failed attempts, and jobs that became dead letters (also counted as failed).
 
-    `leases_lost` counts handlers that ended after another relay had taken their job: their rows were rolled back.
-    `hook_failures`: how often a hook raised. `hook_events_dropped`: events that the registry's hooks missed, because
-    they were too slow. `cancelled` and `expired`: jobs that were dropped for these reasons.
+    `leases_lost` counts handlers that ended after another relay had taken their job, so that their rows were rolled
+    back. `hook_failures` counts errors that hooks raised. `hook_events_dropped` counts events that the registry's hooks
+    did not get because they were too slow. `cancelled` and `expired` count jobs that were dropped for these reasons.
     """
 
     done: int
@@ -69,7 +69,7 @@ class RelayReport:
 
 
 class ClaimEvents:
-    """The results of one worker's claims since their last events; counted only if a hook wants them."""
+    """Collects the results of a slot's or dispatcher's claims, until it emits them as events, if a hook wants these."""
 
     def __init__(self, state: "RelayState") -> None:
         self._emit = state.emit
@@ -78,7 +78,7 @@ class ClaimEvents:
         self._without_jobs: Counter[tuple[type[ClaimsEmpty | ClaimsFailed], str]] = Counter()
 
     def record(self, claimed: Claimed) -> None:
-        """Record the answer to a claim."""
+        """Record the answer to a claim: its jobs, or that it found none."""
         if self._is_wanted:
             request, count = claimed.request, len(claimed.jobs)
             if count:
@@ -92,7 +92,7 @@ class ClaimEvents:
             self._without_jobs[ClaimsFailed, queue] += 1
 
     def emit(self) -> None:
-        """Emit them, before the events of the jobs that ended meanwhile."""
+        """Emit the events of the recorded claims. To be called before the events of their jobs are emitted."""
         if self._claims or self._without_jobs:
             claims, others, self._claims, self._without_jobs = self._claims, self._without_jobs, [], Counter()
             for event in claims:
@@ -103,7 +103,10 @@ class ClaimEvents:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class RelayState:
-    """The shared state of slots and dispatchers. The caller makes the parts that open their own connections."""
+    """The state that the slots and dispatchers of a relay share.
+
+    The caller makes the parts that open their own connections.
+    """
 
     config: RelayConfig
     registry: Registry
@@ -120,11 +123,11 @@ class RelayState:
     limits: RelayLimits = field(default_factory=RelayLimits)
     # The state that the application's lifespan yielded.
     lifespan_state: object = None
-    # By queue.
+    # Facts of each queue, by name.
     sweeps: dict[str, Sweep] = field(default_factory=dict)
     aggregate: Aggregate = field(default_factory=Aggregate)
     clock: DatabaseClock = field(default_factory=DatabaseClock)
-    # Writes finished rows; none until the start has checked the rights.
+    # Writes finished rows; it is empty until the start has checked the rights.
     keeper: Keeper = field(default_factory=Keeper)
     admission: Admission = field(init=False)
     login: Login = field(init=False)
@@ -137,7 +140,7 @@ class RelayState:
         self.admission = Admission(self.config.schema, claims, self.flow, self.poller, limits, self.wake_another)
 
     def report(self, hooks: HookThread) -> RelayReport:
-        """The counts of the relay so far."""
+        """Return the counts of the relay so far."""
         counts = self.aggregate.counters
         return RelayReport(
             counts.done,
@@ -151,15 +154,18 @@ class RelayState:
         )
 
     def has_groups(self, queue: str) -> bool:
-        """Return True if a queue is known to have jobs of groups."""
+        """Return True if a queue has grouped jobs, or had some in the last minute, as far as the relay knows."""
         return queue in self.flow.seen.groups or self.poller.has_groups(queue)
 
     def sorts_of(self, queue: str) -> tuple[Sort, ...]:
-        """The sorts of jobs that take turns in a queue."""
+        """Return the sorts of jobs that slots claim from a queue in turns: ready, due and, if it has any, grouped."""
         return SORTS if self.has_groups(queue) else (Sort.READY, Sort.DUE)
 
     def suspect(self, queue: str) -> None:
-        """Record that a queue has a suspect, perhaps in a group."""
+        """Record that a queue has a suspect (a job that ran when its relay died), so that slots claim it.
+
+        If the queue has groups, the suspect may be in one of them.
+        """
         self.quarantine.queues.add(queue)
         if self.has_groups(queue):
             self.quarantine.groups.add(queue)
@@ -173,7 +179,7 @@ class RelayState:
         is_interruption: Callable[[BaseException], bool],
         connected: SlotConnection | None = None,
     ) -> Runtime:
-        """Make the runtime of handlers on a connection, or of a call that has none yet."""
+        """Make the `Runtime` (all that executing a job needs, except the job) for a connection, or for none."""
         runners = self.effect_runners
         catalog = Catalog() if connected is None else connected.catalog
         return Runtime(
@@ -195,17 +201,22 @@ class RelayState:
         )
 
     def publish(self, report: BatchReport, parked: int = 0) -> None:
-        """Count what was committed, and emit its events; adds `parked` to the parked jobs."""
+        """Count committed outcomes and emit their events.
+
+        Args:
+            parked: The number of further jobs that were parked (made to wait for a relay that knows their kind); the
+                event counts them too.
+        """
         self.aggregate.add(report.events, report.claimed)
-        # Most events are of jobs that are done, and most relays have no hook for them.
+        # Most events are of done jobs, and most relays have no hook for these.
         are_done_wanted = self.has_use_for_done()
         for event in report.events:
             if are_done_wanted or type(event) is not JobDone:
                 self.emit(self.recorded(event, parked) if isinstance(event, RECORDED) else event)
 
     def wake_another(self, queue: str) -> None:
-        """Wake another slot that sleeps, if any: more jobs may wait in this queue than the caller takes."""
-        # A slot that falls asleep from now on polls first; one that sleeps is woken.
+        """Wake another slot that sleeps on this queue, if any: more jobs may wait there than the caller takes."""
+        # A slot that falls asleep from now on polls first; a sleeping one is woken.
         self.poller.record_rest(queue)
         if self.listener is None:
             self.poller.record_call(queue)
@@ -213,7 +224,14 @@ class RelayState:
             self.listener.wake_one(queue)
 
     def recorded(self, event: JobsSuspected | JobCrashed | JobsParked, parked: int) -> Event:
-        """Record suspects before their event is emitted; adds `parked` to the parked jobs."""
+        """Return `event` to be emitted.
+
+        First record its queue, if the event says that a job there is now a suspect (ran when its relay died).
+
+        Args:
+            parked: The number of further parked jobs (made to wait for a relay that knows their kind), which is added
+                to the number in a `JobsParked`.
+        """
         if isinstance(event, JobsParked):
             return replace(event, count=event.count + parked)
         if isinstance(event, JobsSuspected) or not event.dead_letter:

@@ -1,10 +1,10 @@
 """The supervisor: several relay processes on one machine, because one interpreter uses one core.
 
-Each of several databases has its own set of processes: one that is down stops no work of another.
+Each of several databases has its own set of processes: if one is down, work on the others goes on.
 
-The supervisor starts the children, replaces those that die or show no life, and ends them when it stops. Children hold
-the read end of a pipe, and drain when the supervisor closes the pipe or dies, SIGKILL included. Each child has its own
-pipe, which shows that it lives, and its state.
+The supervisor starts the children, replaces those that die or show no sign of life, and ends them when it stops.
+Children hold the read end of a pipe, and drain when the supervisor closes the pipe or dies, SIGKILL included. Each
+child has its own pipe, which shows that it lives, and its state.
 """
 
 import os
@@ -25,9 +25,9 @@ from outboxq.relay.metrics import ChildMetrics, ChildSocket, EndReason
 from outboxq.relay.signals import stop_signals
 
 EXIT_STARTED_WRONGLY = 2
-# A handler could not be freed, so that the process must be replaced.
+# Exit code: a handler could not be freed, so that the process must be replaced.
 EXIT_STUCK = 3
-# A child's login was refused for long: the next start may have another one.
+# Exit code: a child's login was refused for long; the next start may have another one.
 EXIT_REFUSED = 4
 
 _TEND_SECONDS = 0.05
@@ -36,7 +36,7 @@ _LEAST_STALL_SECONDS = 4 * BEAT_SECONDS
 
 
 class _Child:
-    """A relay process, and the pipe through which it shows that it lives."""
+    """A relay process, and the pipe through which it shows the supervisor that it lives."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class _Child:
         self.state: State = "starting"
         self.has_reported = False
         self.silent_seconds = self.stopping_seconds = 0.0
-        # The reason why it was killed, if it was.
+        # The reason why it was killed, if any.
         self.killed_as: EndReason | None = None
         self._socket: ChildSocket | None = None
         self._read_end, write_end = os.pipe()
@@ -63,7 +63,8 @@ class _Child:
                     self._socket, theirs = metrics.open(database)
                     numbers[METRICS_SOCKET_VARIABLE] = inherited.enter_context(theirs).fileno()
                 pipes = {name: str(number) for name, number in numbers.items()}
-                # Its own session: a Ctrl-C at the terminal reaches the supervisor alone, which then ends the children.
+                # A session of its own: a Ctrl-C at the terminal reaches only the supervisor, which then ends the
+                # children.
                 self.process = subprocess.Popen(  # noqa: S603  # our own command line
                     command, env={**environment, **pipes}, pass_fds=tuple(numbers.values()), start_new_session=True
                 )
@@ -72,7 +73,11 @@ class _Child:
             raise
 
     def listen(self, elapsed_seconds: float) -> None:
-        """Read the beats since the last call, `elapsed_seconds` ago."""
+        """Read what the child has written to its pipe; update its state and the seconds for which it wrote nothing.
+
+        Args:
+            elapsed_seconds: The time since the last call.
+        """
         state = read_beats(self._read_end)
         if state is not None:
             self.state, self.has_reported, self.silent_seconds = state, True, 0.0
@@ -90,7 +95,7 @@ class _Child:
 
 @dataclass(slots=True)
 class _Place:
-    """One child's place: the child in it, or when the next one starts."""
+    """One of the `processes` places of a database: it holds its running child, or the time when the next one starts."""
 
     restart_seconds: float
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -98,7 +103,7 @@ class _Place:
     child: _Child | None = None
     restart_at: float = 0.0
     finished: bool = False
-    # The last child exited as started wrongly or refused, and none has served since.
+    # True if the last child exited with "started wrongly" or "refused", and none has served since.
     is_wrong: bool = False
 
 
@@ -107,10 +112,10 @@ class Supervisor:
     """Keeps `processes` copies of `command` running until SIGTERM or SIGINT, or until all have finished.
 
     A child that exits with 2 was started wrongly, and one that exits with 4 has a login that the database refuses: no
-    restart with the same environment mends that, and this process ends with that code. Of several databases one may be
-    mended while others work, so its children are started again after pauses. A child that exits with 3 had a handler
-    that could not be freed: it is replaced at once. Any other is replaced after pauses that double. A second signal
-    kills the children and ends this process by that signal.
+    restart with the same environment helps, and this process ends with that code. With several databases, one may be
+    repaired while others work, so its children are started again after pauses. A child that exits with 3 had a handler
+    that could not be freed: it is replaced at once. Any other child is replaced after pauses that double. A second
+    signal kills the children and ends this process by that signal.
 
     Args:
         command: Stops when the pipe `OUTBOXQ_PARENT_PIPE` is closed (`outboxq.relay.signals.stop_when_parent_dies`),
@@ -120,14 +125,15 @@ class Supervisor:
             for each.
         drain_seconds: How long children may take to finish their jobs; `kill_after_drain_seconds` later they are
             killed. A child whose drain time has ended gives its jobs back, which takes up to 15 s on a slow database.
-        finite: The command ends by itself (it drains): a child that exits with 0 has finished and is not replaced.
-        stall_seconds: A child that sent beats, and then none for so long, is killed and replaced. 0: never.
+        finite: True if the command ends by itself (it drains): a child that exits with 0 has finished and is not
+            replaced.
+        stall_seconds: A child that sent beats, and then none for this long, is killed and replaced. 0: never.
         health_path: The file to which the state of this process and its children is written, once a second.
         metrics: Adds up the children's counts, if they are to send them.
-        well_after_seconds: After a child that lived so long, the next restart is quick again.
+        well_after_seconds: After a child that lived this long, the next restart is quick again.
 
     Raises:
-        ConfigError: `stall_seconds` is less than the time that beats may be late by.
+        ConfigError: `stall_seconds` is shorter than the permitted delay of beats.
     """
 
     command: Sequence[str]
@@ -173,7 +179,7 @@ class Supervisor:
             stack.enter_context(health_file(self.health_path, self.health))
             self._read_end, write_end = os.pipe()
             stack.callback(os.close, self._read_end)
-            # The children also drain after an error of the supervisor.
+            # The children also drain if the supervisor fails.
             parent_pipe = stack.enter_context(open(write_end, "wb", buffering=0))
             stack.enter_context(stop_signals(self._stopping.set, before_death=self._kill_children))
             exit_code = 0
@@ -183,14 +189,14 @@ class Supervisor:
                 if exit_code:
                     self._stopping.set()
                 self._stopping.wait(_TEND_SECONDS)
-            # Through the pipe: a service manager may have sent SIGTERM to all processes, and a second one would end
-            # them at once.
+            # Through the pipe and not by SIGTERM: a service manager may have sent SIGTERM to all processes, and a
+            # second one would end them at once.
             parent_pipe.close()
             self._end_children()
             return exit_code
 
     def health(self) -> Health:
-        """The state of all children together: "serving" if any child serves."""
+        """Return the state of all children together: "serving" if any child serves."""
         children = [place.child for place in self._places]
         states = {child.state for child in children if child is not None}
         state: State = "starting"
@@ -203,17 +209,17 @@ class Supervisor:
         return Health(state, processes=len(self._places), running=sum(child is not None for child in children))
 
     def _elapsed_seconds(self) -> float:
-        """The time since the last check, but no more than a beat.
+        """Return the seconds since the last call, but at most the interval at which children show that they live.
 
-        If this process was stopped (a paused container), the children may have been too, and their silence means
-        nothing.
+        If this process was stopped (a paused container), the children may have been stopped too, so their silence in
+        that time proves nothing.
         """
         now = time.monotonic()
         elapsed_seconds, self._checked_at = now - self._checked_at, now
         return min(elapsed_seconds, BEAT_SECONDS)
 
     def _tend(self, place: _Place, elapsed_seconds: float) -> int:
-        """Start, check or replace one child; returns its exit code if that ends the supervisor, else 0."""
+        """Start, check or replace the child of one place; return its exit code if that ends the supervisor, else 0."""
         if place.finished:
             return 0
         if place.child is None:
@@ -231,10 +237,10 @@ class Supervisor:
         child.listen(elapsed_seconds)
         if self.stall_seconds and child.silent_seconds >= self.stall_seconds:
             self.emit(ChildUnresponsive(child.process.pid, child.silent_seconds, database))
-            # SIGKILL: nothing less reaches a stopped process or a blocked interpreter.
+            # SIGKILL, because other signals do not reach a stopped process or a blocked interpreter.
             child.process.kill()
             child.silent_seconds, child.killed_as = 0.0, "silent"
-        # Nothing else bounds the end of a child that stops by itself after a failure.
+        # There is no other bound on the end of a child that stops by itself after a failure.
         if child.stopping_seconds >= self.drain_seconds + self.kill_after_drain_seconds:
             self.emit(ChildStopTimedOut(child.process.pid, child.stopping_seconds, database))
             child.process.kill()
@@ -250,7 +256,7 @@ class Supervisor:
         if code == 0 and self.finite:
             place.finished = True
         elif code == EXIT_STUCK:
-            # The child's job is to blame, and its attempt will count.
+            # The child's job is the cause, and its attempt will count.
             self.emit(ChildStuck(child.process.pid, place.database))
             self._count_end(place, "stuck")
         else:
@@ -273,7 +279,7 @@ class Supervisor:
         """Wait for the children to drain, and kill those that take too long."""
         children = self._children()
         for child in children:
-            # A child that has not reported may not watch the pipe yet, and has nothing to finish.
+            # A child that has not reported yet may not watch the pipe, and has nothing to finish.
             if not child.has_reported:
                 child.process.terminate()
         deadline = time.monotonic() + self.drain_seconds + self.kill_after_drain_seconds
@@ -281,7 +287,7 @@ class Supervisor:
             try:
                 child.process.wait(max(0.0, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
-                # The server rolls back what the child had not committed.
+                # The server rolls back the child's uncommitted transactions.
                 child.process.kill()
                 child.process.wait()
             child.close()

@@ -1,6 +1,7 @@
-"""Suspects: jobs that ran when their relay died. They run under the lease, in one slot of a process at a time.
+"""Suspects: jobs that ran when their relay died, and may have caused that. One slot of a process at a time runs them.
 
-A dispatcher runs several whose relay died once together: most of a relay's calls are innocent of its death.
+A dispatcher runs several suspects together if each of them was there for only one death of a relay, because a
+dispatcher has many calls, of which most did not cause the death.
 """
 
 import logging
@@ -18,9 +19,10 @@ _Asked = TypeVar("_Asked")
 
 
 class QuarantineTurns:
-    """The queues that are known to have suspects, and the slot or dispatcher that may run some.
+    """The queues known to have suspects (jobs that ran when their relay died), and the turn to run them.
 
-    One at a time per process: what kills the process harms no other's suspects.
+    Only one slot or dispatcher per process, the holder, has the turn, so that a job that kills the process does not
+    harm other suspects.
     """
 
     def __init__(self) -> None:
@@ -32,11 +34,11 @@ class QuarantineTurns:
         self._lock = threading.Lock()
 
     def wait_in(self, queues: Iterable[str]) -> bool:
-        """Return True if one of these queues is known to have suspects."""
+        """Return True if one of these queues is known to have suspects (jobs that ran when their relay died)."""
         return not (self.queues.isdisjoint(queues) and self.groups.isdisjoint(queues))
 
     def record_poll(self, rows: Iterable[tuple[object, ...]]) -> None:
-        """Record the suspects that a poll (`poll_queues`) has found."""
+        """Record in which queues the poll `poll_queues` has found suspects (jobs that ran when their relay died)."""
         for name, _, _, suspected, _, group_suspected in rows:
             if suspected:
                 self.queues.add(str(name))
@@ -44,7 +46,7 @@ class QuarantineTurns:
                 self.groups.add(str(name))
 
     def known_in(self, queues: Iterable[str]) -> list[str]:
-        """The queues, of these, that are known to have suspects."""
+        """Return those of these queues that are known to have suspects (jobs that ran when their relay died)."""
         return [name for name in queues if name in self.queues or name in self.groups]
 
     def round(
@@ -55,10 +57,16 @@ class QuarantineTurns:
         has_lease: Callable[[], bool],
         claims: Callable[[str, Sort], Generator[_Asked, None, bool]],
     ) -> Iterator[_Asked]:
-        """The claims of suspects in these queues, for a slot, if it may run one now.
+        """Yield the claims by which a slot takes suspects (jobs that ran when their relay died) from these queues.
+
+        For each queue the slot takes the turn to run suspects, sends the claims, and gives the turn up. A queue is left
+        out if another slot or dispatcher has the turn.
 
         Args:
-            claims: Yields the claims of a sort of jobs; returns True if nothing waits.
+            holder: The object by which the turn's holder is recorded: the slot's planner.
+            is_held: Returns True if no slot may claim from a queue now, because of its limit or rate.
+            has_lease: Returns True if the relay holds its lease, without which no suspect may run.
+            claims: Yields the claims of one sort of a queue's jobs; returns True if no such job is left.
         """
         for name in self.known_in(queues):
             if is_held(name) or not self.take_turn(holder):
@@ -67,7 +75,7 @@ class QuarantineTurns:
                 if not has_lease():
                     continue
                 for known, sort in ((self.queues, Sort.SUSPECT), (self.groups, Sort.GROUP_SUSPECT)):
-                    # A suspect that found no room may still be there, also if the hold of its queue has ended.
+                    # A suspect without room may still be there, even if the hold of its queue has ended.
                     if name in known and (yield from claims(name, sort)) and not is_held(name):
                         known.discard(name)
             finally:
@@ -79,17 +87,20 @@ class QuarantineTurns:
         is_held: Callable[[str], bool],
         claims: Callable[[str, Sort], Generator[_Asked, None, bool]],
     ) -> Iterator[_Asked]:
-        """The claims of suspects in these queues in lease mode, for a dispatcher that has the turn to run some.
+        """Yield the claims by which a dispatcher takes suspects from these queues; it has the turn to run them already.
+
+        Suspects are jobs that ran when their relay died.
 
         Args:
-            claims: As in `round`.
+            is_held: Returns True if no slot may claim from a queue now, because of its limit or rate.
+            claims: Yields the claims of one sort of a queue's jobs; returns True if no such job is left.
         """
         for name in self.known_in(queues):
             for known, sorts in (
                 (self.queues, (Sort.COMPANY, Sort.SUSPECT)),
                 (self.groups, (Sort.GROUP_COMPANY, Sort.GROUP_SUSPECT)),
             ):
-                # A suspect that found no room may still be there, also if the hold of its queue has ended.
+                # A suspect without room may still be there, even if the hold of its queue has ended.
                 has_none = name in known
                 for sort in sorts:
                     if has_none and not is_held(name):
@@ -98,29 +109,35 @@ class QuarantineTurns:
                     known.discard(name)
 
     def record_refusal(self, queue: str, error: BaseException) -> None:
-        """Log that a queue's suspects could not be claimed; the lease's next beat finds them again."""
+        """Log that a suspect (a job that ran when its relay died) could not be claimed.
+
+        It is not lost: the next beat of the relay's lease finds its queue again.
+        """
         logger.warning("suspects of queue %r could not be claimed: %s", queue, describe_refusal(error))
 
     def take_turn(self, holder: object) -> bool:
-        """Return True if `holder` may run suspects now; never waits."""
+        """Take the turn to run suspects (jobs that ran when their relay died) for `holder`, if it is free.
+
+        Returns True if `holder` has the turn now. Never waits.
+        """
         with self._lock:
             if self._holder is None:
                 self._holder, self._taken_at = holder, time.monotonic()
             return self._holder is holder
 
     def renew(self, holder: object) -> None:
-        """Begin the time of the turn again."""
+        """If `holder` has the turn to run suspects, begin to count its time again (see `taken_seconds`)."""
         with self._lock:
             if self._holder is holder:
                 self._taken_at = time.monotonic()
 
     def taken_seconds(self) -> float | None:
-        """The time since which a slot or a dispatcher may run suspects; None if none does."""
+        """Return for how many seconds a slot or dispatcher has had the turn to run suspects; None if none has it."""
         with self._lock:
             return None if self._holder is None else time.monotonic() - self._taken_at
 
     def end_turn(self, holder: object) -> None:
-        """Give up the turn: another slot or dispatcher may run suspects."""
+        """End the turn to run suspects, if `holder` has it, so that another slot or dispatcher may take it."""
         with self._lock:
             if self._holder is holder:
                 self._holder = None

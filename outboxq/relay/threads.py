@@ -9,10 +9,10 @@ _UP_SECONDS = 30.0
 
 
 class BoundedStart(threading.Thread):
-    """A daemon thread whose `start` waits for it to come up, but not forever as `threading.Thread.start` does.
+    """A daemon thread whose `start` waits 30 s at most for it to run; that of `threading.Thread` may wait forever.
 
-    Without memory the new thread may die before it reports. In the relay's own thread, which enforces deadlines and
-    ends the relay, an endless wait would leave a process that neither works nor ends.
+    If memory runs out, a new thread may die before it reports that it runs. The relay's own thread, which enforces
+    deadlines and ends the relay, starts such threads: if it waited forever, the process would neither work nor end.
     """
 
     def __init__(self, target: Callable[[], object], name: str) -> None:
@@ -20,12 +20,12 @@ class BoundedStart(threading.Thread):
         self._is_up = threading.Event()
 
     def start(self) -> None:
-        """Start the thread.
+        """Start the thread, and wait until it runs.
 
         Raises:
-            RuntimeError: it did not come up within 30 s.
+            RuntimeError: the thread did not start within 30 s.
         """
-        # Bare: nothing waits for this inner thread.
+        # A plain thread, because no code waits for this inner one.
         _thread.start_new_thread(super().start, ())
         if not self._is_up.wait(_UP_SECONDS):
             raise RuntimeError(f"the thread {self.name!r} did not come up within {_UP_SECONDS:g} s")

@@ -1,4 +1,4 @@
-"""The watch on a handler, in a thread or in a task of the event loop, from other threads: its stack, signs of life."""
+"""The watch on a handler, by which other threads read its call stack, and see if it runs and its event loop answers."""
 
 import asyncio
 import contextlib
@@ -17,7 +17,10 @@ from outboxq.handlers.call import HandlerCall
 
 
 class ThreadWatch:
-    """Watches a handler in a thread: it shares no loop, checks `ctx.cancelled`, or has its statement cancelled.
+    """Watches a handler that runs in a thread. Methods that concern an event loop do nothing here, or return False.
+
+    A handler in a thread cannot be cancelled: it ends when it reads `ctx.cancelled`, or when its SQL statement is
+    cancelled.
 
     Attributes:
         thread: The thread's identifier; None while it runs no handler.
@@ -26,32 +29,45 @@ class ThreadWatch:
     thread: int | None = None
 
     def ask(self) -> None:
-        """Request a sign of life from the event loop, which the handler shares with others."""
+        """Request a sign of life from the event loop in which the handler runs. `is_held_up` uses it.
+
+        Does nothing for a handler in a thread.
+        """
 
     def cancel(self, call: HandlerCall) -> None:
-        """Cancel a handler in its own event loop, together with the query that it awaits."""
+        """Cancel an async handler in its event loop, with the query that it awaits.
+
+        Does nothing for a handler in a thread.
+        """
 
     def is_held_up(self) -> bool:
-        """Return True if no sign of life came, and another handler has the loop."""
+        """Return True if other code than this handler blocks the event loop, so that the handler is not to blame.
+
+        That is so if the loop gave no sign of life after `ask`, and the handler is not executing. False for a handler
+        in a thread.
+        """
         return False
 
     def is_running(self) -> bool:
-        """Return True if the handler has the event loop at this moment."""
+        """Return True if the handler's code is executing in the event loop at this moment.
+
+        False while it awaits something, and for a handler in a thread.
+        """
         return False
 
     def stack(self) -> list[Frame]:
-        """The call stack of the handler; empty if it has ended."""
+        """Return the call stack of the handler; empty if it has ended."""
         return _stack_of(self.thread)
 
 
 class TaskWatch(ThreadWatch):
-    """Watches one task, and the task of the handler, if that is another one.
+    """Watches a handler in the event loop: the slot's or call's task, and the handler's own task, if it has one.
 
     Args:
-        invoker: Returns the invoker that calls the handler, if any.
+        invoker: Returns the object that calls the handler; None if there is none now.
 
     Attributes:
-        is_outside: The loop runs code of the job in no task, in `thread`.
+        is_outside: True while the loop runs code of the job outside any task, in `thread`.
     """
 
     is_outside = False
@@ -60,15 +76,15 @@ class TaskWatch(ThreadWatch):
         self.task: asyncio.Task[None] | None = None
         self._loop = loop
         self._invoker = invoker
-        # The sign of life that was requested last; few calls are ever asked for one.
+        # The sign of life that was requested last; few calls are ever requested to give one.
         self._answered: threading.Event | None = None
 
     def begin(self, task: "asyncio.Task[None] | None") -> None:
-        """Record the task; called in its event loop."""
+        """Record the task to watch. Called in the thread of its event loop."""
         self.thread, self.task = threading.get_ident(), task
 
     def abandon(self) -> None:
-        """Cancel the task."""
+        """Cancel the task of the slot or call, which also ends the handler that it awaits."""
         if self.task is not None:
             call_soon(self._loop, self.task.cancel)
 
@@ -85,7 +101,7 @@ class TaskWatch(ThreadWatch):
         return self._answered is not None and not self._answered.is_set() and not self.is_running()
 
     def _coroutines(self) -> "list[CoroutineType[Any, Any, object]]":
-        """The coroutines of the task, and of the handler's."""
+        """Return the coroutines of the watched task and of the handler's own task; empty if both tasks are missing."""
         invoker = self._invoker()
         attempt = invoker.task if isinstance(invoker, AsyncInvoker) else None
         found: list[object] = [task.get_coro() for task in dict.fromkeys((self.task, attempt)) if task is not None]
@@ -100,7 +116,7 @@ class TaskWatch(ThreadWatch):
         stack: list[Frame] = []
         for coroutine in self._coroutines():
             awaited: object = coroutine
-            # The frame is read once: the loop, in another thread, may end the coroutine at any time.
+            # The frame is read once, because the loop, in another thread, may end the coroutine at any time.
             while inspect.iscoroutine(awaited) and (frame := awaited.cr_frame) is not None:
                 stack.extend(frames_of_stack(frame))
                 awaited = inner_coroutine(awaited.cr_await)
@@ -113,6 +129,6 @@ def _stack_of(thread: int | None) -> list[Frame]:
 
 
 def call_soon(loop: asyncio.AbstractEventLoop, callback: Callable[[], object]) -> None:
-    """Call `callback` in the event loop; a closed loop calls nothing."""
+    """Call `callback` in the event loop; do nothing if the loop is closed."""
     with contextlib.suppress(RuntimeError):
         loop.call_soon_threadsafe(callback)

@@ -1,7 +1,7 @@
-"""The place of a coalesced job among those of its key: the order of `seq`, and not that of the database's clock.
+"""SQL expressions for the order in which the jobs of one coalescing key were added: by `seq`, and not by the clock.
 
-A job that is put back gets a new `seq`, and a header holds its first one; also that of a job whose content another row
-takes over.
+A job that goes back to its queue gets a new `seq`. So its header keeps the number that it had first, or the number of
+the newer job whose arguments it took over.
 """
 
 from typing import LiteralString
@@ -9,12 +9,15 @@ from typing import LiteralString
 from outboxq.job import ADDED_HEADER
 
 _ADDED: LiteralString = f"'{ADDED_HEADER}'"
-# A header that others wrote may be anything: it counts if it can be a number.
+# Other programs may write anything into a header: it counts if it can be a number.
 _MOST_DIGITS: LiteralString = "18"
 
 
 def added_order(row: LiteralString) -> LiteralString:
-    """The number of a job in the order of adding."""
+    """Return an SQL expression for a job's number in the order of adding: from its header, or else its `seq`.
+
+    `row` is the alias of the job's row in the statement.
+    """
     header = f"{row}.headers->>{_ADDED}"
     return (
         f"CASE WHEN {header} ~ '^[0-9]+$' AND pg_catalog.length({header}) <= {_MOST_DIGITS} "
@@ -23,7 +26,12 @@ def added_order(row: LiteralString) -> LiteralString:
 
 
 def headers_with_order(row: LiteralString, order: LiteralString | None = None) -> LiteralString:
-    """The headers of a job; with a coalescing key and no number yet, they get one: `seq`, or `order` if given."""
+    """Return an SQL expression for a job's headers, with its number in the order of adding if it needs one.
+
+    A job needs one if it has a coalescing key (waiting jobs of the same key are merged into one run). A number that the
+    headers already contain stays; a missing one is `seq`, or the expression `order` if given. `row` is the alias of the
+    job's row in the statement.
+    """
     order = f"{row}.seq" if order is None else order
     return (
         f"CASE WHEN {row}.unique_key IS NOT NULL AND {row}.headers->>{_ADDED} IS NULL "

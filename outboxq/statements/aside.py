@@ -1,6 +1,7 @@
-"""Move one job that no claim or reaper can take: to the dead letters, or out of the way of its queue.
+"""Move a job whose row makes every claim of its queue fail: to the dead letters, or to a later time.
 
-The job is found by its id and moved as it is: no value of its row is sent to the relay or computed with.
+The job is found by its id and moved unchanged: no value of its row is sent to the relay, or used in a computation,
+because that value may be the reason of the failure.
 """
 
 from uuid import UUID
@@ -15,10 +16,11 @@ _IS_NO_SUSPECT = sql.SQL("job.state IN ('ready', 'scheduled', 'grouped')")
 
 
 def dead_letter_row(schema: str, job_id: UUID, condition: sql.Composable, reason: str) -> str:
-    """Make a dead letter of the job, if `condition` holds and no other transaction has it.
+    """Return SQL that turns the job into a dead letter, if `condition` holds and no other transaction has locked it.
 
-    Returns id, queue, kind, crashes and true, as a reaper does; no row if there is no such job. If a dead letter has
-    the id already, the new one gets another id. Index: the primary keys.
+    It returns a row for the new dead letter, with the columns of a row of `lease.reap`: id, queue, kind, crashes, and
+    true. No row if there is no such job. If a dead letter has the id already, the new one gets another id. Index: the
+    primary keys.
     """
     return render(
         schema,
@@ -45,14 +47,15 @@ SELECT id, queue, kind, crashes, true FROM dead""",
 
 
 def select_kind(schema: str, job_id: UUID) -> str:
-    """The kind of a job that waits or runs. Index: the primary key; no locks; one row."""
+    """Return SQL that selects the kind of a job that waits or runs: one row. Index: the primary key; no locks."""
     return render(schema, "SELECT job.kind FROM {job} AS job WHERE job.id = {id}", id=job_id)
 
 
 def postpone_row(schema: str, job_id: UUID, seconds: float) -> str:
-    """Schedule the job for `seconds` from now; returns its id and kind. A job of a group holds up those after it.
+    """Return SQL that postpones the job by `seconds`: one row (its id and kind). Later jobs of its group wait for it.
 
-    No row if it is a suspect, or leased, or another transaction has it. Index: the primary key.
+    No row is returned, and nothing changes, if the job is leased, or a suspect (it ran when its relay died), or if
+    another transaction has locked it. Index: the primary key.
     """
     return render(
         schema,

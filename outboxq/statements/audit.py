@@ -1,4 +1,7 @@
-"""The audit: operators' actions. Each row is written in the transaction of its change."""
+"""The table `audit`: a row for each action of an operator, written in the transaction that makes the action's change.
+
+An action that changes many rows does so in pages, a transaction each; its row has its progress.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -31,14 +34,18 @@ from outboxq.tables import audit
 
 @dataclass(frozen=True, slots=True)
 class AuditFilter:
-    """A choice of rows. `action` is the whole name, such as `dead.retry`, or its part before the dot."""
+    """A filter for rows of the audit; without any value, it matches all of them.
+
+    `since`: only rows written at that time or later. `action`: the whole name of an action, such as `dead.retry`, or
+    the part of the name before the dot.
+    """
 
     since: datetime | None = None
     action: str | None = None
     actor: str | None = None
 
     def conditions(self, entries: FromClause = audit) -> list[ColumnElement[bool]]:
-        """The filter as conditions on the table `audit`, or a part of it."""
+        """Return the filter as conditions on `entries`: the table `audit`, or a subquery of it."""
         found = matching(entries, actor=self.actor)
         if self.since is not None:
             found.append(entries.c.at >= self.since)
@@ -54,7 +61,7 @@ SUMMARY_COLUMNS = (
 )  # fmt: skip
 # The most rows that are searched for one target.
 LOOKED_AT = 10_000
-# Actions that are not resumed once they were cut off.
+# Actions that cannot be resumed after they were cut off.
 _NEVER_RESUMED = ("audit.prune", "job.terminate")
 DETAIL_COLUMNS = ("position", "resumed", "filter", "change")
 
@@ -63,19 +70,22 @@ WRITTEN_COLUMNS = (
     "id", "actor", "role", "via", "action", "target", "filter", "change", "reason", "expected", "changed", "held",
     "finished_at",
 )  # fmt: skip
-# The columns that a change of many rows writes as it goes on.
+# The columns that a change of many rows updates while it goes on.
 PROGRESS_COLUMNS = ("changed", "held", "position", "resumed", "finished_at", "stopped_at", "error")
 
 
 def may_read(schema: str) -> TextClause:
-    """One row: true if the table exists and may be read. Catalogs only; no locks."""
+    """Select one row: true if the table `audit` exists and this role may read it. Catalogs only; no locks."""
     return text(
         "SELECT coalesce(pg_catalog.has_table_privilege(pg_catalog.to_regclass(:name)::oid, 'SELECT'), false)"
     ).bindparams(name=f"{quote_identifier(schema)}.audit")
 
 
 def last_on(target: str) -> Select[Any]:
-    """The last action on one target, of the last `LOOKED_AT`; one row. Index: audit_at, backwards; no locks."""
+    """Select the newest row of the audit that changed something on `target`; at most one row.
+
+    Only the last `LOOKED_AT` actions are searched. Index: audit_at, backwards; no locks.
+    """
     latest = select(audit).order_by(audit.c.at.desc()).limit(LOOKED_AT).subquery()
     shown = (latest.c[name] for name in SUMMARY_COLUMNS)
     # An action on several targets has their ids in its filter.
@@ -84,7 +94,10 @@ def last_on(target: str) -> Select[Any]:
 
 
 def may_write(schema: str) -> TextClause:
-    """The right to write the table: `yes`, `missing` or `forbidden`. Reads the catalog; no locks."""
+    """Select one row: `yes` if this role may write the audit, `missing` without its table, `forbidden` otherwise.
+
+    Reads the catalog; no locks.
+    """
     columns = [(name, "INSERT") for name in WRITTEN_COLUMNS] + [(name, "UPDATE") for name in PROGRESS_COLUMNS]
     rights = " AND ".join(f"pg_catalog.has_column_privilege(audit.oid, '{name}', '{right}')" for name, right in columns)
     name = f"{quote_identifier(schema)}.audit"
@@ -96,22 +109,35 @@ def may_write(schema: str) -> TextClause:
 
 
 def add_entry(values: Mapping[str, Any], *, finished: bool) -> Executable:
-    """Add a row, finished or open."""
+    """Return SQL that adds a row for an operator's action, with these values by column.
+
+    `finished`: False if the row stays open, because the action's changes are still to be made, page by page.
+    """
     at = {"finished_at": pg.clock_timestamp()} if finished else {}
     return insert(audit).values(**values, **at)
 
 
 def lock_entry(entry: UUID, *, skip_locked: bool) -> Executable:
-    """The progress of a change of many rows; waits for its page that is under way, or skips the locked row.
+    """Return SQL that locks and selects the audit's row of a change of many rows: one row, with the change's progress.
 
-    Index: the primary key. Locks: the row, FOR UPDATE, so that pages of one change follow one another.
+    While a page of the change is in progress, the row is locked by it: this statement waits for the page's end, or with
+    `skip_locked` returns no row. Index: the primary key. Locks: the row, FOR UPDATE, so that pages of one change follow
+    one another.
     """
     shown = (audit.c[name] for name in (*SUMMARY_COLUMNS, *DETAIL_COLUMNS))
     return select(*shown).where(audit.c.id == entry).with_for_update(skip_locked=skip_locked)
 
 
 def count_page(entry: UUID, *, changed: int, held: int, position: UUID | None, finished: bool) -> Executable:
-    """Add a page's counts, and the place where the next one begins; after `lock_entry`, in the page's transaction.
+    """Return SQL that adds one page's counts to the audit's row of a change, and the position of the next page.
+
+    It is sent after `lock_entry`, in the page's transaction.
+
+    Args:
+        changed: The number of rows that the page changed.
+        held: The number of rows that the page skipped, because other transactions had locked them.
+        position: The last id of the page; None leaves the position unchanged.
+        finished: True for the last page of the change.
 
     Index: the primary key.
     """
@@ -124,9 +150,10 @@ def count_page(entry: UUID, *, changed: int, held: int, position: UUID | None, f
 
 
 def note_error(entry: UUID, resumed: int, error: str) -> Executable:
-    """Record why a change of many rows ended early, unless another process has taken it over.
+    """Return SQL that records why a change of many rows ended early, unless another process has resumed the change.
 
-    Index: the primary key. Locks: the row, which is skipped if a page of it is under way.
+    `resumed` is the number of resumptions that this process knows: if the row has a higher one, nothing is written.
+    Index: the primary key. Locks: the row, which is skipped if a page of the change is in progress.
     """
     free = select(audit.c.id).where(audit.c.id == entry, audit.c.resumed == resumed, audit.c.finished_at.is_(None))
     locked = free.with_for_update(skip_locked=True).cte("free").prefix_with("MATERIALIZED")
@@ -134,9 +161,9 @@ def note_error(entry: UUID, resumed: int, error: str) -> Executable:
 
 
 def stop(entry: UUID) -> Executable:
-    """Stop a change of many rows before its next page; a row if it was open. Waits for the page under way.
+    """Return SQL that stops a change of many rows before its next page: one row if the change was open, otherwise none.
 
-    Index: the primary key.
+    Waits for the page in progress. Index: the primary key.
     """
     is_open = (audit.c.finished_at.is_(None), audit.c.stopped_at.is_(None))
     stopped = update(audit).where(audit.c.id == entry, *is_open).values(stopped_at=pg.clock_timestamp())
@@ -144,16 +171,20 @@ def stop(entry: UUID) -> Executable:
 
 
 def reopen(entry: UUID) -> Executable:
-    """Resume a change of many rows, in another process than before; after `lock_entry`. Index: the primary key."""
+    """Return SQL that marks a change of many rows as open again, so that this process resumes it.
+
+    It returns one row: the number of times that the change was resumed. It is sent after `lock_entry`. Index: the
+    primary key.
+    """
     values = {"stopped_at": null(), "error": null(), "resumed": audit.c.resumed + 1}
     return update(audit).where(audit.c.id == entry).values(**values).returning(audit.c.resumed)
 
 
 def delete_entries(moment: datetime, limit: int) -> Executable:
-    """Delete up to `limit` ended rows that were written before this time, the oldest first.
+    """Return SQL that deletes up to `limit` rows of ended actions that were written before `moment`, the oldest first.
 
-    Actions that were cut off and cannot be resumed have ended, too.
-    Index: audit_at, from its start, past open rows; the primary key. Locks: the rows, which nothing else locks.
+    Actions that were cut off and cannot be resumed count as ended. Index: audit_at, from its start, past open rows; the
+    primary key. Locks: the rows, which nothing else locks.
     """
     is_over = or_(audit.c.finished_at.is_not(None), audit.c.action.in_(_NEVER_RESUMED))
     over = select(audit.c.id).where(audit.c.at < moment, is_over)
@@ -162,7 +193,7 @@ def delete_entries(moment: datetime, limit: int) -> Executable:
 
 
 def select_entries(wanted: AuditFilter, *, limit: int) -> Executable:
-    """The rows that match, the latest first.
+    """Select the rows of the audit that match the filter, the latest first.
 
     Index: audit_at, backwards, up to `limit` rows; if few match, to `since`. No locks.
     """
@@ -175,5 +206,5 @@ def select_entries(wanted: AuditFilter, *, limit: int) -> Executable:
 
 
 def select_entry(entry: UUID) -> Executable:
-    """One row with all its columns. Index: the primary key; no locks."""
+    """Select one row of the audit with all its columns. Index: the primary key; no locks."""
     return select(*(audit.c[name] for name in (*SUMMARY_COLUMNS, *DETAIL_COLUMNS))).where(audit.c.id == entry)

@@ -1,6 +1,6 @@
-"""Pages for the dashboard: the newest rows that match, among a bounded number in the order of the primary key.
+"""Pages of lists for the dashboard: the newest rows that match, among a bounded number in the order of the primary key.
 
-However few rows match, a page costs a bounded walk: the rows after it are another page. No locks.
+Even if few rows match, a page reads at most `depth` rows of an index; the next page goes on after them. No locks.
 """
 
 from collections.abc import Sequence
@@ -32,7 +32,7 @@ from outboxq.tables import inbox as inbox_table
 
 
 def newest_dead(wanted: DeadFilter, *, before: UUID | None, limit: int, depth: int) -> Executable:
-    """The newest dead letters that match, among the `depth` newest before an id.
+    """Select the newest dead letters that match, up to `limit`, among the `depth` highest ids below `before`.
 
     Index: the primary key, backwards from `before`, up to `depth` rows or the first `limit` that match.
     """
@@ -46,7 +46,7 @@ def newest_dead(wanted: DeadFilter, *, before: UUID | None, limit: int, depth: i
 
 
 def newest_done(wanted: DoneFilter, *, before: UUID | None, limit: int, depth: int) -> Executable:
-    """The finished rows that match, the last added first, among the `depth` newest before an id.
+    """Select the finished rows that match, the last added job first, among the `depth` highest ids below `before`.
 
     Index: the primary key, backwards from `before`, up to `depth` rows or the first `limit` that match.
     """
@@ -58,10 +58,10 @@ def newest_done(wanted: DoneFilter, *, before: UUID | None, limit: int, depth: i
 def newest_entries(
     wanted: AuditFilter, actions: Sequence[str], *, before: UUID | None, limit: int, depth: int
 ) -> Executable:
-    """The rows of the audit that match, the latest first, among the `depth` newest before an id.
+    """Select the rows of the audit that match, the latest first, among the `depth` highest ids below `before`.
 
     Args:
-        actions: Only these, if there are any.
+        actions: The only actions to return; if empty, all.
 
     Index: the primary key, backwards from `before`, up to `depth` rows or the first `limit` that match.
     """
@@ -74,21 +74,28 @@ def newest_entries(
 
 
 def end_of_walk(rows: Table, *, before: UUID | None, depth: int) -> Executable:
-    """The last id of a walk over `depth` rows; no row if there are fewer. Index: the primary key, backwards."""
+    """Select the last of the `depth` highest ids below `before`: the next page begins there.
+
+    No row if fewer rows are left. Index: the primary key, backwards.
+    """
     start = [] if before is None else [rows.c.id < before]
     return select(rows.c.id).where(*start).order_by(rows.c.id.desc()).offset(depth - 1).limit(1)
 
 
 def documents_of(rows: Table, ids: Sequence[UUID], *, most_bytes: int) -> Executable:
-    """The id, arguments and headers of rows without longer documents. Index: the primary key; no locks."""
+    """Select id, arguments and headers of the rows with these ids, except rows in which one exceeds `most_bytes`.
+
+    Index: the primary key; no locks.
+    """
     short = [pg.octet_length(cast(rows.c[name], Text())) <= most_bytes for name in ("args", "headers")]
     return select(rows.c.id, rows.c.args, rows.c.headers).where(rows.c.id.in_(list(ids)), *short)
 
 
 def effects_after(wanted: EffectFilter, *, after: tuple[str, str] | None, limit: int, depth: int) -> Executable:
-    """The effects that match, by scope and key, among the next `depth`.
+    """Select the effects (recorded calls of other services) that match, in the order of scope and key.
 
-    Index: the primary key, from `after`; for unknown ones effect_unknown, all of it.
+    Only the `depth` effects that follow the scope and key `after` are read. Index: the primary key, from `after`; for
+    effects of unknown outcome effect_unknown, all of it.
     """
     shown = effect_admin.SUMMARY_COLUMNS
     start = (
@@ -109,9 +116,10 @@ def effects_after(wanted: EffectFilter, *, after: tuple[str, str] | None, limit:
 
 
 def latest_messages(wanted: MessageFilter, *, limit: int, depth: int) -> Executable:
-    """The messages that match and expire last: of one consumer, the latest. Among the `depth` last of all.
+    """Select the messages that match, among the `depth` accepted messages that expire last; the last one first.
 
-    Index: inbox_expires, backwards; for a consumer and an id the primary key.
+    For a single consumer this is the order of acceptance, the latest first. Index: inbox_expires, backwards; for a
+    consumer and an id the primary key.
     """
     if wanted.consumer is not None and wanted.message_id is not None:
         return inbox.select_messages(wanted, limit=limit)
@@ -127,7 +135,11 @@ def latest_messages(wanted: MessageFilter, *, limit: int, depth: int) -> Executa
 
 
 def gauges_since(queue: str | None, *, seconds_ago: float) -> Executable:
-    """The gauges of a queue, or of all together, for each minute. Index: the primary key, from then on."""
+    """Select the gauges (numbers of jobs by state, written each minute) of a queue, or their sums over all queues.
+
+    A row for each minute since `seconds_ago`; its column `at` is the beginning of the minute, in seconds since 1970.
+    Index: the primary key, from then on.
+    """
     since = pg.statement_timestamp() - pg.make_interval(0, 0, 0, 0, 0, 0, seconds_ago)
     counts = ("ready", "scheduled", "due", "leased", "suspect", "dead")
     mine = [] if queue is None else [gauge.c.queue == queue]

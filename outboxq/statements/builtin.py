@@ -1,6 +1,6 @@
 """PostgreSQL's own functions, named with their schema, so that the search path cannot replace them.
 
-Statements written as text do the same. COALESCE, LEAST and EXTRACT are syntax, hence always PostgreSQL's own; an
+Statements written as text do the same. COALESCE, LEAST and EXTRACT are syntax, and so always PostgreSQL's own; an
 operator is PostgreSQL's own if PostgreSQL has one for exactly the operands' types.
 """
 
@@ -14,15 +14,18 @@ pg = func.pg_catalog
 
 
 def count() -> Function[int]:
-    """`count(*)`."""
+    """Return the SQL expression `count(*)`."""
     return pg.count(literal_column("*"), type_=BigInteger())
 
 
 def seconds(interval: ColumnElement[Any]) -> ColumnElement[float]:
-    """An interval as a number of seconds."""
+    """Return the SQL expression of an interval as a number of seconds."""
     return cast(extract("epoch", interval), Real())
 
 
 def unnest(*arrays: ColumnElement[Any]) -> Function[Any]:
-    """The arrays' elements side by side. With several arrays, unnest is syntax, which takes no schema."""
+    """Return a table expression with the arrays' elements side by side.
+
+    With several arrays, `unnest` is PostgreSQL's syntax and not a function, and accepts no schema before its name.
+    """
     return func.unnest(*arrays) if len(arrays) > 1 else pg.unnest(*arrays)

@@ -1,8 +1,9 @@
-"""Callback batches (`jobs.batch(...)`): open one, find those that have ended, and add their callbacks.
+"""Callback batches (`jobs.batch(...)`): jobs, called members, with a callback job that is added when all have ended.
 
-A callback batch has ended when no row of it is left in `job`: running members are visible to every other transaction, a
-retry is a row at each moment, and members that a handler adds appear as that handler's job disappears. So nothing is
-counted, and no row is written that two members share.
+Statements to open a batch, to find those that have ended, and to add their callbacks. A batch has ended when no row of
+it is left in `job`: running members are visible to every other transaction, a retry is a row at each moment, and
+members that a handler adds appear as that handler's job disappears. So no members are counted, and two members never
+write the same row.
 """
 
 from functools import lru_cache
@@ -38,7 +39,7 @@ from outboxq.statements.transaction import BEGIN, UNTIMED
 from outboxq.tables import batch, dead_job, job
 
 # While another relay adds a callback, its row is waited for: a moment, unless an operator's session holds it. Then the
-# sweep comes to it later.
+# sweep adds it later.
 SETTINGS = (
     *OURS_SET,
     "SET LOCAL lock_timeout = '5s'",
@@ -46,8 +47,7 @@ SETTINGS = (
     *BY_INDEX,
 )
 
-# The newest member first: the last one claimed is usually the last one to end, and dead entries of earlier ones are not
-# walked over.
+# The newest member first: the last one claimed usually ends last, and dead entries of earlier ones are not walked over.
 # No SKIP LOCKED: a check that skipped the row may be the only one whose snapshot sees the end, if the check that holds
 # the row rolls back.
 _OVER: LiteralString = """\
@@ -78,8 +78,8 @@ over AS (
   RETURNING id, queue, kind, headers
 )"""
 # Parsing and planning the whole statement takes as long as a small job. As a text in a block, it is parsed only if a
-# callback batch seems to have ended; usually none has, and the condition is a probe of one index. The statement checks
-# again, with its own snapshot.
+# callback batch seems to have ended; usually none has, and the condition probes one index. The statement checks again,
+# with its own snapshot.
 _LOOK: LiteralString = """\
 DO $outboxq$
 DECLARE
@@ -99,18 +99,18 @@ $outboxq$"""
 _NONE_LEFT: LiteralString = "NOT EXISTS (SELECT FROM {job} WHERE batch_id = {id} ORDER BY seq DESC LIMIT 1)"
 
 
-# Making the text costs more than the check, and a batch's members usually come one after the other.
+# Making the text costs more than the check, and a batch's members usually follow one another.
 @lru_cache(64)
 def finish_batches(schema: str, ids: frozenset[UUID]) -> tuple[str, ...]:
-    """Add the callbacks of those of these batches that have ended, and delete the batches; a transaction of its own.
+    """Return SQL that adds the callbacks of those of these callback batches that have ended, and deletes their rows.
 
-    To be sent after the COMMIT of members: before it, two members that end at the same time would each see the other.
-    Returns one row, a JSON list: for each callback its id, which is the batch's, its queue, its kind, and the number of
-    the batch's dead letters. Index: for each batch job_batch, backwards, one probe; for those without members the
-    primary key of `batch`, batch_parent and dead_job_batch. Locks: the rows of ended batches; waits for a check that
-    holds one already.
+    Send it as a separate transaction after the COMMIT that ended members: before that COMMIT, two members that end at
+    the same time would each still see the other. It returns one row, a JSON list: for each callback its id, which is
+    the batch's, its queue, its kind, and the number of dead letters in the batch. Index: for each batch job_batch,
+    backwards, one probe; for those without members the primary key of `batch`, batch_parent and dead_job_batch. Locks:
+    the rows of ended batches; waits for a check that holds one already.
     """
-    # Always in one order: each check locks its batches as it finds them.
+    # Always in one order: each check locks its batches in the order in which it finds them.
     in_order = sorted(ids)
     wanted = compose(schema, "batch.id = ANY ({ids}::uuid[])", ids=[str(each) for each in in_order])
     any_is_over = sql.SQL(" OR ").join(compose(schema, _NONE_LEFT, id=each) for each in in_order)
@@ -119,12 +119,12 @@ def finish_batches(schema: str, ids: frozenset[UUID]) -> tuple[str, ...]:
 
 
 def sweep_batches(schema: str, after: UUID, limit: int) -> str:
-    """Add the callbacks of callback batches that have ended, among the next `limit` open ones after `after`.
+    """Return SQL that adds the callbacks of ended batches that were missed, among the next `limit` ones after `after`.
 
-    For those whose last member's relay died between its COMMIT and its check, and for members that an operator, a
-    reaper or an older relay removed. Returns one row: how many batches were checked, the last one's id as text, or
-    NULL, and how many had ended. Index: the primary key of `batch` from `after` on; the others are those of
-    `finish_batches`.
+    A batch is missed if its last member's relay died between COMMIT and `finish_batches`, or if an operator, a reaper
+    or a relay of an older version removed its members. It returns one row: how many batches were checked, the last
+    one's id as text, or NULL, and how many had ended. Index: the primary key of `batch` from `after` on; the others are
+    those of `finish_batches`.
     """
     return _finish(
         schema,
@@ -141,7 +141,7 @@ def sweep_batches(schema: str, after: UUID, limit: int) -> str:
 
 
 def batch_page(schema: str, after: UUID, limit: int) -> str:
-    """The ids of the next `limit` open batches after `after`, as text. Index: the primary key of `batch`; no locks."""
+    """Select the ids, as text, of the next `limit` open batches after `after`. Index: the primary key; no locks."""
     return render(
         schema,
         "SELECT id::text FROM {batch} WHERE id > {after}::uuid ORDER BY id LIMIT {limit}",
@@ -157,7 +157,9 @@ def _finish(schema: str, statement: LiteralString, wanted: sql.Composable, **val
 
 
 def open_batch(batch_id: UUID, callback: str, parent_id: UUID | None) -> tuple[Insert, dict[str, object]]:
-    """Open a callback batch with its callback, as JSON, and the callback's own batch. Needs only INSERT.
+    """Return the INSERT of a new callback batch, with its callback as JSON.
+
+    `parent_id`: the batch to which the callback job itself belongs, if any. Needs only the right INSERT.
 
     Returns:
         The statement and its parameters.
@@ -178,7 +180,7 @@ SUMMARY_COLUMNS = ("id", "queue", "kind", "members", "failed", "parent_id", "cre
 
 
 def select_batches(*, limit: int) -> Executable:
-    """The oldest open batches, each with the queue and kind of its callback, and its members and dead letters so far.
+    """Select the oldest open callback batches: the callback's queue and kind, the numbers of members and dead letters.
 
     Index: the primary key of `batch`, whose ids are in the order of time; job_batch and dead_job_batch, up to
     `MAX_MEMBERS` entries of each for a batch. No locks.
@@ -187,12 +189,15 @@ def select_batches(*, limit: int) -> Executable:
 
 
 def select_batch(batch_id: UUID) -> Executable:
-    """One open batch like `select_batches`, and its callback as JSON. Index: the primary key; no locks."""
+    """Select one open callback batch: the columns of `select_batches`, and its callback as JSON.
+
+    Index: the primary key; no locks.
+    """
     return select(*_summary(batch), batch.c.callback).where(batch.c.id == batch_id)
 
 
 def member_states(batch_id: UUID) -> Executable:
-    """The number of a callback batch's members in each state of `jobs.STATES`, of `MAX_MEMBERS` at most.
+    """Count a callback batch's members by state (one of `jobs.STATES`), among up to `MAX_MEMBERS` of them.
 
     Index: job_batch, up to `MAX_MEMBERS` entries of it; no locks.
     """

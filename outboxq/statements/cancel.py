@@ -1,8 +1,8 @@
-"""Cancellations of jobs that run, and their outcomes.
+"""Cancellations of running jobs, and their outcomes.
 
 A request is a row. The relay that runs the job ends it and deletes the request in one transaction. So if both are gone,
-the job was cancelled; if the request is left, the job ended by itself. A producer may add a job of the same id later: a
-request counts only for the job that existed when it was made.
+the job was cancelled; if only the request is left, the job ended by itself. A producer may add a job of the same id
+later: a request counts only for the job that existed when it was made.
 """
 
 from collections.abc import Sequence
@@ -40,21 +40,22 @@ from outboxq.tables import StoredText, cancel_request, dead_job, job
 
 # The reason of a job that was cancelled into the dead letters.
 CANCELLED = "cancelled"
-# The states of waiting jobs: under a lease a job runs, or its relay is dead.
+# The states of waiting jobs: a leased job runs, or its relay is dead.
 WAITING = ("ready", "scheduled", "suspect", "grouped", "group_waiting", "group_suspect")
 LEASED = ("leased", "group_leased")
-# True if a request is for this very job, as in `_counts`, for texts in which they are named `request` and `job`.
+# True if a request is for this job and no earlier one with its id, as in `_counts`; for texts that name them `request`
+# and `job`.
 COUNTS: LiteralString = (
     "request.job_id = job.id AND (job.unique_key IS NOT NULL OR request.requested_at >= job.created_at)"
 )
 
 
 def request(ids: Sequence[UUID], outcome: str) -> Executable:
-    """Request the end of those of these jobs that exist; returns their ids.
+    """Return SQL that requests the cancellation of these jobs: a row (the id) for each of them that exists.
 
-    A relay that is ending a job holds its request until the end of its batch, and is not waited for: an existing
-    request stays as it is, except that another outcome is written if the row is free. If the relay rolls back, the
-    request remains.
+    A relay that is ending a job keeps the row of the job's request locked until COMMIT. This statement does not wait
+    for that: an existing request stays as it is, except that another `outcome` is written if the row is not locked. If
+    the relay rolls back, the request remains.
 
     Index: both primary keys. Locks: the requests that are new, or replace one for an earlier job of the same id; those
     with another outcome, skipping rows that other transactions hold.
@@ -66,7 +67,7 @@ def request(ids: Sequence[UUID], outcome: str) -> Executable:
         .prefix_with("MATERIALIZED")
     )
     standing = select(cancel_request.c.job_id, cancel_request.c.outcome).where(_counts(there)).cte("standing")
-    # No request is too old because a clock was set back, or a producer set the time itself.
+    # No request may count as too old because a clock was set back, or a producer set the time itself.
     now = func.greatest(pg.clock_timestamp(), there.c.created_at)
     wanted = select(there.c.id, literal(outcome, StoredText()), now).order_by(there.c.id)
     added = insert(cancel_request).from_select(
@@ -84,13 +85,14 @@ def request(ids: Sequence[UUID], outcome: str) -> Executable:
 
 
 def take_request(job_id: UUID, created_at: datetime | None) -> Executable:
-    """Take a job's request, in the transaction that ends the job; returns the requested outcome, or none.
+    """Return SQL that deletes a job's cancellation request.
 
-    A request for an earlier job of the same id is also deleted, and has no outcome. Index: the primary key. Locks: the
-    row, which operators and the pruner hold for a moment at most.
+    It returns one row (the outcome that it requested), or none without a request. It is sent in the transaction that
+    ends the job. A request for an earlier job of the same id is also deleted, and its outcome is NULL. Index: the
+    primary key. Locks: the row, which operators and the pruner hold for a moment at most.
 
     Args:
-        created_at: The time when the job was added; None to take any request.
+        created_at: The time when the job was added; None if a request counts whenever it was made.
     """
     taken = delete(cancel_request).where(cancel_request.c.job_id == job_id)
     if created_at is None:
@@ -100,32 +102,34 @@ def take_request(job_id: UUID, created_at: datetime | None) -> Executable:
 
 
 def _counts(jobs: FromClause) -> ColumnElement[bool]:
-    """The condition that a row of `cancel_request` is for this very job, and not for an earlier one of its id.
+    """Return the condition that a row of `cancel_request` is for this row of `jobs`, and no earlier job of the same id.
 
-    A run that takes along newer jobs of its key takes over their `created_at`: its requests always count.
+    A job with a coalescing key takes over the `created_at` of newer jobs that it merges: any request for its id counts.
     """
     is_newer = cancel_request.c.requested_at >= jobs.c.created_at
     return and_(cancel_request.c.job_id == jobs.c.id, or_(jobs.c.unique_key.is_not(None), is_newer))
 
 
 def lock_requests(ids: Sequence[UUID]) -> Executable:
-    """Lock the requests for these jobs, before the jobs: the order in which relays lock both.
+    """Return SQL that locks the cancellation requests for these jobs.
 
-    Index: the primary key. Locks: the rows; waits for a relay that is ending a job.
+    Send it before the jobs are locked: relays lock in the same order, so there is no deadlock. Index: the primary key.
+    Locks: the rows; waits for a relay that is ending a job.
     """
     asked = select(cancel_request.c.job_id).where(cancel_request.c.job_id.in_(ids))
     return asked.order_by(cancel_request.c.job_id).with_for_update()
 
 
 def drop_requests(ids: Sequence[UUID]) -> Delete:
-    """Delete the requests for these jobs. Index: the primary key; locks: the rows."""
+    """Delete the cancellation requests for these jobs. Index: the primary key; locks: the rows."""
     return delete(cancel_request).where(cancel_request.c.job_id.in_(ids))
 
 
 def drop_free_requests(ids: Sequence[UUID]) -> Delete:
-    """Delete the requests for these jobs, which this transaction has ended.
+    """Return SQL that deletes the cancellation requests for these jobs, which this transaction has ended.
 
-    Index: the primary key. Locks: the rows, skipping those that another transaction holds, which may wait for this one.
+    A request that another transaction has locked is left: that transaction may wait for this one. Index: the primary
+    key.
     """
     free = select(cancel_request.c.job_id).where(cancel_request.c.job_id.in_(ids)).with_for_update(skip_locked=True)
     picked = free.cte("picked").prefix_with("MATERIALIZED")
@@ -133,14 +137,15 @@ def drop_free_requests(ids: Sequence[UUID]) -> Delete:
 
 
 def cancel_waiting(ids: Sequence[UUID], *, leased: bool = False, asked: bool = False) -> Executable:
-    """Delete those of these jobs that wait; a row for each of those, as of `page_outcome`.
+    """Return SQL that deletes those of these jobs that wait.
 
-    Index, locks and bound are those of `pick_page`. A job that runs under a lease is not locked: its relay may hold its
-    request, and wait for the job, while this transaction waits for the request.
+    It returns the rows of `page_outcome`, which say if each was deleted. Index, locks and bound are those of
+    `pick_page`. A job that a relay has leased is not locked, unless `leased`: the relay may have locked the job's
+    request and wait for the job, while this transaction waits for the request.
 
     Args:
-        leased: Also those under a lease: their handlers go on, and their results are refused.
-        asked: Only those whose cancellation was requested.
+        leased: True to delete leased jobs too: their handlers go on, and their results are refused.
+        asked: True to delete only jobs whose cancellation was requested.
     """
     conditions: list[ColumnElement[bool]] = [
         job.c.id.in_(ids),
@@ -174,10 +179,10 @@ _ASKED: LiteralString = f"""
 
 
 def bury_waiting(schema: str, ids: Sequence[UUID], *, leased: bool = False, asked: bool = False) -> str:
-    """Make dead letters of those of these jobs that wait, or with `leased` are under a lease; returns their ids.
+    """Return SQL that turns those of these jobs that wait into dead letters: a row (the id) for each of them.
 
-    With `asked` only of those whose cancellation was requested. Index: the primary keys. Locks: the jobs, skipping
-    those that another transaction has; at most as many as `ids`.
+    With `leased`, leased jobs too; with `asked`, only jobs whose cancellation was requested. Index: the primary keys.
+    Locks: the jobs, skipping those that another transaction has locked; at most as many as `ids`.
     """
     return render(
         schema,
@@ -191,10 +196,14 @@ def bury_waiting(schema: str, ids: Sequence[UUID], *, leased: bool = False, aske
 
 
 def progress(ids: Sequence[UUID]) -> Executable:
-    """The progress of the cancellation of these jobs, a row each: its id and a state, in one snapshot.
+    """Select the progress of each job's cancellation: a row with its id and one of five states, all of one moment.
 
-    `running`: a transaction or a lease has it; `waiting`: it waits, and its next claim ends it; `cancelled`: job and
-    request are gone; `dead`: it is a dead letter; `over`: it ended by itself, also if a later job of its id exists.
+    - `running`: a transaction or a lease has the job.
+    - `waiting`: the job waits, and its next claim ends it.
+    - `cancelled`: job and request are gone.
+    - `dead`: the job is a dead letter.
+    - `over`: the job ended by itself; a later job of its id may exist.
+
     Index: the primary keys.
     """
     wanted = unnest(literal(list(ids), ARRAY(Uuid()))).table_valued("id", name="wanted").render_derived()
@@ -208,7 +217,8 @@ def progress(ids: Sequence[UUID]) -> Executable:
     return select(wanted.c.id, state.label("state"))
 
 
-# The orders of claims: the jobs, and the columns of the index. A job keeps its state while a transaction has it.
+# The orders of claims: the condition of the jobs, and the columns of the index. A job keeps its state while a
+# transaction has it.
 _ORDERS: tuple[tuple[LiteralString, tuple[LiteralString, ...]], ...] = (
     ("{row}.state = 'ready'", ("(-{row}.priority)", "{row}.seq")),
     ("{row}.state = 'scheduled'", ("{row}.run_at",)),
@@ -232,10 +242,11 @@ FROM its CROSS JOIN LATERAL (
 
 
 def sharing(schema: str, job_id: UUID, *, most: int = 10_000) -> str:
-    """The number of other jobs that a job's transaction has claimed, and true if that is certainly all; a script.
+    """Return a script that counts the other jobs in the transaction that runs a job: to end its backend ends them too.
 
-    A claim takes jobs that follow one another in its order, so `most` jobs on each side are checked. Index: the primary
-    key, then job_ready, job_scheduled or job_group, forwards and backwards. No locks.
+    It selects one row: the number, and true if the number is certainly exact. A claim takes jobs that follow one
+    another in its order, so only `most` jobs on each side of this one are checked. Index: the primary key, then
+    job_ready, job_scheduled or job_group, forwards and backwards. No locks.
     """
     walks = (_walk(schema, *order, most, backwards) for order in _ORDERS for backwards in (False, True))
     looked = render(schema, _SHARING, id=job_id, most=most, walks=sql.SQL("\n  UNION ALL\n  ").join(walks))
@@ -245,7 +256,12 @@ def sharing(schema: str, job_id: UUID, *, most: int = 10_000) -> str:
 def _walk(
     schema: str, eligible: LiteralString, columns: tuple[LiteralString, ...], most: int, backwards: bool
 ) -> sql.Composed:
-    """The jobs from a job on in an order of claims, or before it; none for a job of another order."""
+    """Return a query over the `most` jobs next to a job in an order of claims: one row, the numbers `looked`, `found`.
+
+    `looked` counts the jobs that were read, `found` those of them whose `xmax` is the job's, which means that the same
+    transaction runs them. The jobs read are those from the job on, or with `backwards` those before it; none if the job
+    is not in that order.
+    """
 
     def of(row: LiteralString, text: LiteralString) -> sql.Composed:
         return sql.SQL(text).format(row=sql.SQL(row))
@@ -265,10 +281,11 @@ def _walk(
 
 
 def terminate(schema: str, job_id: UUID) -> str:
-    """End the backend whose transaction runs a job; a row, if there is one: its pid, and true if the signal was sent.
+    """Return SQL that ends the backend whose transaction runs a job.
 
-    In one statement: the backend may run another job a moment later. A transaction that runs a job has deleted its row,
-    so its id is the row's `xmax`. Index: the primary key; no locks.
+    It returns one row: the backend's pid, and true if the signal was sent; no row if no transaction runs the job. It is
+    one statement, because the backend may run another job a moment later. A transaction that runs a job has deleted the
+    job's row, so the row's `xmax` is the transaction's id. Index: the primary key; no locks.
     """
     return render(
         schema,

@@ -1,6 +1,7 @@
-"""Catalog queries: find out if changes of a table's rows can be postponed and joined.
+"""Catalog queries that show if changes of a table's rows may be postponed, and several sent as one UPDATE.
 
-Every role can read the catalogs. No locks but those of any read of a catalog.
+A relay does so with changes that a handler makes through its session. Every role can read the catalogs. No locks except
+those of any catalog read.
 """
 
 from psycopg import sql
@@ -80,7 +81,10 @@ _EXACT = sql.SQL(
 
 
 def table_facts(name: str) -> str:
-    """The facts of one table; no row if there is no such table. Index: pg_class by oid, other catalogs by that.
+    """Select the facts of one table that decide if changes of its rows may be postponed and sent together.
+
+    One row, or none without the table; the comment on `_FACTS` explains each column. Index: pg_class by oid, other
+    catalogs by that.
 
     Args:
         name: The table's name as in SQL, quoted if needed.

@@ -1,28 +1,33 @@
-"""Citus and outboxq's own tables: those that it manages, and those that lack the guard.
+"""The state of Citus in a database: if it manages outboxq's own tables, and if each of these has its two-phase trigger.
 
-A transaction with rows on one worker commits there before it commits on the coordinator, where outboxq's tables are.
-The guard is a trigger that also writes a table that Citus manages: then Citus prepares the transaction first.
+Citus commits a transaction with rows on a single worker there first, and then on the coordinator, where outboxq's
+tables are: after a crash between both, a handler's rows could be committed while its job runs again. So migrations
+install a trigger (the "guard") on those of outboxq's tables that users' transactions write. It also writes to a table
+that Citus manages, so that Citus uses two-phase commit.
 """
 
 from sqlalchemy import TextClause, text
 
 from outboxq.statements.doctor.sessions import schema_name
 
-# A column of a SELECT list, or a condition: Citus is installed in this database. By its catalog's full name, so that no
-# other schema's table is taken for it.
+# A column of a SELECT list, or a condition: Citus is installed in this database. Its catalog is named with its schema,
+# so that no other table is mistaken for it.
 HAS_CITUS = "pg_catalog.to_regclass('pg_catalog.pg_dist_partition') IS NOT NULL"
-# The tables that users' transactions write: of producers (`schedules.put` too), handlers, the inbox and effects. Relays
-# and operators write all others in their own transactions.
+# The tables that users' transactions write: those of producers (`schedules.put` too), handlers, the inbox and effects.
+# Relays and operators write all others in their own transactions.
 GUARDED = (
     "job", "dead_job", "done_job", "unique_key", "batch", "cancel_request", "rate", "inbox", "effect", "schedule",
 )  # fmt: skip
 
 
 def citus_state(schema: str) -> TextClause:
-    """The state of Citus, in one row. For databases that have Citus: others lack its catalog. Catalogs only; no locks.
+    """Select the state of Citus in one row, for the doctor and for relays as they start. No locks.
 
-    `has_distributed`: other tables of the database are Citus'. `managed`: those of the schema. `unguarded`: tables of
-    the schema that lack the guard, or a part of it.
+    Send it only to a database that has Citus: others lack the catalog, and it would fail.
+
+    `has_distributed`: true if Citus manages tables of other schemas. `managed`: the names of outboxq's tables that
+    Citus manages, although it should not. `unguarded`: the names of the tables that lack an enabled two-phase trigger;
+    all of them if Citus does not manage the table to which the trigger writes.
     """
     return text(
         """\

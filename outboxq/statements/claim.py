@@ -1,7 +1,7 @@
-"""The claim: takes waiting jobs out of the table, in the transaction that will hold their effects.
+"""The claim: takes waiting jobs out of the table, in the transaction that will also write the rows of their handlers.
 
-There is one statement for each sort of jobs, mode and kind of limit. Parsing and planning it takes as long as executing
-it, so a slot prepares it on its connection and executes it by name; else it is sent as text.
+There is one statement for each sort of jobs, mode and kind of limit. To parse and plan it takes as long as to execute
+it, so a relay's connection prepares it once and executes it by name; if that is impossible, it is sent as text.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,16 +19,16 @@ from outboxq.statements.limit import lock_claims, room
 from outboxq.statements.numbers import next_token, one_more, one_more_attempt
 from outboxq.statements.render import compose, named, quote_literal, render
 
-# The order in which `claim.py` reads a row.
+# The order in which `execution/claim.py` reads a row.
 RETURNED: tuple[LiteralString, ...] = (
     "id", "queue", "kind", "args::text", "headers::text", "priority", "attempt", "max_attempts", "crashes", "parked",
     "unique_key", "group_key", "errors::text", "run_at", "created_at", "seq", "expires_at", "batch_id",
 )  # fmt: skip
-# The attempt includes the one that begins here.
+# The attempt includes the one that begins now.
 _ATTEMPT: LiteralString = one_more_attempt("claimed.attempt")
 COLUMNS: LiteralString = ", ".join(_ATTEMPT if column == "attempt" else f"claimed.{column}" for column in RETURNED)
 
-# The transaction and its backend: enough to query its outcome later, or to end it.
+# The transaction and its backend: enough to query the outcome later, or to end the backend.
 ANCHOR = "pg_catalog.pg_current_xact_id()::text, pg_catalog.pg_backend_pid()"
 
 # The id, widened to 64 bits by its distance from the next id, modulo 2^32.
@@ -36,9 +36,13 @@ _XID: LiteralString = "(next_xid - distance)::text::xid8"
 
 
 def _of_last_transaction(known: LiteralString, unknown: LiteralString) -> LiteralString:
-    """A condition on the transaction that last deleted or locked this version of the row; false if there is none.
+    """Return an SQL condition on the transaction that last deleted or locked this version of a job's row (its `xmax`).
 
-    `unknown`: for an id that is not less than the next one: that transaction has only begun, or it is a multixact.
+    If there is no such transaction, the condition is false.
+
+    Args:
+        known: The SQL condition to use if that transaction's id is less than the next id that the server will give.
+        unknown: The SQL condition to use otherwise: the transaction has only begun, or the id is a multixact's.
     """
     return f"""\
 CASE WHEN job.xmax = '0'::xid THEN false ELSE (
@@ -50,11 +54,11 @@ CASE WHEN job.xmax = '0'::xid THEN false ELSE (
   ) END"""
 
 
-# True if it was aborted: a claim that died. A hint, never a count: any lock that was rolled back reads the same, and so
-# may a multixact's number.
+# True if it was aborted: a claim that died. This is a hint and never a count: any lock that was rolled back looks the
+# same, and so may a multixact's number.
 DIED = _of_last_transaction(f"coalesce(pg_catalog.pg_xact_status({_XID}) = 'aborted', false)", "false")
-# True if it may have claimed the job, and not given it back: it goes on, or this statement's snapshot is older than its
-# end. The status is the present one, also of a savepoint's id, which no snapshot lists.
+# True if it may have claimed the job without giving it back: it goes on, or ended after this statement's snapshot. The
+# status is the present one, even of a savepoint's id, which no snapshot lists.
 HELD = _of_last_transaction(
     f"coalesce(pg_catalog.pg_xact_status({_XID}) = 'in progress', false) "
     f"OR NOT pg_catalog.pg_visible_in_snapshot({_XID}, pg_catalog.pg_current_snapshot())",
@@ -62,10 +66,10 @@ HELD = _of_last_transaction(
 )
 
 # MATERIALIZED: a bare `id IN (SELECT ... LIMIT ...)` may be planned as a join whose limited side runs again for each
-# row of the other, and then takes more than the limit. Every eligibility test is inside.
-# Locks: the picked jobs, skipping those that another transaction holds. READ COMMITTED rechecks `picked` against the
-# newest version of a row, so a job that has just finished is skipped. The later parts find the jobs by an array of
-# their keys: a join, planned while the table was empty, may walk the whole table.
+# row of the other, and then takes more than the limit. Every test of eligibility is inside. Locks: the picked jobs,
+# skipping those that another transaction holds. READ COMMITTED rechecks `picked` against the newest version of a row,
+# so a job that has just finished is skipped. The later parts find the jobs by an array of their keys: a join, planned
+# while the table was empty, may walk the whole table.
 _WALK: LiteralString = """\
   SELECT id{also} FROM {job} AS job
   WHERE queue = {queue} AND {eligible}
@@ -74,30 +78,31 @@ _WALK: LiteralString = """\
   LIMIT {limit}
   FOR UPDATE SKIP LOCKED"""
 _PICKED: LiteralString = "WITH {room}picked AS MATERIALIZED (\n"
-# Around the walk, whose own limit the planner knows. Each ends the walk, and its locks, at the last job that is taken.
-# For a limit that counts leased jobs, at the last one that there is room for.
+# Wraps the walk, whose own limit the planner knows. Each wrapper ends the walk, and its locks, at the last job that is
+# taken. For a limit that counts leased jobs, that is the last one with room.
 _FOR_ROOM: tuple[LiteralString, LiteralString] = (
     "SELECT * FROM (\n",
     "\n) AS walked LIMIT coalesce((SELECT free FROM room), 0)",
 )
-# At the job with which the arguments reach the budget: a row for each kilobyte of a job, and a limit of the rows. The
-# arguments of the jobs after it are not even read. A sum over the jobs, in a window, would cost three times as much.
+# Ends at the job with which the arguments reach the budget: there is a row for each kilobyte of a job, and a limit of
+# the rows. The arguments of later jobs are not even read. A sum over the jobs, in a window, would cost three times as
+# much.
 _WITHIN_BUDGET: tuple[LiteralString, LiteralString] = (
     "SELECT id, pg_catalog.generate_series(1, kilobytes) FROM (\n",
     "\n) AS sized LIMIT {budget}",
 )
-# Begun kilobytes of the text that a claim returns. Small values are not measured, as in the checks of the table.
+# Kilobytes, rounded up, of the text that a claim returns. Small values are not measured, as in the table's checks.
 KILOBYTES: LiteralString = (
     "CASE WHEN pg_catalog.pg_column_size(args) <= 1024 AND pg_catalog.pg_column_compression(args) IS NULL "
     "THEN 1 ELSE pg_catalog.octet_length(args::text) / 1024 + 1 END AS kilobytes"
 )
-# The budget of one claim under a lease, 4 MB, so that a relay with many slots can hold what it claims for them. It
-# holds for claims of more than `FEW` jobs: of fewer it would cost more than 3 % of the claim.
+# The budget of one claim under a lease, 4 MB, so that a relay with many slots can hold all of its claims. It applies to
+# claims of more than `FEW` jobs: for fewer it would cost more than 3 % of the claim.
 BUDGET_KILOBYTES, FEW = 4_096, 50
 
 BY_PRIORITY: LiteralString = "(-priority), seq"
 
-# The left side has one row, so that the count is returned even if nothing was claimed.
+# The left side has one row, so that the count is returned even if no job was claimed.
 _DELETING: LiteralString = """, moved AS (
   UPDATE {job} AS job SET state = 'suspect' WHERE id = ANY (ARRAY(SELECT id FROM picked WHERE died)) RETURNING id
 ), claimed AS (
@@ -118,54 +123,58 @@ SELECT {moved}, claimed.*{most} FROM (SELECT 0 AS moved) AS count LEFT JOIN clai
 _CLEARING = "\nSELECT id FROM picked"
 
 _MOVED: LiteralString = "count.moved"
-# For a queue with a limit: the claim takes jobs if there is room, and counts -1 moved jobs if there is none.
+# For a queue with a limit: the claim takes jobs if there is room, and returns -1 as the number of moved jobs if there
+# is none.
 _IF_ROOM: LiteralString = " AND EXISTS (SELECT FROM room)"
 _MOVED_IF_ROOM: LiteralString = "CASE WHEN EXISTS (SELECT FROM room) THEN count.moved ELSE -1 END"
-# The number of jobs at which the claim ended, if it did so before its limit.
+# The number of jobs after which the claim stopped, if it stopped before its limit.
 _FREE: LiteralString = "(SELECT free FROM room)"
 SPENT: LiteralString = "CASE WHEN (SELECT pg_catalog.count(*) FROM picked) >= {budget} THEN 0 END"
 
-# The parameters of a claim, in their order. In its text each is a control character, which no name has.
+# The parameters of a claim, in their order. In its text each is a control character, which no name contains.
 _TYPES = "text, int, int, bigint, int"
 _QUEUE, _LIMIT, _PRIORITY, _SEQ, _MOST, _ID = (sql.SQL(mark) for mark in ("\1", "\2", "\3", "\4", "\5", "\6"))
-# As a cursor: the place before every job.
+# A cursor that is before every job.
 _START = (-32_769, -1)
 
 
 class Sort(Enum):
-    """A sort of jobs that wait in a queue; each has its own claim."""
+    """The sorts of jobs that wait in a queue; each sort has its own claim statement.
+
+    A suspect is a job that ran when its relay died, and that may be the cause.
+    """
 
     READY = auto()
     DUE = auto()
     GROUPED = auto()
     SUSPECT = auto()
     GROUP_SUSPECT = auto()
-    # Suspects in lease mode whose relay died once.
+    # Suspects in lease mode whose relay died only once.
     COMPANY = auto()
     GROUP_COMPANY = auto()
 
     @property
     def is_suspect(self) -> bool:
-        """Return True if a job of this sort ran when its relay died: it runs under the lease, alone or in company."""
+        """Return True for a sort of suspects (jobs that ran when their relay died), which run only under a lease."""
         return self not in (Sort.READY, Sort.DUE, Sort.GROUPED)
 
 
 @dataclass(frozen=True, slots=True)
 class Cursor:
-    """A place in the order of the ready jobs: that of the last one claimed."""
+    """A place in the order of ready jobs, where the next claim begins: the last claimed job's priority and `seq`."""
 
     priority: int
     seq: int
 
 
 class ClaimTexts(NamedTuple):
-    """The texts of a claim, the same for all queues, with marks for its parameters.
+    """The SQL texts of a claim, the same for all queues: control characters mark the places of its parameters.
 
     Attributes:
-        claim: The claim.
-        clearing: A lock of the jobs that it would pick.
-        one: The claim of one job.
-        name: The name under which a connection prepares the claim, by `definition`.
+        claim: The statement that claims jobs.
+        clearing: A statement that only locks the jobs that the claim would pick.
+        one: The statement that claims one job by its id.
+        name, definition: The name of the claim as a prepared statement, and the PREPARE statement for it.
     """
 
     claim: str
@@ -177,22 +186,23 @@ class ClaimTexts(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ClaimScript:
-    """The claim of one sort of jobs of a queue.
+    """The SQL to claim the jobs of one sort of a queue.
 
     Args:
-        queue: The queue's name, as a literal.
-        is_keyed: True if the claim may start after a cursor, so that it does not walk over rows that were claimed
-            before and are not vacuumed yet.
+        queue: The queue's name, as an SQL literal.
+        is_keyed: True if the claim may start after a cursor (the last job claimed), to skip the rows of claimed jobs
+            that are not vacuumed yet.
         leased: True if the claim gives jobs a lease instead of deleting their rows.
-        most: The queue's limit, if any: then the claim takes jobs if there is room for them. If the limit is kept by
-            counting leased jobs, it takes as many as there is room for.
-        lock: Statements before the claim, with their owner, for a limit that is kept by counting leased jobs.
+        most: The number of the queue's jobs that may run at a time, None without a limit. A claim takes no jobs if the
+            limit is reached; if the limit counts leased jobs, it takes only as many as there is room for.
+        lock: Statements to send before the claim, for a limit that counts leased jobs; pairs of a label and SQL.
         name: The name under which a connection prepares the claim.
-        for_many: The claim of more than `FEW` jobs, which keeps a budget of their arguments. It and a claim that counts
-            leased jobs return another column, the last one: the number of jobs at which they ended or less, or NULL.
+        for_many: The claim of more than `FEW` jobs, which stops after `BUDGET_KILOBYTES` of arguments. It, and a claim
+            that counts leased jobs, return an additional last column: the room under the limit, or 0 if it stopped at
+            the budget; NULL if neither stopped it.
     """
 
-    # Its jobs run in the order of their priorities. A claim that took fewer than its limit left nothing.
+    # True if its jobs run in the order of their priorities. A claim that took fewer jobs than its limit left none.
     by_seq: ClassVar[bool] = False
     takes_firsts: ClassVar[bool] = False
 
@@ -206,27 +216,29 @@ class ClaimScript:
     for_many: "ClaimScript | None" = None
 
     def for_limit(self, limit: int) -> "ClaimScript":
-        """The script that claims up to so many jobs."""
+        """Return the script to use for a claim of up to `limit` jobs: `for_many` for more than `FEW`, else this one."""
         return self if self.for_many is None or limit <= FEW else self.for_many
 
     def text(self, limit: int, cursor: Cursor | None = None) -> str:
-        """The claim of up to `limit` jobs, only of those after `cursor`."""
+        """Return the SQL text of a claim of up to `limit` jobs, after `cursor` if given."""
         return "; ".join(statement for _, statement in self.statements(limit, cursor))
 
     def statements(self, limit: int, cursor: Cursor | None = None) -> list[tuple[str, str]]:
-        """Single statements of `text`, each with its owner; "claim" returns the jobs."""
+        """Return the statements of `text` as pairs of a label and SQL; the one labelled "claim" returns the jobs."""
         # With literals, the planner knows how few rows are wanted.
         claim = _filled(self.texts.claim, self._arguments(limit, cursor))
         return [*self.lock, ("claim", claim)]
 
     def parts(self, limit: int, cursor: Cursor | None, server: ServerSession) -> list[tuple[str, str]]:
-        """Statements that send the claim: its text, or its execution by name, which always walks its index.
+        """Return the statements of a claim for this session, as pairs of a label and SQL.
 
-        From then on in the transaction the planner has the settings of role and database, and no SET of the session's;
-        under a lease COMMIT follows.
+        The one labelled "claim" returns the jobs. The claim is executed by its name, after a PREPARE if this session
+        has not prepared it; then it always walks its index. If the session cannot prepare statements, the claim is sent
+        as text. After the claim, planner settings in the transaction are those of role and database, without the
+        session's SETs; for a leasing claim the caller adds COMMIT.
 
         Args:
-            server: The session that executes it, which may have prepared it.
+            server: The session that executes the statements: it records which claims are prepared there.
         """
         if server.claims.is_plain:
             return self.statements(limit, cursor)
@@ -236,25 +248,34 @@ class ClaimScript:
         return [*preparing, *self.lock, *_PLANNED_ONCE, ("claim", claim), *after]
 
     def look(self, _: Mapping[str, object], server: ServerSession) -> None:
-        """Record that a session has executed the claim, which reports nothing but the jobs that it took."""
+        """Note a successful claim: record in `server` that its session has prepared the claim, for later claims.
+
+        It returns nothing. `GroupScript.look`, which callers use in the same way, returns the groups that the claim
+        visited.
+        """
         if self.name:
             server.claims.succeeded(self.name)
 
     def failed(self, error: BaseException, server: ServerSession) -> bool:
-        """Return True if the claim failed because the session had prepared it, or had not: it is worth another try."""
+        """Return True if a claim failed only because its session had, or had not, prepared it: another try may succeed.
+
+        It also records in `server` that the next try must prepare the claim again, or send it as text.
+        """
         return bool(self.name) and server.claims.failed(error, self.name)
 
     def one(self, job_id: UUID) -> str:
-        """Claim one job by its id, to test and not to run it, also if the queue is at its limit.
+        """Return SQL that claims one job by its id, even if the queue is at its limit.
 
-        Index: the primary key, or the claim's.
+        It tests if the job's row can be claimed at all: the job does not run. Index: the primary key, or the claim's.
         """
         return _filled(self.texts.one, [*self._arguments(1), f"'{job_id}'"])
 
     def clearing(self, limit: int, cursor: Cursor | None = None) -> list[tuple[str, str]]:
-        """Lock the jobs that the claim would pick, so that a COMMIT overwrites their marks; "claim" returns the ids.
+        """Return a statement, labelled "claim", that locks the jobs that the claim would pick, and returns their ids.
 
-        Index, locks and bound are those of the claim of a queue without a limit.
+        The COMMIT after it overwrites the marks (`xmax`) that a rolled back claim left in the rows, which would make
+        the jobs look as if their relay had died. Index, locks and bound are those of the claim of a queue without a
+        limit.
         """
         return [("claim", _filled(self.texts.clearing, self._arguments(limit, cursor)))]
 
@@ -264,15 +285,15 @@ class ClaimScript:
 
 
 def _filled(text: str, arguments: Sequence[str]) -> str:
-    # The queue last: its name is the only argument that users write.
+    # The queue is last, because its name is the only argument that users write.
     for number in range(len(arguments), 0, -1):
         text = text.replace(chr(number), arguments[number - 1])
     return text
 
 
 # With sorts and sequential scans off, the planner can only choose a walk of the claim's own index, and of the primary
-# key's. Its penalty for a plan with one of them, or its guess of a tenth of the table if it does not know the limit,
-# would start the compiler.
+# key's. Otherwise its penalty for a plan with one of them, or its guess of a tenth of the table if it does not know the
+# limit, would start the compiler.
 BY_INDEX = [("settings", setting) for setting in (*by_index.BY_INDEX, "SET LOCAL jit = off")]
 AS_EVERYWHERE = [("settings", setting) for setting in (*by_index.AS_EVERYWHERE, "SET LOCAL jit TO DEFAULT")]
 # A prepared claim is planned once, perhaps while the table is empty.
@@ -281,19 +302,20 @@ _AS_BEFORE = [("settings", "SET LOCAL plan_cache_mode TO DEFAULT"), *AS_EVERYWHE
 
 
 class ClaimStatements:
-    """The claims of one queue.
+    """The claims of the jobs of a queue that belong to no group: a `ClaimScript` for each sort of them.
 
     Index: ready jobs by job_ready, due ones by job_scheduled, suspects by job_suspect.
 
-    A relay in lease mode dies with many jobs, and few of them are to blame. So there are two sorts of suspects: those
-    whose relay died once may be claimed together, and no crash is counted; those whose relay died more often are to run
-    alone, one at a time, and the claim counts the crash. `lease_suspect` takes any, and counts it: in transaction mode
-    the jobs of a claim that died are suspects before they ran alone, and without a record in their `errors`.
+    A suspect is a job that ran when its relay died. A relay in lease mode dies with many jobs, few of which are the
+    cause. So there are two sorts of suspects: those whose relay died once are claimed together, and no crash is counted
+    for them; those whose relay died more often run alone, one at a time, and the claim counts a crash. `lease_suspect`,
+    for transaction mode, claims any suspect and counts a crash: there a claim's jobs become suspects without a record
+    of the death in their `errors`.
 
     Args:
         owner: The relay's lease; None for transaction mode only.
-        most: The limit of jobs of the queue that run at a time.
-        counts_leases: The limit is kept by counting leased jobs, and not by slots: the queue is in lease mode.
+        most: The number of jobs of the queue that may run at a time.
+        counts_leases: True if the limit counts leased jobs, and not slots, because the queue is in lease mode.
     """
 
     def __init__(
@@ -338,14 +360,14 @@ _ALIVE: LiteralString = (
 )
 # Index job_suspect (queue, seq) WHERE state = 'suspect'.
 _SUSPECT: _Eligible = ("state = 'suspect'", "seq")
-# By the records that `lease.reap` writes, of the newest 25 in all. A job that dies each time has two at once, and
-# keeps them until as many other attempts have come to their end.
+# By the records that `lease.reap` writes, among the newest 25. A job that dies each time has two at once, and keeps
+# them until as many other attempts have ended.
 FEW_DEATHS: LiteralString = (
     "pg_catalog.jsonb_array_length(pg_catalog.jsonb_path_query_array("
     "errors, '$[*] ? (@.type == \"outboxq.RelayDied\")')) < 2"
 )
 MORE_DEATHS: LiteralString = f"NOT {FEW_DEATHS}"
-# The walk also passes the suspects of the other sort: at most as many as all slots held when their relays died.
+# The walk also passes suspects of the other sort: at most as many as all slots held when their relays died.
 _IN_COMPANY: _Eligible = (f"state = 'suspect' AND {FEW_DEATHS}", "seq")
 _ALONE: _Eligible = (f"state = 'suspect' AND {MORE_DEATHS}", "seq")
 
@@ -354,9 +376,10 @@ _ALONE: _Eligible = (f"state = 'suspect' AND {MORE_DEATHS}", "seq")
 def _texts(
     schema: str, owner: UUID | None, sort: _Eligible, counts_leases: bool | None, *, is_budgeted: bool = False
 ) -> ClaimTexts:
-    """The texts of the claim of one sort, for queues with a limit unless `counts_leases` is None."""
+    """Return the texts of the claim of one sort of jobs; it checks the queue's limit unless `counts_leases` is None."""
     eligible, order = sort
-    # A relay whose lease expired, because it was stopped or cut off, claims nothing: others would reap it at once.
+    # A relay whose lease expired, because it was stopped or cut off, claims nothing: other relays would reap the jobs
+    # at once.
     alive: LiteralString = _ALIVE if owner else ""
 
     sized: LiteralString = f", {KILOBYTES}" if is_budgeted else ""
@@ -417,13 +440,17 @@ def _action(
 
 
 def counted_columns(*, crashed: bool) -> LiteralString:
-    """The columns that a claim under a lease returns: it has counted the attempt, and for a suspect a crash."""
+    """Return, as SQL, the columns that a claim under a lease returns of a job, from the row as the claim updated it.
+
+    So the number of attempts already includes this one. For a suspect (`crashed`: it ran when its relay died) the claim
+    has added a crash; the returned number is that from before.
+    """
     columns = COLUMNS.replace(_ATTEMPT, "claimed.attempt")
     return columns.replace("claimed.crashes", "claimed.crashes - 1") if crashed else columns
 
 
 def claim_by_id(schema: str, job_id: str) -> ClaimScript:
-    """Claim one job by its id; no row if it is gone, or another transaction or a lease holds it."""
+    """Return a script that claims one job by its id; no row if the job is gone, leased, or locked elsewhere."""
     picked: LiteralString = (
         "WITH picked AS MATERIALIZED (SELECT id, false AS died FROM {job} WHERE id = {id} "
         "AND state NOT IN ('leased', 'group_leased') LIMIT 1 FOR UPDATE SKIP LOCKED)"
@@ -432,8 +459,9 @@ def claim_by_id(schema: str, job_id: str) -> ClaimScript:
 
 
 def adopt(schema: str, owner: UUID, queue: str) -> ClaimScript:
-    """The jobs of a queue under a lease, as their claims returned them; without suspects, whose crashes were counted.
+    """Return a script that selects the jobs of a queue that `owner` has leased, in the form of a claim's jobs.
 
+    It is for a relay whose claim was committed but not answered. It leaves out suspects, whose crashes were counted.
     Indexes: job_leased, job_group_state, all of the leased jobs; no locks.
     """
     chosen: LiteralString = (

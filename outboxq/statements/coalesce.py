@@ -1,8 +1,8 @@
-"""Coalesce: a run takes along the waiting jobs of its key, and runs for all of them. Sent as text.
+"""Coalesce: merge waiting jobs into a claimed job with the same coalescing key, which then runs for all of them.
 
-Sent after the claim and before any statement of a handler: its snapshot is newer than the claim's, and those of the
-handler's statements are newer still. So the run sees what the producer of any of these jobs committed with it. A job
-that another transaction holds is left to run by itself.
+The statements are sent as text, after the claim and before any statement of a handler: their snapshot is newer than the
+claim's, and those of the handler's statements are newer still. So the run sees everything that the producers of these
+jobs committed with them. A job that another transaction has locked is not merged, and runs by itself.
 """
 
 from collections.abc import Iterable, Sequence
@@ -16,7 +16,7 @@ from outboxq.statements.by_index import AS_EVERYWHERE, BY_INDEX
 from outboxq.statements.numbers import one_more_attempt
 from outboxq.statements.render import compose, render
 
-# The most jobs that one statement takes along; after a full one the next follows at once.
+# The most jobs that one statement merges; after a full one the next follows at once.
 TAKEN_AT_ONCE = 1_000
 
 # The columns that a run takes over from the newest of its jobs, in the order in which they are read.
@@ -25,9 +25,9 @@ CONTENT: tuple[LiteralString, ...] = (
 )  # fmt: skip
 _TEXTS = frozenset({"args", "headers", "errors"})
 
-# A job that has never run and is not due is left alone: its producer set the time. One that ran waits for its next
-# attempt, with older arguments than this run's: if it stayed, it would run with them after this run. Its attempts show
-# that a job ran; if the last one was not counted, its token does.
+# A job that has never run and is not due is left alone, because its producer set the time. A job that ran before waits
+# for its next attempt, with older arguments than this run's: if it stayed, it would run with them after this run. Its
+# attempts show that a job ran; if the last one was not counted, its token does.
 IS_TAKEN_ALONG: LiteralString = """\
 (state IN ('ready', 'suspect', 'group_waiting', 'group_suspect') OR state IN ('scheduled', 'grouped')
       AND (run_at <= pg_catalog.statement_timestamp() OR attempt > 0 OR lease_token > 0 OR parked > 0))"""
@@ -38,9 +38,9 @@ siblings AS MATERIALIZED (
     AND {IS_TAKEN_ALONG}
   LIMIT {{limit}} FOR UPDATE SKIP LOCKED
 )"""
-# The newest of a key is the one added last, which no clock shows. `seq` too: a job that is put off may have another
-# one's content.
-# An aggregate: a sort may be planned with penalties so high that the statement would be compiled.
+# The newest job of a key is the one added last, which no clock shows. `seq` alone does not show it either: a postponed
+# job may have another job's content. An aggregate: a sort may get such a high cost that the statement would be
+# compiled.
 _NEWEST: LiteralString = f"""\
 newest AS MATERIALIZED (
   SELECT unique_key, pg_catalog.array_agg(id) AS ids, pg_catalog.max(ARRAY[{added_order("gone")}, seq]) AS place
@@ -67,7 +67,8 @@ _TAKE_ALONG: LiteralString = (
     + _ROWS
 )
 
-# `ours`: the others may go only while the lease is ours; else a run that began before they came may be the only one.
+# `ours`: the other jobs may be deleted only while the lease is ours; otherwise the only run for them may have begun
+# before they were added.
 _TAKE_ALONG_LEASED: LiteralString = (
     "WITH "
     + _SIBLINGS
@@ -94,19 +95,23 @@ _TAKE_ALONG_LEASED: LiteralString = (
 
 
 def take_along(schema: str, keys: Sequence[str]) -> tuple[str, ...]:
-    """Delete the jobs of these keys that wait, up to 1,000, in the transaction that has claimed one of each.
+    """Return SQL that deletes up to 1,000 waiting jobs of these keys: the claimed job of each key runs for them too.
 
-    Returns a row for each key: the key, the ids of the jobs, and the newest one's `seq` and `CONTENT`. Index:
-    job_unique, and the primary key. Locks: the jobs, skipping those that other transactions hold, so it never waits.
+    Send it in the transaction of the claim. One of the statements returns a row for each key: the key, the ids of the
+    deleted jobs, and `seq` and `CONTENT` (such as the arguments) of the newest one; the others are planner settings.
+    Index: job_unique, and the primary key. Locks: the jobs, skipping those that other transactions hold, so it never
+    waits.
     """
     return *_render(schema, _TAKE_ALONG, keys), *AS_EVERYWHERE
 
 
 def take_along_leased(schema: str, jobs: Iterable[Job]) -> tuple[str, ...]:
-    """Delete the waiting jobs of these leased jobs' keys, up to 1,000, and give the leased rows newer contents.
+    """Return SQL that merges up to 1,000 waiting jobs into these leased jobs of the same keys.
 
-    So a relay that finds such a row after a crash runs it with the newest arguments. Rows, index and locks are those of
-    `take_along`, and the leased rows are also locked; a key whose lease was lost, or whose row is held, is left out.
+    It deletes the waiting jobs, and writes the content of the newest one into the leased row: a relay that runs this
+    row again after a crash then uses the newest arguments. Rows, index and locks are those of `take_along`, and the
+    leased rows are also locked. A key is left out if its job's lease was lost, or if another transaction has locked the
+    leased row.
     """
     held = list(jobs)
     content = ", ".join(f"{name} = {_TAKEN_OVER.get(name, f'gone.{name}')}" for name in CONTENT)

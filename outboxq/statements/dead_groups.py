@@ -5,7 +5,7 @@ from sqlalchemy import TextualSelect, text
 from outboxq.statements.doctor.sessions import qualified
 from outboxq.tables import Instant
 
-# A job without an error, such as one that crashed its relays, counts by its reason up to the first colon.
+# A job without an error, such as one that crashed its relays, is grouped by its reason up to the first colon.
 _GROUPS = """\
 WITH newest AS MATERIALIZED (
   SELECT queue, kind, died_at, COALESCE(
@@ -22,10 +22,10 @@ ORDER BY jobs DESC, queue, kind, error, line LIMIT :limit"""
 
 
 def group_newest(schema: str, *, newest: int, limit: int) -> TextualSelect:
-    """The dead letters of the newest jobs by queue, kind, type of the last error and its innermost line.
+    """Count the newest `newest` dead letters by queue, kind, last error's type, and innermost line of its traceback.
 
-    The largest group first, a row each: queue, kind, error, line, jobs, first_died_at, last_died_at. Index: the primary
-    key backwards, whose ids are in the order of time; `newest` rows. No locks.
+    The largest group comes first, a row each: queue, kind, error, line, jobs, first_died_at, last_died_at; at most
+    `limit` rows. Index: the primary key backwards, whose ids are in the order of adding; `newest` rows. No locks.
     """
     statement = text(_GROUPS.format(dead=qualified(schema, "dead_job"))).bindparams(newest=newest, limit=limit)
     return statement.columns(first_died_at=Instant(), last_died_at=Instant())

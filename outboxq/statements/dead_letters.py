@@ -35,11 +35,11 @@ from outboxq.tables import JOB_CHECKS, StoredText, dead_job, job
 
 @dataclass(frozen=True, slots=True)
 class DeadFilter:
-    """A choice of dead letters; without any value, all of them.
+    """A filter for dead letters; without any value, it matches all of them.
 
-    `reason` is any part of the reason, in any case. `error` is the type of the last error, or without one the reason up
-    to its first colon, as `dead_groups` counts them. `died_before` keeps a command of several pages from chasing the
-    jobs that die while it runs.
+    `reason` is any part of the reason, upper or lower case. `error` is the type of the last error; for a dead letter
+    without an error it is the reason up to its first colon, as `dead_groups` counts them. `died_before` lets a command
+    that changes page after page leave out jobs that die while it runs.
     """
 
     queue: str | None = None
@@ -50,7 +50,7 @@ class DeadFilter:
     error: str | None = None
 
     def conditions(self, dead: FromClause = dead_job) -> list[ColumnElement[bool]]:
-        """The filter as conditions on the table `dead_job`, or a part of it."""
+        """Return the filter as conditions on `dead`: the table `dead_job`, or a subquery of it."""
         found = matching(dead, queue=self.queue, kind=self.kind)
         if self.reason is not None:
             # strpos and not LIKE: the text is data, without wildcards.
@@ -62,13 +62,17 @@ class DeadFilter:
         if self.error is not None:
             errors = type_coerce(dead.c.errors, JSONB())
             last = pg.jsonb_extract_path_text(errors, "-1", "type", type_=StoredText())
-            # Without an error, only the part before the colon, as in the groups: a guess at the rest finds nothing.
+            # Without an error, only the part before the colon counts, as in the groups: guesses at the remaining text
+            # find nothing.
             found.append(func.coalesce(last, pg.split_part(dead.c.reason, ":", 1)) == self.error)
         return found
 
 
 def _shown_reason(dead: FromClause = dead_job) -> ColumnElement[str]:
-    """The reason, with the last error's message if it ends with only that error's type."""
+    """Return the SQL expression of the reason to show: the stored one, with the last error's message if it lacks that.
+
+    The message is added if the stored reason ends with the error's type.
+    """
     errors, reason = type_coerce(dead.c.errors, JSONB()), dead.c.reason
     kind, message = (pg.jsonb_extract_path_text(errors, "-1", name, type_=StoredText()) for name in ("type", "message"))
     colon = literal(": ", StoredText())
@@ -78,7 +82,7 @@ def _shown_reason(dead: FromClause = dead_job) -> ColumnElement[str]:
 
 
 def summary_columns(dead: FromClause = dead_job) -> list[ColumnElement[Any]]:
-    """The summary's columns, for lists."""
+    """Return the columns of a dead letter in lists: `SUMMARY_COLUMNS`, with the reason completed by `_shown_reason`."""
     return [_shown_reason(dead).label(name) if name == "reason" else dead.c[name] for name in SUMMARY_COLUMNS]
 
 
@@ -96,14 +100,15 @@ _KEPT = (
 # A dead letter without a recorded order died before the waiting jobs were added.
 _HEADERS: ColumnElement[str] = literal_column(headers_with_order("dead_job", "0"), dead_job.c.headers.type)
 
-# As in the index over all queues.
+# In the same order as the index over all queues.
 DIED = dead_job.c.died_at.op("AT TIME ZONE", return_type=DateTime())(literal_column("'UTC'"))
 
 
 def select_dead(wanted: DeadFilter, stretch: Sequence[ColumnElement[bool]], *, limit: int) -> Select[Any]:
-    """The dead letters of a stretch that match, the latest first.
+    """Select the dead letters of one part of the table that match `wanted`, the latest first.
 
-    Index: dead_job_queue (queue, died_at) backwards if a queue is given, else dead_job_died. No locks.
+    `stretch`: the part of the table, as conditions from `stretches`. Index: dead_job_queue (queue, died_at) backwards
+    if a queue is given, else dead_job_died. No locks.
     """
     return (
         select(*summary_columns())
@@ -114,33 +119,40 @@ def select_dead(wanted: DeadFilter, stretch: Sequence[ColumnElement[bool]], *, l
 
 
 def select_dead_letter(job_id: UUID) -> Executable:
-    """One dead letter with all its columns. Index: the primary key; no locks; one row."""
+    """Select one dead letter with all its columns. Index: the primary key; no locks; one row."""
     return select(*summary_columns(), *(dead_job.c[name] for name in DETAIL_COLUMNS)).where(dead_job.c.id == job_id)
 
 
 def select_ids(wanted: DeadFilter, stretch: Sequence[ColumnElement[bool]], *, limit: int) -> Select[tuple[UUID]]:
-    """The first ids of a stretch that match, in order. Index: the primary key; no locks."""
+    """Select the first ids, in order, of the dead letters of one part of the table that match `wanted`.
+
+    `stretch`: the part of the table, as conditions from `stretches`. Index: the primary key; no locks.
+    """
     return select(dead_job.c.id).where(*wanted.conditions(), *stretch).order_by(dead_job.c.id).limit(limit)
 
 
 def select_some(wanted: DeadFilter, stretch: Sequence[ColumnElement[bool]], *, limit: int) -> Select[tuple[UUID]]:
-    """Ids of a stretch that match, in no order, which would lead to an index. Reads its blocks; no locks."""
+    """Select up to `limit` ids of the dead letters of one part of the table that match `wanted`, in no order.
+
+    `stretch`: the part of the table, as conditions from `stretches_of_blocks`; only its blocks are read. With an order,
+    the planner would use an index instead. No locks.
+    """
     return select(dead_job.c.id).where(*wanted.conditions(), *stretch).limit(limit)
 
 
 def retry_page(wanted: DeadFilter, *, after: UUID | None, limit: int, args: str | None = None) -> Executable:
-    """Turn the next page of dead letters that match and are not locked into waiting jobs, with `args` if given.
+    """Return SQL that turns the next page of matching dead letters into waiting jobs, with new `args` if given.
 
-    One statement: a dead letter is never in both tables, nor in none. It stays if a job has its id, because a producer
-    chose the id twice, if it breaks a check of `job`, such as a length, or if a living job has its unique key: of
-    several with one key the first is retried. Index, locks and bound are those of `pick_page`, and of `take_for_dead`.
-    The id is searched before the insert, which also finds a job that a handler runs now: the insert alone would wait
-    for the handler's end.
+    Dead letters that another transaction has locked are skipped. It is one statement, so that a job is always in
+    exactly one of both tables. A dead letter stays if a job has its id (a producer chose the id twice), if it violates
+    a check of `job`, such as a length, or if a living job has its unique key: of several with one key the first is
+    retried. Index, locks and bound are those of `pick_page`, and of `take_for_dead`. The id is searched before the
+    insert, which also finds a job that a handler runs now: the insert alone would wait for the handler's end.
     """
     page, picked = pick_page(dead_job, wanted.conditions(), after, limit)
     taken, blocked = take_for_dead(picked, _can_be_jobs())
     moved = ("args", "errors", *_KEPT)
-    # A job of a group waits for its turn: as a ready one it would run at the same time as the others.
+    # A job of a group waits for its turn: as a ready job it would run at the same time as the others.
     state = case((dead_job.c.group_key.is_(None), literal_column("'ready'")), else_=literal_column("'grouped'"))
     has_no_key = _KEY.is_(None)
     has_its_key = dead_job.c.id.in_(select(taken.c.job_id))
@@ -158,10 +170,12 @@ def retry_page(wanted: DeadFilter, *, after: UUID | None, limit: int, args: str 
 def count_matching(
     wanted: DeadFilter, stretch: Sequence[ColumnElement[bool]], *, to_retry: bool, most: int | None
 ) -> Executable:
-    """Count those of a stretch that match, as `count_kinds` counts; `to_retry`: without those that `retry_page` leaves.
+    """Count the dead letters of one part of the table that match `wanted`, by queue and kind.
 
-    Reads the stretch's blocks. Indexes for `to_retry`: the primary keys of `job` and of `unique_key`, a probe for each
-    match (three blocks of an index), or a walk through the first if the planner finds that cheaper. No locks.
+    With `to_retry`, those that `retry_page` refuses do not count. With `most`, only the first `most` that match are
+    counted. `stretch`: the part of the table, as conditions from `stretches`; its blocks are read. Indexes for
+    `to_retry`: the primary keys of `job` and of `unique_key`, a probe for each match (three blocks of an index), or a
+    walk through the first if the planner finds that cheaper. No locks.
     """
     retried = (*_can_be_jobs(), key_is_free(_KEY)) if to_retry else ()
     return count_kinds(dead_job, [*wanted.conditions(), *stretch, *retried], most)
@@ -174,7 +188,10 @@ def _can_be_jobs() -> tuple[ColumnElement[bool], ...]:
 
 
 def discard_page(wanted: DeadFilter, *, after: UUID | None, limit: int) -> Executable:
-    """Delete the next page of dead letters that match and are not locked. Index, locks, bound: those of `pick_page`."""
+    """Return SQL that deletes the next page of matching dead letters, except those that another transaction has locked.
+
+    Index, locks and bound are those of `pick_page`.
+    """
     page, picked = pick_page(dead_job, wanted.conditions(), after, limit)
     discarded = delete(dead_job).where(dead_job.c.id == picked.c.id).returning(dead_job.c.id).cte("discarded")
     return page_outcome(page, picked, discarded)

@@ -1,4 +1,7 @@
-"""Finished rows: write them, in the transaction in which their jobs end, and read them."""
+"""Finished rows: the table `done_job`, in which jobs of kinds with `keep=` leave a row when they end.
+
+The row is written in the transaction that ends the job.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -39,16 +42,16 @@ DETAIL_COLUMNS = ("relay", "expires_at", "stands_for", "args", "headers", "resul
 
 
 class FinishedColumns(NamedTuple):
-    """Finished rows of jobs by columns: each has a value for each job, or is empty; two are those of their claim.
+    """The values of several finished rows, by columns: a sequence has a value for each job, or is empty.
 
     Attributes:
-        queue, claimed_at: Those of all jobs.
-        queues, claims_at: The same for each job, if the jobs are of several claims.
-        created_at, claimed_at: Seconds since 1970, which the server reads in a quarter of the time of a date.
-        seconds: The handler's run time.
+        queue, claimed_at: A single value for all jobs.
+        queues, claims_at: The queue and the time of the claim of each job, if the jobs belong to several claims.
+        created_at, claimed_at: Seconds since 1970, which the server parses in a quarter of the time of a date.
+        seconds: The handler's run time in seconds.
         args, headers, result: JSON text, for kinds that store them.
-        stands_for: The text of an array: the jobs that its run took along.
-        keep_seconds: The time until the row expires.
+        stands_for: The text of an array: the ids of the jobs merged into the run.
+        keep_seconds: The time in seconds until the row expires.
     """
 
     queue: str
@@ -94,9 +97,9 @@ SELECT finished.id, coalesce(queue_of_job, {queue}), kind, outcome, attempt, pg_
   stands_for::uuid[],
   pg_catalog.clock_timestamp() + pg_catalog.make_interval(secs => keep_seconds), {relay}::uuid
 FROM (SELECT {arrays}) AS finished"""
-# In IS TRUE, so that the planner makes no join of it: without statistics it would read all of `gone` for each row.
+# Within IS TRUE, so that the planner makes no join of it: without statistics it would read all of `gone` for each row.
 _OF_GONE: LiteralString = "\nWHERE (finished.id IN (SELECT gone.id FROM gone)) IS TRUE"
-# It costs a fifth of the INSERT, so the prepared one does without.
+# This takes a fifth of the INSERT's time, so the prepared one omits it.
 _GIVING_WAY: LiteralString = """
 ON CONFLICT (id) DO UPDATE SET outcome = excluded.outcome, attempt = excluded.attempt,
   created_at = excluded.created_at, claimed_at = excluded.claimed_at, finished_at = excluded.finished_at,
@@ -106,35 +109,38 @@ ON CONFLICT (id) DO UPDATE SET outcome = excluded.outcome, attempt = excluded.at
 
 
 class PreparedInsert(NamedTuple):
-    """The prepared INSERT of finished rows: its name on a connection, and its PREPARE statement."""
+    """The INSERT of finished rows as a prepared statement: its name on a connection, and its PREPARE statement."""
 
     name: str
     definition: str
 
 
 def insert_finished(schema: str, finished: FinishedColumns, relay: UUID | None, *, gone: bool = False) -> str:
-    """Write finished rows, in the transaction that removes the jobs.
+    """Return SQL that inserts finished rows; send it in the transaction that removes the jobs.
 
-    An earlier row of an id, which a producer chose twice, is overwritten if it is of the same queue and kind, else it
-    stays. Index: the primary key. Waits for a transaction that is just deleting that row: no other one writes a row of
-    these ids, as it would have to remove the same job.
+    If a row with the id of a job exists, because a producer chose the id twice, it is overwritten if it has the same
+    queue and kind, otherwise it stays. Index: the primary key. Waits for a transaction that is just deleting that row:
+    no other transaction writes rows with these ids, since it would have to remove the same job.
 
     Args:
-        gone: For a statement with a CTE `gone`: only the jobs whose ids are in it.
+        gone: True in a statement with a CTE `gone`: only jobs whose ids are in it get a row.
     """
     return _insert(schema, *_literals(finished, relay)) + (_OF_GONE if gone else "") + _GIVING_WAY
 
 
 @cache
 def prepared_insert(schema: str) -> PreparedInsert:
-    """The same INSERT prepared, one plan for any jobs; it fails (23505) if one of the ids has a row."""
+    """Return a prepared statement that inserts finished rows like `insert_finished`, with one plan for any jobs.
+
+    It takes less time, but fails (23505) if a row with the id of one of the jobs exists.
+    """
     types = [*_BEFORE, *(f"{type_name}[]" for type_name in _TYPES.values()), _AFTER]
     numbers = [f"${number}" for number in range(1, len(types) + 1)]
     return PreparedInsert(*named(_insert(schema, *numbers), ", ".join(types)))
 
 
 def execute_insert(schema: str, finished: FinishedColumns, relay: UUID | None) -> str:
-    """Execute the prepared statement for these jobs."""
+    """Return the EXECUTE statement that runs `prepared_insert` with the rows of these jobs."""
     return f"EXECUTE {prepared_insert(schema).name} ({', '.join(_literals(finished, relay))})"
 
 
@@ -145,7 +151,7 @@ def _insert(schema: str, *values: str) -> str:
         done=quote_identifier(schema, "done_job"),
         queue=queue,
         claimed_at=claimed_at,
-        # An array that is shorter than the others, such as an empty one, is filled up with NULL.
+        # An array that is shorter than the others, such as an empty one, is padded with NULL.
         arrays=", ".join(
             f"pg_catalog.unnest({array}::{type_name}[]) AS {name}" for (name, type_name), array in columns
         ),
@@ -173,12 +179,15 @@ FROM pg_catalog.unnest({rights}::text[]) AS given (wanted)"""
 
 
 def may_write(schema: str) -> str:
-    """One row: true if the table `done_job` exists, and this role may write it. No locks."""
+    """Select one row: true if the table `done_job` exists, and this role may write it. No locks."""
     return render(schema, _MAY_USE, name=quote_identifier(schema, "done_job"), rights=["SELECT", "INSERT", "UPDATE"])
 
 
 def may_read(schema: str) -> TextClause:
-    """One row: true if the table `done_job` exists, and this role may read it. For any driver. No locks."""
+    """Select one row: true if the table `done_job` exists, and this role may read it. No locks.
+
+    With parameters, for any driver; `may_write` is text for psycopg.
+    """
     return text(
         "SELECT coalesce("
         "pg_catalog.has_table_privilege(pg_catalog.to_regclass(CAST(:name AS text))::oid, 'SELECT'), false)"
@@ -187,7 +196,10 @@ def may_read(schema: str) -> TextClause:
 
 @dataclass(frozen=True, slots=True)
 class DoneFilter:
-    """A choice of finished rows; without any value, all of them. `since`: those of jobs that ended then or later."""
+    """A filter for finished rows; without any value, it matches all of them.
+
+    `since`: only jobs that ended at that time or later.
+    """
 
     queue: str | None = None
     kind: str | None = None
@@ -195,7 +207,7 @@ class DoneFilter:
     since: datetime | None = None
 
     def conditions(self, done: FromClause = done_job) -> list[ColumnElement[bool]]:
-        """The filter as conditions on the table `done_job`, or a part of it."""
+        """Return the filter as conditions on `done`: the table `done_job`, or a subquery of it."""
         found = matching(done, queue=self.queue, kind=self.kind, outcome=self.outcome)
         if self.since is not None:
             found.append(done.c.finished_at >= self.since)
@@ -203,16 +215,16 @@ class DoneFilter:
 
 
 def has_done_jobs(schema: str) -> TextClause:
-    """One row: 1 if the table `done_job` exists, else 0; step 11 of the migrations makes it. No locks."""
+    """Select one row: 1 if the table `done_job` exists, else 0; step 11 of the migrations makes it. No locks."""
     name = quote_identifier(schema, "done_job")
     return text("SELECT pg_catalog.count(pg_catalog.to_regclass(:name))").bindparams(name=name)
 
 
 def select_done(wanted: DoneFilter, stretch: Sequence[ColumnElement[bool]], *, limit: int) -> Select[Any]:
-    """The finished rows of a stretch that match, the latest first. No locks.
+    """Select the finished rows of one part of the table that match `wanted`, the latest job first. No locks.
 
-    Index: the primary key, backwards, up to the first `limit` that match. Ids are in the order of adding, by the
-    producers' clocks.
+    `stretch`: the part of the table, as conditions from `stretches`. Index: the primary key, backwards, up to the first
+    `limit` that match. Ids are in the order of adding, by the producers' clocks.
     """
     return (
         select(*(done_job.c[name] for name in SUMMARY_COLUMNS))
@@ -223,30 +235,36 @@ def select_done(wanted: DoneFilter, stretch: Sequence[ColumnElement[bool]], *, l
 
 
 def select_finished(job_id: UUID) -> Select[Any]:
-    """One finished row with all its columns. Index: the primary key; no locks; one row."""
+    """Select one finished row with all its columns. Index: the primary key; no locks; one row."""
     return select(*(done_job.c[name] for name in (*SUMMARY_COLUMNS, *DETAIL_COLUMNS))).where(done_job.c.id == job_id)
 
 
 def select_outcome(job_id: UUID) -> Select[Any]:
-    """The outcome of a job, if it has a finished row. Index: the primary key; no locks; one row."""
+    """Select one word, the outcome of a job (one of `OUTCOMES`); no row if the job has no finished row.
+
+    Index: the primary key; no locks.
+    """
     return select(done_job.c.outcome).where(done_job.c.id == job_id)
 
 
 def find_finished(job_id: UUID) -> Select[Any]:
-    """A finished job as `find_job` reports it. Index: the primary key; no locks; one row."""
+    """Select id, kind, queue, outcome, attempt and result of a finished job, if `jobs.find_job` found nothing.
+
+    Index: the primary key; no locks; one row.
+    """
     columns = ("id", "kind", "queue", "outcome", "attempt", "result")
     return select(*(done_job.c[name] for name in columns)).where(done_job.c.id == job_id)
 
 
 def add_again(job_id: UUID, new_id: UUID) -> ReturningInsert[Any]:
-    """Add a job with the kind, queue, arguments and headers of a finished one, without our own headers.
+    """Return SQL that adds a new job with a finished one's kind, queue, arguments and headers.
 
-    Returns the new id; no row if the finished row is gone.
-    Index: the primary key of `done_job`. Waits for no lock: the id is new.
+    Headers of outboxq itself are left out. It returns the new id; no row if the finished row is gone. Index: the
+    primary key of `done_job`. Waits for no lock: the id is new.
     """
     own = cast(array(sorted(OWN_HEADERS)), ARRAY(Text))
     stored = cast(done_job.c.headers, JSONB)
-    # Headers that users' SQL left out, or that are no object, count as none.
+    # Headers that users' SQL omitted, or that are no object, count as none.
     headers = case(
         (pg.jsonb_typeof(stored) == literal_column("'object'::text"), stored.op("-")(own)),
         else_=literal_column("'{}'::jsonb"),
@@ -258,7 +276,7 @@ def add_again(job_id: UUID, new_id: UUID) -> ReturningInsert[Any]:
 
 
 def finished_facts(schema: str, job_id: UUID) -> TextClause:
-    """A finished row, for an explanation. Index: the primary key; one row."""
+    """Select the facts of a finished job that `explain` shows. Index: the primary key; one row."""
     return text(
         "SELECT queue, kind, outcome, attempt, seconds, relay, pg_catalog.cardinality(stands_for) AS stands_for, "
         "extract(epoch FROM pg_catalog.statement_timestamp() - finished_at)::float8 AS finished_seconds "

@@ -1,4 +1,4 @@
-"""Effects as operators see them: list them, and settle those with an unknown outcome."""
+"""Statements for operators: list effects (recorded calls of other services), and settle those of unknown outcome."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,14 +15,14 @@ from outboxq.tables import effect
 
 @dataclass(frozen=True, slots=True)
 class EffectFilter:
-    """A choice of effects; without any value, all of them. `error` is a part of the stored error."""
+    """A filter for effects; without any value, it matches all of them. `error` is any part of the stored error."""
 
     scope: str | None = None
     status: Status | None = None
     error: str | None = None
 
     def conditions(self) -> list[ColumnElement[bool]]:
-        """The filter as conditions on the table `effect`."""
+        """Return the filter as conditions on the table `effect`."""
         found = matching(effect, scope=self.scope, status=self.status)
         return found if self.error is None else [*found, pg.strpos(effect.c.error, self.error) > 0]
 
@@ -34,15 +34,17 @@ SUMMARY_COLUMNS = (
 
 
 def _has_status(status: str) -> ColumnElement[bool]:
-    # Written into the statement, so that the planner sees the condition of an index.
+    # Written into the statement as a literal, so that the planner sees the condition of an index.
     return effect.c.status == literal_column(f"'{status}'")
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A part of the effects, with an index by a column that has a value in all its rows.
+    """A part of the table `effect` that one index contains; lists read one part after the other.
 
     Attributes:
+        by: The index's column, which has a value in all rows of the part.
+        where: The conditions on the part's rows.
         statuses: The statuses that its rows may have.
     """
 
@@ -51,7 +53,7 @@ class Part:
     statuses: frozenset[Status]
 
 
-# Each effect is in one of them, if its outcome is unknown in one of the first two. Indexes: effect_unknown,
+# Each effect is in one of them; if its outcome is unknown, in one of the first two. Indexes: effect_unknown,
 # effect_open, effect_expires.
 PARTS = (
     Part(effect.c.changed_at, (_has_status("unknown"),), frozenset({"unknown"})),
@@ -67,19 +69,25 @@ PARTS = (
 def select_effects(
     wanted: EffectFilter, part: Part, stretch: Sequence[ColumnElement[bool]], *, limit: int
 ) -> Select[Any]:
-    """The effects of a stretch of a part that match, the latest first. Index: the part's, backwards; no locks."""
+    """Select the effects that match in a stretch (conditions from `stretches`) of the part `part`, the latest first.
+
+    Index: the part's, backwards; no locks.
+    """
     shown = (effect.c[name] for name in SUMMARY_COLUMNS)
     return select(*shown).where(*wanted.conditions(), *stretch).order_by(part.by.desc()).limit(limit)
 
 
 def select_unresolved(wanted: EffectFilter, stretch: Sequence[ColumnElement[bool]]) -> Select[Any]:
-    """The effects of a stretch that match and can be resolved. Index: that of the stretch's part; no locks."""
+    """Select the effects that match `wanted` and that an operator may resolve, in one stretch of the table.
+
+    `stretch`: conditions from `stretches`. Index: that by which the stretch was made; no locks.
+    """
     shown = (effect.c[name] for name in SUMMARY_COLUMNS)
     return select(*shown).where(*wanted.conditions(), *stretch, _is_open(brings_result=False))
 
 
 def select_effect(scope: str, key: str) -> Executable:
-    """One effect with all its columns. Index: the primary key; no locks; one row."""
+    """Select one effect with all its columns. Index: the primary key; no locks; one row."""
     is_locked = and_(effect.c.status == "started", effect.c.locked_until > pg.clock_timestamp())
     return select(
         *(effect.c[name] for name in SUMMARY_COLUMNS),
@@ -93,12 +101,14 @@ def select_effect(scope: str, key: str) -> Executable:
 def resolve(
     scope: str, key: str, status: Status, *, result: str | None, error: str | None, keep: timedelta
 ) -> Executable:
-    """Settle an effect as an operator decides; one row with its former and new state, or none if it does not exist.
+    """Return SQL that settles an effect as an operator decided.
 
-    Index: the primary key. Locks: the effect's row, FOR UPDATE SKIP LOCKED, never waited for. A caller that hung and
-    wakes later finds another token, and can neither record its call nor extend its lock.
+    It returns one row, the effect's former and new state; the new one is NULL if the effect could not be resolved. No
+    row without such an effect. Index: the primary key. Locks: the effect's row, FOR UPDATE SKIP LOCKED, never waited
+    for. A caller that was suspended and resumes later finds another token, and can neither record its call nor extend
+    its lock.
     """
-    # MATERIALIZED, and the condition only here: the lock rechecks it on the row's newest version.
+    # MATERIALIZED, and the condition only here, because the lock rechecks it on the row's newest version.
     is_open = _is_open(brings_result=result is not None)
     open_one = select(effect.c.scope, effect.c.key).where(*_is(scope, key), is_open)
     picked = open_one.with_for_update(skip_locked=True).cte("picked").prefix_with("MATERIALIZED")
@@ -126,7 +136,10 @@ def _is(scope: str, key: str) -> tuple[ColumnElement[bool], ...]:
 
 
 def _is_open(*, brings_result: bool) -> ColumnElement[bool]:
-    """The condition that the call's outcome, or its result, is unknown, and no caller is about to find out."""
+    """Return the condition that an operator may resolve the effect: its outcome is unknown, and no call is in progress.
+
+    With `brings_result`, an effect that is done without a result may be resolved too: the operator adds the result.
+    """
     return or_(
         and_(literal(brings_result), effect.c.status == "done", effect.c.result.is_(None)),
         effect.c.status == "unknown",

@@ -1,7 +1,8 @@
-"""Effects: claim or take over a call, extend its lock, record its outcome. Guarded HTTP requests use their rows too.
+"""Effects: calls of other services, each recorded in a row of the table `effect`, so that it is made once.
 
-Each statement but `record_with_rows` is its own transaction at READ COMMITTED. A call is fenced by its `lock_token`, a
-UUID that its caller made: the next caller writes another one, and the earlier caller's statements match no row. All
+Statements to claim or take over a call, extend its lock, and record its outcome; guarded HTTP requests use the rows
+too. Each statement but `record_with_rows` is its own transaction at READ COMMITTED. The row has the caller's
+`lock_token`, a UUID: the next caller writes another one, and then the earlier caller's statements match no row. All
 times are the database's.
 """
 
@@ -34,12 +35,12 @@ from sqlalchemy.dialects.postgresql import insert
 from outboxq.statements.builtin import pg, seconds
 from outboxq.tables import StoredText, deployment, effect
 
-# One less than the greatest number that the column holds.
+# One less than the highest number in the column's type.
 _ALMOST_INTEGER = 2_147_483_646
 
 Status: TypeAlias = Literal["started", "done", "failed", "retryable", "unknown"]
 
-# The time that one try of a claim waits for a row if the session would wait without end.
+# The time that one try of a claim waits for a row if the session would wait without limit.
 _TRY = "1s"
 
 _now = pg.clock_timestamp
@@ -47,10 +48,12 @@ _now = pg.clock_timestamp
 
 @dataclass(frozen=True, slots=True)
 class EffectState:
-    """An effect as its claim found it, or left it.
+    """The state of an effect after the statement `claim`, from which the caller decides if it makes the call.
 
-    `claimed`: we are to make the call. `in_doubt`: an earlier call may have been applied. `known_seconds`: since the
-    first call; `locked_seconds`: until the lock expires, negative afterwards. `durably`: not to be read.
+    `claimed`: True if this caller is to make the call. `in_doubt`: True if an earlier call may have been applied.
+    `same_request`: True unless the claim and the stored row have different fingerprints. `known_seconds`: the seconds
+    since the first call. `locked_seconds`: the seconds until the lock expires, negative afterwards. `durably`: always
+    ignored; the statement computes it only for its side effect.
     """
 
     claimed: bool
@@ -67,32 +70,36 @@ class EffectState:
 
 @dataclass(frozen=True, slots=True)
 class EffectLock:
-    """The lock on an effect, for its holder: it matches no row once another caller took over."""
+    """The lock of one caller on an effect.
+
+    After another caller has taken over, statements with this lock match no row.
+    """
 
     scope: str
     key: str
     token: UUID
 
     def matches(self) -> tuple[ColumnElement[bool], ...]:
-        """The conditions on the effect's row."""
+        """Return the conditions that match the effect's row as long as this caller has the lock."""
         return effect.c.scope == self.scope, effect.c.key == self.key, effect.c.lock_token == self.token
 
 
 def claim(lock: EffectLock, fingerprint: bytes | None, provider_key: UUID, lease: timedelta) -> Executable:
-    """Claim the call, or take it over from a caller that died; else read the effect. One row, or none.
+    """Return SQL that claims the call of an effect, or takes it over from a dead caller; else it only reads the row.
 
-    No row only if another caller claimed it after this statement's snapshot: then claim again.
-    Index: the primary key. Locks: the effect's row, and only to take it: a call under way or recorded is neither locked
-    nor waited for, even while its record is being committed. If the session would wait without end
-    (`select_waits_without_end`), the wait for a row to be taken is one second (then 55P03), so that the caller can be
-    cancelled between two tries. A repeated claim, whose first COMMIT was not answered, finds its own token.
+    It returns one row, the columns of an `EffectState`; no row only if another caller claimed the call after this
+    statement's snapshot: then send it again. Index: the primary key. Locks: the effect's row, only if the call can be
+    claimed: for a call in progress or recorded this neither locks nor waits, even while its record is being committed.
+    If the session has no lock_timeout (`select_waits_without_end`), a wait for the row ends after one second (55P03),
+    so that the caller can be cancelled between two tries. A repeated claim, whose first COMMIT was not answered, finds
+    its own token.
     """
-    # Cast, or a driver would have to guess the type of a NULL.
+    # A cast, because otherwise a driver would have to guess the type of a NULL.
     given = cast(literal(fingerprint, effect.c.fingerprint.type), effect.c.fingerprint.type)
     same_request = or_(effect.c.fingerprint.is_(None), given.is_(None), effect.c.fingerprint == given)
     is_free = or_(effect.c.status == "retryable", and_(effect.c.status == "started", effect.c.locked_until <= _now()))
     standing = _standing(lock, same_request, is_free)
-    # The insert reads this, so the time-out is set before the wait for a row.
+    # The insert reads this, so that the time-out is set before the wait for a row.
     patience = select(_shorten_wait().label("value")).cte("patience").prefix_with("MATERIALIZED")
     is_wanted = and_(patience.c.value.is_not(None), ~exists(select(standing.c.claimed).where(~standing.c.is_free)))
     new = _new_row(lock, given, provider_key, lease)
@@ -102,7 +109,7 @@ def claim(lock: EffectLock, fingerprint: bytes | None, provider_key: UUID, lease
         .on_conflict_do_update(
             index_elements=[effect.c.scope, effect.c.key],
             set_=_taken_over(lock.token, given, lease),
-            # Once more, on the row's newest version: after the wait for its lock it may be another caller's.
+            # Checked again on the row's newest version: after the wait for its lock it may belong to another caller.
             where=and_(same_request, is_free),
         )
         .returning(*effect.c)
@@ -114,7 +121,7 @@ def claim(lock: EffectLock, fingerprint: bytes | None, provider_key: UUID, lease
 
 
 def _standing(lock: EffectLock, same_request: ColumnElement[bool], is_free: ColumnElement[bool]) -> CTE:
-    """The effect in this statement's snapshot."""
+    """Return a CTE with the effect's present row, as an `EffectState`; column `is_free`: it may be claimed."""
     is_ours = and_(effect.c.lock_token == lock.token, effect.c.status == "started")
     return (
         select(*_state(effect, is_ours, same_request), and_(same_request, is_free).label("is_free"))
@@ -127,7 +134,7 @@ def _standing(lock: EffectLock, same_request: ColumnElement[bool], is_free: Colu
 def _new_row(
     lock: EffectLock, fingerprint: ColumnElement[Any], provider_key: UUID, lease: timedelta
 ) -> dict[str, ColumnElement[Any]]:
-    """The values of a first call."""
+    """Return the values, by column, of a new effect's row, for its first call."""
     return {
         "scope": literal(lock.scope),
         "key": literal(lock.key),
@@ -140,11 +147,11 @@ def _new_row(
 
 
 def _taken_over(token: UUID, fingerprint: ColumnElement[Any], lease: timedelta) -> dict[str, object]:
-    """The new values of a row that is called again."""
+    """Return the values, by column, to write into an effect's row when a further caller claims its call."""
     return {
         "status": "started",
         "fingerprint": func.coalesce(effect.c.fingerprint, fingerprint),
-        # Our own token: this caller claimed before, hung, and has not called.
+        # The token is ours: this caller claimed before, was suspended, and has not called.
         "in_doubt": or_(effect.c.in_doubt, and_(effect.c.status == "started", effect.c.lock_token != token)),
         "lock_token": token,
         "locked_until": _now() + lease,
@@ -157,7 +164,7 @@ def _taken_over(token: UUID, fingerprint: ColumnElement[Any], lease: timedelta) 
 def _state(
     rows: FromClause, claimed: ColumnElement[bool], same_request: ColumnElement[bool]
 ) -> list[ColumnElement[Any]]:
-    """The columns of an `EffectState`."""
+    """Return the columns of an `EffectState`, computed from an effect's row."""
     return [
         claimed.label("claimed"),
         *(rows.c[name] for name in ("status", "in_doubt", "provider_key")),
@@ -178,12 +185,15 @@ def _waits_without_end() -> ColumnElement[bool]:
 
 
 def select_waits_without_end() -> Select[Any]:
-    """One row: true if the session's own lock_timeout is 0. No locks."""
+    """Select one row: true if the session's own lock_timeout is 0, so that it waits for locks without end. No locks."""
     return select(_waits_without_end())
 
 
 def _durably() -> ColumnElement[str | None]:
-    """Make COMMIT wait for the disk even if it is set not to: a call that a crash forgets would be made again."""
+    """Return an SQL expression that makes this transaction's COMMIT wait for the disk, despite the session's setting.
+
+    If a crash of the server could undo the record of a call, the call would be repeated.
+    """
     is_off = pg.current_setting("synchronous_commit", type_=StoredText()) == "off"
     return case((is_off, pg.set_config("synchronous_commit", "on", True))).label("durably")
 
@@ -198,13 +208,14 @@ def record(
     keep: timedelta | None = None,
     unlock: bool = True,
 ) -> Executable:
-    """Write a call's outcome; one row with the result and the error as stored, or none if another caller took over.
+    """Return SQL that writes a call's outcome.
 
-    May be repeated: the token stays.
+    It returns one row with the stored result and error; none if another caller took over. It may be sent again, because
+    the row keeps the caller's token.
 
     Args:
-        keep: The time until it expires; None for ever, as for everything unsettled.
-        unlock: Let the next caller take over at once, and not when the lock expires.
+        keep: The time until the effect expires; None for ever, as for unsettled effects.
+        unlock: True to let the next caller take over at once, False only when the lock expires.
 
     Index: the primary key. Locks: the effect's row.
     """
@@ -217,7 +228,7 @@ def record(
 def ending(
     status: Status, *, in_doubt: bool = False, result: str | None, error: str | None, keep: timedelta | None
 ) -> dict[str, object]:
-    """The values of a call that has ended; the next caller may take over at once."""
+    """Return the values, by column, to write into an effect's row when its call has ended, which unlock it at once."""
     return {
         "status": status,
         "in_doubt": in_doubt,
@@ -230,25 +241,30 @@ def ending(
 
 
 def extend(lock: EffectLock, lease: timedelta) -> Executable:
-    """Extend the lock of a call under way; no row if another caller took over, or while its record is being committed.
+    """Return SQL that extends the lock of a call in progress: one row if it did.
 
-    Index: the primary key. Locks: the effect's row, never waited for.
+    No row if another caller took over, or while a transaction that records the call is committing. Index: the primary
+    key. Locks: the effect's row, never waited for.
     """
     return _update_started(lock, {"locked_until": _now() + lease}).returning(true(), _durably())
 
 
 def _update_started(lock: EffectLock, values: dict[str, object]) -> Update:
-    """Change a call that is under way; no row if it is not ours, is recorded, or is locked. Never waits."""
+    """Return SQL that changes an effect's row while this caller's call is in progress.
+
+    No row is changed if another caller took over, or the call is recorded, or its row is locked. Never waits.
+    """
     held = select(effect.c.scope, effect.c.key).where(*lock.matches(), effect.c.status == "started")
     locked = held.with_for_update(skip_locked=True).cte("held").prefix_with("MATERIALIZED")
     return update(effect).where(effect.c.scope == locked.c.scope, effect.c.key == locked.c.key).values(values)
 
 
 def record_with_rows(lock: EffectLock, *, result: str | None, error: str | None, keep: timedelta) -> Executable:
-    """Write the response in the transaction of the endpoint's rows; no row if another request took over.
+    """Return SQL that writes the response of a guarded HTTP request, in the transaction of its endpoint's rows.
 
-    Index: the primary key. Locks: the effect's row, until the endpoint's transaction ends: until then a retry is
-    answered that the request is under way. If the lease has expired, the retry waits for the transaction's end.
+    It returns one row, or none if another request took over. Index: the primary key. Locks: the effect's row, until the
+    endpoint's transaction ends: until then a retry gets the answer that the request is in progress. If the lock of the
+    effect has expired, the retry waits for the transaction's end.
     """
     return (
         update(effect)
@@ -261,19 +277,19 @@ def record_with_rows(lock: EffectLock, *, result: str | None, error: str | None,
 def settle_started(
     lock: EffectLock, status: Status, *, result: str | None, error: str | None, keep: timedelta
 ) -> Executable:
-    """Settle a request under way; no row if it was taken over, is recorded, or is just being recorded.
+    """Return SQL that settles a guarded HTTP request in progress: one row if it did.
 
-    Index: the primary key. Locks: the effect's row, never waited for: if an open transaction has recorded the outcome,
-    its COMMIT or ROLLBACK decides.
+    No row if another request took over, or if the outcome is recorded, or is being recorded by an open transaction,
+    whose COMMIT or ROLLBACK then decides. Index: the primary key. Locks: the effect's row, never waited for.
     """
     return _update_started(lock, ending(status, result=result, error=error, keep=keep)).returning(true())
 
 
 def release(lock: EffectLock, *, keep: timedelta) -> Executable:
-    """Settle a request that was claimed and not executed; no row if it was taken over.
+    """Return SQL that settles a guarded HTTP request that was claimed and not executed.
 
-    A doubt about an earlier request stays: only this one is known not to have been executed. Index: the primary key.
-    Locks: the effect's row.
+    It returns one row, none if another took over. If an earlier request is in doubt, the doubt stays: only this request
+    is known not to have been executed. Index: the primary key. Locks: the effect's row.
     """
     return (
         update(effect)
@@ -290,10 +306,13 @@ def release(lock: EffectLock, *, keep: timedelta) -> Executable:
 
 
 def select_done(lock: EffectLock) -> Executable:
-    """One row if our record was committed, else none. Index: the primary key; no locks."""
+    """Select one row if the outcome that this caller recorded was committed, else none.
+
+    Index: the primary key; no locks.
+    """
     return select(true()).where(*lock.matches(), effect.c.status == "done")
 
 
 def select_deployment() -> Select[Any]:
-    """The id of this deployment. One row; no locks."""
+    """Select the installation's id, from which the idempotency keys for other services are made. One row; no locks."""
     return select(deployment.c.id)

@@ -1,7 +1,7 @@
-"""Enqueue: insert many jobs at once, by text parameters: an array for a column, or one value for all jobs.
+"""Enqueue: inserts many jobs by one statement with parameters as text: an array for each column, or one value.
 
-The same for every driver, and with only the right INSERT. Text costs the interpreter least, and PostgreSQL parses each
-array once.
+It is the same for every driver, and needs only the right INSERT. Texts cost the interpreter least, and PostgreSQL
+parses each array once.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -34,14 +34,15 @@ from outboxq.new_job import JobEnvelope, JobKeys, NewJob
 from outboxq.statements.builtin import pg, unnest
 from outboxq.tables import job
 
-# PostgreSQL takes an array parameter of up to 1 GB. Ours has 512 MB if each job is 256 KiB of quotes, all escaped.
+# PostgreSQL accepts an array parameter of up to 1 GB. These have 512 MB if each job is 256 KiB of quotes, all escaped.
 JOBS_PER_INSERT = 1_000
 
 _MICROSECOND = timedelta(microseconds=1)
 # The columns that differ from job to job.
 _OWN: Mapping[str, TypeEngine[Any]] = {
     "id": Uuid(),
-    # Cast to jsonb row by row: as jsonb, numbers take several times their text, and no array holds more than 1 GB.
+    # Cast to jsonb row by row: as jsonb, numbers take several times the size of their text, and no array holds more
+    # than 1 GB.
     "args": Text(),
 }
 # The same for jobs with keys.
@@ -62,9 +63,10 @@ _NO_KEYS = JobKeys()
 
 
 def insert_jobs(jobs: Mapping[str, NewJob]) -> tuple[Insert, dict[str, str | None]]:
-    """Insert jobs by their ids in hex, in their order. Locks nothing but the new rows; one index entry each.
+    """Return the INSERT of these jobs, which are given by their ids in hex, in the given order.
 
-    The database's clock decides when a delayed job is due, so that no producer's clock can be wrong.
+    Locks only the new rows; one index entry each. The database's clock decides when a delayed job is due, so that no
+    producer's clock can be wrong.
 
     Returns:
         The statement and its parameters.
@@ -81,7 +83,10 @@ def insert_jobs(jobs: Mapping[str, NewJob]) -> tuple[Insert, dict[str, str | Non
 
 
 def arrays_of(jobs: Mapping[str, NewJob], *, flows: bool = True) -> dict[str, str]:
-    """Jobs by their ids as the parameters of `ARRAYS`; without `flows` only those of plain jobs."""
+    """Return the parameters of the jobs, by the names in `ARRAYS`: for each column the text of an array.
+
+    Without `flows`, only the parameters for columns of all jobs: not those for keys, windows (`every`) and expiry.
+    """
     elements = {
         envelope: [_element(text) for text in _common_texts(envelope, flows=flows).values()]
         for envelope in {each.envelope for each in jobs.values()}
@@ -92,13 +97,16 @@ def arrays_of(jobs: Mapping[str, NewJob], *, flows: bool = True) -> dict[str, st
 
 
 def text_array(items: Sequence[str | None]) -> str:
-    """Texts as an array's text; most of them are alike."""
+    """Return the text of a PostgreSQL array of these texts. Equal texts, which are frequent, are escaped once."""
     elements = {item: _element(item) for item in set(items)}
     return array_text(map(elements.__getitem__, items))
 
 
 def _own_arrays(jobs: Mapping[str, NewJob], *, flows: bool) -> dict[str, str]:
-    """The columns that differ from job to job, with `flows` also those of their keys."""
+    """Return the parameters (texts of arrays) for columns whose values differ from job to job: id and arguments.
+
+    With `flows` also those of the jobs' keys: coalescing key, group and callback batch.
+    """
     own = {"id": array_text(jobs), "args": _quoted_array([each.args for each in jobs.values()])}
     if not flows:
         return own
@@ -125,14 +133,17 @@ def _insert(arrays: Mapping[str, TypeEngine[Any]], values: Mapping[str, TypeEngi
 
 
 def rows_of(arrays: Mapping[str, TypeEngine[Any]], place: str | None = None) -> TableValuedAlias:
-    """The elements of array parameters of these names side by side, numbered if `place` names the column."""
+    """Return a table expression: the elements of the array parameters of these names, side by side.
+
+    If `place` names a column, that column numbers the rows.
+    """
     parameters = [cast(bindparam(name, type_=Text()), ARRAY(kind)) for name, kind in arrays.items()]
     columns = (column(name, kind) for name, kind in arrays.items())
     return unnest(*parameters).table_valued(*columns, with_ordinality=place).render_derived()
 
 
 def job_columns(given: Mapping[str, ColumnElement[Any]]) -> dict[str, ColumnElement[Any]]:
-    """The columns of new jobs, from the given ones."""
+    """Return the columns of a new row of `job`, computed from the given parameters."""
     now = pg.clock_timestamp()
     state = case(
         (and_(given["run_at"].is_(None), given["delay"].is_(None)), literal_column("'ready'")),
@@ -150,9 +161,9 @@ def job_columns(given: Mapping[str, ColumnElement[Any]]) -> dict[str, ColumnElem
 
 
 def _flow_columns(given: Mapping[str, ColumnElement[Any]], state: ColumnElement[str]) -> dict[str, ColumnElement[Any]]:
-    """The additional columns of a job with keys or an expiry, and the state in which it waits."""
+    """Return the columns of a job that may have keys, a window (`every`) or an expiry; also its state and due time."""
     now = pg.clock_timestamp()
-    # The next boundary of a clock that all producers share: one run in each window, after its last job.
+    # The next boundary on a clock that all producers share, so that each window has one run, after its last job.
     boundary = pg.date_bin(given["every"], now, literal_column("timestamptz 'epoch'")) + given["every"]
     return {
         **{name: given[name] for name in _OWN_KEYS},
@@ -175,7 +186,7 @@ _FLOW_MIXED = _insert(ARRAYS, {})
 
 
 def _common_texts(envelope: JobEnvelope, *, flows: bool) -> dict[str, str | None]:
-    """The envelope's values as text, in the order of `_COMMON`, and with `flows` then those of `_COMMON_FLOW`."""
+    """Return the envelope's values as text, in the order of `_COMMON`; with `flows` also those of `_COMMON_FLOW`."""
     texts = {
         "queue": envelope.queue,
         "kind": envelope.kind,
@@ -191,13 +202,13 @@ def _common_texts(envelope: JobEnvelope, *, flows: bool) -> dict[str, str | None
 
 
 def interval_text(given: timedelta | None) -> str | None:
-    """A time as the text of an interval."""
-    # Never in days: a day has 23 or 25 hours when the session's time zone changes its clocks.
+    """Return a duration as the text of an SQL interval; None if `given` is None or zero."""
+    # Never in days, because a day has 23 or 25 hours when the session's time zone changes its clocks.
     return f"{given // _MICROSECOND} microseconds" if given else None
 
 
 def array_text(elements: Iterable[str]) -> str:
-    """An array's text, of elements that need no quotes or have them."""
+    """Return the text of a PostgreSQL array, from the texts of its elements, quoted already if they need it."""
     return "{" + ",".join(elements) + "}"
 
 
@@ -206,7 +217,7 @@ def _element(item: str | None) -> str:
 
 
 def _quoted_array(items: Iterable[str]) -> str:
-    # Joined by NUL and escaped in one go. No item holds a NUL: JSON escapes it.
+    # Joined by NUL and escaped at once. No item contains a NUL, because JSON escapes it.
     return '{"' + _escape("\0".join(items)).replace("\0", '","') + '"}'
 
 

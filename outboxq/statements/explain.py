@@ -1,8 +1,8 @@
-"""Explain: find out why a job, or a queue, does not run, from one row or the first entries of an index. No locks.
+"""Explain: queries for the reason why a job or a queue does not run. They read one row, or an index's first entries.
 
-A running job was deleted by a transaction that is still open, and one that a session has locked seems the same: the
-row's `xmax` is the id of the transaction, or of one of its savepoints. Each has a lock on its own id, which leads to
-the session; the lock of a prepared transaction has no session.
+No locks. A running job was deleted by a transaction that is still open, and a job that a session has locked looks the
+same: the row's `xmax` is the id of the transaction, or of one of its savepoints. Each has a lock on its own id, which
+leads to the session; the lock of a prepared transaction has no session.
 """
 
 from typing import Any
@@ -17,7 +17,7 @@ from outboxq.statements.coalesce import IS_TAKEN_ALONG
 from outboxq.statements.doctor.sessions import qualified, schema_name
 from outboxq.tables import Instant
 
-# Counts go no further.
+# Counts stop at this number.
 MOST_COUNTED = 10_000
 # The most jobs of a coalescing key, and the most open callback batches, that are checked.
 MOST_LOOKED_AT = 1_000
@@ -56,7 +56,10 @@ WHERE job.id = CAST(:job_id AS uuid)"""
 
 
 def job_facts(schema: str, job_id: UUID) -> TextualSelect:
-    """A job, its holder and lease, and since when its kind is paused. Index: the primary keys; one row."""
+    """Select a waiting or running job, its holder and lease, and since when its kind has been paused.
+
+    The holder is the session whose transaction runs or locks the job. Index: the primary keys; one row.
+    """
     statement = _JOB.format(
         job=qualified(schema, "job"),
         relay=qualified(schema, "relay"),
@@ -69,7 +72,7 @@ def job_facts(schema: str, job_id: UUID) -> TextualSelect:
 
 
 def dead_facts(schema: str, job_id: UUID) -> TextClause:
-    """A dead letter. Index: the primary key; one row."""
+    """Select the facts of a dead letter that `explain` shows. Index: the primary key; one row."""
     return text(
         "SELECT queue, kind, reason, attempt, "
         "extract(epoch FROM pg_catalog.statement_timestamp() - died_at)::float8 AS dead_seconds "
@@ -87,7 +90,10 @@ FROM {batch} AS batch """
 
 
 def batch_facts(schema: str, batch_id: UUID) -> TextClause:
-    """The callback of an open batch, which will have the batch's id. Index: the primary key, and job_batch; one row."""
+    """Select the kind and queue of an open callback batch's callback job, and the number of the batch's jobs left.
+
+    The callback job is added when none is left, with the batch's id. Index: the primary key, and job_batch; one row.
+    """
     statement = _BATCH.format(job=qualified(schema, "job"), batch=qualified(schema, "batch"))
     return text(f"{statement}WHERE batch.id = CAST(:batch_id AS uuid)").bindparams(
         batch_id=str(batch_id), most=MOST_COUNTED + 1
@@ -95,7 +101,10 @@ def batch_facts(schema: str, batch_id: UUID) -> TextClause:
 
 
 def batches_into(schema: str, queue: str) -> TextClause:
-    """The oldest callback batch whose callback goes to a queue. Reads the first 1,000 open ones; one row."""
+    """Select the oldest callback batch whose callback job will go to a queue, with the columns of `batch_facts`.
+
+    Reads the first 1,000 open batches; one row.
+    """
     statement = _BATCH.format(
         job=qualified(schema, "job"),
         batch=f"(SELECT id, callback FROM {qualified(schema, 'batch')} ORDER BY id LIMIT :looked_at)",
@@ -107,7 +116,7 @@ def batches_into(schema: str, queue: str) -> TextClause:
 
 
 def writers(schema: str) -> TextClause:
-    """Sessions whose open transaction may have added jobs, the oldest first. Bound: 100 rows."""
+    """Select sessions whose open transaction may have added jobs, the oldest first. Bound: 100 rows."""
     return text(
         """\
 SELECT activity.pid, activity.application_name, activity.state,
@@ -125,12 +134,15 @@ ORDER BY activity.xact_start NULLS LAST LIMIT 100"""
 
 
 def clock() -> Select[Any]:
-    """The database's time."""
+    """Select the database's time."""
     return select(pg.clock_timestamp(type_=Instant()))
 
 
 def queue_facts(schema: str, queue: str) -> TextClause:
-    """The operators' settings of a queue, and how far ahead its tokens are reserved. Index: primary keys; one row."""
+    """Select the operators' settings of a queue, and the seconds by which its rate's tokens are reserved in advance.
+
+    A token is the permission to begin one job. Index: primary keys; one row.
+    """
     return text(
         f"""\
 SELECT extract(epoch FROM pg_catalog.statement_timestamp() - queue.paused_at)::float8 AS paused_seconds,
@@ -144,7 +156,7 @@ LEFT JOIN {qualified(schema, "rate")} AS rate ON rate.name = asked.name"""
 
 
 _IN_GROUPS = ("group_key IS NOT NULL AND state = 'grouped'", 'group_key COLLATE "C", seq')
-# The jobs that may run next, in the relays' order; then those that are to run later, and those that run.
+# Jobs that may run next, in the relays' order; then jobs that run later, and jobs that are running.
 _DUE_NOW = (
     ("state = 'ready'", "(-priority), seq"),
     (f"state = 'scheduled' AND {_DUE}", "run_at"),
@@ -173,10 +185,10 @@ WHERE {due} AND NOT holder = ANY (ARRAY(SELECT transactionid FROM open)) LIMIT 1
 
 
 def next_job(schema: str, queue: str) -> TextClause:
-    """The job of a queue that runs next, else one that runs later, else one that is running; one row.
+    """Select the id of the job of a queue that runs next; without one, of one that runs later, or that runs now.
 
-    Indexes: those of the claims, an entry of each besides those of running jobs; of the groups, the first 1,000
-    entries. Leased jobs are read.
+    Indexes: those of the claims, one entry of each in addition to those of running jobs; of the groups, the first 1,000
+    entries. All leased jobs are read.
     """
     job = qualified(schema, "job")
 
@@ -198,7 +210,10 @@ def next_job(schema: str, queue: str) -> TextClause:
 
 
 def ready_before(schema: str, queue: str, priority: int, seq: int) -> TextClause:
-    """The number of ready jobs of a queue that are before this place and do not run, up to 10,001. Index: job_ready."""
+    """Count the jobs in state `ready` of a queue that come before this priority and `seq` and do not run, up to 10,001.
+
+    Index: job_ready.
+    """
     before = "((-priority), seq) < (CAST(:priority AS int), CAST(:seq AS bigint))"
     is_free = f"NOT xmax = ANY (ARRAY({_OPEN}))"
     return _count(schema, f"queue = CAST(:queue AS text) AND state = 'ready' AND {before} AND {is_free}").bindparams(
@@ -207,14 +222,17 @@ def ready_before(schema: str, queue: str, priority: int, seq: int) -> TextClause
 
 
 def suspects_before(schema: str, queue: str, seq: int) -> TextClause:
-    """The number of suspects of a queue before this place, up to 10,001. Index: job_suspect."""
+    """Count the suspects (jobs that ran when their relay died) of a queue before this `seq`, up to 10,001.
+
+    Index: job_suspect.
+    """
     return _count(
         schema, "queue = CAST(:queue AS text) AND state = 'suspect' AND seq < CAST(:seq AS bigint)"
     ).bindparams(queue=queue, seq=seq)  # fmt: skip
 
 
 def group_before(schema: str, queue: str, group: str, seq: int) -> TextClause:
-    """The number of jobs of a group before this place, up to 10,001. Index: job_group."""
+    """Count the jobs of a group before this `seq`, up to 10,001. Index: job_group."""
     return _count(
         schema,
         "queue = CAST(:queue AS text) AND group_key IS NOT NULL AND state <> 'group_waiting' "
@@ -223,7 +241,7 @@ def group_before(schema: str, queue: str, group: str, seq: int) -> TextClause:
 
 
 def first_in_group(schema: str, queue: str, group: str) -> TextClause:
-    """The first job of a group. Index: job_group, one entry."""
+    """Select the first job of a group. Index: job_group, one entry."""
     return text(
         f"SELECT id FROM {qualified(schema, 'job')} WHERE queue = CAST(:queue AS text) AND group_key IS NOT NULL "
         "AND state <> 'group_waiting' AND group_key COLLATE \"C\" = CAST(:group AS text) "
@@ -237,11 +255,10 @@ def _count(schema: str, condition: str) -> TextClause:
 
 
 def newest_of_key(schema: str, key: str, job_id: UUID) -> TextClause:
-    """The newest of the jobs of a coalescing key that one run takes along, and their number; a row.
+    """Select one row about a coalescing key whose jobs one run merges: the newest of these jobs, and their number.
 
-    No row if a run does not take this job along: its producer set a later time.
-
-    Index: job_unique, 1,000 entries of it.
+    No row if a run does not merge the job `job_id`, because its producer set a later time. Index: job_unique, 1,000
+    entries of it.
     """
     return text(
         f"""\
@@ -255,7 +272,7 @@ ORDER BY {added_order("found")} DESC, seq DESC LIMIT 1"""
 
 
 def busiest_relays() -> TextClause:
-    """The relays' connections with the oldest transactions. Bound: 3 rows."""
+    """Select the relays' 3 connections with the oldest transactions, and the age of each in seconds."""
     return text(
         """\
 SELECT pid, extract(epoch FROM pg_catalog.clock_timestamp() - xact_start)::float8 AS seconds

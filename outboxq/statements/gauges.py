@@ -1,6 +1,6 @@
-"""Gauges: reads of the metrics exporter that operators and the doctor do not share: small tables, and catalogs.
+"""Queries that only the metrics exporter sends, for its gauges, and not operators or the doctor.
 
-No locks.
+They read small tables, and catalogs.
 """
 
 from datetime import datetime, timedelta
@@ -31,7 +31,7 @@ _ORIGIN: ColumnElement[datetime] = literal_column("timestamptz '2000-01-01 00:00
 
 
 def relays(limit: int) -> Executable:
-    """The relays that were seen within a day: state, slots, queues, and the seconds since each was last seen.
+    """Select the relays that wrote their state within a day: state, slots, queues, and the seconds since that write.
 
     Reads the small table `relay_status`.
     """
@@ -40,9 +40,9 @@ def relays(limit: int) -> Executable:
 
 
 def schedule_times(limit: int) -> Executable:
-    """Schedules: the seconds since each was due, negative if it is not; when it was fired last; if it is paused.
+    """Select the schedules: seconds since each was due (negative before), its last fire time, and true if paused.
 
-    The longest due come first. Reads the table, which is small.
+    The schedule that is longest overdue comes first. Reads the table, which is small.
     """
     return (
         select(
@@ -57,18 +57,21 @@ def schedule_times(limit: int) -> Executable:
 
 
 def open_batches(most: int) -> Executable:
-    """The number of open callback batches, up to `most`. Reads as many rows."""
+    """Count the open callback batches, up to `most`. Reads as many rows."""
     some = select(literal_column("1")).select_from(batch).limit(most).subquery("some")
     return select(count()).select_from(some)
 
 
 def oldest_batch() -> Executable:
-    """The age in seconds of the oldest open callback batch. Index: the primary key, whose ids are in time order."""
+    """Select the age in seconds of the oldest open callback batch.
+
+    Index: the primary key, whose ids are in time order.
+    """
     return select(seconds(_NOW - batch.c.created_at)).order_by(batch.c.id).limit(1)
 
 
 def relation_sizes(schema: str) -> TextClause:
-    """The tables and indexes of the schema, and the bytes of each, without TOAST. Catalogs."""
+    """Select the tables and indexes of the schema, and the bytes of each, without TOAST. Catalogs."""
     return text(
         """\
 SELECT class.relname::text AS relation, pg_catalog.pg_relation_size(class.oid) AS bytes
@@ -78,13 +81,13 @@ WHERE namespace.nspname = :schema AND class.relkind IN ('r', 'i') ORDER BY 1"""
 
 
 def minute(minutes_ago: int) -> Executable:
-    """The beginning of a minute, by the database's clock."""
+    """Select the beginning of the minute that is `minutes_ago` before the present one, by the database's clock."""
     before: ColumnElement[timedelta] = literal_column(f"interval '{minutes_ago:d} minutes'", Interval())
     return select(pg.date_bin(_MINUTE, _NOW - before, _ORIGIN, type_=Instant()))
 
 
 def sum_minutes(since: datetime, before: datetime | None) -> Executable:
-    """The outcomes of jobs in the minutes from `since` on, up to `before`: sums by queue and kind.
+    """Select the sums of jobs' outcomes in the minutes from `since` on, up to `before`, by queue and kind.
 
     Index: the primary key of `stat`, from `since` on.
     """

@@ -1,16 +1,18 @@
 """The claim of grouped jobs: one at a time of each group, in the order of `seq`.
 
 Two statements in one string. The first one walks over the groups and locks some of them; the second one takes a new
-snapshot, with the locks held, and picks jobs. In one statement, the snapshot could be older than the lock: another
-relay's lease that was committed in between would not be seen, and two jobs of a group would run at the same time.
+snapshot, with the locks held, and picks jobs. In a single statement, the snapshot could be older than the lock: then
+another relay's lease committed in between would not be seen, and two jobs of a group would run at the same time.
 
-The locks are advisory ones of the transaction. In transaction mode they are held while the jobs run; in lease mode up
-to the claim's COMMIT, and then the leased row itself keeps its group closed. Both modes check for a job under a lease:
-suspects always run under one. Keys whose hashes collide only wait for each other.
+The locks are advisory ones of the transaction. In transaction mode they are held while the jobs run; in lease mode they
+are held up to the claim's COMMIT, and then the leased row itself keeps other claims from its group. Both modes check
+for a leased job, because suspects (jobs that ran when their relay died) always run under a lease. Two groups whose keys
+have the same hash only wait for each other.
 
-If a queue lets N jobs of a group run at a time, a group has N locks. A claim in transaction mode holds one, from the
-first on, and takes nothing if its number is above N minus the leased jobs. A claim under a lease needs the last one, to
-be alone, and the one whose number is N minus the leased jobs, which no transaction may use from then on.
+If a queue lets N jobs of a group run at a time, a group has N locks. A claim in transaction mode holds the first free
+one, and takes no jobs if its number is above N minus the leased jobs. A claim under a lease needs the last lock, which
+excludes other such claims, and the lock whose number is N minus the leased jobs, which no transaction may use from then
+on.
 """
 
 import json
@@ -30,17 +32,18 @@ from outboxq.statements.numbers import next_token, one_more, one_more_attempt
 from outboxq.statements.render import compose, quote_literal, render
 from outboxq.statements.wake import channel_name
 
-# The most groups that one claim visits: those whose first job may not run yet cost a probe each.
+# The most groups that one claim visits: groups whose first job may not run yet cost a probe each.
 GROUPS_SEEN = 200
 
-# The index job_group (queue, group_key COLLATE "C", seq), which has no jobs out of their group's order.
+# The index job_group (queue, group_key COLLATE "C", seq), which has no entries for jobs that are out of their group's
+# order.
 _FIRST: LiteralString = """\
 (SELECT group_key, state, run_at, {lap} AS lap FROM {job}
       WHERE {if_lap}queue = {queue} AND state <> 'group_waiting' AND group_key COLLATE "C" {where}
       ORDER BY group_key COLLATE "C", seq LIMIT 1)"""
 
-# One probe of the index for each group, of one job or of a million: from the group after `after` to the last one, then
-# from the first one (lap 1) up to `after`. The arms of UNION ALL are tried in order, up to the first row.
+# One probe of the index for each group, whether it has one job or a million: from the group after `after` to the last
+# one, then from the first one (lap 1) up to `after`. The arms of UNION ALL are tried in order, up to the first row.
 _HEADS: LiteralString = """\
 heads AS (
   (SELECT head.*, 1 AS place FROM (
@@ -60,7 +63,7 @@ heads AS (
   WHERE heads.place < {seen}
 )"""
 
-# Suspects that are the first of their groups, by the index job_group_state (state, queue, run_at).
+# Suspects that are first in their groups, by the index job_group_state (state, queue, run_at).
 _SUSPECT_HEADS: LiteralString = """\
 heads AS (
   SELECT suspect.group_key, suspect.state, suspect.run_at, 0 AS lap, pg_catalog.row_number() OVER () AS place FROM (
@@ -74,7 +77,7 @@ heads AS (
     AND NOT EXISTS (SELECT FROM {queue_table} WHERE name = {queue} AND paused_at IS NOT NULL)
 )"""
 
-# CASE, so that only groups that may run are locked; LIMIT stops the walk at the last group that is wanted.
+# CASE, so that only groups that may run are locked; LIMIT stops the walk at the last wanted group.
 _LOCK: LiteralString = """\
 WITH RECURSIVE {room}setting AS MATERIALIZED (
   SELECT coalesce((SELECT max_per_group FROM {queue_table} WHERE name = {queue}), {per_group}) AS most
@@ -99,8 +102,8 @@ SELECT pg_catalog.set_config('outboxq.groups', coalesce((
     AND run_at <= pg_catalog.statement_timestamp()),
   {has_room}"""
 
-# The leased jobs of the queue are as many as all slots hold. `run` has the first jobs of each group that the claim
-# could take; if several run at a time, other transactions may have the first of them.
+# There are at most as many leased jobs in the queue as all slots hold. `run` has the first jobs of each group that the
+# claim could take; if several run at a time, other transactions may have the first of them.
 _PICK: LiteralString = """\
 WITH setting AS MATERIALIZED (
   SELECT coalesce((SELECT max_per_group FROM {queue_table} WHERE name = {queue}), {per_group}) AS most
@@ -122,8 +125,8 @@ WITH setting AS MATERIALIZED (
 ), """
 _EACH: LiteralString = "(SELECT greatest(1, {limit} / greatest(pg_catalog.count(*), 1)) FROM open)"
 _FREE: LiteralString = "next.state = 'grouped' AND next.run_at <= pg_catalog.statement_timestamp()"
-# The sort of a suspect does not change while its group is locked. Of the rows found by their keys it would be read of
-# all suspects, if the planner takes these for fewer.
+# The sort of a suspect does not change while its group is locked. If it were tested with the rows found by their keys,
+# the planner might read all suspects, in the belief that these are fewer.
 _FREE_SUSPECT: LiteralString = "next.state = 'group_suspect'{of_sort}"
 _OPEN: LiteralString = "mine.slot <= (SELECT most FROM setting) - coalesce(leased.jobs, 0)"
 _OPEN_LEASED: LiteralString = """\
@@ -133,8 +136,8 @@ coalesce(leased.jobs, 0) < (SELECT most FROM setting)
       pg_catalog.chr(31), {queue}::text, mine.group_key, (SELECT most FROM setting) - coalesce(leased.jobs, 0))))"""
 
 # In transaction mode a group's jobs are taken up to the first one that is not due, that another transaction holds, or
-# that died with its claim. Those that died become suspects, each in its place: our COMMIT overwrites their marks. Of
-# groups that let several run at a time, all free jobs are taken.
+# that died with its claim. Jobs that died become suspects, each in its place: the claim's COMMIT overwrites their
+# marks. Of groups that let several jobs run at a time, all free jobs are taken.
 _LOCKED: LiteralString = """\
 locked AS MATERIALIZED (
   SELECT id, {died} AS died FROM {job} AS job
@@ -157,7 +160,7 @@ _DELETING: LiteralString = """, moved AS (
 SELECT count.moved, claimed.*
 FROM (SELECT pg_catalog.count(*) AS moved FROM moved) AS count LEFT JOIN claimed ON true"""
 
-# Under a lease one job of each group: the next one begins when this one is settled.
+# Under a lease one job of each group is taken: the next one begins when this one is settled.
 _LOCKED_FIRST: LiteralString = """\
 first AS MATERIALIZED (
   SELECT group_key, pg_catalog.min(seq) AS seq FROM run WHERE free OR (SELECT most FROM setting) = 1 GROUP BY group_key
@@ -180,13 +183,16 @@ SELECT id FROM picked"""
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """The groups of a queue that a claim visited.
+    """The result of a claim's walk over a queue's groups, which decides where the next walk begins.
 
     Attributes:
-        taken: The keys of the groups that it locked, in the order of its walk.
-        seen: The number of groups that it visited, and `last` the last of them; None if it did not walk to its end.
-        is_back_due: True if jobs that were passed over are due, and to be brought back.
-        has_room: True if the queue's limit has room; else it visited none.
+        taken: The keys of the groups that the claim locked, in the order of its walk.
+        seen: The number of groups that the walk visited; None if it stopped early, with as many groups as were
+            wanted.
+        last: The key of the last group visited; None if `seen` is None, or no group was visited.
+        is_back_due: True if jobs whose retry time has come, and which later jobs of their groups have passed, are
+            to be returned to their groups by `bring_back`.
+        has_room: True if the queue's limit has room; otherwise no group was visited.
     """
 
     taken: tuple[str, ...]
@@ -198,21 +204,24 @@ class Look:
 
 @dataclass(frozen=True, slots=True)
 class GroupScript:
-    """The claim of jobs of a queue's groups; sent as text, because the planner must see the groups' cursor.
+    """The SQL to claim jobs of a queue's groups.
+
+    It is sent as text and not prepared, because the planner must see the group's key at which the walk begins.
 
     Args:
         owner: The lease under which the jobs run; None in transaction mode.
         per_group: The number of jobs of a group that run at a time, if no operator has set it.
-        most: The limit of jobs of the queue that run at a time; with `counts_leases` it is kept by counting them, and
+        most: The number of jobs of the queue that may run at a time; with `counts_leases` leased jobs are counted, and
             the claim takes as many as there is room for.
-        suspects: True to claim only suspects, if they are the first of their groups.
-        in_company: Of suspects, True for those whose relay died once, without counting a crash; False for those whose
-            relay died more often, which run alone: each claim takes one, and counts the crash, as it does with None,
-            for suspects of either sort.
+        suspects: True to claim only suspects (jobs that ran when their relay died), if they are the first of their
+            groups.
+        in_company: For suspects: True claims those whose relay died only once, without counting a crash; False claims
+            those whose relay died more often, which run alone: each claim takes one, and counts the crash. None claims
+            any suspect, in the same way as False.
     """
 
-    # No connection prepares it. Priorities do not matter within a group.
-    # A claim takes the first jobs of groups, and more may wait after each.
+    # Connections do not prepare it. Priorities do not matter within a group. A claim takes the first jobs of groups,
+    # and more jobs may wait after each.
     name: ClassVar[str] = ""
     by_seq: ClassVar[bool] = True
     takes_firsts: ClassVar[bool] = True
@@ -227,7 +236,7 @@ class GroupScript:
     per_group: int = 1
 
     def for_limit(self, _: int) -> "GroupScript":
-        """The script that claims up to so many jobs: this one."""
+        """Return this script: it is the same for a claim of any size. `ClaimScript` has another one for many jobs."""
         return self
 
     @property
@@ -237,12 +246,12 @@ class GroupScript:
 
     @property
     def lock(self) -> tuple[str, ...]:
-        """Statements before the claim, for a limit that is kept by counting leased jobs."""
+        """Return the statements to send before the claim; none unless the queue has a limit that counts leased jobs."""
         is_counted = self.counts_leases and self.most is not None
         return lock_claims(self.schema, self.queue) if is_counted else ()
 
     def text(self, limit: int, after: str = "") -> str:
-        """The claim of up to `limit` jobs, of the groups after `after`, and then of those up to it.
+        """Return the SQL text of a claim of up to `limit` jobs: of groups after the key `after`, then of the others.
 
         Indexes: job_group, an entry for each of up to `GROUPS_SEEN` groups, and the jobs that are taken;
         job_group_state, the leased jobs of the queue; the primary key. Locks: the groups, by advisory locks, and the
@@ -251,32 +260,39 @@ class GroupScript:
         return "; ".join(statement for _, statement in self.parts(limit, after))
 
     def clearing(self, limit: int, after: str | None = None) -> list[tuple[str, str]]:
-        """Lock the jobs that the claim would pick, so that a COMMIT overwrites their marks; "claim" returns the ids.
+        """Return statements that lock the jobs that the claim would pick; the one labelled "claim" returns their ids.
 
-        Indexes, locks and bound are those of the claim.
+        The COMMIT after them overwrites the marks (`xmax`) that a rolled back claim left in the rows, which would make
+        the jobs look as if their relay had died. Indexes, locks and bound are those of the claim.
         """
         return self.parts(limit, after, clears=True)
 
     def parts(self, limit: int, after: str | None, _: object = (), *, clears: bool = False) -> list[tuple[str, str]]:
-        """The statements of `text` with their owners, or of `clearing`: "groups" returns groups, "claim" jobs."""
+        """Return the statements of a claim (`text`), or with `clears` those of `clearing`, as pairs of a label and SQL.
+
+        The one labelled "groups" returns the groups, for `look`; the one labelled "claim" returns the jobs.
+        """
         texts, number = _texts(self), str(int(limit))
-        # The cursor last, as a key of a group may hold any character.
+        # The cursor is last, because a group's key may contain any character.
         lock = texts.lock.replace(_LIMIT, number).replace(_AFTER, quote_literal(after or ""))
         pick = (texts.clearing if clears else texts.claim).replace(_LIMIT, number)
         return [*texts.limited, *claim.BY_INDEX, ("groups", lock), ("claim", pick), *claim.AS_EVERYWHERE]
 
     def look(self, rows: Mapping[str, Sequence[tuple[Any, ...]]], _: ServerSession) -> Look:
-        """The groups that the first of its statements reports."""
+        """Return a `Look`, the groups that a claim visited and locked, from the rows of its statement "groups"."""
         groups, seen, last, is_back_due, has_room = rows["groups"][0]
         taken = [str(key) for key, _ in json.loads(groups)] if has_room else []
         return Look(tuple(taken), seen, last, bool(is_back_due), bool(has_room))
 
     def failed(self, _error: BaseException, _: ServerSession) -> bool:
-        """Return True if it failed for how it was sent: never, as it is always sent as text."""
+        """Return False: the claim is sent as text, so another try in another form would not help.
+
+        `ClaimScript.failed`, which callers use in the same way, may return True.
+        """
         return False
 
     def one(self, job_id: UUID) -> str:
-        """Take one job the same way, without regard to its group, to check if its row can be taken at all."""
+        """Return SQL that claims one job by its id, regardless of its group, to test if its row can be claimed."""
         picked: LiteralString = (
             "WITH picked AS MATERIALIZED (SELECT id, false AS died FROM {job} WHERE id = {id} "
             "AND state IN ('grouped', 'group_suspect') LIMIT 1 FOR UPDATE SKIP LOCKED)"
@@ -288,7 +304,7 @@ AnyScript: TypeAlias = claim.ClaimScript | GroupScript
 
 
 class _Texts(NamedTuple):
-    """The texts of a script, with marks for its limit and its cursor."""
+    """The SQL texts of a script's claim; control characters mark the places of its limit and of its first group."""
 
     limited: tuple[tuple[str, str], ...]
     lock: str
@@ -296,7 +312,7 @@ class _Texts(NamedTuple):
     clearing: str
 
 
-# As in claim.py: control characters, which no name has.
+# As in claim.py: control characters, which no name contains.
 _LIMIT: LiteralString = "\1"
 _AFTER: LiteralString = "\2"
 
@@ -352,7 +368,7 @@ def _texts(script: GroupScript) -> _Texts:
 
 
 def lock_class(schema: str) -> str:
-    """The name of the advisory locks of an installation's groups; its hash is their first key."""
+    """Return the name whose hash is the first of the two keys of this installation's advisory locks on groups."""
     return f"{channel_name(schema)} group"
 
 
@@ -380,10 +396,11 @@ def _action(script: GroupScript) -> str:
 
 
 def bring_back(schema: str, queue: str) -> str:
-    """Put jobs that were passed over back at the end of their groups, if due; returns how many.
+    """Return SQL that moves due jobs, which later jobs of their groups have passed, to the ends of these groups.
 
-    Index: job_group_state, up to 1,000 jobs. Locks: the jobs, skipping those that another transaction holds. In its own
-    transaction: rolled back with a batch, it would leave marks on the jobs.
+    It returns the number of moved jobs. Index: job_group_state, up to 1,000 jobs. Locks: the jobs, skipping those that
+    another transaction holds. Send it in a separate transaction: if it were rolled back with a claim, it would leave
+    marks (`xmax`) on the jobs.
     """
     return render(schema, _BRING_BACK, queue=queue, headers=sql.SQL(headers_with_order("job")))
 

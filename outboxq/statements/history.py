@@ -1,6 +1,6 @@
-"""The history: relays add to `stat` several times a minute; it is rolled up and pruned.
+"""The history: relays add counts of jobs to the table `stat`; minutes are summed up in hours, and old rows deleted.
 
-Sent as text on a connection besides those of the relay's slots.
+A relay adds its counts several times a minute, as text, on a connection apart from those on which its jobs run.
 """
 
 from collections.abc import Sequence
@@ -12,11 +12,11 @@ from psycopg import sql
 from outboxq.database.settings import SET_OURS
 from outboxq.statements.render import compose, render
 
-# The history need not wait for the disk: a crash of the server may undo its last moments.
-# lock_timeout: the rows of a minute are held while another relay's statement runs.
+# The history need not wait for the disk: a server crash may undo its last moments. lock_timeout: another relay's
+# statement may hold the rows of a minute.
 SETTINGS = f"{SET_OURS}SET LOCAL synchronous_commit = off; SET LOCAL lock_timeout = '5s'; "
 
-# The upper bounds of the buckets, in seconds; after them comes one for all longer times.
+# The upper bounds of the buckets, in seconds; a last bucket counts all longer times.
 BOUNDS = (
     0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 1800.0, 7200.0,
     43200.0,
@@ -27,7 +27,7 @@ _SECONDS: tuple[LiteralString, ...] = ("wait_seconds", "run_seconds")
 _SUMS: tuple[LiteralString, ...] = (*OUTCOMES, *_SECONDS)
 _HISTOGRAMS: tuple[LiteralString, ...] = ("wait", "run")
 
-# No sum exceeds the table's check or its type: one that did would end the history of its minute.
+# No sum may exceed the table's check or its type: otherwise nothing more could be added to that minute.
 _MOST: LiteralString = "1000000000000000"
 
 
@@ -54,8 +54,7 @@ SELECT {owner}, {host}, {pid}, {version}, (SELECT pg_catalog.max(step) FROM {mig
 ON CONFLICT (id) DO NOTHING"""
 
 # READ COMMITTED: a statement that waited for the row of an earlier try checks the number again, and adds nothing if
-# that was committed.
-# ORDER BY: all relays lock the rows of a minute in one order, so that they do not deadlock.
+# that try was committed. ORDER BY: all relays lock the rows of a minute in one order, so that they do not deadlock.
 _FLUSH: LiteralString = """\
 WITH mine AS (
   UPDATE {relay_status} SET flush = {flush}, seen_at = pg_catalog.clock_timestamp(), state = {state}, busy = {busy},
@@ -93,11 +92,14 @@ def register(
     listens: bool,
     limits: str,
 ) -> str:
-    """Add the row of a relay, unless it exists. Index: the primary key. Locks: the row.
+    """Return SQL that adds the row of a relay to `relay_status`, unless it exists.
+
+    Index: the primary key. Locks: the row.
 
     Args:
-        limits: The limits that its application declares: JSON text of a list of objects, each with the queue's name.
-        flush: The number of the last flush that is not to be added any more.
+        limits: The limits that its application declares: JSON text of a list of objects, each with the queue's
+            name.
+        flush: The number of the relay's last flush: `flush_counts` adds only flushes with higher numbers.
     """
     return render(
         schema,
@@ -125,17 +127,20 @@ def flush_counts(
     running: str,
     rows: Sequence[Sequence[object]],
 ) -> str:
-    """Write the relay's state, and add its numbers to those of the minute, if this flush was not committed before.
+    """Return SQL that writes the relay's state, and adds its counts to the present minute (one "flush").
 
-    One row: true if that was done now; if the relay's row exists; if this minute has gauges; the database's time in
-    seconds since 1970.
-    Index: the primary keys. Locks: the relay's row, then a row for each of `rows`, in the order of queues and kinds.
+    Nothing is added if a flush of this number was committed before, so it may be sent again after a lost answer. It
+    returns one row: true if it was added now; true if the relay's row exists; true if this minute has gauges; the
+    database's time in seconds since 1970. Index: the primary keys. Locks: the relay's row, then a row for each of
+    `rows`, in the order of queues and kinds.
 
     Args:
         flush: The number of the flush, higher than any before.
-        free: The queues that a slot could claim from.
-        running: A JSON array.
-        rows: Queue and kind, the outcomes in the order of `OUTCOMES`, two sums, two histograms.
+        busy: The number of slots that run jobs.
+        free: The queues that a free slot could claim from.
+        running: The long-running jobs, as a JSON array.
+        rows: For each queue and kind its counts: queue, kind, a number for each of `OUTCOMES`, the sums of seconds
+            of waiting and running, and the two histograms of these seconds.
     """
     adding = compose(
         schema,
@@ -160,7 +165,7 @@ def flush_counts(
 
 
 def unregister(schema: str, relay: UUID) -> str:
-    """Remove the row of a relay that has ended. Index: the primary key. Locks: the row."""
+    """Return SQL that removes the row of a relay that has ended. Index: the primary key. Locks: the row."""
     return render(schema, "DELETE FROM {relay_status} WHERE id = {owner}", owner=relay)
 
 
@@ -212,17 +217,18 @@ ON CONFLICT (grain, at, queue, kind) DO UPDATE SET {added}"""
 
 
 def oldest_minute(schema: str, kept: str) -> str:
-    """The hour of the oldest minute that is older than `kept`, such as "48 hours", if any.
+    """Select the hour, as text, to which the oldest row of a minute belongs, if it is older than `kept` ("48 hours").
 
-    Whole hours only: a minute that relays may still add to is never among them. Index: the primary key; no locks.
+    Never an hour to whose minutes relays may still add; no row if there is none. Index: the primary key; no locks.
     """
     return render(schema, _OLDEST_MINUTE, kept=kept, origin=_ORIGIN)
 
 
 def roll_up(schema: str, hour: str) -> str:
-    """Turn the rows of an hour's minutes into rows of the hour. Index: the primary key. Locks: those rows.
+    """Return SQL that replaces the rows of the minutes of `hour` by rows of the hour, with the sums of their numbers.
 
-    One statement: each number is in the minutes or in the hour, and never in both.
+    It is one statement, so that each number is either in the minutes or in the hour. Index: the primary key. Locks:
+    those rows.
     """
     sums = ", ".join(
         f"{_at_most(f'pg_catalog.sum({name})', 'float8' if name in _SECONDS else 'bigint')} AS {name}" for name in _SUMS
@@ -259,20 +265,23 @@ SELECT pg_catalog.count(*) FROM deleted"""
 
 
 def prune_hours(schema: str, kept: str, limit: int) -> str:
-    """Delete up to `limit` rows of hours older than `kept`; one row, with their number. Index: the primary key.
+    """Return SQL that deletes up to `limit` rows of hours older than `kept`: one row, the number of deleted rows.
 
-    Locks: the rows, skipping those that another transaction holds.
+    Index: the primary key. Locks: the rows, skipping those that another transaction holds.
     """
     return render(schema, _PRUNE_HOURS, kept=kept, limit=limit)
 
 
 def prune_gauges(schema: str, kept: str, limit: int) -> str:
-    """Delete up to `limit` gauges older than `kept`, as `prune_hours` does."""
+    """Return SQL that deletes up to `limit` gauges older than `kept`, as `prune_hours` does with rows of hours."""
     return render(schema, _PRUNE_GAUGES, kept=kept, limit=limit)
 
 
 def prune_relays(schema: str) -> str:
-    """Remove the rows of relays that were not seen for a day. Reads the small table `relay_status`; locks: the rows."""
+    """Return SQL that deletes the rows of relays that wrote no state for a day.
+
+    Reads the small table `relay_status`; locks rows.
+    """
     return render(
         schema,
         "DELETE FROM {relay_status} WHERE seen_at < pg_catalog.statement_timestamp() - interval '1 day'",
@@ -286,7 +295,7 @@ SELECT pg_catalog.pg_try_advisory_xact_lock(pg_catalog.hashtext('outboxq gauges'
 
 
 def is_gauge_due(schema: str) -> str:
-    """One row: true if the caller is to write this minute's gauges; then no other session does.
+    """Select one row: true if this minute's gauges are not written yet, and the caller has now the lock to write them.
 
     Index: the primary key. Locks: an advisory lock, never waited for, to the end of the transaction.
     """
@@ -294,7 +303,10 @@ def is_gauge_due(schema: str) -> str:
 
 
 def is_roll_up_due(schema: str) -> str:
-    """One row: true if the caller is the only session that rolls up, to the end of its transaction. Never waits."""
+    """Select one row: true if the caller has now the lock under which one session at a time rolls up the history.
+
+    Locks: an advisory lock, never waited for, to the end of the transaction.
+    """
     return render(
         schema,
         "SELECT pg_catalog.pg_try_advisory_xact_lock(pg_catalog.hashtext('outboxq history'), "
@@ -311,10 +323,12 @@ ON CONFLICT (at, queue) DO NOTHING"""
 
 
 def write_gauges(schema: str, gauges: Sequence[Sequence[object]]) -> str:
-    """Write the queues' gauges for this minute. Index: the primary key. Locks: the new rows.
+    """Return SQL that writes the gauges (numbers of jobs by state) of queues for this minute.
+
+    Index: the primary key. Locks: the new rows.
 
     Args:
-        gauges: The columns after `at`, in the table's order; at least one row.
+        gauges: For each queue its values, in the order of the table's columns after `at`; at least one queue.
     """
     typed = [
         sql.SQL(

@@ -1,4 +1,4 @@
-"""The inbox: accept messages in the transaction of the rows they lead to, and list accepted ones."""
+"""The inbox: accept each message once, in the transaction of the rows that it leads to, and list accepted messages."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ from outboxq.tables import StoredText, inbox
 # 'unseen': accepted by a transaction that this statement waited for, so that its snapshot misses the row.
 Outcome: TypeAlias = Literal["accepted", "duplicate", "conflict", "unseen"]
 
-# Long enough for another backend to add a page to the table, whose lock counts too.
+# Long enough for another backend to extend the table by a page, whose lock counts too.
 _TRY_MILLISECONDS = 10
 
 _now = pg.clock_timestamp
@@ -38,29 +38,30 @@ _now = pg.clock_timestamp
 
 @dataclass(frozen=True, slots=True)
 class MessageFilter:
-    """A choice of messages; without any value, all of them. `message_id` is a whole id."""
+    """A filter for accepted messages; without any value, it matches all of them. `message_id` is a whole id."""
 
     consumer: str | None = None
     message_id: str | None = None
     since: datetime | None = None
 
     def conditions(self) -> list[ColumnElement[bool]]:
-        """The filter as conditions on the table `inbox`."""
+        """Return the filter as conditions on the table `inbox`."""
         found = matching(inbox, consumer=self.consumer, message_id=self.message_id)
         if self.since is not None:
-            # The condition on expires_at follows from the other one, and ends the walk of the index inbox_expires.
+            # The condition on expires_at follows from the other one, and bounds the walk of the index inbox_expires.
             found += [inbox.c.seen_at >= self.since, inbox.c.expires_at > self.since]
         return found
 
 
 @cache
 def accept_messages() -> Executable:
-    """Accept the messages that were not accepted before: one row for each id, in no order, with its `Outcome`.
+    """Return SQL that accepts those of the given messages that were not accepted before.
 
-    Built once, because building takes longer than executing; `accept_parameters` has its parameters.
-    Index: the primary key, one descent for each id. Bound: the ids given.
-    Locks: the new rows, always in bytewise order, so that overlapping batches cannot deadlock. Waits for a transaction
-    that is accepting one of these ids, and accepts it itself if that rolls back.
+    It returns a row for each id, in no order, with its `Outcome`, such as "accepted" or "duplicate".
+    `accept_parameters` has its parameters: the statement is built once, because building takes longer than executing.
+    Index: the primary key, one descent for each id. Bound: the ids given. Locks: the new rows, always in bytewise
+    order, so that overlapping calls cannot deadlock. Waits for a transaction that is accepting one of these ids, and
+    accepts the message itself if that transaction rolls back.
     """
     given = _given_messages()
     consumer = bindparam("consumer", type_=StoredText)
@@ -74,7 +75,7 @@ def accept_messages() -> Executable:
         .cte("inserted")
     )
     differs = inbox.c.fingerprint != given.c.digest
-    # A subquery for each id: a join may be planned as a walk through all messages of the consumer.
+    # A subquery for each id, because a join may be planned as a walk through all messages of the consumer.
     standing = (
         select(case((differs, "conflict"), else_="duplicate"))
         .where(inbox.c.consumer == consumer, inbox.c.message_id == given.c.message_id)
@@ -88,7 +89,7 @@ def accept_messages() -> Executable:
 
 
 def _given_messages() -> CTE:
-    # As hex: not every driver sends an array of bytea with NULLs in it.
+    # As hex, because not every driver can send an array of bytea with NULLs in it.
     pairs = unnest(_texts("message_ids"), _texts("digests"))
     row = pairs.table_valued(column("message_id", Text), column("digest", Text)).render_derived()
     digest = pg.decode(row.c.digest, "hex", type_=inbox.c.fingerprint.type).label("digest")
@@ -96,14 +97,14 @@ def _given_messages() -> CTE:
 
 
 def _texts(name: str, values: Sequence[str] | None = None) -> ColumnElement[Any]:
-    # Cast, for the drivers that send an array as a list of literals.
+    # A cast, for drivers that send an array as a list of literals.
     return cast(bindparam(name, values, type_=ARRAY(Text), required=values is None), ARRAY(Text))
 
 
 def accept_parameters(
     consumer: str, fingerprints: Mapping[str, bytes | None], retention: timedelta
 ) -> dict[str, object]:
-    """The parameters of `accept_messages`."""
+    """Return the parameters of `accept_messages`, for messages of one consumer, given as fingerprints by their ids."""
     return {
         "consumer": consumer,
         "message_ids": list(fingerprints),
@@ -113,15 +114,18 @@ def accept_parameters(
 
 
 def shorten_lock_timeout() -> Executable:
-    """Set lock_timeout to 10 ms, until the savepoint is rolled back or `set_lock_timeout`; returns the former value."""
-    # MATERIALIZED: read before it is set.
+    """Return SQL that sets lock_timeout to 10 ms: one row, the old value, for `set_lock_timeout`.
+
+    The setting ends with the transaction, or with a rollback of the savepoint in which it was made.
+    """
+    # MATERIALIZED, so that it is read before it is set.
     before = select(pg.current_setting("lock_timeout").label("value")).cte("before").prefix_with("MATERIALIZED")
     set_now = pg.set_config("lock_timeout", f"{_TRY_MILLISECONDS}ms", True)
     return select(before.c.value, set_now)
 
 
 def set_lock_timeout(value: str) -> Executable:
-    """Set lock_timeout to `value` for the rest of the transaction."""
+    """Return SQL that sets lock_timeout to `value` until the transaction ends."""
     return select(pg.set_config("lock_timeout", value, True))
 
 
@@ -129,9 +133,10 @@ MESSAGE_COLUMNS = ("consumer", "message_id", "fingerprint", "seen_at", "expires_
 
 
 def select_messages(wanted: MessageFilter, stretch: Sequence[ColumnElement[bool]] = (), *, limit: int) -> Select[Any]:
-    """The messages of a stretch that match, the last to expire first: of one consumer, the latest.
+    """Select the messages that match `wanted`, the last to expire first: for one consumer, the latest first.
 
-    Index: inbox_expires backwards, whose order needs no sort; the primary key for a consumer and an id. No locks.
+    `stretch`: conditions from `stretches` that limit the query to one part of the table; empty for all of it. Index:
+    inbox_expires backwards, whose order needs no sort; the primary key for a consumer and an id. No locks.
     """
     return (
         select(*(inbox.c[name] for name in MESSAGE_COLUMNS))
@@ -142,15 +147,16 @@ def select_messages(wanted: MessageFilter, stretch: Sequence[ColumnElement[bool]
 
 
 def select_message(consumer: str, message_id: str) -> Executable:
-    """One message. Index: the primary key; no locks; one row."""
+    """Select one message. Index: the primary key; no locks; one row."""
     found = select(*(inbox.c[name] for name in MESSAGE_COLUMNS))
     return found.where(inbox.c.consumer == consumer, inbox.c.message_id == message_id)
 
 
 def forget_messages(consumer: str, message_ids: Sequence[str]) -> Executable:
-    """Delete messages that no transaction holds; a row for each that exists, with true if it was deleted.
+    """Return SQL that deletes messages: a row for each that exists, its id and true if it was deleted.
 
-    Index: the primary key. Locks: the rows, FOR UPDATE SKIP LOCKED, never waited for. Bound: the ids given.
+    A message that another transaction has locked is not deleted. Index: the primary key. Locks: the rows, FOR UPDATE
+    SKIP LOCKED, never waited for. Bound: the ids given.
     """
     ours = (
         inbox.c.consumer == consumer,

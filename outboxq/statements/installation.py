@@ -1,4 +1,7 @@
-"""The installation's id, from which the keys for other services are made, and its replacement."""
+"""The installation's id, from which idempotency keys for other services are made, and the change to a new id.
+
+A copy of a database needs a new id, so that its calls of other services do not have the keys of the original's calls.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -14,12 +17,18 @@ _OPEN = (effect.c.expires_at.is_(None), effect.c.status != literal_column("'unkn
 
 
 def lock_installation() -> Select[Any]:
-    """The present id. One row. Locks: that row, so that a second change waits for the first."""
+    """Return SQL that locks and selects the present id: one row.
+
+    A second change of the id waits for the first at this lock.
+    """
     return select(deployment.c.id).with_for_update()
 
 
 def select_use() -> Executable:
-    """The number of relays alive, and of calls under way; one row. Index: effect_open; no locks."""
+    """Count the living relays in lease mode, and the calls in progress: one row. With any, the id must not change.
+
+    Index: effect_open; no locks.
+    """
     alive = select(count()).select_from(relay).where(relay.c.alive_until > _now()).scalar_subquery()
     under_way = (
         select(count())
@@ -31,14 +40,16 @@ def select_use() -> Executable:
 
 
 def give_new_id() -> Executable:
-    """Replace the id; one row with the new one."""
+    """Return SQL that replaces the installation's id by a random one: one row, the new id."""
     return update(deployment).values(id=pg.gen_random_uuid()).returning(deployment.c.id)
 
 
 def doubt_open(reason: str) -> Executable:
-    """Make effects in doubt unknown, so that none is called with a key of the former id. Index: effect_open.
+    """Return SQL that makes effects whose call may have been applied `unknown`, with `reason` as their error.
 
-    Locks: the rows. A caller that hung and wakes later can neither record its call nor extend its lock.
+    So no such call is repeated with a key of the new id, which the other service would take for another call. Index:
+    effect_open. Locks: the rows. A caller that was suspended and resumes later can neither record its call nor extend
+    its lock.
     """
     in_doubt = or_(effect.c.status == "started", and_(effect.c.status == "retryable", effect.c.in_doubt))
     return (
@@ -56,5 +67,10 @@ def doubt_open(reason: str) -> Executable:
 
 
 def forget_unapplied(stretch: Sequence[ColumnElement[bool]]) -> Executable:
-    """Delete effects of a stretch that were surely not applied: later calls get keys of the new id. Locks: the rows."""
+    """Return SQL that deletes the effects that are to be called again and whose earlier calls were surely not applied.
+
+    It is for a change of the installation's id: an effect's row contains a key made from the former id, and without its
+    row the next call gets a key made from the new id. `stretch`: conditions from `stretches`, which limit the statement
+    to one part of the table `effect`. Locks: the rows.
+    """
     return delete(effect).where(effect.c.status == "retryable", ~effect.c.in_doubt, *stretch)

@@ -16,12 +16,12 @@ from outboxq.tables import job
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobChange:
-    """A change of waiting jobs; what is None stays as it is.
+    """A change of waiting jobs; fields that are None stay unchanged.
 
     Args:
         priority: From -32,767 to 32,767.
         run_at: The time when they are to run, with a time zone.
-        run_now: They are to run as soon as a relay is free.
+        run_now: True to run them as soon as a relay is free.
         args: Their arguments, as the text of a JSON object.
     """
 
@@ -31,7 +31,7 @@ class JobChange:
     args: str | None = None
 
     def values(self) -> dict[str, Any]:
-        """The new values of the columns."""
+        """Return the new values of a changed job's columns, or SQL expressions for them, by the columns' names."""
         found: dict[str, Any] = {}
         if self.priority is not None:
             found["priority"] = self.priority
@@ -42,7 +42,7 @@ class JobChange:
             found |= {"run_at": pg.clock_timestamp(), "parked": 0, "state": func.coalesce(now_state, job.c.state)}
         elif self.run_at is not None:
             is_later = literal(self.run_at) > pg.clock_timestamp()
-            # The claim of suspects ignores the time. A suspect that is put off keeps its crashes, as after a retry.
+            # The claim of suspects ignores the time. A postponed suspect keeps its crashes, as after a retry.
             put_off = and_(job.c.state.in_(("ready", "suspect")), is_later)
             due = and_(job.c.state == "scheduled", not_(is_later))
             timed = case((put_off, "scheduled"), (due, "ready"), else_=job.c.state)
@@ -51,18 +51,20 @@ class JobChange:
 
     @property
     def fits_groups(self) -> bool:
-        """Return True if the change suits grouped jobs: they run in their order, and none is put off by itself."""
+        """Return True if grouped jobs, which run in order, may be changed so: no new priority, and no `run_at`."""
         return self.priority is None and self.run_at is None
 
 
-# The states of waiting jobs; one that runs in a transaction has such a state for others, and is locked.
+# The states of waiting jobs; a job that runs in a transaction still has such a state for others, and is locked.
 CHANGEABLE = ("ready", "scheduled", "suspect", "grouped", "group_waiting", "group_suspect")
 
 
 def change_page(wanted: JobFilter, change: JobChange, *, after: UUID | None, limit: int) -> Executable:
-    """Change the next page of jobs that match, wait and are not locked. `seq` stays: an older job comes first.
+    """Return SQL that changes the next page of waiting jobs that match and are not locked: the rows of `page_outcome`.
 
-    Index, locks and bound are those of `pick_page`. A sweep finds a job that is now before the claims' cursors.
+    A job keeps its `seq`, so older jobs of the same priority stay first. A job that now comes before the place at which
+    relays' next claims begin is found by one of their claims from the start, which they make at intervals. Index, locks
+    and bound are those of `pick_page`.
     """
     page, picked = pick_page(job, wanted.conditions(), after, limit)
     fits = [job.c.id == picked.c.id, job.c.state.in_(CHANGEABLE)]
@@ -73,10 +75,10 @@ def change_page(wanted: JobFilter, change: JobChange, *, after: UUID | None, lim
 
 
 def select_leased(ids: Sequence[UUID]) -> Executable:
-    """The jobs, of these, that run under a lease. Index: the primary key; no locks."""
+    """Select the ids of those of these jobs that are leased. Index: the primary key; no locks."""
     return select(job.c.id).where(job.c.id.in_(ids), job.c.state.in_(("leased", "group_leased")))
 
 
 def select_queues(ids: Sequence[UUID]) -> Executable:
-    """The queues of these jobs. Index: the primary key; no locks."""
+    """Select the different queues of these jobs. Index: the primary key; no locks."""
     return select(job.c.queue).where(job.c.id.in_(ids)).distinct()

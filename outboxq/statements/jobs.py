@@ -1,10 +1,9 @@
 """Jobs that wait or run: list them, find the backends that run them, and cancel them.
 
 A job that runs in transaction mode was deleted by a transaction that is still open: its row stays visible, and its
-`xmax` is the transaction of the relay's backend.
-
-The states that operators see are more than the column's: also `running` (such a transaction has it), `due` (scheduled,
-and its time has come) and `orphaned` (leased to a dead relay, and not taken back yet).
+`xmax` is the transaction of the relay's backend. So in addition to the states in the table, operators see `running`
+(such a transaction has deleted the row), `due` (scheduled, and its time has come) and `orphaned` (leased to a dead
+relay, and not taken back yet).
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -58,9 +57,9 @@ class Xid(UserDefinedType[str]):
 
 @dataclass(frozen=True, slots=True)
 class JobFilter:
-    """A choice of jobs; without any value, all of them.
+    """A filter for jobs; without any value, it matches all of them.
 
-    `state` is one of `STATES`. `created_before` keeps a command of several pages from chasing producers.
+    `state` is one of `STATES`. `created_before` lets a command that changes page after page leave out newer jobs.
     """
 
     queue: str | None = None
@@ -71,7 +70,7 @@ class JobFilter:
     created_before: datetime | None = None
 
     def conditions(self, jobs: FromClause = job) -> list[ColumnElement[bool]]:
-        """The filter as conditions on the table `job`, or an alias of it."""
+        """Return the filter as conditions on `jobs`: the table `job`, or an alias of it."""
         found = matching(jobs, queue=self.queue, kind=self.kind, group_key=self.group)
         if self.state is not None:
             found.append(_in_state(jobs, self.state))
@@ -97,12 +96,16 @@ xmax = _xmax(listed)
 
 
 def running_transactions() -> Select[Any]:
-    """The open transactions that have written, to be compared with an `xmax`. One row per backend; no locks."""
+    """Select the ids of open transactions that have written, to compare them with jobs' `xmax`.
+
+    One row per backend; no locks.
+    """
     return select(_activity.c.backend_xid).where(_activity.c.backend_xid.is_not(None))
 
 
 STATES = ("ready", "grouped", "running", "scheduled", "due", "leased", "orphaned", "suspect")
-# The stored states of those that grouped jobs share; a job that holds up its group until its time is scheduled.
+# The stored states of these states that grouped jobs may have; a job that holds up its group until its time is
+# scheduled.
 _STORED = {
     "scheduled": ("scheduled", "group_waiting", "grouped"),
     "due": ("scheduled", "group_waiting"),
@@ -113,7 +116,11 @@ _STORED = {
 
 
 def _in_state(jobs: FromClause, state: str) -> ColumnElement[bool]:
-    """The condition of one of `STATES`; states other than `running` do not exclude jobs that a transaction has."""
+    """Return the condition that a job is in `state`, one of `STATES`.
+
+    For a state other than `running`, the condition is also true for jobs that a transaction runs: their rows still have
+    the state in which they waited.
+    """
     if state == "running":
         return _xmax(jobs).in_(running_transactions())
     stored = jobs.c.state.in_(_STORED[state]) if state in _STORED else jobs.c.state == state
@@ -121,7 +128,7 @@ def _in_state(jobs: FromClause, state: str) -> ColumnElement[bool]:
         is_due = jobs.c.run_at <= pg.statement_timestamp()
         return and_(stored, not_(is_due) if state == "scheduled" else is_due)
     if state in ("leased", "orphaned"):
-        # No EXISTS, which would run again for each row.
+        # No EXISTS, because it would run again for each row.
         alive = select(relay.c.id).where(relay.c.alive_until > pg.statement_timestamp())
         is_alive = func.coalesce(jobs.c.lease_owner.in_(alive), false())
         return and_(stored, is_alive if state == "leased" else not_(is_alive))
@@ -146,11 +153,12 @@ _WALKED = ("id", "queue", "kind", "state", "group_key", "created_at", "run_at", 
 
 
 def select_jobs(wanted: JobFilter, stretch: Sequence[ColumnElement[bool]], *, running: bool, limit: int) -> Executable:
-    """The oldest jobs of a stretch of `listed` that match, with the backend that runs each, and their `seq` last.
+    """Select the oldest jobs that match `wanted`: summary columns, the backend that runs each, and `seq` last.
 
-    Age is the millisecond in the id, and within one millisecond `seq`, which has no index over all queues. Index: the
-    primary key, in order, up to `limit` matches and the end of the last one's millisecond, even after the stretch. No
-    locks.
+    `stretch`: conditions from `stretches` on `listed`, which limit the query to one part of the table. Older means: an
+    earlier millisecond in the id, or in the same millisecond a lower `seq` (which has no index over all queues). Index:
+    the primary key, in order, up to `limit` matches and the end of the last one's millisecond, even after the stretch.
+    No locks.
     """
     first = _matching(wanted, listed, running=running).where(*stretch).order_by(listed.c.id).limit(limit).cte("first")
     last = select(first.c.id).order_by(first.c.id.desc()).limit(1).scalar_subquery()
@@ -170,11 +178,11 @@ def select_jobs(wanted: JobFilter, stretch: Sequence[ColumnElement[bool]], *, ru
 def newest_jobs(
     wanted: JobFilter, *, contains: Sequence[str], args_bytes: int, before: UUID | None, limit: int, depth: int
 ) -> Executable:
-    """The newest jobs that match, among the `depth` newest before an id, with the backend that runs each.
+    """Select the newest jobs that match, among the `depth` highest ids below `before`, with the backend that runs each.
 
     Args:
-        contains: JSON of objects: the arguments contain one of them, if there are any.
-        args_bytes: Arguments whose text is longer are NULL.
+        contains: JSON texts of objects: the arguments must contain one of them; empty for any arguments.
+        args_bytes: The length of the longest arguments to return; longer ones are NULL.
 
     Index: the primary key, backwards from `before`, up to `depth` rows or the first `limit` that match; then by id.
     """
@@ -203,7 +211,7 @@ def _short_args(most_bytes: int) -> ColumnElement[Any]:
 
 
 def next_jobs(queue: str, *, limit: int) -> Executable:
-    """The ready jobs of a queue, in the order of claims. Index: job_ready, from its start; `limit` rows."""
+    """Select the ready jobs of a queue, in the order of claims. Index: job_ready, from its start; `limit` rows."""
     first = (
         select(job.c.id)
         .where(job.c.queue == queue, job.c.state == literal_column("'ready'"))
@@ -214,7 +222,7 @@ def next_jobs(queue: str, *, limit: int) -> Executable:
 
 
 def next_scheduled(queue: str, *, limit: int) -> Executable:
-    """The jobs of a queue that wait for their time, the next first. Index: job_scheduled, from its start."""
+    """Select the jobs of a queue that wait for their time, the next first. Index: job_scheduled, from its start."""
     first = (
         select(job.c.id)
         .where(job.c.queue == queue, job.c.state == literal_column("'scheduled'"))
@@ -225,35 +233,44 @@ def next_scheduled(queue: str, *, limit: int) -> Executable:
 
 
 def oldest_of_blocks(wanted: JobFilter, stretch: Sequence[ColumnElement[bool]], *, limit: int) -> Executable:
-    """The ids and `seq` of the oldest jobs of a stretch of `job` that match, as in `select_jobs`.
+    """Select ids and `seq` of the oldest jobs of one part of the table that match, in the order of `select_jobs`.
 
-    Reads the stretch's blocks, then sorts: for the order of an index the planner might walk that. No locks.
+    `stretch`: the part of the table, as conditions from `stretches_of_blocks`. Its blocks are read and then sorted: in
+    the order of an index, the planner might walk through that index. No locks.
     """
     found = _matching(wanted, job).add_columns(job.c.seq).where(*stretch).cte("found").prefix_with("MATERIALIZED")
     return select(found.c.id, found.c.seq).order_by(_millisecond(found.c.id), found.c.seq).limit(limit)
 
 
 def select_ids(wanted: JobFilter, stretch: Sequence[ColumnElement[bool]], *, limit: int) -> Select[tuple[UUID]]:
-    """The first ids of a stretch that match, in order. Index: the primary key; no locks."""
+    """Select the first ids, in order, of the jobs of one part of the table that match `wanted`.
+
+    `stretch`: the part of the table, as conditions from `stretches`. Index: the primary key; no locks.
+    """
     return select(job.c.id).where(*wanted.conditions(), *stretch).order_by(job.c.id).limit(limit)
 
 
 def select_some(wanted: JobFilter, stretch: Sequence[ColumnElement[bool]], *, limit: int) -> Select[tuple[UUID]]:
-    """Ids of a stretch that match, in no order, which would lead to an index. Reads its blocks; no locks."""
+    """Select up to `limit` ids of the jobs of one part of the table that match `wanted`, in no order.
+
+    `stretch`: the part of the table, as conditions from `stretches_of_blocks`; only its blocks are read. With an order,
+    the planner would use an index instead. No locks.
+    """
     return select(job.c.id).where(*wanted.conditions(), *stretch).limit(limit)
 
 
 def select_waiting(ids: Sequence[UUID]) -> Executable:
-    """The number of these jobs in a state that is claimed, or in a transaction. Index: the primary key; no locks.
+    """Count those of these jobs whose stored state is ready, scheduled or grouped; a transaction may run some of them.
 
-    A job gets from another state to such a state by an UPDATE, which leaves no mark.
+    Only the row of such a job can have a mark (`xmax`) that a rolled back claim left: a job enters such a state from
+    another one by an UPDATE, which makes a row without a mark. Index: the primary key; no locks.
     """
     waits = job.c.state.in_(("ready", "scheduled", "grouped"))
     return select(count()).select_from(job).where(job.c.id.in_(ids), waits)
 
 
 def select_job(job_id: UUID) -> Executable:
-    """One job with all its columns. Index: the primary key; no locks; one row."""
+    """Select one job with all its columns. Index: the primary key; no locks; one row."""
     return (
         select(*_shown((*SUMMARY_COLUMNS, *DETAIL_COLUMNS)), *_runner())
         .select_from(_with_runners)
@@ -262,7 +279,7 @@ def select_job(job_id: UUID) -> Executable:
 
 
 def first_of_group(queue: str, group: str) -> Executable:
-    """The id of the first job of a group, and its due time. Index: job_group, one entry; no locks."""
+    """Select the id of the first job of a group, and its due time. Index: job_group, one entry; no locks."""
     key = job.c.group_key.collate("C")
     return (
         select(job.c.id, job.c.run_at)
@@ -273,7 +290,11 @@ def first_of_group(queue: str, group: str) -> Executable:
 
 
 def find_job(job_id: UUID) -> Select[Any]:
-    """A job that waits, runs or is dead; one row at most, in one snapshot. Index: both primary keys; no locks."""
+    """Select the job of this id, from the waiting and running ones or the dead letters; one row at most.
+
+    Both tables are read at the same moment, so a job that moves between them is not missed. Index: both primary keys;
+    no locks.
+    """
     runs: ColumnElement[bool] = or_(listed.c.state.in_(("leased", "group_leased")), xmax.in_(running_transactions()))
     waiting = select(
         listed.c.id,
@@ -290,12 +311,18 @@ def find_job(job_id: UUID) -> Select[Any]:
 
 
 def count_matching(wanted: JobFilter, stretch: Sequence[ColumnElement[bool]], *, most: int | None) -> Executable:
-    """The number of jobs of a stretch that match, by queue and kind, as of `count_kinds`."""
+    """Count the jobs of one part of the table that match, by queue and kind; with `most`, only the first so many.
+
+    `stretch`: the part of the table, as conditions from `stretches`.
+    """
     return count_kinds(job, [*wanted.conditions(), *stretch], most)
 
 
 def cancel_page(wanted: JobFilter, *, after: UUID | None, limit: int) -> Executable:
-    """Delete the next page of jobs that match and are not locked. Index, locks and bound are those of `pick_page`."""
+    """Return SQL that deletes the next page of matching jobs, except those that another transaction has locked.
+
+    It returns the rows of `page_outcome`. Index, locks and bound are those of `pick_page`.
+    """
     page, picked = pick_page(job, wanted.conditions(), after, limit)
     cancelled = delete(job).where(job.c.id == picked.c.id).returning(job.c.id).cte("cancelled")
     return page_outcome(page, picked, cancelled)
@@ -324,7 +351,7 @@ def _end_of_millisecond(job_id: ColumnElement[UUID]) -> ColumnElement[UUID]:
 
 
 def _runner() -> Sequence[ColumnElement[Any]]:
-    # xact_start is hidden from roles that may not read it (pg_read_all_stats); the pid is not.
+    # xact_start is hidden from roles without pg_read_all_stats; the pid is not.
     return _activity.c.pid, seconds(pg.clock_timestamp() - _activity.c.xact_start).label("running_seconds")
 
 

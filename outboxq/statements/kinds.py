@@ -1,4 +1,4 @@
-"""Paused kinds of a queue: relays put their jobs off, as those of kinds that they do not know."""
+"""Pausing kinds of jobs of a queue: relays postpone jobs of paused kinds, like jobs of kinds that they do not know."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -14,16 +14,20 @@ from outboxq.tables import job, paused_kind
 
 
 def pause(queue: str, kinds: Sequence[str]) -> ReturningInsert[Any]:
-    """Pause kinds of a queue; returns those that were not paused before.
+    """Return SQL that pauses kinds of a queue.
 
-    Index: the primary key. Locks: the rows, in the order of `kinds`; relays only read them.
+    It returns a row (the kind) for each that it has paused; already paused ones are left out. Index: the primary key.
+    Locks: the rows, in the order of `kinds`; relays only read them.
     """
     rows = insert(paused_kind).values([{"queue": queue, "kind": kind} for kind in kinds])
     return rows.on_conflict_do_nothing().returning(paused_kind.c.kind)
 
 
 def resume(queue: str, kinds: Sequence[str]) -> ReturningDelete[Any]:
-    """Resume kinds of a queue; returns those that were paused. Index: the primary key. Locks: the rows."""
+    """Return SQL that resumes kinds of a queue: a row (the kind) for each that it has resumed; others were not paused.
+
+    Index: the primary key. Locks: the rows.
+    """
     return (
         delete(paused_kind)
         .where(paused_kind.c.queue == queue, paused_kind.c.kind.in_(kinds))
@@ -32,21 +36,26 @@ def resume(queue: str, kinds: Sequence[str]) -> ReturningDelete[Any]:
 
 
 def paused_names() -> Executable:
-    """The paused kinds: queue, kind and since when. Reads the small table `paused_kind`; no locks."""
+    """Select the paused kinds: queue, kind and since when. Reads the small table `paused_kind`; no locks."""
     columns = (paused_kind.c.queue, paused_kind.c.kind, paused_kind.c.paused_at)
     return select(*columns).order_by(paused_kind.c.queue, paused_kind.c.kind)
 
 
 def count_paused(stretch: Sequence[ColumnElement[bool]], *, most: int | None) -> Executable:
-    """The number of jobs of a stretch that are of paused kinds, as of `count_kinds`."""
+    """Count the jobs of paused kinds in one part of the table, by queue and kind.
+
+    With `most`, only the first `most` of them are counted. `stretch`: the part of the table, as conditions from
+    `stretches`.
+    """
     is_paused = exists().where(paused_kind.c.queue == job.c.queue, paused_kind.c.kind == job.c.kind)
     return count_kinds(job, [*stretch, is_paused], most)
 
 
 def bring_back_page(queue: str, kinds: Sequence[str], ids: Sequence[UUID]) -> Executable:
-    """Make the jobs, of these, due that are of these kinds and were put off.
+    """Return SQL that makes due those of these jobs that relays have postponed because their kind was paused.
 
-    Index and locks are those of `pick_page`.
+    `kinds`: the kinds that were paused and are resumed now. It returns the rows of `page_outcome`. Index and locks are
+    those of `pick_page`.
     """
     page, picked = pick_page(job, [job.c.id.in_(ids), *_put_off(queue, kinds)], None, len(ids))
     back = (
@@ -62,7 +71,10 @@ def bring_back_page(queue: str, kinds: Sequence[str], ids: Sequence[UUID]) -> Ex
 def put_off_ids(
     queue: str, kinds: Sequence[str], stretch: Sequence[ColumnElement[bool]], *, limit: int
 ) -> Select[tuple[UUID]]:
-    """The first ids of a stretch whose jobs are of these kinds and were put off. Index: the primary key; no locks."""
+    """Select the first ids of jobs of these kinds that relays have postponed, in one part of the table.
+
+    `stretch`: the part of the table, as conditions from `stretches`. Index: the primary key; no locks.
+    """
     return select(job.c.id).where(*_put_off(queue, kinds), *stretch).order_by(job.c.id).limit(limit)
 
 

@@ -1,6 +1,7 @@
-"""Leases: one row per relay process, and the sweep that takes jobs from dead owners.
+"""Leases: one row per relay process, which it renews while it lives; and the sweep that takes jobs from dead relays.
 
-Every time is the database's. The statements are sent as text on the lease's own connection, a transaction each.
+A leased job has its owner's id, and its owner is dead once the row's time has passed. Every time is the database's. The
+statements are sent as text on the lease's own connection, a transaction each.
 """
 
 from typing import LiteralString
@@ -13,19 +14,19 @@ from outboxq.statements.aside import dead_letter_row
 from outboxq.statements.numbers import next_token, one_attempt_less
 from outboxq.statements.render import compose, render
 
-# More crashes than the column can hold: no job becomes a dead letter.
+# More crashes than the column can hold, so that no job becomes a dead letter.
 NEVER = 32_768
 
 RELAY_DIED, INTERRUPTED = "outboxq.RelayDied", "outboxq.Interrupted"
 _DIED = "its relay died or stalled while the job ran"
-# The newest 24 records and this one.
+# Keeps the newest 24 records, and this one.
 _RECORD = """\
 pg_catalog.jsonb_path_query_array(job.errors, '$[last - 23 to last]')
   || pg_catalog.jsonb_build_array(pg_catalog.jsonb_build_object(
     'attempt', job.attempt, 'type', {type}::text, 'message', {message}::text, 'where', '[]'::jsonb,
     'at', pg_catalog.clock_timestamp()))"""
-# A new seq puts the job after the other suspects, which a job that kills its relays would hold up; a new token keeps
-# every other run from completing it.
+# A new seq puts the job after the other suspects: a job that kills its relays would otherwise hold them up. A new token
+# keeps every other run from completing it.
 _TAKE = """\
 WITH lost AS MATERIALIZED (
   SELECT job.id, job.crashes >= {max_crashes} AS over FROM {job} AS job
@@ -59,14 +60,15 @@ SELECT id, queue, kind, crashes, false FROM back UNION ALL SELECT id, queue, kin
 
 
 _SUSPECT = sql.SQL(f"state = 'suspect', headers = {headers_with_order('job')}, seq = DEFAULT")
-# In a group a suspect keeps its place. Its run_at puts it after the suspects of other groups.
+# In a group a suspect keeps its place. Its new run_at puts it after the suspects of other groups.
 _GROUP_SUSPECT = sql.SQL("state = 'group_suspect', run_at = pg_catalog.clock_timestamp()")
 
 
 def extend(schema: str, owner: UUID, seconds: float, host: str, pid: int) -> str:
-    """Extend the lease to `seconds` from now, or begin it. Index: the primary key; one row.
+    """Return SQL that extends a relay's lease to `seconds` from now, or begins it. Index: the primary key; one row.
 
-    It is safe to revive an expired lease: jobs that were taken from it have other tokens.
+    An expired lease may be extended: jobs that were taken from it have other tokens, so the relay can no longer settle
+    them.
     """
     return render(
         schema,
@@ -81,40 +83,45 @@ def extend(schema: str, owner: UUID, seconds: float, host: str, pid: int) -> str
 
 
 def end(schema: str, owner: UUID) -> str:
-    """Give the lease up. The next sweep of any relay reaps the jobs that are still under it."""
+    """Return SQL that deletes a relay's lease; any relay's next `reap` takes back the jobs still under it."""
     return render(schema, "DELETE FROM {relay} WHERE id = {owner}", owner=owner)
 
 
 def reap(schema: str, max_crashes: int, limit: int, *, in_group: bool = False) -> str:
-    """Take up to `limit` jobs whose owner is dead: back as suspects, or to the dead letters over the limit.
+    """Return SQL that takes back up to `limit` jobs whose relay is dead, so that other relays claim them.
 
-    Returns a row each: id, queue, kind, crashes, and true if it is a dead letter now. The attempt that never ended is
-    not counted; the claim counted the crash. Index: job_leased, all of it: as many rows as all slots hold. Locks: the
-    jobs, skipping one that is just being completed.
+    Each becomes a suspect (a job that ran when its relay died), or a dead letter if it has crashed more than
+    `max_crashes` times. It returns a row each: id, queue, kind, crashes, and true if it is a dead letter now. The
+    attempt that never ended is not counted; the claim counted the crash. Index: job_leased, all of it: as many rows as
+    all slots hold. Locks: the jobs, skipping one that is just being completed.
 
     Args:
-        in_group: The grouped jobs, which keep their places. Index: job_group_state, all of its leased jobs.
+        in_group: True for grouped jobs, which keep their places. Index: job_group_state, all of its leased jobs.
     """
     return _take(schema, _lost(schema), max_crashes, limit, _DIED, sql.SQL("job.crashes"), in_group=in_group)
 
 
 def reap_one(schema: str, job_id: UUID, *, in_group: bool = False) -> str:
-    """Reap one job, if its owner is still dead: as a suspect, and never as a dead letter."""
+    """Return SQL that takes back one job as `reap` does, if its relay is still dead.
+
+    The job becomes a suspect (it ran when its relay died), and never a dead letter.
+    """
     lost = compose(schema, "job.id = {id} AND {lost}", id=job_id, lost=_lost(schema))
     return _take(schema, lost, NEVER, 1, _DIED, sql.SQL("job.crashes"), in_group=in_group)
 
 
 def dead_letter_lost(schema: str, job_id: UUID, reason: str) -> str:
-    """Make a dead letter of one job whose owner is dead: its row as it is, no numbers changed."""
-    # With the state, because `dead_letter_row` has no condition on it.
+    """Return SQL that turns one job whose relay is dead into a dead letter; its numbers, such as crashes, stay."""
+    # With the state, because `dead_letter_row` does not test it.
     is_leased: LiteralString = "job.state IN ('leased', 'group_leased') AND job.id = {id} AND {lost}"
     return dead_letter_row(schema, job_id, compose(schema, is_leased, id=job_id, lost=_lost(schema)), reason)
 
 
 def lost_jobs(schema: str, limit: int, *, in_group: bool = False) -> str:
-    """The ids of up to `limit` jobs whose owner is dead, at random: none keeps the others out for ever.
+    """Select up to `limit` random ids of jobs whose relay is dead, to take them back one by one.
 
-    Index: job_leased, or job_group_state, all of it; no locks.
+    They are random, so that jobs that cannot be taken back do not keep others out for ever. Index: job_leased, or
+    job_group_state, all of it; no locks.
     """
     return render(
         schema,
@@ -135,13 +142,20 @@ def _lost(schema: str) -> sql.Composable:
 
 
 def take_back(schema: str, job_id: UUID, token: int, max_crashes: int, message: str, *, in_group: bool = False) -> str:
-    """Reap one job of a live relay, because its run has died; `message` says why."""
+    """Return SQL that takes back one leased job as `reap` does, although its relay lives, but does not run it.
+
+    `message` becomes the message of the job's error. Nothing changes if the job's row has another token.
+    """
     ours = _ours(schema, job_id, token)
     return _take(schema, ours, max_crashes, 1, message, sql.SQL("job.crashes"), in_group=in_group)
 
 
 def take_back_locked(schema: str, job_id: UUID, token: int, crashes: int, *, in_group: bool = False) -> str:
-    """Take back one job whose row another transaction had locked. It did not fail: `crashes` is the former number."""
+    """Return SQL that takes back one leased job as a suspect, because its row was locked when its handler had ended.
+
+    A suspect, usually a job that ran when its relay died, is claimed with care. This job did not crash: `crashes` is
+    the number from before its claim, and is written back. Nothing changes if the job's row has another token.
+    """
     message = "another transaction held the job's row when its handler had ended"
     return _take(schema, _ours(schema, job_id, token), NEVER, 1, message, sql.Literal(crashes), in_group=in_group)
 
@@ -181,9 +195,9 @@ def _take(
 
 
 def note_interrupted(schema: str, job_ids: list[str], message: str) -> str:
-    """Record in the rows of jobs that wait again that their runs were interrupted; no rows.
+    """Return SQL that adds an error with this message to those of these interrupted jobs that wait again.
 
-    Index: the primary key. Locks: the rows; skips those that others hold.
+    It returns no rows. Index: the primary key. Locks: the rows; skips those that other transactions hold.
     """
     return render(
         schema,
@@ -195,7 +209,7 @@ def note_interrupted(schema: str, job_ids: list[str], message: str) -> str:
 
 
 def forget_relays(schema: str) -> str:
-    """Remove the rows of relays that have been dead for a day and have no leased jobs."""
+    """Return SQL that removes the rows (leases) of relays that have been dead for a day and have no leased jobs."""
     return render(
         schema,
         "WITH old AS MATERIALIZED (SELECT id FROM {relay} "
@@ -207,7 +221,7 @@ def forget_relays(schema: str) -> str:
 
 
 def leased_jobs(schema: str, owner: UUID) -> str:
-    """The jobs under a lease, their tokens, and true for grouped ones.
+    """Select the jobs that `owner` has leased: id, lease token, and true if the job belongs to a group.
 
     Indexes: job_leased; job_group_state, all leased jobs of groups; no locks.
     """
@@ -220,7 +234,10 @@ def leased_jobs(schema: str, owner: UUID) -> str:
 
 
 def look_around(schema: str, queues: tuple[str, ...]) -> str:
-    """The settings and suspects of these queues: rows of a word, a name, another name and details as JSON, or NULL.
+    """Select what a relay must know of these queues: settings, suspects, groups, cancellations, the next schedule.
+
+    The rows have four columns: a word, a name, a second name or NULL, and JSON or NULL. A suspect is a job that ran
+    when its relay died.
 
     - 'suspects', queue: the queue has suspects. Index: job_suspect, a probe a queue.
     - 'groups', queue: the queue has jobs of groups. Index: job_group, a probe a queue.
@@ -228,10 +245,10 @@ def look_around(schema: str, queues: tuple[str, ...]) -> str:
     - 'group_leases': jobs of groups are leased, in any queue. Index: job_group_state, one probe.
     - 'limits', queue, NULL, settings: its limits and its rate, if it has any.
     - 'paused', queue, kind: jobs of this kind are not to run.
-    - 'cancel', job's id, outcome: the job is not to go on. Up to 1,000, the newest first. Index: the jobs' primary key,
+    - 'cancel', job's id, outcome: the job is to be ended. Up to 1,000, the newest first. Index: the jobs' primary key,
       a probe for each request.
-    - 'schedule', its name, NULL, seconds: the schedule that is due next, and when; negative if it is. Index:
-      schedule_next, its first entry.
+    - 'schedule', its name, NULL, seconds: the schedule that is due next, and the seconds until then; negative if it is
+      due. Index: schedule_next, its first entry.
 
     The tables of settings are small, and read whole. No locks.
     """

@@ -1,11 +1,12 @@
-"""Settle many jobs of one lease at once, each by its own token. Sent as text, with other statements after it.
+"""Settle the jobs of one relay's lease, many by one statement, and each only if its row still has the claim's token.
 
-Each statement finds its jobs by the primary key, in one walk (`NO_SCANS`), and compares them with the list by a hash;
-what is written into a row is found in a map, by the job's id. Nothing is joined: if statistics know of no such jobs, a
-join reads the whole list again for each row, or the whole table. The list is made once, `oq_held`.
+The statements are sent as text. Each finds its jobs by the primary key, in one walk (`NO_SCANS`), and compares them
+with the list of ids and tokens by a hash; the values for a row are found in a map, by the job's id. There are no joins:
+if statistics know of no such jobs, a join reads the whole list again for each row, or the whole table. The list is the
+CTE `oq_held`.
 
-Locks: the jobs. A row that another transaction has locked is waited for, or is left if `free`. A reaper or an
-operator's command that has changed a row wins: it has another token then, or is gone.
+Locks: the jobs. If another transaction has locked a row, the statement waits, or with `free` skips it. A reaper or an
+operator's command that has changed a row wins: then the row has another token, or is gone.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -29,7 +30,7 @@ _HELD: LiteralString = """\
 WITH oq_held AS MATERIALIZED (
   SELECT id, token FROM unnest({ids}::uuid[], {tokens}::bigint[]) AS held (id, token)
 )"""
-# In IS TRUE, so that the planner makes no join of it.
+# Within IS TRUE, so that the planner makes no join of it.
 _MINE: LiteralString = """job.id = ANY ({ids}::uuid[])
     AND ((job.id, job.lease_token) IN (SELECT held.id, held.token FROM oq_held AS held)) IS TRUE"""
 _FREE: LiteralString = (
@@ -47,7 +48,7 @@ _IS_HELD: LiteralString = """(
   SELECT true FROM {job} AS job WHERE job.id = held.id AND job.lease_token = held.token LIMIT 1
 ) IS TRUE"""
 
-# The newest 24 records and this one. Only users' SQL writes errors that are no array.
+# Keeps the newest 24 records, and this one. Only users' SQL writes errors that are no array.
 _ERRORS: LiteralString = """\
 CASE
       WHEN change.record IS NULL THEN job.errors
@@ -119,7 +120,10 @@ _BURY: LiteralString = (
 
 
 class _Written(msgspec.Struct, omit_defaults=True, frozen=True, gc=False):
-    """The values that are written into one row, as the columns of `change`; `parked` only if the job is parked."""
+    """The values to write into one job's row, as JSON for the statement.
+
+    `parked`, the number of claims by relays that did not know the job's kind, is given only if this was such a claim.
+    """
 
     attempt: int
     crashes: int
@@ -131,11 +135,15 @@ class _Written(msgspec.Struct, omit_defaults=True, frozen=True, gc=False):
 
 
 def finish_leased(schema: str, jobs: Iterable[Job], *, free: bool = False, keeping: str = "") -> str:
-    """Delete jobs whose handlers are done; returns those not deleted: id, and true if another transaction has the row.
+    """Return SQL that deletes done jobs: a row for each job that it did not delete.
+
+    The row has the job's id, and true if another transaction has locked the job; otherwise the job is gone, or has
+    another token.
 
     Args:
-        free: Leave the jobs whose rows are locked. Else they are waited for, and none is returned with true.
-        keeping: Writes the finished rows of the deleted jobs (`insert_finished`, of `gone`).
+        free: True to skip jobs whose rows are locked. Otherwise the statement waits for them, and returns none with
+            true.
+        keeping: SQL that writes the finished rows of the deleted jobs (`insert_finished` with `gone`).
     """
     kept: LiteralString = ", kept AS (\n{keeping}\n)" if keeping else ""
     return _with_jobs(schema, jobs, _finished(free, kept), keeping=keeping)
@@ -143,16 +151,16 @@ def finish_leased(schema: str, jobs: Iterable[Job], *, free: bool = False, keepi
 
 @cache
 def finishing(schema: str) -> tuple[str, str]:
-    """The name under which a connection prepares `finish_leased` of free jobs, and its PREPARE.
+    """Return `finish_leased` with `free` as a prepared statement: its name on a connection, and its PREPARE.
 
-    To be planned once (`PLANNED_ONCE`): planning takes longer than deleting a job.
+    It must be planned once (`PLANNED_ONCE`), because planning takes longer than deleting a job.
     """
     statement = _finished(free=True).format(ids="$1", tokens="$2", job=quote_identifier(schema, "job"))
     return named(statement, "uuid[], bigint[]")
 
 
 def finish_prepared(schema: str, jobs: Iterable[Job]) -> str:
-    """Execute `finishing`."""
+    """Return the EXECUTE statement that runs the prepared statement of `finishing` with these jobs."""
     name, _ = finishing(schema)
     return _with_jobs(schema, jobs, "EXECUTE {name}({ids}, {tokens})", name=name)
 
@@ -163,10 +171,11 @@ def _finished(free: bool, kept: LiteralString = "") -> LiteralString:
 
 
 def put_back_leased(schema: str, changes: Sequence[PutBack], *, free: bool = True) -> tuple[str, ...]:
-    """Put jobs back, after everything that waits (they get a new `seq`); rows and `free` are those of `finish_leased`.
+    """Return one or two statements that put leased jobs back into their queues, after all waiting ones (a new `seq`).
 
-    As `settle.put_back` and `put_back_parked` do for one. Jobs of groups, which keep their places, have a statement of
-    their own, which also reads `queue`, by its primary key.
+    Grouped jobs, which keep their places, have a separate statement, which also reads `queue` by its primary key. Rows
+    and `free` are as in `finish_leased`. For one job it does the same as `settle.put_back`, or as `put_back_parked` for
+    a job whose kind no handler here knows.
     """
     alone = [change for change in changes if change.job.group_key is None]
     in_groups = [change for change in changes if change.job.group_key is not None]
@@ -186,10 +195,11 @@ def _put_back(schema: str, changes: Sequence[PutBack], update: LiteralString, *,
 
 
 def bury_leased(schema: str, changes: Sequence[Bury], *, free: bool = True) -> str:
-    """Move jobs to the dead letters; rows and `free` are those of `finish_leased`.
+    """Return SQL that moves leased jobs to the dead letters; rows and `free` are as in `finish_leased`.
 
-    As `settle.remove` and `insert_dead` do for one: a dead letter of the same id, queue and kind is overwritten; if the
-    id has one of another queue or kind, the new one gets another id. Index: also the primary key of `dead_job`.
+    For one job it does the same as `settle.remove` and `insert_dead`: a dead letter with the same id, queue and kind is
+    overwritten; if one with this id has another queue or kind, the new one gets another id. Index: also the primary key
+    of `dead_job`.
     """
     deleted: LiteralString = ", changed AS (\n  DELETE FROM {job} AS job\n  WHERE "
     statement = _held(free) + deleted + _mine(free) + "\n  RETURNING job.*\n)" + _BURY + _left(free, "changed")
@@ -199,10 +209,11 @@ def bury_leased(schema: str, changes: Sequence[Bury], *, free: bool = True) -> s
 
 
 def release_leased(schema: str, jobs: Iterable[Job], *, free: bool = False) -> str:
-    """Give back jobs whose handlers have not begun, in their places, their attempt uncounted; no rows.
+    """Return SQL that puts leased jobs whose handlers have not begun back in their places; no attempt is counted.
 
-    They keep their `seq`: a new one would put them after a whole backlog. A sweep finds jobs that are before a cursor.
-    `free` is that of `finish_leased`.
+    It returns no rows. Jobs keep their `seq`, because a new one would put them after all waiting jobs; a job before the
+    place at which relays' next claims begin is found by one of their claims from the start. `free` is as in
+    `finish_leased`.
     """
     return _with_jobs(
         schema,
@@ -221,7 +232,10 @@ WHERE """
 
 
 def standing(schema: str, jobs: Iterable[Job]) -> str:
-    """The ids of those of these jobs that are in the table, a row each. Index: the primary key; no locks."""
+    """Select the ids of those of these jobs whose rows are still in the table, with any token.
+
+    Index: the primary key; no locks.
+    """
     return _with_jobs(schema, jobs, "SELECT id FROM {job} WHERE id = ANY ({ids}::uuid[])")
 
 
@@ -259,7 +273,7 @@ def _by_id(written: Mapping[UUID, _Written]) -> str:
 
 
 def _with_jobs(schema: str, jobs: Iterable[Job], statement: LiteralString, **parts: str) -> str:
-    # Formatted without quotes, which cost time for a thousand: hexadecimal digits and integers need none.
+    # Formatted without quoting, which takes time for a thousand: hexadecimal digits and integers need none.
     ids, tokens = zip(*((job.id.hex, str(int(job.lease_token or 0))) for job in jobs), strict=True)
     table = quote_identifier(schema, "job")
     return statement.format(ids=f"'{{{','.join(ids)}}}'", tokens=f"'{{{','.join(tokens)}}}'", job=table, **parts)

@@ -1,8 +1,8 @@
-"""The limit of jobs of a queue that run at a time: a part of the claims that keep it.
+"""The limit of a queue's jobs that run at a time: the part of claims that enforces it.
 
-In transaction mode the limit has slots, advisory locks that a claim's transaction holds to its end: they need no row,
-and end with the backend. In lease mode no transaction is open while a job runs, so one claim of the queue at a time
-counts the leased jobs, and takes as many as there is room for.
+In transaction mode the limit consists of slots: advisory locks, one for each job that may run, which a claim's
+transaction holds to its end. They need no row, and disappear with the backend. In lease mode no transaction is open
+while a job runs, so one claim of the queue at a time counts the leased jobs, and takes as many as there is room for.
 """
 
 from typing import LiteralString
@@ -14,8 +14,8 @@ from outboxq.statements.by_index import NO_SCANS
 from outboxq.statements.numbers import next_token, one_attempt_less
 from outboxq.statements.render import compose, fill, render
 
-# The slots are tried from a random one on: claims seldom try a taken slot. Two slots' names may have the same hash:
-# then the queue runs a job less at a time, never one more.
+# The slots are tried from a random one on, so that claims seldom try a taken slot. If two slots' names have the same
+# hash, the queue runs one job less at a time, never one more.
 _SLOT: LiteralString = """\
 wanted (queue, most, first) AS MATERIALIZED (
   SELECT {queue}::text, {most}::integer, pg_catalog.random()
@@ -25,7 +25,7 @@ wanted (queue, most, first) AS MATERIALIZED (
     wanted.queue || pg_catalog.chr(31) || ((place + pg_catalog.floor(first * most::float8)::integer) % most)::text))
   LIMIT 1
 )"""
-# Index: job_leased and job_group_state, as many rows as run under leases.
+# Indexes: job_leased and job_group_state, as many rows as there are leased jobs.
 _COUNT: LiteralString = """\
 wanted (queue, most) AS MATERIALIZED (
   SELECT {queue}::text, {most}::integer
@@ -38,50 +38,56 @@ wanted (queue, most) AS MATERIALIZED (
 ), room (free) AS MATERIALIZED (
   SELECT most - running FROM counted WHERE running < most
 )"""
-# Without an index's statistics a walk over the table may seem as cheap to find the few leased jobs.
+# Without an index's statistics, a walk over the table may seem as cheap for the few leased jobs.
 _BY_INDEX = (NO_SCANS, "SET LOCAL lock_timeout = '2s'")
 
 
 def lock_class(schema: str) -> str:
-    """The name of the advisory locks of an installation's limits; its hash is their first key."""
+    """Return the name whose hash is the first of the two keys of this installation's advisory locks for limits."""
     return f"outboxq_{schema} limit"
 
 
 def room(schema: str, queue: object, most: object, *, counts_leases: bool) -> sql.Composed:
-    """The CTEs from `wanted` to `room`: a row in `room` if fewer jobs of the queue run than its limit allows.
+    """Return CTEs for a claim, from `wanted` to `room`: `room` has a row if the queue's limit allows another job.
 
-    With `counts_leases` its column `free` is the number of jobs that there is room for.
-
-    A slot that was free is ours until the transaction ends; it locks no rows, never waits, and tries at most as many
-    locks as the limit has slots. Another claim may be about to change a count: so the count goes after `lock_claims`,
-    in its own statement, whose snapshot sees the commit of the claim before.
+    Without `counts_leases` they take a free slot (an advisory lock) until the transaction ends; this locks no rows,
+    never waits, and tries at most as many locks as the limit has slots. With `counts_leases` the column `free` of
+    `room` is the number of jobs for which there is room. Because another claim may be about to change that count, the
+    CTEs must follow `lock_claims` in a separate statement, whose snapshot sees the previous claim's commit.
 
     Args:
-        queue: A name, or SQL such as `$1`; `most`, the limit, likewise.
-        counts_leases: Count the jobs under leases, for a claim in lease mode, instead of taking a slot.
+        queue: The queue's name, or SQL such as `$1`.
+        most: The limit, as a number or as SQL.
+        counts_leases: True to count leased jobs, for a claim in lease mode, instead of taking a slot.
     """
     return compose(schema, _COUNT if counts_leases else _SLOT, queue=queue, most=most, locks=lock_class(schema))
 
 
 def lock_claims(schema: str, queue: str) -> tuple[str, ...]:
-    """Lock out other claims of a queue in lease mode, to count and claim; a row. Held until the claim's COMMIT.
+    """Return SQL that keeps out other claims of a queue in lease mode until COMMIT, so that this one can count jobs.
 
-    Waits for such claims, each of which is one string up to its COMMIT. Fails (55P03) if one hangs.
+    The statements are settings, and one that returns a row. It waits for such claims, each of which is one string up to
+    its COMMIT. It fails (55P03) if one of them hangs.
     """
     lock = "SELECT pg_catalog.pg_advisory_xact_lock(pg_catalog.hashtext({locks}), pg_catalog.hashtext({queue}))"
     return *_BY_INDEX, fill(lock, locks=lock_class(schema), queue=queue)
 
 
 def take_slot(schema: str, queue: str, most: int) -> str:
-    """Take a slot of a limit for the rest of the transaction; one row: true if one was free."""
+    """Return SQL that takes a free slot of a queue's limit until the transaction ends.
+
+    It returns one row, true if a slot was free. A slot is an advisory lock, one for each of the `most` jobs that may
+    run at a time.
+    """
     slot = room(schema, queue, most, counts_leases=False)
     return render(schema, "WITH {slot}\nSELECT EXISTS (SELECT FROM room)", slot=slot)
 
 
 def return_suspect(schema: str, job_id: UUID, token: int, crashes: int, *, in_group: bool = False) -> str:
-    """Give back a suspect that was claimed and did not begin, in its place, with nothing counted.
+    """Return SQL that puts a claimed suspect (a job that ran when its relay died) back in its place: it has not begun.
 
-    Index: the primary key. Its token fences off a reaper's changes.
+    The attempt is not counted, and `crashes` is the number from before the claim. Nothing changes if a reaper has taken
+    the job back: its row has another token then. Index: the primary key.
     """
     return render(
         schema,

@@ -15,21 +15,21 @@ from sqlalchemy import CTE, ColumnElement, Connection, Executable, FromClause, R
 from outboxq.statements.builtin import count, pg
 from outboxq.tables import Instant
 
-# The most rows that an operator's transaction changes; if it rolls back, so many have marks to be cleared.
+# The most rows that an operator's transaction changes; after a rollback, as many rows have marks to clear.
 MAX_PAGE_ROWS = 200
 
 
 def matching(rows: FromClause, **wanted: object) -> list[ColumnElement[bool]]:
-    """Conditions that the columns of these names have these values; None means any."""
+    """Return the conditions that the columns of these names equal these values; a value of None adds no condition."""
     return [rows.c[name] == value for name, value in wanted.items() if value is not None]
 
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """The outcome of one page: rows that were changed, that another transaction held, and that could not be changed.
+    """The outcome of one page of changes: ids of changed rows, of rows locked elsewhere, and of refused rows.
 
-    The next page starts after `last`; None if no row matched. `key_taken` are dead letters whose unique key a living
-    job has. `requested` are those of the changed jobs that run, and that their relays are to end.
+    `key_taken`: dead letters whose unique key a living job has. `requested`: those of the changed jobs that run, and
+    that their relays are to end. `last`: the id after which the next page starts; None if no row matched.
     """
 
     changed: tuple[UUID, ...]
@@ -43,13 +43,13 @@ class Page:
 def pick_page(
     table: Table, conditions: Sequence[ColumnElement[bool]], after: UUID | None, limit: int
 ) -> tuple[CTE, CTE]:
-    """The page, and those of its rows that could be locked: CTEs for the statement that changes them.
+    """Return two CTEs for the statement that changes a page: the page's ids, and those whose rows could be locked.
 
     Index: the primary key, walked in order from `after`. Locks: the picked rows, FOR UPDATE SKIP LOCKED, never waited
-    for. Bound: `limit` rows. The conditions are in both, because the lock rechecks them on a row's newest version.
+    for. Bound: `limit` rows. Both contain the conditions, because the lock rechecks them on a row's newest version.
     """
     start = [] if after is None else [table.c.id > after]
-    # MATERIALIZED: neither may be merged into a plan that runs its LIMIT or its locks more than once.
+    # MATERIALIZED, so that neither is merged into a plan that runs its LIMIT or its locks more than once.
     rows = select(table.c.id).where(*conditions, *start).order_by(table.c.id).limit(limit)
     page = rows.cte("page").prefix_with("MATERIALIZED")
     locked = (
@@ -62,7 +62,11 @@ def pick_page(
 
 
 def page_outcome(page: CTE, picked: CTE, changed: CTE, key_taken: CTE | None = None) -> Executable:
-    """Every row of the page in order: true if it could be locked, if it was changed, and if it is in `key_taken`."""
+    """Return the SELECT that ends the statement of a page of changes: a row for each id of the page, in order.
+
+    The row has the id, and true or false for each of three: its row could be locked; it was changed; it is in
+    `key_taken`.
+    """
     rows = page.outerjoin(picked, picked.c.id == page.c.id).outerjoin(changed, changed.c.id == page.c.id)
     columns = [picked.c.id.is_not(None).label("picked"), changed.c.id.is_not(None).label("changed")]
     if key_taken is None:
@@ -73,7 +77,7 @@ def page_outcome(page: CTE, picked: CTE, changed: CTE, key_taken: CTE | None = N
 
 
 def read_page(rows: Iterable[Row[Any]]) -> Page:
-    """The rows of `page_outcome` as a `Page`."""
+    """Read the rows of `page_outcome` as a `Page`."""
     seen = list(rows)
     return Page(
         changed=tuple(row.id for row in seen if row.changed),
@@ -94,7 +98,10 @@ class KindCount:
 
 
 def count_kinds(rows: FromClause, conditions: Sequence[ColumnElement[bool]], most: int | None = None) -> Executable:
-    """The number of rows that match, by queue and kind; with `most`, of at most so many. No locks."""
+    """Count the rows that match the conditions, by queue and kind; with `most`, only the first `most` of them.
+
+    No locks.
+    """
     if most is not None:
         rows = select(rows.c.queue, rows.c.kind).where(*conditions).limit(most).subquery("some")
         conditions = ()
@@ -106,5 +113,8 @@ _CLOCK = select(pg.clock_timestamp(type_=Instant()))
 
 
 def database_clock(connection: Connection) -> datetime:
-    """The database's time. A command that began at this time leaves later rows alone."""
+    """Return the database's time.
+
+    A command that changes page after page reads it first, and leaves out rows that are written later.
+    """
     return connection.execute(_CLOCK).scalar_one()

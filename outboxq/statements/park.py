@@ -1,4 +1,7 @@
-"""Park jobs of unknown kinds until later, and overwrite the marks that a claim leaves when it is rolled back."""
+"""Parking: statements that postpone jobs of unknown kinds, so that relays that know only other kinds get past them.
+
+And statements that overwrite the marks (`xmax`) that a rolled back claim leaves in rows.
+"""
 
 from typing import LiteralString
 
@@ -21,7 +24,7 @@ _PARKING: LiteralString = """
   WHERE id = ANY (ARRAY(SELECT id FROM picked)) RETURNING id
 )
 SELECT pg_catalog.count(*) FROM parked"""
-# If its transaction is committed, this overwrites the marks of a parking that failed.
+# If its transaction is committed, this also overwrites the marks of a failed parking.
 _MARKS: LiteralString = """
 )
 SELECT pg_catalog.count(*) FROM picked"""
@@ -30,14 +33,15 @@ SELECT pg_catalog.count(*) FROM picked"""
 def park_head(
     schema: str, queue: str, state: str, known_kinds: tuple[str, ...], limit: int, *, only_marks: bool = False
 ) -> str:
-    """Park the jobs of unknown kinds among the first `limit` of a queue, in one statement; returns how many.
+    """Return SQL that parks (postpones) the jobs of unknown kinds among the first `limit` of a queue and state.
 
-    Walks at most `limit` entries of the claim's own index, and locks only the jobs that it parks, skipping those that
-    others hold. Arrays of keys, because a join may compare each with each if statistics know of no such job. The state
-    is compared with a subquery, so that the planner finds the keys by the primary key and not by the claim's index.
+    It returns the number of parked jobs. Walks at most `limit` entries of the claim's own index, and locks only the
+    jobs that it parks, skipping those that others hold. It is one statement, with arrays of keys, because a join may
+    compare each pair if statistics know of no such job. The state is compared with a subquery, so that the planner
+    finds the keys by the primary key and not by the claim's index.
 
     Args:
-        only_marks: Only clear the jobs' marks.
+        only_marks: True to park no job, and only overwrite the marks in their rows as `clear_marks` does.
     """
     scheduled = state == "scheduled"
     return render(
@@ -54,7 +58,7 @@ def park_head(
     )
 
 
-# 5 s, 10 s, 20 s, ... to 5 min. The exponent is bounded on both sides first: a power may underflow, too.
+# 5 s, 10 s, 20 s, ... up to 5 min. The exponent is bounded on both sides first, because a power may also underflow.
 PARKED_UNTIL = (
     "pg_catalog.clock_timestamp() + least(interval '5 minutes', "
     "interval '5 seconds' * pg_catalog.power(2, least(greatest(parked, 0), 6)))"
@@ -62,9 +66,11 @@ PARKED_UNTIL = (
 
 
 def clear_marks(schema: str, job_ids: list[str]) -> str:
-    """Overwrite, at COMMIT, the marks in the rows of jobs whose claim was rolled back intentionally.
+    """Return SQL that locks these jobs: this overwrites, at COMMIT, the marks of a rolled back claim in their rows.
 
-    Index: the primary key. Locks: the rows, until the caller's transaction ends; skips rows that others hold.
+    A mark is the row's `xmax`, by which a later claim would take the job for one whose relay died; here the claim was
+    rolled back intentionally. It returns the number of locked jobs. Index: the primary key. Locks: the rows, until the
+    caller's transaction ends; skips rows that others hold.
     """
     return render(
         schema,

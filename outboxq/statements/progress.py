@@ -1,4 +1,4 @@
-"""Progress: running handlers' own notes of it, in a small table of their own."""
+"""Progress: the notes of running handlers, in a small table."""
 
 from collections.abc import Collection, Sequence
 from typing import Any, LiteralString, NamedTuple
@@ -11,7 +11,7 @@ from outboxq.tables import progress
 
 
 class ProgressNote(NamedTuple):
-    """The last note of a job's handler, in this attempt of the job; `fraction` is from 0 to 1."""
+    """The last note of a job's handler about its progress, in the present attempt; `fraction` is from 0 to 1."""
 
     job_id: UUID
     attempt: int
@@ -19,7 +19,7 @@ class ProgressNote(NamedTuple):
     note: str
 
 
-# The rows are short-lived: COMMIT need not wait for the disk.
+# The rows are short-lived, so COMMIT need not wait for the disk.
 SETTINGS = "SET LOCAL client_encoding = 'UTF8'; SET LOCAL synchronous_commit = off; "
 _WRITE: LiteralString = """\
 WITH over AS (
@@ -37,11 +37,11 @@ ON CONFLICT (job_id) DO UPDATE SET attempt = excluded.attempt, fraction = exclud
 
 
 def write_progress(schema: str, relay: UUID, notes: Sequence[ProgressNote], ended: Collection[UUID]) -> str:
-    """Write handlers' notes, and delete those of jobs that this relay has ended; no job is in both.
+    """Return SQL that writes `notes` of running handlers, and deletes those of jobs in `ended`; no job may be in both.
 
     Index: the primary key. Waits only for another relay that writes a note of the same job. A note overwrites that of
-    an earlier attempt, and never that of a later one. One that another relay left a minute ago is always overwritten: a
-    dead letter that was put back counts its attempts from the start.
+    an earlier attempt, and never that of a later one. A note that another relay left more than a minute ago is always
+    overwritten, because a retried dead letter counts its attempts from the start.
     """
     return render(
         schema,
@@ -56,7 +56,7 @@ def write_progress(schema: str, relay: UUID, notes: Sequence[ProgressNote], ende
 
 
 def may_read_progress(schema: str) -> TextClause:
-    """One row: true if the table `progress` exists, and this role may read it. For any driver. No locks."""
+    """Select one row: true if the table `progress` exists, and this role may read it. For any driver. No locks."""
     return text(
         "SELECT coalesce("
         "pg_catalog.has_table_privilege(pg_catalog.to_regclass(CAST(:name AS text))::oid, 'SELECT'), false)"
@@ -64,6 +64,6 @@ def may_read_progress(schema: str) -> TextClause:
 
 
 def select_progress(job_ids: Collection[UUID]) -> Select[Any]:
-    """The last notes of these jobs. Index: the primary key; no locks."""
+    """Select the last notes of these jobs. Index: the primary key; no locks."""
     columns = ("job_id", "fraction", "note", "noted_at")
     return select(*(progress.c[name] for name in columns)).where(progress.c.job_id.in_(list(job_ids)))

@@ -1,7 +1,7 @@
 """Pruning: delete expired messages, effects, finished rows and dead letters, a bounded number at a time.
 
-Sent as text on the pruner's own connection. Each deletion is a transaction: `BEGIN`, the deletion, COMMIT. If the
-process dies, or the answer to COMMIT is lost, the next round deletes what is left.
+Each function returns the SQL of a deletion, sent as text on the pruner's own connection as one transaction: `BEGIN`,
+the deletion, COMMIT. If the process dies, or the answer to COMMIT is lost, the next round deletes what is left.
 """
 
 from typing import LiteralString
@@ -13,16 +13,16 @@ from outboxq.statements.cancel import COUNTS
 from outboxq.statements.render import fill, render
 
 # synchronous_commit: a deletion need not wait for the disk or a standby; if a crash undoes it, it is made again.
-# lock_timeout: rows are never waited for, but a migration may lock the table.
-# enable_*: instead of probes of a thousand keys, the planner would read a table of 100,000 rows as a whole, every time.
+# lock_timeout: the statement never waits for rows, but a migration may lock the table. enable_*: instead of probing a
+# thousand keys, the planner would read a whole table of 100,000 rows, every time.
 BEGIN = f"""\
 BEGIN ISOLATION LEVEL READ COMMITTED READ WRITE; SET LOCAL synchronous_commit = off; SET LOCAL lock_timeout = '1s'; \
 {NO_SCANS}; SET LOCAL enable_hashjoin = off; SET LOCAL enable_mergejoin = off"""
 
 # MATERIALIZED: a bare `IN (SELECT ... LIMIT ...)` may be planned as a join whose limited side runs again for each row
-# of the other, and then takes more than the limit. Every test of what may go is inside, and is made again on the newest
-# version of a row that has just changed.
-# statement_timestamp(), unlike clock_timestamp(), is stable and can bound the index.
+# of the other, and then takes more than the limit. Every condition for deletion is inside, and is checked again on the
+# newest version of a row that has just changed. statement_timestamp(), unlike clock_timestamp(), is stable and can
+# bound the index.
 _DELETE = """\
 WITH expired AS MATERIALIZED (
   SELECT {key} FROM {table}
@@ -37,29 +37,31 @@ SELECT pg_catalog.count(*) FROM deleted"""
 
 
 def delete_messages(schema: str, limit: int, skip: int = 0) -> str:
-    """Delete up to `limit` expired messages, except the oldest `skip`; one row, with their number.
+    """Return SQL that deletes up to `limit` expired messages, except the oldest `skip`.
 
-    Index: inbox_expires, from its start; the primary key. Locks: the rows, skipping those that another transaction
-    holds. A session that accepts a message which is being deleted waits for this transaction, and accepts it again.
+    It returns one row, the number of deleted rows. Index: inbox_expires, from its start; the primary key. Locks: the
+    rows, skipping those that another transaction holds. A session that accepts a message which is being deleted waits
+    for this transaction, and accepts it again.
     """
     return _delete(schema, "inbox", ("consumer", "message_id"), limit, skip)
 
 
 def delete_effects(schema: str, limit: int, skip: int = 0) -> str:
-    """Delete up to `limit` expired effects like `delete_messages`, but none that is started or unknown.
+    """Return SQL that deletes up to `limit` expired effects, except the oldest `skip`.
 
-    Index: effect_expires, from its start; the primary key. Locks: the rows, skipping those that another transaction
-    holds, such as one that is just being claimed again, and so loses its expiry.
+    It returns one row, the number of deleted rows. An effect whose status is `started` or `unknown` stays. Index:
+    effect_expires, from its start; the primary key. Locks: the rows, skipping those that another transaction holds,
+    such as an effect that is just being claimed again, and so loses its expiry.
     """
-    # The table's own check allows no expiry in these states; tested all the same.
+    # The table's own check allows no expiry in these states; tested here nevertheless.
     return _delete(schema, "effect", ("scope", "key"), limit, skip, " AND status NOT IN ('started', 'unknown')")
 
 
 def delete_finished(schema: str, limit: int, skip: int = 0) -> str:
-    """Delete up to `limit` expired finished rows, like `delete_messages`.
+    """Return SQL that deletes up to `limit` expired finished rows, except the oldest `skip`.
 
-    Index: done_job_expires, from its start; the primary key. Locks: the rows, skipping those that another transaction
-    holds: one that overwrites the row for a job of the same id.
+    It returns one row, the number of deleted ones. Index: done_job_expires, from its start; the primary key. Locks: the
+    rows, skipping those that another transaction holds: one that overwrites the row for a job of the same id.
     """
     return _delete(schema, "done_job", ("id",), limit, skip)
 
@@ -79,11 +81,11 @@ SELECT pg_catalog.count(*) FROM deleted"""
 
 
 def delete_requests(schema: str, limit: int, skip: int = 0) -> str:
-    """Delete up to `limit` cancellations of an hour ago whose jobs are gone; one row, with their number.
+    """Return SQL that deletes up to `limit` cancellation requests older than an hour whose jobs are gone.
 
-    A request lives as long as its job, which may come back from a retry or a crash; a later job of the same id does not
-    count. Reads all requests, of which there are few; index: the job's primary key. Locks: the rows, skipping those
-    that others hold.
+    It returns one row, their number. A request lives as long as its job, which may come back from a retry or a crash; a
+    later job of the same id does not count. Reads all requests, of which there are few; index: the primary key of
+    `job`. Locks: the rows, skipping those that others hold.
     """
     return render(schema, _DELETE_REQUESTS, limit=limit, skip=skip)
 
@@ -103,10 +105,10 @@ SELECT pg_catalog.count(*) FROM deleted"""
 
 
 def delete_progress(schema: str, limit: int, skip: int = 0) -> str:
-    """Delete up to `limit` notes of jobs that are gone; one row, with their number.
+    """Return SQL that deletes up to `limit` progress notes of jobs that are gone: one row, the number of deleted notes.
 
-    Relays delete their own notes: these are of killed relays. Reads all notes, of which there are few; index: the job's
-    primary key. Locks: the rows, skipping those that others hold.
+    Relays delete their own notes, so these belong to killed relays. Reads all notes, of which there are few; index: the
+    primary key of `job`. Locks: the rows, skipping those that others hold.
     """
     return render(schema, _DELETE_PROGRESS, limit=limit, skip=skip)
 
@@ -116,7 +118,7 @@ _KEEP: LiteralString = "pg_catalog.to_jsonb(settings) ->> 'keep_dead_seconds'::t
 _SELECT_KEPT: LiteralString = """\
 SELECT kept.name, kept.keep FROM (SELECT name, {keep} AS keep FROM {queue_table} AS settings) AS kept
 WHERE kept.keep IS NOT NULL ORDER BY kept.name"""
-# The statement itself reads the operators' setting: once it is undone, no deletion follows it.
+# The statement itself reads the operators' setting, so that no deletion follows after the setting is undone.
 _DELETE_DEAD: LiteralString = """\
 WITH kept AS MATERIALIZED (
   SELECT coalesce((SELECT ({keep})::float8 FROM {queue_table} AS settings WHERE settings.name = {queue}), {declared})
@@ -136,7 +138,7 @@ SELECT pg_catalog.count(*) FROM deleted"""
 
 
 def select_kept(schema: str) -> str:
-    """The queues for which operators have set how long dead letters are kept, and the seconds: 0 for ever.
+    """Select the queues for which operators have set how long dead letters are kept, and the seconds: 0 for ever.
 
     Reads the small table `queue`; no locks.
     """
@@ -144,10 +146,11 @@ def select_kept(schema: str) -> str:
 
 
 def delete_dead(schema: str, queue: str, declared: float | None, limit: int, skip: int = 0) -> str:
-    """Delete up to `limit` expired dead letters of a queue, except the oldest `skip`; one row, with their number.
+    """Return SQL that deletes up to `limit` expired dead letters of a queue, except the oldest `skip`.
 
-    Index: dead_job_queue (queue, died_at), from the queue's oldest; the primary key. Locks: the rows, skipping those
-    that another transaction holds. One that has just died again is not deleted: its time starts again.
+    It returns one row, their number. Index: dead_job_queue (queue, died_at), from the queue's oldest; the primary key.
+    Locks: the rows, skipping those that another transaction holds. A job that has just died again is not deleted,
+    because its time starts again.
 
     Args:
         declared: The seconds for which the application keeps them, if operators have set none; None for ever.

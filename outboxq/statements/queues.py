@@ -32,9 +32,9 @@ LIMITS = (
 
 
 def known_queues() -> Executable:
-    """Every queue with a setting, a job or a dead letter, since when it is paused, and its other settings.
+    """Select every queue with a setting, a job or a dead letter: its name, since when it is paused, and its settings.
 
-    `is_used`: it has a job or a dead letter.
+    `is_used` is true if the queue has a job or a dead letter.
 
     Indexes: job_ready, job_scheduled, job_suspect, job_group_state, job_group and dead_job_queue, one probe per
     distinct queue each ("Loose indexscan" in the PostgreSQL wiki); job_leased is read once. No locks.
@@ -64,9 +64,10 @@ def known_queues() -> Executable:
 
 
 def pause(names: Sequence[str]) -> ReturningInsert[Any]:
-    """Pause queues, with settings or without; returns those that were not paused before.
+    """Return SQL that pauses queues: a row (the name) for each that it has paused; already paused ones are left out.
 
-    Index: the primary key. Locks: the settings' rows, in the order of `names`; claims only read them.
+    A queue without a row of settings gets one. Index: the primary key. Locks: the settings' rows, in the order of
+    `names`; claims only read them.
     """
     row = insert(queue).values([{"name": name, "paused_at": pg.clock_timestamp()} for name in names])
     return row.on_conflict_do_update(
@@ -77,9 +78,10 @@ def pause(names: Sequence[str]) -> ReturningInsert[Any]:
 
 
 def set_values(names: Sequence[str], given: Mapping[str, object]) -> ReturningInsert[Any]:
-    """Set values of queues, with settings or without, by column; returns the queues that had others before.
+    """Return SQL that sets these columns of queues' settings: a row (the name) for each queue that this has changed.
 
-    Index: the primary key. Locks: the settings' rows, in the order of `names`; claims only read them.
+    A queue without a row of settings gets one. Index: the primary key. Locks: the settings' rows, in the order of
+    `names`; claims only read them.
     """
     row = insert(queue).values([{"name": name, **given} for name in names])
     changed = or_(*(queue.c[column].is_distinct_from(row.excluded[column]) for column in given))
@@ -89,7 +91,10 @@ def set_values(names: Sequence[str], given: Mapping[str, object]) -> ReturningIn
 
 
 def resume(names: Sequence[str]) -> ReturningUpdate[Any]:
-    """Resume queues; returns those that were paused. Index: the primary key. Locks: the settings' rows."""
+    """Return SQL that resumes queues: a row (the name) for each that it has resumed; others were not paused.
+
+    Index: the primary key. Locks: the settings' rows.
+    """
     return (
         update(queue)
         .where(queue.c.name.in_(names), queue.c.paused_at.is_not(None))
@@ -99,7 +104,7 @@ def resume(names: Sequence[str]) -> ReturningUpdate[Any]:
 
 
 def _walk(rows: FromClause, condition: ColumnElement[bool] | None, name: str) -> Select[tuple[str]]:
-    """The distinct queues of an index that begins with the queue, from each name to the next."""
+    """Return a query of the distinct queues in an index whose first column is the queue: one probe for each."""
     conditions = [] if condition is None else [condition]
     first = select(pg.min(rows.c.queue).label("queue")).where(*conditions)
     walk = first.cte(f"{name}_queues", recursive=True)

@@ -1,10 +1,10 @@
 """The rate of a queue: bounds how many of its jobs begin in a time, by the generic cell rate algorithm.
 
-A relay reserves tokens and commits, then claims as many jobs: no handler's transaction holds the row. A relay that
+A relay reserves tokens and commits, then claims as many jobs, so no handler's transaction holds the row. A relay that
 dies, or finds fewer jobs, wastes tokens: fewer jobs begin, never more.
 
-`tat` is the theoretical arrival time: the time at which all reserved tokens would have come one by one. Never more than
-`burst` tokens are ahead of now, in any order of reservations.
+`tat` is the theoretical arrival time: the time at which all reserved tokens would have arrived one by one. At most
+`burst` tokens are ahead of the present time, in any order of reservations.
 """
 
 from dataclasses import dataclass
@@ -16,8 +16,8 @@ from outboxq.statements.by_index import BY_INDEX
 from outboxq.statements.render import render
 from outboxq.statements.transaction import UNTIMED
 
-# `waiting`: the first jobs, up to the most that are wanted, that no transaction runs. A job whose row an open
-# transaction deleted seems to wait, and would cost a token each time; its `xmax` shows it. A multixact may have the
+# `waiting`: the first jobs, up to the wanted number, that no transaction runs. A job whose row an open transaction has
+# deleted looks as if it waited, and would cost a token each time; its `xmax` shows that. A multixact may have the
 # number of a running transaction: then the next reservation finds the job.
 _RUNS: LiteralString = "job.xmax = ANY (ARRAY(SELECT transactionid FROM open))"
 _WAITING: LiteralString = """\
@@ -48,9 +48,8 @@ open AS MATERIALIZED (
   SELECT pg_catalog.count(*) AS jobs, least({chunk}, pg_catalog.count(*))::float8 AS least_jobs FROM waiting
 )"""
 # All times are in microseconds, and rounded up. The time is read after the row is locked. Several tokens are used
-# within `keep`, and so count from its end; one token is used at once.
-# A `tat` that is too far ahead is of another rate, or of a clock that was set back: the rate begins again, without
-# tokens.
+# within `keep`, and so count from its end; a single token is used at once. A `tat` that is too far ahead belongs to
+# another rate, or to a clock that was set back: then the rate starts afresh, without tokens.
 _TAKEN: LiteralString = """\
 budget AS MATERIALIZED (
   SELECT rate.tat FROM {rate} AS rate CROSS JOIN asked
@@ -84,14 +83,14 @@ _SETTINGS: LiteralString = "; ".join((*BY_INDEX, "SET LOCAL lock_timeout = '2s';
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenRequest:
-    """A relay's request for tokens.
+    """A relay's request for tokens of a queue's rate; each token is the permission to begin one job.
 
     Args:
-        most: The most tokens.
-        chunk: The least tokens, unless fewer jobs wait.
-        each_seconds: The time from one token to the next.
-        burst: The most tokens that may exist at once; enough for `chunk` and those of `keep_seconds`.
-        keep_seconds: The time within which several tokens are used.
+        most: The most tokens to reserve.
+        chunk: The fewest tokens to reserve; fewer only if fewer jobs wait.
+        each_seconds: The time from one token to the next, in seconds.
+        burst: The most tokens that may be free at once; enough for `chunk` and the tokens of `keep_seconds`.
+        keep_seconds: The time in seconds within which several tokens must be used.
     """
 
     most: int
@@ -102,14 +101,14 @@ class TokenRequest:
 
 
 def reserve_tokens(schema: str, queue: str, asked: TokenRequest, room: sql.Composed | None = None) -> str:
-    """Reserve tokens of a queue's rate, if jobs wait and there is room for them, and COMMIT.
+    """Return SQL that reserves tokens of a queue's rate if jobs wait and the queue's limit has room, and commits.
 
-    One row: how many jobs wait, up to `asked.most`; true if the queue's limit has room; the tokens reserved; the
-    seconds until tokens are due, NULL if the queue's rate has no row yet.
+    It returns one row: how many jobs wait, up to `asked.most`; true if the limit has room; the number of tokens
+    reserved; the seconds until tokens are due, NULL if the queue's rate has no row yet.
 
-    Indexes: those of the claims, and job_group; up to `most` entries each, besides those of running jobs. Locks: the
-    rate's row to the COMMIT of this string, waiting for other reservations. It fails (55P03) if one hangs. A slot that
-    is taken to see if there is room is released at once.
+    Indexes: those of the claims, and job_group; up to `most` entries each, in addition to those of running jobs. Locks:
+    the rate's row to the COMMIT of this string, waiting for other reservations. It fails (55P03) if one hangs. A slot
+    of the limit that is taken as a test for room is released at once.
 
     Args:
         room: The CTEs of `limit.room`, if the queue has a limit.
@@ -130,12 +129,15 @@ def reserve_tokens(schema: str, queue: str, asked: TokenRequest, room: sql.Compo
 
 
 def _float8(seconds: float) -> sql.Composable:
-    """Microseconds as a literal of double precision."""
+    """Return a time, given in seconds, as an SQL literal of its microseconds in double precision."""
     return sql.Literal(repr(seconds * 1e6)) + sql.SQL("::float8")
 
 
 def begin_rate(schema: str, queue: str) -> str:
-    """Make the row of a queue's rate, with all tokens, unless it exists. Index: the primary key."""
+    """Return SQL that adds the row of a queue's rate, with all of its tokens free, unless the row exists.
+
+    Index: the primary key.
+    """
     return render(
         schema,
         "INSERT INTO {rate} (name, tat) VALUES ({queue}, pg_catalog.clock_timestamp()) ON CONFLICT (name) DO NOTHING",

@@ -1,4 +1,4 @@
-"""Queries of the history that relays write into `stat`."""
+"""Queries of the history: the counts of jobs' outcomes that relays write into the table `stat`."""
 
 from datetime import datetime, timedelta
 from typing import Any
@@ -15,9 +15,10 @@ _ORIGIN: ColumnElement[datetime] = literal_column("timestamptz '2000-01-01 00:00
 
 
 def select_history(*, queue: str | None, kind: str | None, since: timedelta, by: str) -> Executable:
-    """The sums of outcomes and of each bucket, by minutes, hours or kinds, from the minute of `since` ago on.
+    """Select the sums of outcomes, and of each bucket of the histograms of seconds, since the minute `since` ago.
 
-    Index: the primary key, from `since` on; rolled-up rows (`grain` 3600) are older. No locks.
+    A row for each minute, hour or kind, as `by` names it. Index: the primary key, from then on; the older rows are
+    those of hours (`grain` 3600). No locks.
     """
     now = pg.statement_timestamp()
     groups: tuple[ColumnElement[Any], ...] = (stat.c.queue, stat.c.kind)

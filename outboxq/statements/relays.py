@@ -1,4 +1,4 @@
-"""Live relays, by the rows that they write of themselves."""
+"""Living relays, by the rows of `relay_status` that they write about themselves."""
 
 from collections.abc import Sequence
 from typing import LiteralString
@@ -18,7 +18,7 @@ MOST_RELAYS = 1_000
 # The most kinds that a relay names.
 MOST_KINDS = 1_000
 
-# The checks of the table `queue` on a limit: name, least, most and type.
+# The checks of the table `queue` on a limit: name, minimum, maximum and type.
 _LIMITS = (
     ("running", "1", "10000", "int"),
     ("per_group", "1", "1000", "int"),
@@ -33,12 +33,15 @@ WHERE seen_at > pg_catalog.statement_timestamp() - interval '1 minute' ORDER BY 
 
 
 def served_queues(schema: str, limit: int) -> str:
-    """The queues that relays serve, one row each. Reads the small table `relay_status`; no locks."""
+    """Select the queues that relays serve, one row each. Reads the small table `relay_status`; no locks."""
     return render(schema, _SERVED, limit=limit)
 
 
 def select_relays(limit: int) -> Executable:
-    """The relays that were seen last; rows of a day ago are pruned. Reads the small table `relay_status`; no locks."""
+    """Select the relays that wrote their state last, up to `limit`.
+
+    Rows older than a day are pruned. Reads the small table `relay_status`; no locks.
+    """
     return (
         select(
             relay_status,
@@ -50,7 +53,7 @@ def select_relays(limit: int) -> Executable:
 
 
 def may_read_relays(schema: str) -> TextClause:
-    """One row: true if this role may read `relay_status`; NULL if there is no such table. Catalogs only."""
+    """Select one row: true if this role may read `relay_status`; NULL if there is no such table. Catalogs only."""
     table = quote_identifier(schema, "relay_status")
     return text(
         "SELECT pg_catalog.has_table_privilege(pg_catalog.to_regclass(CAST(:relays AS text))::oid, 'SELECT')"
@@ -61,11 +64,11 @@ _SEEN = "extract(epoch FROM pg_catalog.statement_timestamp() - seen_at)::float8"
 
 
 def relays_for(schema: str, queue: str, kind: str | None) -> TextClause:
-    """The relays that were seen within a day, those that serve a queue first, the last seen first.
+    """Select the relays that wrote their state within a day, to show which could run jobs of this queue and kind.
 
-    `serves` the queue; `has_room`: a slot could have claimed from it when the relay was last seen; `knows` the kind,
-    also true if the relay may know more kinds than it names.
-    Reads the small table `relay_status`, 1,000 rows of it at the most; no locks.
+    Those that serve the queue come first, then the latest write. `serves`: the relay serves the queue. `has_room`: a
+    slot could have claimed from the queue when the relay last wrote its state. `knows`: the relay knows the kind, or
+    may know more kinds than it names. Reads the small table `relay_status`, 1,000 rows of it at the most; no locks.
     """
     return text(
         f"""\
@@ -78,7 +81,7 @@ ORDER BY CAST(:queue AS text) = ANY (queues) DESC, seen_at DESC LIMIT :most"""
 
 
 def relay_seen(schema: str, relay: UUID) -> TextClause:
-    """The seconds since a relay was seen, and its long-running jobs; no row if it has none.
+    """Select the seconds since a relay last wrote its state, and its long-running jobs; no row if it wrote none.
 
     Index: the primary key; no locks.
     """
@@ -89,9 +92,9 @@ def relay_seen(schema: str, relay: UUID) -> TextClause:
 
 
 def serving_relays(schema: str) -> TextClause:
-    """The relays that were seen within a day, the last seen first: their queues, and their long-running jobs.
+    """Select the relays that wrote their state within a day, with each one's queues and long-running jobs.
 
-    Reads the small table `relay_status`, 1,000 rows of it at the most; no locks.
+    The latest write comes first. Reads the small table `relay_status`, 1,000 rows of it at the most; no locks.
     """
     return text(
         "SELECT id, host, pid, state, queues, free, running::text AS running, "
@@ -101,10 +104,10 @@ def serving_relays(schema: str) -> TextClause:
 
 
 def declared_limits(schema: str) -> TextClause:
-    """The limits of queues that the applications of live relays declare, a row for each queue.
+    """Select the limits of queues that the applications of living relays declare, a row for each queue.
 
-    If relays declare different ones, those of the relay that started last, without invalid ones. Reads the small table
-    `relay_status`; no locks.
+    If relays declare different limits, those of the relay that started last are returned; invalid ones are left out.
+    Reads the small table `relay_status`; no locks.
     """
     numbers = ", ".join(
         "CAST(pg_catalog.jsonb_path_query_first("
@@ -127,9 +130,10 @@ ORDER BY declared.name, relay.started_at DESC"""
 
 
 def kinds_at_relays(schema: str, pairs: Sequence[tuple[str, str]]) -> TextClause:
-    """The number of live relays that serve each of these queues, and of those that know the kind; no row without any.
+    """Count, for each pair (queue, kind), the living relays that serve the queue, and those that also know the kind.
 
-    Reads the small table `relay_status`, 1,000 rows of it at the most, for each pair; no locks.
+    No rows if there is no living relay. Reads the small table `relay_status`, 1,000 rows of it at the most, for each
+    pair; no locks.
     """
     serves = "given.queue = ANY (relay.queues)"
     knows = "(given.kind = ANY (relay.kinds) OR pg_catalog.cardinality(relay.kinds) >= :most_kinds)"

@@ -1,8 +1,8 @@
-"""Results that are waited for: the flags of waiters, the query of jobs' outcomes, and the call to query again.
+"""Waiting for results: SQL for callers that wait until jobs have ended, and for the transactions that end these jobs.
 
-A waiter takes the flags of its jobs, as shared advisory locks, before it queries. A transaction that ends a job tries
-the same locks exclusively, until its COMMIT: if one is refused, a waiter exists, and a notification goes with the
-COMMIT.
+A waiter first locks a shared advisory lock for each job (its "flag"), and then queries if the job has ended. A
+transaction that ends a job tries the same lock in exclusive mode, and keeps it until its COMMIT: if it does not get the
+lock, a waiter exists, and the transaction sends a notification, upon which the waiter queries again.
 """
 
 from collections.abc import Collection
@@ -11,21 +11,27 @@ from uuid import UUID
 
 from outboxq.statements.render import fill, render
 
-# All jobs, as a flag that every waiter holds, and in a notification.
+# Represents all jobs: as a flag that every waiter holds, and in a notification.
 ALL_JOBS = ""
-# All sessions share the server's table of locks: a transaction that ends more jobs tries the flag of all.
+# All sessions share the server's lock table, so a transaction that ends more jobs than this tries only the flag of all
+# jobs.
 _FLAGS_TRIED = 64
 
 
 def result_channel(schema: str) -> str:
-    """The channel on which waiters listen, and the class of their flags."""
+    """Return the name of the channel on which waiters for results listen.
+
+    The name's hash is also the first of the two keys of the waiters' advisory locks.
+    """
     return f"outboxq_{schema} result"
 
 
 def try_result_flags(schema: str, names: Collection[str]) -> str:
-    """Try to hold flags, shared: a row for each, with its name and true if it is held now. Never waits.
+    """Return SQL with which a waiter for results tries to lock the shared advisory locks ("flags") of its jobs.
 
-    False from the time when a transaction that ends the job has tried the flag, late in it, until its end.
+    It returns a row for each of `names`, which are jobs' ids, or `ALL_JOBS`: the name, and true if the lock is held
+    now. It never waits: a lock is refused while a transaction that ends the job holds it, from late in that transaction
+    to its end.
     """
     return fill(
         "SELECT name, pg_catalog.pg_try_advisory_lock_shared(pg_catalog.hashtext({channel}), pg_catalog.hashtext(name))"
@@ -36,7 +42,7 @@ def try_result_flags(schema: str, names: Collection[str]) -> str:
 
 
 def drop_result_flags(schema: str, names: Collection[str]) -> str:
-    """Release flags."""
+    """Return SQL that unlocks the advisory locks of `try_result_flags` for these names, which this session holds."""
     return fill(
         "SELECT pg_catalog.pg_advisory_unlock_shared(pg_catalog.hashtext({channel}), pg_catalog.hashtext(name)) "
         "FROM pg_catalog.unnest({names}::text[]) AS dropped (name)",
@@ -51,10 +57,11 @@ WHERE NOT pg_catalog.pg_try_advisory_xact_lock(pg_catalog.hashtext({channel}), p
 
 
 def tell_waiters(schema: str, job_ids: Collection[UUID]) -> str:
-    """Notify the waiters for these jobs, in the transaction that ends them; without waiters there is no notification.
+    """Return SQL that notifies the waiters for these jobs; a job without a waiter causes no notification.
 
-    Never waits, and holds up to 64 advisory locks until the transaction ends. Two jobs whose flags have the same hash,
-    and two large transactions, notify for nothing.
+    Send it in the transaction that ends the jobs. Never waits, and holds up to 64 advisory locks until the transaction
+    ends. If two jobs' locks have the same hash, or two transactions end many jobs each, some notifications are not
+    needed.
     """
     names = sorted(map(str, job_ids)) if len(job_ids) <= _FLAGS_TRIED else [ALL_JOBS]
     return fill(_TELL, channel=result_channel(schema), names=names)
@@ -72,10 +79,10 @@ LEFT JOIN LATERAL (
 
 
 def look_at_jobs(schema: str, job_ids: Collection[str]) -> str:
-    """The outcomes of jobs: a row for each, with its id; true if it waits or runs; the outcome and result (JSON text)
-    of its finished row; the reason of its dead letter.
+    """Select the outcomes of jobs: id, true if it waits or runs, outcome and result if finished, reason if it is dead.
 
-    Of a finished row and a dead letter of one id, which a producer chose twice, the later counts. One statement, so
-    that a job on its way between tables is seen in one of them. Indexes: the primary keys; no locks.
+    If a finished row and a dead letter have the same id, which a producer chose twice, the later one counts. It is one
+    statement, so that a job that moves between tables is found in one of them. A result is JSON text. Indexes: the
+    primary keys; no locks.
     """
     return render(schema, _LOOK, ids=list(job_ids))

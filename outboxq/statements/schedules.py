@@ -1,6 +1,6 @@
-"""Schedules: lock those that are due, and move them on in the transaction that adds their jobs; and change them.
+"""Schedules: lock the due ones, set their next times in the transaction that adds their jobs, and change schedules.
 
-The row's lock and its `next_at` are the whole protocol: no relay leads, and fired times are not stored.
+The row's lock and its `next_at` are the whole protocol: no relay is the leader, and fired times are not stored.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -43,19 +43,20 @@ _OWNER = cast(literal_column("pg_catalog.to_jsonb(schedule) ->> 'owner'::text"),
 _DISABLED_AT = cast(literal_column("pg_catalog.to_jsonb(schedule) ->> 'disabled_at'::text"), Instant())
 # An operator's pause changes the time.
 IS_DISABLED = func.coalesce(schedule.c.paused_at == _DISABLED_AT, literal_column("false"))
-# If the database's clock goes back by up to this, fired times are waited for instead of fired again.
+# If the database's clock goes back by at most this, fired times are waited for instead of being fired again.
 CLOCK_STEP = timedelta(hours=1)
 
 
-# For the transaction that fires schedules: producers' transactions may hold the keys of unique jobs.
+# For the transaction that fires schedules, because producers' transactions may hold the keys of unique jobs.
 WAIT_SHORTLY = text("SELECT pg_catalog.set_config('lock_timeout', '2s', true)")
 
 
 def lock_due(limit: int, without: Collection[str] = ()) -> Select[Any]:
-    """The schedules that are due, the longest due first, except those of these names; with the database's time.
+    """Select and lock the due schedules, the longest overdue first, except those named in `without`; at most `limit`.
 
-    Index: schedule_next, from its start. Locks: the rows, skipping those that another transaction holds: a relay that
-    fires them, or an operator. A row that has just been moved on is rechecked, and no longer due.
+    Each row has the database's time too. Index: schedule_next, from its start. Locks: the rows, skipping those that
+    another transaction holds: a relay that fires them, or an operator. If that transaction has set a new `next_at`, the
+    row is checked again, and is no longer due.
     """
     return (
         select(*_summary(), schedule.c.args, schedule.c.options, _NOW.label("now"))
@@ -67,18 +68,19 @@ def lock_due(limit: int, without: Collection[str] = ()) -> Select[Any]:
 
 
 def advance(name: str, next_at: datetime, last_at: datetime | None) -> Update:
-    """Set the schedule's next time; `last_at` is the newest time that it was due, if any was fired.
+    """Return SQL that sets the schedule's next time, after the jobs that were due are added.
 
-    Index: the primary key. The row is locked by `lock_due` in the same transaction.
+    `last_at` is the newest time for which the schedule was fired, None if it was not fired. Index: the primary key. The
+    row is locked by `lock_due` in the same transaction.
     """
     fired = {} if last_at is None else {"last_at": last_at}
     return update(schedule).where(schedule.c.name == name).values(next_at=next_at, **fired)
 
 
 def seconds_to_next(without: Collection[str] = ()) -> Select[Any]:
-    """The seconds until the next schedule is due; negative if it is, no row if there is none.
+    """Select the seconds until the next schedule is due, except those named in `without`; negative if it is late.
 
-    Index: schedule_next, its first entry. No locks.
+    No row if there is no schedule. Index: schedule_next, its first entry. No locks.
     """
     distance = seconds(schedule.c.next_at - pg.clock_timestamp(type_=Instant()))
     conditions = (schedule.c.paused_at.is_(None), *_other_names(without))
@@ -86,15 +88,16 @@ def seconds_to_next(without: Collection[str] = ()) -> Select[Any]:
 
 
 def put(rows: Sequence[Mapping[str, object]], *, keep_declared: bool) -> ReturningInsert[Any]:
-    """Make schedules, or change those of the same names; returns those that were made or changed, by name.
+    """Return SQL that adds schedules, or changes those of the same names.
 
-    An existing one keeps its next time, if its cron text and time zone stay, and stays paused. A next time that is too
-    late was computed while the database's clock was ahead, and is computed again.
+    It returns a row (the name) for each added or changed one. An existing schedule keeps its next time if cron text and
+    time zone are the same, and a paused one stays paused. But a next time that was computed while the database's clock
+    was ahead, and so is too late, is computed again.
 
     Args:
-        rows: In the order of their names, so that two transactions lock them in the same order. If they have an owner,
-            those of another one are left alone, and disabled ones are enabled.
-        keep_declared: Leave alone those that an application's code declares.
+        rows: Rows in the order of their names, so that two transactions lock them in the same order. If they have
+            an owner, another owner's schedules are left alone, and disabled ones are enabled.
+        keep_declared: True to leave alone schedules that an application's code declares.
 
     Index: the primary key. Locks: the rows of these names; waits briefly for a relay that fires one.
     """
@@ -118,10 +121,10 @@ def put(rows: Sequence[Mapping[str, object]], *, keep_declared: bool) -> Returni
 
 
 def _is_ahead(next_at: ColumnElement[datetime]) -> ColumnElement[bool]:
-    """The condition that a schedule is due later than at `next_at`, which is the first time after now.
+    """Return the condition that a schedule's stored next time is too late: after `next_at`, its first time from now.
 
-    Not if that time has come by now, or was fired by a clock that has gone back a little since. The times that a clock
-    fired hours ahead are not waited for.
+    The condition is false if `next_at` has passed by now, or was fired already by a clock that has gone back a little
+    since, by up to `CLOCK_STEP`. A firing by a clock that was further ahead does not count.
     """
     fired = and_(schedule.c.last_at >= next_at, schedule.c.last_at <= _CLOCK + CLOCK_STEP)
     not_fired = func.coalesce(~fired, literal_column("true"))
@@ -129,20 +132,26 @@ def _is_ahead(next_at: ColumnElement[datetime]) -> ColumnElement[bool]:
 
 
 def select_schedules(*, queue: str | None = None, kind: str | None = None, limit: int | None = None) -> Select[Any]:
-    """Schedules by name. Reads the table, which is small; no locks."""
+    """Select the schedules in the order of their names; only those whose jobs have this queue or kind, if given.
+
+    Reads the table, which is small; no locks.
+    """
     wanted = {"queue": queue, "kind": kind}
     conditions = [schedule.c[name] == value for name, value in wanted.items() if value is not None]
     return select(*_summary()).where(*conditions).order_by(schedule.c.name).limit(limit)
 
 
 def select_schedule(name: str, *, lock: bool = False) -> Select[Any]:
-    """One schedule with its job. Index: the primary key. `lock` locks the row, and waits for a relay that fires it."""
+    """Select one schedule with its job. Index: the primary key.
+
+    `lock`: True to lock the row too, which waits for a relay that fires the schedule.
+    """
     row = select(*_summary(), schedule.c.args, schedule.c.options).where(schedule.c.name == name)
     return row.with_for_update() if lock else row
 
 
 def select_declared(owners: Collection[str]) -> Select[Any]:
-    """The schedules that code of these owners, or of an unknown one, declares, and that are not paused.
+    """Select the schedules that code of these owners, or of an unknown owner, declares, and that are not paused.
 
     Reads the table, which is small; no locks.
     """
@@ -152,15 +161,19 @@ def select_declared(owners: Collection[str]) -> Select[Any]:
 
 
 def select_owners(names: Collection[str]) -> Select[Any]:
-    """The owners of the schedules of these names: name, owner. Index: the primary key; no locks."""
+    """Select the owners of the schedules of these names, as rows: name, owner.
+
+    Index: the primary key; no locks.
+    """
     columns = [schedule.c[name] for name in ("name", "owner")]
     return select(*columns).where(schedule.c.name.in_(sorted(names)))
 
 
 def disable(name: str, owner: str) -> ReturningUpdate[Any]:
-    """Pause a schedule that its owner's code no longer declares, if it is not paused; returns its name, if so.
+    """Return SQL that disables a schedule that its owner's code no longer declares: pauses it until code declares it.
 
-    Index: the primary key. Locks: the row.
+    It returns one row, the name; no row if the schedule was paused already, or belongs to another owner. Index: the
+    primary key. Locks: the row.
     """
     is_theirs = and_(schedule.c.declared.is_(True), schedule.c.owner == owner)
     return (
@@ -172,9 +185,10 @@ def disable(name: str, owner: str) -> ReturningUpdate[Any]:
 
 
 def adopt(names: Sequence[str], owner: str | None) -> ReturningUpdate[Any]:
-    """Give schedules to an application's code, or to operators; returns the names of those that had another owner.
+    """Return SQL that gives schedules to the owner of an application's code, or with None to operators.
 
-    Paused ones stay paused for operators. Index: the primary key. Locks: the rows.
+    It returns a row (the name) for each that belonged to another. Given to operators, paused schedules stay paused.
+    Index: the primary key. Locks: the rows.
     """
     kept = {"disabled_at": null()} if owner is None else {}
     is_another = or_(schedule.c.owner.is_distinct_from(owner), schedule.c.declared.is_(owner is None))
@@ -187,12 +201,18 @@ def adopt(names: Sequence[str], owner: str | None) -> ReturningUpdate[Any]:
 
 
 def remove(names: Sequence[str]) -> ReturningDelete[Any]:
-    """Delete schedules; returns the names of those that existed. Index: the primary key. Locks: the rows."""
+    """Return SQL that deletes schedules: a row (the name) for each that existed.
+
+    Index: the primary key. Locks: the rows.
+    """
     return delete(schedule).where(schedule.c.name.in_(names)).returning(schedule.c.name)
 
 
 def pause(names: Sequence[str]) -> ReturningUpdate[Any]:
-    """Pause schedules; returns those that were not paused by an operator. Index: the primary key. Locks: the rows."""
+    """Return SQL that pauses schedules: a row (the name) for each, except those that an operator had paused already.
+
+    Index: the primary key. Locks: the rows.
+    """
     return (
         update(schedule)
         .where(schedule.c.name.in_(names), or_(schedule.c.paused_at.is_(None), IS_DISABLED))
@@ -202,7 +222,7 @@ def pause(names: Sequence[str]) -> ReturningUpdate[Any]:
 
 
 def resume(name: str, next_at: datetime) -> Update:
-    """Resume the schedule, due at `next_at`. Index: the primary key. Locks: the row."""
+    """Return SQL that resumes a paused schedule, due at `next_at`. Index: the primary key. Locks: the row."""
     return update(schedule).where(schedule.c.name == name).values(paused_at=None, next_at=next_at)
 
 

@@ -1,4 +1,4 @@
-"""Facts of the server and the database: version, run, durability of commits, and the step of the tables."""
+"""Facts about the server and the database: version, run, durability of commits, and the step of the tables."""
 
 from dataclasses import dataclass
 
@@ -28,8 +28,8 @@ _EPOCH = text(
 _READ_ONLY = text(
     "SELECT pg_catalog.pg_is_in_recovery() OR pg_catalog.current_setting('default_transaction_read_only')::bool"
 )
-# While a receiver runs and nothing waits to be replayed, the standby has everything that it received. Otherwise it is
-# as old as the last commit that it replayed; without one since its start, as the checkpoint that it began from.
+# If a receiver runs and nothing waits to be replayed, the standby has everything that it received. Otherwise it is as
+# old as the last commit that it replayed; without one since its start, as old as the checkpoint from which it began.
 _STANDBY_DELAY = text(
     """\
 SELECT CASE
@@ -70,7 +70,7 @@ ORDER BY held.pid"""
 
 @dataclass(frozen=True, slots=True)
 class ServerFacts:
-    """The server's version and the database's encoding, in PostgreSQL's words, and true if the database has Citus."""
+    """Facts of a server and a database: version and encoding in PostgreSQL's words, and True if it has Citus."""
 
     major: int
     version: str
@@ -79,34 +79,37 @@ class ServerFacts:
 
 
 def server_facts(connection: Connection) -> ServerFacts:
-    """Read the facts from the server. Takes no lock."""
+    """Return the facts of the connection's server and database. Takes no lock."""
     return ServerFacts(*connection.execute(_FACTS).one())
 
 
 def synchronous_commit(connection: Connection) -> tuple[str, str]:
-    """The value of `synchronous_commit` and its source, in PostgreSQL's words. Takes no lock."""
+    """Return the value of `synchronous_commit` and its source, in PostgreSQL's words. Takes no lock."""
     row = connection.execute(_SETTING).one()
     return row.setting, row.source
 
 
 def server_epoch(connection: Connection) -> str:
-    """The run of the server; differs after a restart, a crash of any backend, and a failover.
+    """Return an id of the server's present run; it changes with a restart, a crash of any backend, and a failover.
 
-    The number of a transaction that a crash undid, or that a promoted standby never received, is used again: the answer
-    of `pg_xact_status` holds within one epoch only. Every crash recovery discards the cumulative statistics, also one
-    that the postmaster survives; a reset by hand changes the epoch for nothing, which is safe.
+    The number of a transaction that a crash undid, or that a promoted standby never received, is used again: so an
+    answer of `pg_xact_status` is valid within one epoch only. Every crash recovery discards the cumulative statistics,
+    even one that the postmaster survives; a manual reset changes the epoch without need, which is safe.
     """
     return server_run(connection)[0]
 
 
 def server_run(connection: Connection) -> tuple[str, bool]:
-    """The server's epoch, and true if this database has Citus."""
+    """Return the id of the server's present run, as in `server_epoch`, and True if this database has Citus."""
     row = connection.execute(_EPOCH).one()
     return row.epoch, row.has_citus
 
 
 def schema_version(connection: Connection, schema: str) -> int | None:
-    """The last migration step of `schema`; None if outboxq was never installed. Takes no lock beyond a read."""
+    """Return the last migration step of `schema`; None if outboxq was never installed.
+
+    It only reads, without further locks.
+    """
     marker = quote_identifier(schema, "migration")
     if connection.execute(_MARKER, {"marker": marker}).scalar() is None:
         return None
@@ -114,7 +117,10 @@ def schema_version(connection: Connection, schema: str) -> int | None:
 
 
 def missing_installation(connection: Connection, schema: str) -> str:
-    """Describe what exists in place of migrated tables, and the way out. Reads catalogs; no locks."""
+    """Return a message for a schema without migrated tables: what exists, and what to do.
+
+    Reads catalogs; no locks.
+    """
     if connection.execute(_MARKER, {"marker": quote_identifier(schema, "job")}).scalar() is not None:
         return (
             f"tables in schema {schema!r} without the rows of its table `migration`, as `pg_dump --schema-only` leaves "
@@ -134,40 +140,47 @@ def missing_installation(connection: Connection, schema: str) -> str:
 
 
 def newest_step(schema: str) -> TextClause:
-    """The last migration step that was made. Reads the small table `migration`; no locks."""
+    """Select the last migration step that was made. Reads the small table `migration`; no locks."""
     marker = quote_identifier(schema, "migration")
-    # A colon in the schema's name is escaped, or it would begin a bound parameter.
+    # A colon in the schema's name is escaped; else it would begin a bound parameter.
     return text(f"SELECT pg_catalog.max(step) FROM {marker}".replace(":", r"\:"))
 
 
 def try_lock_version(connection: Connection, schema: str) -> bool:
-    """Take the lock of `lock_version` without waiting; False if another migration of `schema` is under way."""
+    """Take the lock of `lock_version` if it is free, and return True; return False if a migration of `schema` has it.
+
+    It is held until the transaction ends.
+    """
     return bool(connection.execute(_TRY_LOCK, {"schema": schema}).scalar_one())
 
 
 def lock_version(connection: Connection, schema: str) -> None:
-    """Wait for a migration of `schema` under way, and keep others out until the transaction ends.
+    """Wait for a migration of `schema` in progress, and keep others out until the transaction ends.
 
-    The same advisory lock that every migration step takes.
+    It uses the advisory lock that every migration step takes.
     """
     connection.execute(_LOCK, {"schema": schema})
 
 
 def version_lock_holders(connection: Connection, schema: str) -> list[str]:
-    """The sessions that hold the lock of `lock_version`, a text for each, as far as this role may see."""
+    """Return a text about each session that holds the lock of `lock_version`, for a message about the wait.
+
+    Sessions that this role may not see are left out.
+    """
     return [str(holder) for holder in connection.execute(_HOLDERS, {"schema": schema}).scalars()]
 
 
 def is_read_only(connection: Connection) -> bool:
-    """Return True if this server takes no changes: a replica, or one that was set so. Reads no table."""
+    """Return True if this server accepts no changes: a replica, or one in read-only mode. Reads no table."""
     found: bool = connection.execute(_READ_ONLY).scalar_one()
     return found
 
 
 def standby_delay_seconds(connection: Connection) -> float | None:
-    """The age of a standby's data, in seconds; None if the server is no standby. Reads no table.
+    """Return the age of a standby's data, in seconds; None if the server is no standby. Reads no table.
 
-    It compares the clocks of the primary and of this server, unless the standby has everything: then it is 0.
+    The age is the difference of the clocks of the primary and of this server, but 0 if the standby has received and
+    replayed everything.
     """
     found: float | None = connection.execute(_STANDBY_DELAY).scalar_one()
     return found

@@ -1,8 +1,8 @@
-"""Settling: put a claimed job back, or among the dead letters, in the transaction of its handler's rows.
+"""Settling: put a claimed job back into its queue, or among the dead letters, in the transaction of its handler's rows.
 
-In transaction mode there is no wait for a lock: the claim deleted the only other row with this id, in this transaction.
-Under a lease the row still exists, and is changed only if it has our token: after a wait for the lock of a reaper or an
-operator's command there is another token, or no row.
+In transaction mode no statement waits for a lock: the claim has deleted the only other row with this id, in this
+transaction. Under a lease the row still exists, and is changed only if it has the claim's token: after a wait for the
+lock of a reaper or an operator's command there is another token, or no row.
 """
 
 import secrets
@@ -52,14 +52,15 @@ _NEXT_TOKEN: ColumnElement[int] = literal_column(next_token("lease_token"))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PutBack:
-    """A claimed job that goes back to its queue.
+    """A claimed job that goes back to its queue, to be claimed again.
 
     Args:
-        attempt: The number of attempts that are counted.
+        attempt: The number of attempts to store: with this one, if it counts.
         record: The error of this attempt as JSON text, without its time.
         delay: The time until the job is due; None if it is ready at once.
-        passes: Later jobs of its group do not wait for it.
-        parks: No relay here knows its kind: it is due after a time that grows with the number of such claims.
+        passes: True if later jobs of its group do not wait for it.
+        parks: True if no handler here knows its kind: it is due after a time that grows with the number of such
+            claims.
     """
 
     job: Job
@@ -84,7 +85,7 @@ class Bury:
 
 
 class _InsertInPlace(Insert):
-    """An INSERT that gives a job the `seq` that it had."""
+    """An INSERT that gives a job its former `seq` (its place in the queue), although the column is generated."""
 
     inherit_cache = True
 
@@ -98,11 +99,12 @@ def _compile_in_place(statement: _InsertInPlace, compiler: SQLCompiler, **option
 def put_back(
     claimed: Job, *, attempt: int, errors: "str | ColumnElement[str]", delay: timedelta | None, passes: bool = False
 ) -> Insert | Update:
-    """Put the job back, after everything that waits (it gets a new `seq`); ready at once without `delay`.
+    """Return SQL that puts a claimed job back into its queue, due after `delay`, or ready at once if `delay` is None.
 
-    A grouped job keeps its place, and the jobs after it wait until it is due, unless it `passes`, or the queue lets
-    several jobs of a group run at a time: then it is out of the order until it is due. A relay that knows its kind has
-    run it, so `parked` is 0 again.
+    It is an INSERT in transaction mode, where the claim has deleted the row, and under a lease an UPDATE. The job gets
+    a new `seq`, so it comes after all waiting jobs of its priority. A job of a group keeps its `seq`, and later jobs of
+    the group wait until it is due; with `passes`, or if the queue lets several jobs of a group run at a time, they do
+    not wait. `parked`, the number of claims by relays that did not know its kind, is set to 0.
     """
     schedule = _schedule(claimed, delay, passes)
     return _write(claimed, {"parked": 0, "attempt": attempt, "errors": errors, **schedule})
@@ -115,14 +117,14 @@ def _random_token() -> int:
 def _schedule(claimed: Job, delay: timedelta | None, passes: bool) -> dict[str, object]:
     ran: dict[str, object] = {}
     if claimed.lease_token is None and claimed.unique_key is not None:
-        # A token, which no lease has had, shows that the job ran, even if its attempt was not counted.
+        # A new token shows that the job ran, even if its attempt was not counted.
         ran["lease_token"] = _random_token()
     if delay is None:
         return {**ran, "state": "ready" if claimed.group_key is None else "grouped"}
     later: ColumnElement[Any] = pg.clock_timestamp() + literal(delay)
     if claimed.expires_at is not None:
-        # It is dropped at its expiry: after that its group, its callback batch and a waiting caller would wait for
-        # nothing.
+        # It is dropped at its expiry: a later due time would keep its group, its callback batch and a waiting caller
+        # waiting without need.
         later = func.least(later, literal(claimed.expires_at))
     if claimed.group_key is None:
         return {**ran, "state": "scheduled", "run_at": later}
@@ -132,10 +134,10 @@ def _schedule(claimed: Job, delay: timedelta | None, passes: bool) -> dict[str, 
 
 
 def put_back_until(claimed: Job, run_at: datetime) -> Insert | Update:
-    """Put the job back until `run_at`, its attempt not counted: another one of its key has the window.
+    """Return SQL that puts a job back until `run_at`, because another job of its key has the present period of `every`.
 
-    Under a lease, the content, which may be a newer job's, is also written. The token shows that the job waits for
-    another attempt: a run of its key takes it along before it is due.
+    The attempt is not counted. Under a lease, the job's content is also written, which may be that of a newer job. The
+    token of the job shows that it waits for another attempt, so that a run of its key merges it even before it is due.
     """
     waits: dict[str, object] = {
         "state": "scheduled",
@@ -151,32 +153,38 @@ def put_back_until(claimed: Job, run_at: datetime) -> Insert | Update:
 
 
 def put_back_parked(claimed: Job) -> Insert | Update:
-    """Put the job back for later, without an attempt counted: no handler here knows its kind."""
+    """Return SQL that puts a job back, without counting the attempt, because no handler here knows its kind.
+
+    It is due after 5 s; if this has happened before, after up to 5 min (`PARKED_UNTIL`).
+    """
     later: ColumnElement[object] = literal_column(PARKED_UNTIL.replace("parked", str(claimed.parked)))
     parked = min(claimed.parked + 1, MOST_COUNTED)
-    # In a group the job holds up those after it: only its handler knows if they may pass it.
+    # In a group the job holds up later ones, because only its handler knows if they may pass it.
     state = "scheduled" if claimed.group_key is None else "grouped"
     changed = {"parked": parked, "errors": claimed.errors, "attempt": claimed.attempt - 1, "state": state}
     return _write(claimed, {**changed, "run_at": later})
 
 
 def remove(claimed: Job) -> Delete:
-    """Delete the row of a job that is still under its lease.
+    """Return SQL that deletes the row of a job, if the job is still under the lease with which it was claimed.
 
-    Index: the primary key. Waits for a reaper or an operator's command that has locked the row, and respects its
-    change.
+    Index: the primary key. If a reaper or an operator's command has locked the row, it waits, and does not delete a row
+    that was changed.
     """
     return delete(job).where(job.c.id == claimed.id, job.c.lease_token == claimed.lease_token)
 
 
 def unchanged(claimed: Job) -> Select[tuple[UUID]]:
-    """The row of a claimed job, unless it was removed or came back. Index: the primary key; no locks."""
+    """Select the id of a claimed job, if its row is still as it was claimed; no row if it was removed or put back.
+
+    Index: the primary key; no locks.
+    """
     if claimed.lease_token is not None:
         # Every lease has a new token.
         return select(job.c.id).where(job.c.id == claimed.id, job.c.lease_token == claimed.lease_token)
     same = select(job.c.id).where(job.c.id == claimed.id, job.c.seq == claimed.seq)
-    # Every way of putting a job back gives it a new seq. A grouped job keeps its seq, but every way gives it a new
-    # run_at, later than that with which it was claimed.
+    # Every way of putting a job back gives it a new seq. A grouped job keeps its seq, but gets a new run_at, later than
+    # that with which it was claimed.
     return same if claimed.group_key is None else same.where(job.c.run_at == claimed.run_at)
 
 
@@ -187,7 +195,7 @@ def _write(claimed: Job, changed: dict[str, object]) -> Insert | Update:
         if in_group:
             return _InsertInPlace(job).values(**_kept(claimed, in_place=True), **expiry, **changed, seq=claimed.seq)
         return insert(job).values(**_kept(claimed), **expiry, **changed)
-    # `crashes` undoes the crash that the claim of a suspect counted. A new token makes the old one useless.
+    # `crashes` undoes the crash that the claim of a suspect counted. A new token invalidates the old one.
     fenced = update(job).where(job.c.id == claimed.id, job.c.lease_token == claimed.lease_token)
     released: dict[str, object] = {"lease_owner": None, "lease_token": _NEXT_TOKEN}
     if not in_group:
@@ -198,12 +206,12 @@ def _write(claimed: Job, changed: dict[str, object]) -> Insert | Update:
 
 
 def insert_dead(claimed: Job, *, reason: str, errors: "str | ColumnElement[str]") -> Insert:
-    """Make the job a dead letter; it overwrites an earlier one of the same id, queue and kind: the job died again.
+    """Return SQL that adds the job to the dead letters; an earlier one with the same id, queue and kind is overwritten.
 
-    Otherwise the insert would fail for ever, and the job would hold up its queue. One of another queue or kind must not
-    be overwritten: then the new one gets another id.
+    Otherwise the insert of a job that died again would always fail, and the job would hold up its queue. A dead letter
+    of another queue or kind must not be overwritten: then the new one gets another id.
     """
-    # No other dead letter of this id can come now: a job is inserted only after the one before it left the table.
+    # No other dead letter of this id can be added now: a job is inserted only after the previous one left the table.
     is_other = or_(dead_job.c.queue != claimed.queue, dead_job.c.kind != claimed.kind)
     is_taken = exists().where(dead_job.c.id == claimed.id, is_other)
     own_id = case((is_taken, pg.gen_random_uuid()), else_=literal(claimed.id, dead_job.c.id.type))
@@ -216,12 +224,13 @@ def insert_dead(claimed: Job, *, reason: str, errors: "str | ColumnElement[str]"
 
 
 def postpone(claimed: Job, delay: timedelta, *, passes: bool = False) -> Insert | Update:
-    """Move a job out of the way of its queue, back from its lease if it has one, without counting the attempt.
+    """Return SQL that postpones by `delay` a job that blocks its queue, without counting the attempt; a lease ends.
 
-    A waiting job is changed only if no other transaction holds it; its errors and arguments are not written.
+    If the job waits, it is changed only if no other transaction has locked it; its errors and arguments are not
+    written.
 
     Args:
-        passes: As in `put_back`.
+        passes: True if later jobs of its group do not wait for it.
     """
     later = _schedule(claimed, delay, passes)
     if claimed.lease_token is not None:
@@ -232,15 +241,16 @@ def postpone(claimed: Job, delay: timedelta, *, passes: bool = False) -> Insert 
 
 
 def errors_with(kept: str, record: str) -> "ColumnElement[str]":
-    """The errors plus one record, stamped by the database's clock."""
+    """Return an SQL expression for the JSON list `kept` plus one record, with the time of the database's clock."""
     stamped = cast(literal(record, Text), JSONB).op("||")(pg.jsonb_build_object("at", pg.clock_timestamp()))
     return cast(literal(kept, Text), JSONB).op("||")(pg.jsonb_build_array(stamped))
 
 
 def _kept(claimed: Job, *, in_place: bool = False) -> dict[str, object]:
-    """The values that are written back as they were claimed.
+    """Return the columns of a claimed job that are written back as they were claimed, with their values.
 
-    Unless `in_place`, with the order in which a coalesced job was added, as its next row gets a new `seq`.
+    Unless `in_place`, the job's next row gets a new `seq`: then the headers of a job with a coalescing key get its
+    former number in the order of adding.
     """
     kept: dict[str, object] = {name: getattr(claimed, name) for name in _KEPT}
     if claimed.unique_key is not None and not in_place:

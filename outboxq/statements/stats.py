@@ -31,7 +31,7 @@ from outboxq.tables import Instant, StoredText, dead_job, effect, paused_kind, q
 
 
 def count_jobs() -> Executable:
-    """One row per queue with jobs. Reads the table once, whatever its size; no locks."""
+    """Count the jobs of each queue by state: one row per queue that has any. Reads the whole table once; no locks."""
     jobs = select(listed.c.queue, listed.c.run_at, listed.c.parked, state).subquery("jobs")
     is_parked = and_(jobs.c.state.in_(("scheduled", "due")), jobs.c.parked > 0)
     waited_since = pg.min(jobs.c.run_at).filter(jobs.c.state.in_(("ready", "due", "grouped")))
@@ -55,13 +55,12 @@ WALKS = (*(name for name, _, _ in _WALKS), "leased")
 
 
 def count_first_jobs(most: int, only: str | None = None) -> Executable:
-    """One row per queue with jobs, as of `count_jobs`, from up to `most` jobs of each of six walks.
+    """Count the jobs of each queue by state, like `count_jobs`, but read only the first `most` entries of each index.
 
-    With `only`, for this queue alone.
-
-    `walked_...`: the number that each walk found, up to `most` + 1. A walk follows one index from the first job of a
-    queue to the last that it counts, and from one queue to the next by a probe; the leased jobs of all queues are one
-    walk. Indexes: job_ready, job_scheduled, job_suspect, job_group, job_group_state, job_leased. No locks.
+    With `only`, only this queue is counted. There are six walks, each through one index, from a queue's first job to
+    the last one that it counts; the leased jobs of all queues are one walk. `walked_...`: the number of jobs that each
+    walk found, up to `most` + 1. Indexes: job_ready, job_scheduled, job_suspect, job_group, job_group_state,
+    job_leased. No locks.
     """
     jobs = _walked(most, only)
     is_parked = and_(jobs.c.state.in_(("scheduled", "due")), jobs.c.parked > 0)
@@ -76,10 +75,10 @@ def count_first_jobs(most: int, only: str | None = None) -> Executable:
 
 
 def first_ids(states: Sequence[str], most: int, only: str | None = None) -> Select[tuple[UUID]]:
-    """The ids of the jobs in these `STATES`, among those that the walks of `count_first_jobs` find.
+    """Select the ids of jobs in these states (of `STATES`), among those that `count_first_jobs` reads.
 
-    Relays claim from the starts of these walks, so the jobs that they hold are there. Bound: `most` + 1 jobs for each
-    queue and each of five walks, and as many leased ones. No locks.
+    It finds running jobs too, because relays claim the first jobs of the same indexes. Bound: `most` + 1 jobs for each
+    queue and each of five indexes, and as many leased ones. No locks.
     """
     jobs = _walked(most, only)
     return select(jobs.c.id).where(jobs.c.state.in_(states)).distinct()
@@ -102,7 +101,7 @@ def _walked_columns(walk: str) -> list[ColumnElement[Any]]:
 
 
 def _walk(name: str, condition: str, order: tuple[str, ...], most: int, only: str | None) -> Select[Any]:
-    """The first jobs of each queue, or of one, in the order of an index."""
+    """Return a query of the first `most` + 1 jobs of each queue, or of the queue `only`, in the order of one index."""
     queues = _queues(name, listed, _condition(condition), only)
     first = (
         select(*_walked_columns(name))
@@ -115,12 +114,15 @@ def _walk(name: str, condition: str, order: tuple[str, ...], most: int, only: st
 
 
 def _condition(predicate: str) -> ColumnElement[bool]:
-    """The predicate of an index, in its own words, so that the planner sees it."""
+    """Return the condition of a partial index, exactly as in the index's definition, so that the planner uses it."""
     return literal_column(predicate, Boolean())
 
 
 def _queues(name: str, rows: FromClause, condition: ColumnElement[bool], only: str | None = None) -> CTE:
-    """The queues of the rows of an index that begins with them, each found by a probe after the one before."""
+    """Return a CTE of the distinct queues in an index whose first column is the queue; only the queue `only` if given.
+
+    Each queue is found by a probe of the index after the previous one.
+    """
     if only is not None:
         return select(literal(only, StoredText()).label("queue")).cte(f"queues_{name}")
     column = rows.c.queue
@@ -131,7 +133,10 @@ def _queues(name: str, rows: FromClause, condition: ColumnElement[bool], only: s
 
 
 def count_first_dead(most: int, only: str | None = None) -> Executable:
-    """One row per queue with dead letters, or for one: how many, up to `most` + 1. Index: dead_job_queue; no locks."""
+    """Count the dead letters of each queue, or of the queue `only`, up to `most` + 1: one row per queue with any.
+
+    Index: dead_job_queue; no locks.
+    """
     queues = _queues("dead", dead_job, true(), only)
     first = select(dead_job.c.died_at).where(dead_job.c.queue == queues.c.queue).limit(most + 1).lateral("first")
     return (
@@ -145,17 +150,27 @@ _ESTIMATE_DEAD: LiteralString = "EXPLAIN (FORMAT JSON) SELECT FROM {dead} AS job
 
 
 def estimate_jobs(schema: str, name: str | None, state: str) -> str:
-    """A plan that estimates how many jobs, of one queue or of all, are in a stored state. Reads only the statistics."""
+    """Return an EXPLAIN whose plan, as JSON, estimates how many jobs, of one queue or of all, are in a stored state.
+
+    Reads only the statistics.
+    """
     return render(schema, _ESTIMATE if name is None else _ESTIMATE + _OF_QUEUE, name=name, state=state)
 
 
 def estimate_dead(schema: str, name: str) -> str:
-    """A plan that estimates how many dead letters a queue has, like `estimate_jobs`."""
+    """Return an EXPLAIN whose plan, as JSON, estimates how many dead letters a queue has.
+
+    Reads only the statistics.
+    """
     return render(schema, _ESTIMATE_DEAD, name=name)
 
 
 def first_parked_kinds(most: int, only: str | None = None) -> Executable:
-    """The `parked_kinds` of the first `most` scheduled jobs per queue, or of one. Index: job_scheduled; no locks."""
+    """Count the jobs that were postponed because no relay knew their kind, like `parked_kinds`, but read only a part.
+
+    Only the first `most` scheduled jobs of each queue, or of the queue `only`, are read. Index: job_scheduled; no
+    locks.
+    """
     queues = _queues("parked", listed, _condition("listed.state = 'scheduled'"), only)
     first = (
         select(listed.c.queue, listed.c.kind, listed.c.run_at, listed.c.parked, xmax.label("held_by"))
@@ -164,7 +179,7 @@ def first_parked_kinds(most: int, only: str | None = None) -> Executable:
         .limit(most)
         .lateral("first")
     )
-    # After the walk: few jobs are put off, and only these are probed.
+    # After the walk, because few jobs are put off, and only these are probed.
     is_paused = exists().where(paused_kind.c.queue == first.c.queue, paused_kind.c.kind == first.c.kind)
     return (
         select(
@@ -181,9 +196,9 @@ def first_parked_kinds(most: int, only: str | None = None) -> Executable:
 
 
 def count_left(served: Sequence[str]) -> Executable:
-    """The jobs left when a relay of these queues has nothing to run: (sort, jobs), the sorts of `admin.stats`.
+    """Count the jobs left when a relay of these queues finds nothing to run, by the reason why it does not run them.
 
-    Reads the table once, whatever its size; no locks.
+    A row each: `sort`, which is one of those of `admin.stats`, and `jobs`. Reads the whole table once; no locks.
     """
     jobs = select(listed.c.queue, listed.c.parked, listed.c.attempt, state).subquery("jobs")
     paused = jobs.c.queue.in_(select(queue.c.name).where(queue.c.paused_at.is_not(None)))
@@ -200,12 +215,15 @@ def count_left(served: Sequence[str]) -> Executable:
 
 
 def count_dead() -> Executable:
-    """One row per queue with dead letters. Reads the index dead_job_queue once; no locks."""
+    """Count the dead letters: one row per queue with any. Reads the index dead_job_queue once; no locks."""
     return select(dead_job.c.queue, count().label("dead")).group_by(dead_job.c.queue)
 
 
 def parked_kinds() -> Executable:
-    """The kinds that no relay knew and that are not paused, per queue. Index: job_scheduled, read once; no locks."""
+    """Count the jobs that were postponed because no relay knew their kind, by queue and kind; without paused kinds.
+
+    `next_look_at`: the time when the first of them is due. Index: job_scheduled, read once; no locks.
+    """
     is_paused = exists().where(paused_kind.c.queue == listed.c.queue, paused_kind.c.kind == listed.c.kind)
     return (
         select(
@@ -221,17 +239,20 @@ def parked_kinds() -> Executable:
 
 
 def paused_queues() -> Executable:
-    """The paused queues. Reads the small table `queue`; no locks."""
+    """Select the paused queues. Reads the small table `queue`; no locks."""
     return select(queue.c.name, queue.c.paused_at).where(queue.c.paused_at.is_not(None))
 
 
 def count_unknown_effects() -> Executable:
-    """The number of effects that wait for an operator. Index: effect_unknown, which holds no others; no locks."""
+    """Count the effects of unknown outcome, which wait for an operator.
+
+    Index: effect_unknown, which holds no others; no locks.
+    """
     return select(count()).select_from(effect).where(effect.c.status == "unknown")
 
 
 def count_first_unknown_effects(most: int) -> Executable:
-    """The number of `count_unknown_effects`, up to `most` + 1."""
+    """Count the effects of unknown outcome, as `count_unknown_effects` does, but stop at `most` + 1."""
     first = select(effect.c.changed_at).where(_condition("effect.status = 'unknown'")).limit(most + 1).subquery("first")
     return select(count()).select_from(first)
 

@@ -1,7 +1,8 @@
-"""Stretches: read a large table 20,000 rows at a time, and those of the last one's value, in the order of an index.
+"""Stretches: parts of a large table, in the order of an index, each of which is read by a statement of its own.
 
-However few rows match a filter, each statement ends soon, holds its snapshot only for a moment, and is the same walk
-for each estimate that the planner makes of the filter.
+A stretch has 20,000 rows, plus rows with the same value as its last one. Even if few rows match a filter, each
+statement ends soon, holds its snapshot only for a moment, and has the same plan, which does not depend on the planner's
+estimate for the filter.
 """
 
 import math
@@ -39,16 +40,19 @@ def stretches(
     first: int | None = None,
     give_up_at: float = math.inf,
 ) -> Iterator[list[ColumnElement[bool]]]:
-    """Yield conditions by which a table is read, one after the other, in the order of a column.
+    """Yield the conditions that select each part ("stretch") of a table, one after the other, in the order of a column.
 
-    Each row that exists all the time meets one of them; rows of one value are in one stretch. A row that is added or
-    changed during the walk may be read once, twice or not at all, as by any statements in sequence.
+    Each row that exists during the whole walk meets the conditions of one stretch; rows with equal values are in one
+    stretch. A row that is added or changed during the walk may be read once, twice or not at all, as with any sequence
+    of statements.
 
     Args:
-        column: With an index; never NULL where `where` holds.
-        where: Conditions of all rows that are wanted, such as that of a partial index, or the place to begin.
-        first: The rows of the first stretch, for a caller that may need no more; each next one is twice as long.
-        give_up_at: A time of the monotonic clock. No statement's time-out ends a walk.
+        column: A column with an index; never NULL in rows that `where` selects.
+        where: Conditions on all wanted rows, such as that of a partial index, or the place to begin.
+        first: The number of rows in the first stretch, for a caller that may need no more; each next stretch is
+            twice as long, up to `STRETCH_ROWS`.
+        give_up_at: A time of the monotonic clock at which the walk gives up; it is checked before each stretch,
+            because no statement's time-out ends a walk.
 
     Raises:
         TimeoutError: the walk has not ended at that time.
@@ -69,7 +73,10 @@ def stretches(
 def end_of_stretch(
     column: ColumnElement[Any], where: Sequence[ColumnElement[bool]], rows: int, *, is_backwards: bool
 ) -> Executable:
-    """The column's value in the last of `rows` rows; no row if fewer are left. Index: the column's; no locks."""
+    """Select the column's value in the last of the next `rows` rows: a stretch ends there; no row if fewer are left.
+
+    Index: the column's; no locks.
+    """
     order = column.desc() if is_backwards else column.asc()
     return select(column).where(*where).order_by(order).offset(rows - 1).limit(1)
 
@@ -77,13 +84,16 @@ def end_of_stretch(
 def stretches_of_blocks(
     connection: Connection, table: Table, *, give_up_at: float = math.inf
 ) -> Iterator[list[ColumnElement[bool]]]:
-    """Yield `stretches` in a table's stored order: they read each block once, in any order of its ids.
+    """Yield the conditions that select each part of a table in its stored order: `STRETCH_BLOCKS` blocks at a time.
 
-    By an index each row of an unordered table costs a block of its own, and two if it was not vacuumed. Rows after the
-    table's present end are not read. No sort, and no locks.
+    So each block is read once; by an index, each row of an unordered table costs a block, and two if it was not
+    vacuumed. Rows after the table's present end are not read. No sort, and no locks.
+
+    Args:
+        give_up_at: A time of the monotonic clock, which is checked before each part.
 
     Raises:
-        TimeoutError: the walk has not ended at that time.
+        TimeoutError: the walk has not ended at `give_up_at`.
     """
     blocks: int = connection.execute(count_blocks(mapped_schema(connection), table.name)).scalar_one()
     for start in range(0, blocks, STRETCH_BLOCKS):
@@ -94,17 +104,18 @@ def stretches_of_blocks(
 
 
 def sorted_apart(found: Select[Any], greatest: str, limit: int) -> Select[Any]:
-    """The rows with a column's greatest values, of a stretch of blocks: read first, then sorted.
+    """Return a query of the `limit` rows of `found` with the greatest values of the column `greatest`.
 
-    A statement with the order of an index may be planned as a walk of that index. No locks.
+    It reads all rows of `found`, which selects from some blocks of a table, and then sorts them: if `found` had the
+    order and the limit itself, the planner might walk through an index instead. No locks.
     """
-    # MATERIALIZED: planned by itself, without the order and the limit.
+    # MATERIALIZED, so that it is planned by itself, without the order and the limit.
     rows = found.order_by(None).limit(None).cte("rows").prefix_with("MATERIALIZED")
     return select(rows).order_by(rows.c[greatest].desc()).limit(limit)
 
 
 def count_blocks(schema: str, name: str) -> Executable:
-    """The number of a table's blocks. Reads only its files' sizes; no locks."""
+    """Select the number of a table's blocks. Reads only its files' sizes; no locks."""
     table = pg.to_regclass(literal(quote_identifier(schema, name), StoredText()))
     size: ColumnElement[int] = pg.pg_relation_size(table, type_=BigInteger())
     block = cast(pg.current_setting(literal("block_size", StoredText())), Integer())

@@ -1,13 +1,12 @@
-"""Unique jobs: a key is free when its job does not live and no period keeps it.
+"""Unique jobs: a key is free when the job that has it has ended, and no period reserves the key any longer.
 
 No relay writes a key when a job ends: the COMMIT that removes the job's row frees the key. A job that runs in
-transaction mode is deleted, but every other snapshot still sees its row, so its key is taken.
-
-A job whose expiry has passed does not live, unless it runs: a relay that claims it later drops it.
+transaction mode is deleted, but every other snapshot still sees its row, so its key is taken. A job whose expiry has
+passed counts as ended, unless it runs: a relay that claims it later drops it.
 
 A key whose job is gone is taken over by compare-and-set. `ctid` is the version of the key's row that the statement has
-judged: if another transaction has taken the key over since, even for a job of the same id, there is a newer version,
-whose job this statement's snapshot does not show.
+read: if another transaction has taken the key over since, even for a job of the same id, there is a newer version,
+whose job is not in this statement's snapshot.
 """
 
 from collections.abc import Mapping, Sequence
@@ -49,14 +48,14 @@ from outboxq.statements.enqueue import ARRAYS, arrays_of, interval_text, job_col
 from outboxq.statements.render import render
 from outboxq.tables import dead_job, job, unique_key
 
-# The key without its kind, in the headers of its job: a dead letter has no other trace of it.
+# The key without its kind, in the headers of its job: a dead letter has no other record of it.
 KEY_HEADER = UNIQUE_HEADER
 # A check of the table.
 MAX_STORED_KEY_BYTES = 1_024
 
 _ARRAYS: Mapping[str, TypeEngine[Any]] = {**ARRAYS, "key": Text(), "kept": Interval()}
 
-# Not the job's id: a retried dead letter takes its key over under its former id.
+# Not the job's id, because a retried dead letter takes its key over under its former id.
 _VERSION: ColumnElement[Any] = literal_column("unique_key.ctid")
 # The expiry is compared with a time before the snapshot, and the row's mark is read after it: a relay that has claimed
 # the job by then is seen, and one that claims it later reads a later time before it calls the handler.
@@ -65,25 +64,28 @@ _LIVES: LiteralString = (
     f"THEN job.state = 'leased' OR job.state = 'group_leased' OR {HELD} ELSE true END"
 )
 _lives: ColumnElement[bool] = literal_column(_LIVES, Boolean())
-# By the primary key, for each row of unique_key: for a join the planner might read the whole table.
+# By the primary key, for each row of unique_key: with a join the planner might read the whole table.
 _HAS_JOB = select(true()).where(job.c.id == unique_key.c.job_id, _lives).scalar_subquery().is_not(None)
 
 
 def stored_key(kind: ColumnElement[str], headers: ColumnElement[Any]) -> ColumnElement[str]:
-    """The unique key of a job, as in the table; NULL if it has none."""
+    """Return the expression of a job's unique key, as in the table `unique_key`; NULL if the job has none."""
     return kind.op("||")(literal_column("pg_catalog.chr(31)", Text())).op("||")(
         cast(headers, JSONB).op("->>")(literal_column(f"'{KEY_HEADER}'", Text()))
     )
 
 
 def add_unique(jobs: Mapping[str, UniqueJob]) -> tuple[Executable, dict[str, str]]:
-    """Insert jobs of different keys by their ids in hex, in their order, except those whose key is taken.
+    """Return SQL that inserts jobs of different keys, in their order; a job whose key is taken is not inserted.
 
-    A row for each job: its number from 1 on, true if it was added, and the id of the job that has its key; NULL if
-    another transaction has just taken the key.
+    It returns a row for each given job: its number from 1 on; true if it was added; and the id of the job that has its
+    key, if that is another one, or NULL if another transaction has just taken the key.
 
     Index: the primary keys. Locks: the rows of the keys that are taken, until the transaction ends; waits for another
     transaction that is taking one of them. Bound: the jobs given.
+
+    Args:
+        jobs: The jobs by their ids in hex.
 
     Returns:
         The statement and its parameters.
@@ -92,9 +94,9 @@ def add_unique(jobs: Mapping[str, UniqueJob]) -> tuple[Executable, dict[str, str
 
 
 def insert_without_keys(jobs: Mapping[str, UniqueJob]) -> tuple[Insert, dict[str, str]]:
-    """Insert jobs by their ids in hex, in their order; `take_keys` takes their keys later.
+    """Return the INSERT of jobs, given by their ids in hex, in their order; `take_keys` takes their unique keys later.
 
-    Locks nothing but the new rows; one index entry each.
+    Locks only the new rows; one index entry each.
 
     Returns:
         The statement and its parameters.
@@ -103,7 +105,10 @@ def insert_without_keys(jobs: Mapping[str, UniqueJob]) -> tuple[Insert, dict[str
 
 
 def key_owners(keys: list[str]) -> Executable:
-    """The ids of the jobs that have these keys, as text. Index: the primary key; no locks."""
+    """Select those of these unique keys that are stored, each with the id of its job as text.
+
+    Index: the primary key; no locks.
+    """
     wanted = cast(bindparam("keys", text_array(keys), type_=Text()), ARRAY(Text()))
     return select(unique_key.c.key, cast(unique_key.c.job_id, Text())).where(unique_key.c.key == any_(wanted))
 
@@ -164,9 +169,10 @@ def _add_unique() -> Executable:
 
 
 def _take(wanted: CTE, standing: CTE, values: Mapping[str, ColumnElement[Any]]) -> ReturningInsert[tuple[UUID]]:
-    """Take the keys that no job has, in the order of their bytes: all transactions wait for keys in one order.
+    """Return the INSERT that takes each wanted key that is free; it returns the ids of the jobs that got their key.
 
-    By compare-and-set: the key's row is still the version that was judged.
+    Keys are taken in the order of their bytes, so that all transactions wait for keys in one order. `standing` has the
+    present rows of these keys: a key is taken over only if its row is still the version that was read there.
     """
     stands = exists().where(standing.c.key == wanted.c.key, standing.c.stands)
     free = select(*values.values()).where(~stands).order_by(collate(wanted.c.key, "C"))
@@ -183,8 +189,8 @@ _ADD = _add_unique()
 _INSERT = _insert_without_keys()
 
 
-# Keys in the order of their bytes: all transactions wait for keys in one order.
-# The scalar subqueries run for each row, by the primary key; for a join the planner might read the whole table.
+# Keys in the order of their bytes, so that all transactions wait for keys in one order. The scalar subqueries run for
+# each row, by the primary key; with a join the planner might read the whole table.
 _TAKE: LiteralString = """\
 WITH added AS MATERIALIZED (
   SELECT new.key, new.id, new.kept_for, new.place
@@ -214,13 +220,17 @@ FROM added LEFT JOIN taken ON taken.job_id = added.id LEFT JOIN standing ON stan
 
 
 def take_keys(schema: str, jobs: Mapping[str, UniqueJob]) -> str:
-    """Take the keys of jobs that this transaction has inserted, by their ids in hex, and delete those that get none.
+    """Return SQL that takes the unique keys of jobs that this transaction added, and deletes jobs whose key is taken.
 
-    The first of two jobs of one key wins. Jobs that a rollback to a savepoint has undone take none. A row for each job
-    that exists: its id in hex, true if it stays, and the id of the job that has the key, if known.
+    Of two given jobs of one key the first gets it. A job that a rollback to a savepoint has undone takes no key. It
+    returns a row for each job that exists: its id in hex, true if it stays, and the id of the job that has the key, if
+    known.
 
     Index: the primary keys. Locks: the rows of the keys that are taken, until the transaction ends; waits for another
     transaction that is taking one of them. Bound: the keys given.
+
+    Args:
+        jobs: The jobs by their ids in hex.
     """
     return render(
         schema,
@@ -233,21 +243,26 @@ def take_keys(schema: str, jobs: Mapping[str, UniqueJob]) -> str:
 
 
 def key_is_free(key: ColumnElement[str]) -> ColumnElement[bool]:
-    """The condition that no living job has this key, or the key is NULL. Index: the primary keys; no locks."""
+    """Return the condition that no waiting or running job has this key, or the key is NULL.
+
+    Index: the primary keys; no locks.
+    """
     holder = exists().where(unique_key.c.key == key, job.c.id == unique_key.c.job_id, _lives)
     return ~holder
 
 
 def take_for_dead(picked: CTE, conditions: Sequence[ColumnElement[bool]]) -> tuple[CTE, CTE]:
-    """Take the unique keys of those dead letters among `picked` that meet the conditions.
+    """Return the CTEs that take the unique keys of dead letters when they are retried.
 
-    A period that keeps a key for a job that is gone does not count, and goes on: it bounds only new jobs.
+    They concern those dead letters among `picked` that meet the conditions. A period that reserves a key for a job that
+    is gone is ignored, and continues: it restricts only new jobs.
 
     Index: the primary keys. Locks: the rows of the keys that are taken; waits for another transaction that is just
     taking one of them.
 
     Returns:
-        The ids that have their keys now, in `job_id`, and those that did not get their key, in `id`.
+        A CTE of the dead letters that have their keys now (`job_id`), and one of those that did not get theirs
+            (`id`).
     """
     key = stored_key(dead_job.c.kind, dead_job.c.headers)
     asking = (
@@ -275,11 +290,11 @@ def take_for_dead(picked: CTE, conditions: Sequence[ColumnElement[bool]]) -> tup
 
 
 def lock_idle_keys(schema: str, after: str, limit: int) -> str:
-    """Lock the keys among the next `limit` that nothing seems to need: their job is gone, and their period has ended.
+    """Return SQL that locks those of the next `limit` keys after `after` whose job is gone and whose period has ended.
 
-    A row for each of the `limit` keys in their order, with true if it was locked.
+    It returns a row for each of the `limit` keys in their order: the key, and true if it was locked.
 
-    Index: the primary key, from `after` on; that of `job` for each key. Locks: the idle keys, skipping those that
+    Index: the primary key, from `after` on; that of `job` for each key. Locks: the unused keys, skipping those that
     another transaction holds. A producer that takes one over waits for this transaction.
     """
     return render(schema, _LOCK_IDLE, after=after, limit=limit)
@@ -298,7 +313,7 @@ WITH page AS MATERIALIZED (
 SELECT page.key, locked.key IS NOT NULL FROM page LEFT JOIN locked ON locked.key = page.key ORDER BY page.key
 """
 
-# Checked again, in a snapshot that was taken with the locks held: before, a producer may have taken a key over.
+# Checked again, in a snapshot taken with the locks held: before, a producer may have taken a key over.
 _DELETE_IDLE: LiteralString = """\
 WITH deleted AS (
   DELETE FROM {unique_key} AS held
@@ -312,8 +327,9 @@ SELECT pg_catalog.count(*) FROM deleted
 
 
 def delete_idle_keys(schema: str, keys: list[str]) -> str:
-    """Delete keys that this transaction has locked, if nothing needs them; one row, with their number.
+    """Return SQL that deletes keys that this transaction has locked, if they are still unused.
 
-    A separate statement after `lock_idle_keys`. Index: the primary keys. Locks: none but those held.
+    It returns one row, the number of deleted. It is a separate statement after `lock_idle_keys`, so that it sees what
+    was committed before the locks. Index: the primary keys. Locks: only those held already.
     """
     return render(schema, _DELETE_IDLE, keys=keys)

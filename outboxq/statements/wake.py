@@ -1,6 +1,7 @@
-"""Sleeping and waking: the sleep flag is an advisory lock, which ends with the process that holds it.
+"""Sleeping and waking: a relay without work holds an advisory lock for each of its queues, the "sleep flag".
 
-The trigger of migration step 2 is the other side, and uses the same key and channel.
+A producer's insert then finds the lock taken, and notifies the relay. The lock disappears with the process that holds
+it. The trigger of migration step 2 is the producer's side, and uses the same key and channel.
 """
 
 from collections.abc import Collection
@@ -15,12 +16,12 @@ from outboxq.statements.render import fill, render
 # The most groups of a queue that a poll visits.
 GROUPS_POLLED = 100
 
-# All queues, in a notification. No queue has this name.
+# Represents all queues in a notification. No queue has this name.
 ALL_QUEUES = ""
-# Operators' settings, in a notification. No queue has this name either.
+# Represents operators' settings in a notification. No queue has this name either.
 SETTINGS = "\x1fsettings"
 
-# For producers, in their transaction: no locks, no rows. SILENCE reads the old value before it sets the new one.
+# For producers, in their transaction, without locks and rows. SILENCE reads the old value before it sets the new one.
 SILENCE = text(
     "SELECT coalesce(pg_catalog.current_setting('outboxq.notify', true), ''), "
     "pg_catalog.set_config('outboxq.notify', 'off', true)"
@@ -30,35 +31,42 @@ NOTIFY = text("SELECT pg_catalog.pg_notify(:channel, :payload)")
 
 
 def channel_name(schema: str) -> str:
-    """The channel and the advisory lock class of an installation."""
+    """Return the name of the channel on which an installation's relays listen for wake-ups.
+
+    The name's hash is also the first of the two keys of the sleep flags, which are advisory locks.
+    """
     return f"outboxq_{schema}"
 
 
 def listen(schema: str) -> str:
-    """Listen for the wake-ups of an installation, in UTF-8: a garbled queue name would match no sleep flag."""
+    """Return SQL that listens for the wake-ups of an installation, with client_encoding UTF8.
+
+    In another encoding a queue's name could arrive garbled, and match no queue.
+    """
     return fill("SET client_encoding TO 'UTF8'; LISTEN {channel}", channel=sql.Identifier(channel_name(schema)))
 
 
 def listen_on(channel: str) -> str:
-    """Listen on one channel."""
+    """Return SQL that listens on one channel."""
     return fill("LISTEN {channel}", channel=sql.Identifier(channel))
 
 
 def unlisten(channel: str) -> str:
-    """Stop listening on a channel."""
+    """Return SQL that stops listening on a channel."""
     return fill("UNLISTEN {channel}", channel=sql.Identifier(channel))
 
 
 def notify_on(channel: str) -> str:
-    """Send a notification without a text on one channel."""
+    """Return SQL that sends a notification without a text on one channel."""
     return fill("SELECT pg_catalog.pg_notify({channel}, '')", channel=channel)
 
 
 def try_sleep_flags(schema: str, queues: Collection[str]) -> str:
-    """Try to hold the sleep flags of queues: a row for each, with its name and true if it is held now. Never waits.
+    """Return SQL that tries to lock queues' sleep flags: advisory locks by which producers know that a relay sleeps.
 
-    False while another relay holds the flag, and while a producer's insert into the queue is not committed: the trigger
-    holds the flag shared until then.
+    It returns a row for each queue: its name, and true if the flag is held now. It never waits: a flag is refused while
+    another relay holds it, and while a producer's insert into the queue is not committed, because the trigger holds the
+    flag in shared mode until then.
     """
     return fill(
         "SELECT name, pg_catalog.pg_try_advisory_lock(pg_catalog.hashtext({channel}), pg_catalog.hashtext(name)) "
@@ -69,7 +77,7 @@ def try_sleep_flags(schema: str, queues: Collection[str]) -> str:
 
 
 def drop_sleep_flags(schema: str, queues: Collection[str]) -> str:
-    """Release the sleep flags of queues."""
+    """Return SQL that unlocks the sleep flags (advisory locks) of these queues, which this session holds."""
     return fill(
         "SELECT pg_catalog.pg_advisory_unlock(pg_catalog.hashtext({channel}), pg_catalog.hashtext(name)) "
         "FROM pg_catalog.unnest({queues}::text[]) AS dropped (name)",
@@ -79,17 +87,18 @@ def drop_sleep_flags(schema: str, queues: Collection[str]) -> str:
 
 
 def notify(schema: str, queue: str) -> str:
-    """Wake the relays that sleep on a queue."""
+    """Return SQL that wakes the relays that sleep on a queue."""
     return fill("SELECT pg_catalog.pg_notify({channel}, {queue})", channel=channel_name(schema), queue=queue)
 
 
 @lru_cache(64)
 def poll_queues(schema: str, queues: tuple[str, ...]) -> str:
-    """The waiting jobs of these queues: a row for each queue that is not paused and has a job that no lease holds.
+    """Select, for each of these queues, if and when a relay will find a job there; queues without any are left out.
 
-    The queue's name, true if a job is ready, the seconds until the next scheduled one (negative if it is due, or NULL),
-    true if a suspect waits, the seconds until the first job of a group may run (or NULL), and true if a suspect of a
-    group waits. A job that runs now, in a transaction that is not committed, is seen too.
+    So are paused queues, and queues all of whose jobs are leased. A row has the queue's name, true if a job is ready,
+    the seconds until the next scheduled one (negative if it is due, or NULL), true if a suspect (a job that ran when
+    its relay died) waits, the seconds until the first job of a group may run (or NULL), and true if a suspect of a
+    group waits. A job that is running in an uncommitted transaction counts too.
 
     Indexes: job_ready, job_scheduled, job_suspect and job_group_state, the first entry of each queue; job_group, the
     first jobs of its first 100 groups: if there may be more, one counts as due. No locks.

@@ -1,10 +1,10 @@
-"""Windows: one job of a key runs in each part of the clock of length `every`. Sent as text.
+"""Windows: one job of a coalescing key runs in each period ("window") of length `every`. Sent as text.
 
-A key's row in `unique_key` holds the end of its window and the job that has it, under the key after a character with
-which no other key begins. It lasts for its time, like a unique job's, and is pruned with those.
+A key's row in `unique_key` contains the end of its window and the job that has it. Its key begins with a character with
+which no other key begins. It is kept for its time, like a unique job's, and pruned with those.
 
-The window is taken in the transaction that claimed the job, or, under a lease, in one that commits before its handler
-begins. So if a relay dies, the window is free again, or belongs to the job that runs again.
+The window is taken in the transaction that claimed the job or, under a lease, in one that commits before its handler
+begins. So if a relay dies, the window is free again, or belongs to the job that will run again.
 """
 
 from collections.abc import Sequence
@@ -22,12 +22,11 @@ from outboxq.statements.render import render
 # A check of the table, less the first character.
 MAX_KEY_BYTES = 1_023
 
-# `locked`: a transaction whose handler runs for an hour may hold the row of a key. The lock is tried, and never waited
-# for; it is held as long as the row. Two keys of one hash: the second job waits for its next window.
-# `until` and the condition of the update are of one reading of the clock: a window is taken only if it ends later than
-# the last one, whichever version of the row a transaction sees.
-# `newest` is of a snapshot older than the lock: a transaction that has the lock is not committed in it, so the job that
-# it runs seems to wait.
+# `locked`: a transaction whose handler runs for an hour may hold the row of a key. The lock is tried without waiting,
+# and held as long as the row. If two keys have the same hash, the second job waits for its next window. `until` and the
+# condition of the update use one reading of the clock: a window is taken only if it ends later than the last one,
+# whichever version of the row a transaction sees. `newest` belongs to a snapshot older than the lock: in it, a
+# transaction that has the lock is not committed, so the job that it runs seems to wait.
 _TAKE: LiteralString = """\
 WITH wanted AS MATERIALIZED (
   SELECT given.key, given.id, clock.now,
@@ -59,7 +58,10 @@ WHERE NOT EXISTS (SELECT FROM taken WHERE taken.key = pg_catalog.chr(30) || want
 
 @dataclass(frozen=True, slots=True)
 class WantedWindow:
-    """A window that a claim wants: for one job of a key whose windows have this length."""
+    """A present period of `every` in which a claim wants to run the job `job_id`, as the only job of its key.
+
+    `every_microseconds` is the length of the key's periods.
+    """
 
     key: str
     job_id: UUID
@@ -67,23 +69,23 @@ class WantedWindow:
 
 
 def lock_class(schema: str) -> str:
-    """The name of the advisory locks of an installation's windows; its hash is their first key."""
+    """Return the name whose hash is the first of the two keys of this installation's advisory locks for windows."""
     return f"outboxq_{schema} every"
 
 
 def take_windows(schema: str, wanted: Sequence[WantedWindow], claimed: Sequence[UUID]) -> str:
-    """Take the present windows of these keys, one for each; a key whose window another job has is left out.
+    """Return SQL that takes, for each of these keys, its present window (period of `every`), unless another job has it.
 
-    A row for each key that was left out: the key, the end of the present window, and of the newest job of the key that
-    waits or runs elsewhere and has `every` too, its place by the order of adding, its `created_at`, `args`, `headers`
-    and `max_attempts`, or NULL.
+    It returns a row for each key whose window another job has: the key, the end of the present window, and values of
+    the newest job of the key that waits or runs elsewhere and also has `every`: its position in the order of adding,
+    its `created_at`, `args`, `headers` and `max_attempts`, or NULL without such a job.
 
     Index: the primary key, and job_unique for the keys that are left out, whose jobs are all read. Locks: an advisory
     lock and the row of each key that is taken, until the transaction ends. Waits for a pruner that deletes such a row,
     and for no other transaction.
 
     Args:
-        claimed: The jobs of these keys that the claim has: a window of one of them is theirs.
+        claimed: The jobs of these keys in the claim: a window that one of them has counts as free.
     """
     return (
         f"{NO_SCANS}; "

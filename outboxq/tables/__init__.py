@@ -1,4 +1,4 @@
-"""The tables as this version of the code sees them; `migrations/` makes them, and a test compares the two."""
+"""The tables as this version of the code sees them; `migrations/` creates them, and a test compares the two."""
 
 from outboxq.tables.columns import SCHEMA, Instant, JsonText, Real, StoredText, mapped_schema, metadata
 from outboxq.tables.history import audit, done_job, gauge, progress, relay_status, stat
@@ -8,13 +8,13 @@ from outboxq.tables.jobs import JOB_CHECKS, batch, cancel_request, dead_job, job
 from outboxq.tables.memories import effect, inbox
 from outboxq.tables.queues import paused_kind, queue, rate, schedule
 
-# The migration step that this code needs. It works without those of later steps, which may come after a deployment.
+# The migration step that this code needs. It also works without later steps, which may follow after a deployment.
 NEEDED_VERSION = 9
 # The newest step, which messages name as the one to migrate to.
 LATEST_VERSION = 15
-# The step that brings the history and the rows of relays, for code that reads them.
+# The step that adds the history and the rows of relays, for code that reads them.
 HISTORY_VERSION = 11
-# The step that brings the owners of schedules; without it code puts them as the version before did.
+# The step that adds owners of schedules; without it the code stores them as the previous version did.
 OWNERS_VERSION = 15
 
 __all__ = [

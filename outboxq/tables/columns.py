@@ -32,7 +32,10 @@ metadata = MetaData(schema=SCHEMA)
 
 
 def mapped_schema(connection: Connection | Engine) -> str:
-    """The schema that the `schema_translate_map` of a connection or an engine leads to."""
+    """Return the schema of outboxq's tables on this connection or engine.
+
+    It is `SCHEMA`, unless the `schema_translate_map` of the connection or engine names another.
+    """
     translated: dict[str | None, str | None] = connection.get_execution_options().get("schema_translate_map") or {}
     return translated.get(SCHEMA) or SCHEMA
 
@@ -44,18 +47,18 @@ class StoredText(Text):
     """A text column whose values are sent as text.
 
     SQLAlchemy would send them as varchar, for which PostgreSQL has no operators: it would search for the nearest one in
-    all schemas of the search path, and prefer a user's for text and varchar to its own for two texts.
+    all schemas of the search path, and prefer a user's operator for text and varchar to its own for two texts.
     """
 
     render_bind_cast = True
 
     def adapt(self, cls: type[Any], **kw: Any) -> Any:
-        """Keep this type, even if a dialect has a type of its own for texts."""
+        """Return this type unchanged, even if a dialect has its own type for texts."""
         return super().adapt(type(self) if issubclass(cls, String) else cls, **kw)
 
 
 class JsonText(UserDefinedType[str]):
-    """A jsonb column that travels as JSON text both ways.
+    """A jsonb column that is sent and read as JSON text.
 
     Neither the engine's own JSON serializer nor a driver's decoder touches the payload: it is decoded job by job, so
     that one broken payload fails one job.
@@ -74,31 +77,31 @@ class JsonText(UserDefinedType[str]):
 
 
 _EPOCH, _MICROSECONDS = datetime(1970, 1, 1, tzinfo=UTC), 1_000_000
-# In seconds since 1970, the times that a datetime can hold in any time zone. Before step 13 a row may have others.
+# The times that a datetime can represent in any time zone, in seconds since 1970. Before step 13 a row may have others.
 _FIRST = (datetime(1, 1, 3, tzinfo=UTC) - _EPOCH).total_seconds()
 _LAST = (datetime(9999, 12, 29, tzinfo=UTC) - _EPOCH).total_seconds()
 
 
 class Instant(TypeDecorator[datetime]):
-    """A timestamptz that is read as its seconds since 1970, and returned in UTC.
+    """A timestamptz that is read as its seconds since 1970, and whose Python value is a datetime in UTC.
 
-    The text of a timestamptz depends on the session's DateStyle and TimeZone, and psycopg reads one form of it. The
-    session is the user's, whose settings stay as they are.
+    The text of a timestamptz depends on the session's DateStyle and TimeZone, and psycopg reads only one form of it.
+    The session belongs to the user, so outboxq does not change these settings.
     """
 
     impl = DateTime(timezone=True)
     cache_ok = True
 
     def coerce_compared_value(self, op: Any, value: object) -> TypeEngine[Any]:
-        """Keep a timedelta beside it an interval."""
+        """Called by SQLAlchemy for the other value in an expression: return the type interval for a timedelta."""
         return self.impl_instance.coerce_compared_value(op, value)
 
     def column_expression(self, column: ColumnElement[Any]) -> ColumnElement[Any]:
-        """The expression that is selected in its place."""
+        """Return the expression to select instead of the column: its seconds since 1970."""
         return type_coerce(extract("epoch", column), self)
 
     def process_result_value(self, value: Decimal | None, dialect: Dialect) -> datetime | None:  # noqa: ARG002  # theirs
-        """The moment; of infinity and other times that no datetime can hold, the nearest one."""
+        """Return as a datetime the seconds that were read; for one out of its range, such as infinity, the nearest."""
         if value is None:
             return None
         # A numeric, which holds microseconds exactly.
@@ -107,38 +110,39 @@ class Instant(TypeDecorator[datetime]):
 
 
 class Real(TypeDecorator[float]):
-    """A float8 that is read as a numeric: how many digits its text has depends on a setting of the session."""
+    """A float8 that is read as a numeric, because the digits of its text depend on a setting of the session."""
 
     impl = Double()
     cache_ok = True
 
     def coerce_compared_value(self, op: Any, value: object) -> TypeEngine[Any]:
-        """Treat a value beside it as beside a plain float8."""
+        """Called by SQLAlchemy for the other value in an expression: return the type that it gets with a float8."""
         return self.impl_instance.coerce_compared_value(op, value)
 
     def column_expression(self, column: ColumnElement[Any]) -> ColumnElement[Any]:
-        """The expression that is selected in its place."""
+        """Return the expression to select instead of the column: its value as a numeric."""
         return type_coerce(cast(column, Numeric), self)
 
     def process_result_value(self, value: Decimal | None, dialect: Dialect) -> float | None:  # noqa: ARG002  # theirs
-        """The number."""
+        """Return the numeric that was read as a float."""
         return None if value is None else float(value)
 
 
 def set_storage(table: Table, parameters: str) -> None:
-    """Make CREATE TABLE set storage parameters, such as a fill factor."""
-    # By ALTER TABLE, because SQLAlchemy 2.0 knows no WITH (...).
+    """Make SQLAlchemy set storage parameters of this table, such as a fill factor, when it has created the table."""
+    # By ALTER TABLE, because SQLAlchemy 2.0 has no WITH (...).
     statement = DDL(f"ALTER TABLE %(fullname)s SET ({parameters})")  # type: ignore[no-untyped-call]  # SQLAlchemy left it untyped
     event.listen(table, "after_create", statement)
 
 
-# The times that Python's datetime can hold, in any time zone: a row with another one could not be read, nor passed.
+# The times that Python's datetime can represent in any time zone: a row with another one could neither be read nor
+# skipped.
 FIRST_TIME = "timestamptz '0001-01-03 00:00:00+00'"
 LAST_TIME = "timestamptz '9999-12-29 00:00:00+00'"
-# Sums of it cannot overflow; neither infinity nor NaN is below.
+# Sums of such numbers cannot overflow; infinity and NaN are not below it.
 MOST_NUMBER = "1000000000000000"
 
 
 def bounded(name: str, *columns: str, first: str = FIRST_TIME, last: str = LAST_TIME) -> CheckConstraint:
-    """A check that each of these columns is NULL or from `first` to `last`."""
+    """Return a check constraint: each of these columns is NULL or from `first` to `last`."""
     return CheckConstraint(" AND ".join(f"{column} BETWEEN {first} AND {last}" for column in columns), name=name)

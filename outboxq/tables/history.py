@@ -1,6 +1,6 @@
-"""Rows of relays about themselves, outcomes of jobs and the progress of running ones, and the acts of operators.
+"""The tables of the history: relays' state, counts of jobs' outcomes, finished jobs, progress, and operators' actions.
 
-Among them are the finished jobs of kinds that keep them.
+Finished rows are kept for kinds with `keep=`.
 """
 
 from sqlalchemy import (
@@ -21,8 +21,8 @@ from sqlalchemy import (
 
 from outboxq.tables.columns import MOST_NUMBER, Instant, JsonText, Real, StoredText, bounded, metadata, set_storage
 
-# The row of each relay about itself, written several times a minute. `running`: the jobs that have run for long.
-# `limits`: those of queues that its application declares.
+# The row of each relay about itself, written several times a minute. `running`: its long-running jobs. `limits`: the
+# limits of queues that its application declares.
 relay_status = Table(
     "relay_status",
     metadata,
@@ -38,12 +38,12 @@ relay_status = Table(
     Column("kinds", ARRAY(Text), nullable=False),
     Column("slots", Integer, nullable=False),
     Column("busy", Integer, nullable=False),
-    # The queues that one of its slots could have claimed from when it was last seen.
+    # The queues from which one of its slots could have claimed when it was last seen.
     Column("free", ARRAY(Text), nullable=False, server_default=text("'{}'")),
     Column("listens", Boolean, nullable=False),
     Column("running", JsonText, nullable=False),
     Column("limits", JsonText, nullable=False, server_default=text("'[]'")),
-    # How often the relay has added to `stat`: the same numbers are never added twice.
+    # The number of times that the relay has added to `stat`, so that the same counts are never added twice.
     Column("flush", BigInteger, nullable=False),
     CheckConstraint("jsonb_typeof(running) = 'array' AND jsonb_typeof(limits) = 'array'", name="relay_status_running"),
     bounded("relay_status_ranges", "started_at", "seen_at"),
@@ -118,7 +118,7 @@ done_job = Table(
     Column("args", JsonText),
     Column("headers", JsonText),
     Column("result", JsonText),
-    # The jobs that its run took along, as it was coalesced with them.
+    # The jobs that were merged into its run, because it was coalesced with them.
     Column("stands_for", ARRAY(Uuid)),
     Column("expires_at", Instant(), nullable=False),
     CheckConstraint("outcome IN ('done', 'discarded', 'cancelled', 'expired')", name="done_job_outcome"),
@@ -158,17 +158,17 @@ audit = Table(
     Column("db_user", StoredText, nullable=False, server_default=text("session_user")),
     Column("action", StoredText, nullable=False),
     Column("target", StoredText),
-    # Which rows were meant, and what was to be done to them: never arguments, results or other payloads.
+    # The rows that were meant, and the change of them: never arguments, results or other payloads.
     Column("filter", JsonText),
     Column("change", JsonText),
     Column("reason", StoredText),
-    # How many rows the preview showed, were changed, and were passed over because others held them.
+    # The number of rows that the preview showed, that were changed, and that were skipped because others held them.
     Column("expected", BigInteger),
     Column("changed", BigInteger, nullable=False, server_default=text("0")),
     Column("held", BigInteger, nullable=False, server_default=text("0")),
-    # The last row that a change of many rows has visited: it goes on after that one.
+    # The last row that a change of many rows has visited: it continues after it.
     Column("position", Uuid),
-    # How often it was resumed: a process that finds another number than its own ends.
+    # The number of times that it was resumed: a process that finds another number than its own ends.
     Column("resumed", Integer, nullable=False, server_default=text("0")),
     Column("stopped_at", Instant()),
     Column("error", StoredText),

@@ -1,4 +1,4 @@
-"""Relays that are alive, the installation's id, and the migration steps that it has."""
+"""The tables of living relays, of the installation's id, and of the migration steps that it has."""
 
 from sqlalchemy import Boolean, CheckConstraint, Column, Integer, Table, Uuid, text
 
@@ -14,10 +14,10 @@ relay = Table(
     Column("pid", Integer),
     bounded("relay_ranges", "alive_until", "started_at"),
 )
-# Updated every few seconds: free room on the page keeps the updates HOT.
+# Updated every few seconds: free space on the page keeps the updates HOT.
 set_storage(relay, "fillfactor = 50, autovacuum_vacuum_scale_factor = 0, autovacuum_vacuum_threshold = 500")
 
-# The id that provider keys are made of, so that two installations never give the same key.
+# The id from which provider keys are derived, so that two installations never give the same key.
 deployment = Table(
     "deployment",
     metadata,

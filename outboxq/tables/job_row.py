@@ -1,4 +1,4 @@
-"""`JobRow`: the object that represents the jobs of a flush in a session."""
+"""`JobRow`: an object in a SQLAlchemy session that represents the jobs which the session's next flush will insert."""
 
 import os
 import threading
@@ -13,28 +13,28 @@ from outboxq.tables.jobs import job
 
 
 class JobRow:
-    """Jobs that are not inserted yet: one object in the caller's unit of work represents all jobs of a flush.
+    """Jobs that are not inserted yet: one object in the caller's session, for all jobs that the next flush inserts.
 
-    Mapped to no table, so that its flush writes nothing by itself: `enqueue` inserts the jobs when the flush comes to
-    it. Until then it is pending, so that SQLAlchemy itself handles savepoints, rollbacks and autoflush. Never returned
-    to callers.
+    It is mapped to no table, so that SQLAlchemy writes nothing for it: `write` inserts the jobs when the flush reaches
+    it. Until then it is a pending object of the session, so that SQLAlchemy itself handles savepoints, rollbacks and
+    autoflush. It is never returned to callers.
 
     Args:
-        number: Tells it apart from others in its session's identity map.
-        write: Called with the connection and this object when a flush comes to it.
+        number: Distinguishes it from others in its session's identity map.
+        write: Called with the connection and this object when a flush reaches it.
     """
 
-    # For hooks of users that read the table of every object of a session.
+    # For users' hooks that read the table of every object of a session.
     __tablename__ = job.name
 
     def __init__(self, number: int, write: "Callable[[Connection, JobRow], None]") -> None:
         self.number = number
         self.write = write
-        # By their ids in hex; None once they are written.
+        # By their ids in hex; None after they are written.
         self.jobs: dict[str, Any] | None = {}
 
 
-# Selected from the table, so that `binds` by table lead here too; without its primary key, so that nothing is written.
+# Selected from the table, so that `binds` by table apply here too; without its primary key, so that nothing is written.
 _numbered = select(func.pg_catalog.max(job.c.seq, type_=job.c.seq.type).label("number")).subquery("jobs")
 _mapping = threading.Lock()
 
@@ -49,7 +49,10 @@ os.register_at_fork(after_in_child=_forget_lock)
 
 
 def job_mapper() -> Mapper[JobRow]:
-    """The mapping of `JobRow`, made again after `clear_mappers()`, which removes all mappings."""
+    """Return SQLAlchemy's mapper of `JobRow`, and make it if it does not exist.
+
+    A user's `clear_mappers()` removes all mappers, also this one.
+    """
     found: Mapper[JobRow] | None = inspect(JobRow, raiseerr=False)
     if found is None:
         with _mapping:

@@ -1,4 +1,4 @@
-"""Jobs, waiting, leased and dead, and their parts in other tables: keys, batches, requests to cancel."""
+"""The tables of jobs, waiting, leased and dead, and of their parts: keys, batches, requests to cancel."""
 
 from sqlalchemy import (
     BigInteger,
@@ -16,8 +16,8 @@ from sqlalchemy import (
 
 from outboxq.tables.columns import FIRST_TIME, LAST_TIME, Instant, JsonText, StoredText, bounded, metadata, set_storage
 
-# The sizes that a claim can read, measured as the text that it reads. A value of up to 1,024 bytes, uncompressed,
-# cannot exceed them, and is not measured.
+# The sizes that a claim can read, measured in the text that it reads. A stored value of up to 1,024 bytes,
+# uncompressed, cannot exceed them, and is not measured.
 _SIZES = (
     "(pg_catalog.pg_column_size(args) <= 1024 AND pg_catalog.pg_column_compression(args) IS NULL "
     "OR pg_catalog.octet_length(args::text) <= 16777216) "
@@ -33,7 +33,7 @@ _CREATED = f"created_at BETWEEN {FIRST_TIME} AND {LAST_TIME}"
 # The checks that a dead letter must meet to become a job again.
 JOB_CHECKS = " AND ".join(f"({check})" for check in (_QUEUE_NAME, _KIND_NAME, _PRIORITY, _ARGS, _CREATED, _SIZES))
 
-# The checks that the callback of a batch must meet to become a job, with the casts by which it does.
+# The checks that the callback of a batch must meet to become a job, with the casts that are used then.
 _CALLBACK = (
     "(jsonb_typeof(callback -> 'kind') = 'string') IS TRUE "
     "AND (jsonb_typeof(callback -> 'queue') = 'string') IS TRUE "
@@ -68,8 +68,8 @@ job = Table(
     Column("max_attempts", SmallInteger),
     Column("crashes", SmallInteger, nullable=False, server_default=text("0")),
     Column("parked", SmallInteger, nullable=False, server_default=text("0")),
-    # The coalescing key, by a name from before there were unique jobs: relays of other versions read it by that. The
-    # keys of unique jobs, and the windows of coalesced ones, are in the table `unique_key`.
+    # The coalescing key, under a name from before unique jobs existed: relays of other versions read it by that name.
+    # The keys of unique jobs, and the windows of coalesced ones, are in the table `unique_key`.
     Column("unique_key", StoredText),
     Column("group_key", StoredText),
     Column("lease_owner", Uuid),
@@ -97,9 +97,10 @@ job = Table(
     ),
     CheckConstraint(_PRIORITY, name="job_priority"),
     CheckConstraint(_ARGS, name="job_args_object"),
-    # The times that Python's datetime can hold, in any time zone: a claim could neither read another one, nor pass it.
+    # The times that Python's datetime can represent in any time zone: a claim could neither read another one nor skip
+    # it.
     CheckConstraint(f"run_at BETWEEN {FIRST_TIME} AND {LAST_TIME} AND {_CREATED}", name="job_times"),
-    # Counters end one below their type, so that counting on cannot overflow.
+    # Counters end one below their type's maximum, so that incrementing cannot overflow.
     CheckConstraint(
         "attempt BETWEEN 0 AND 2147483646 AND crashes BETWEEN 0 AND 32766 AND parked BETWEEN 0 AND 32766 "
         "AND lease_token BETWEEN 0 AND 9223372036854775806",
@@ -124,7 +125,7 @@ Index("job_scheduled", job.c.queue, job.c.run_at, postgresql_where=text("state =
 Index("job_leased", job.c.lease_owner, postgresql_where=text("state = 'leased'"))
 Index("job_suspect", job.c.queue, job.c.seq, postgresql_where=text("state = 'suspect'"))
 Index("job_unique", job.c.unique_key, postgresql_where=text("unique_key IS NOT NULL"))
-# All states of a group's jobs, so that its head is found by one probe, in any state.
+# Includes all states of a group's jobs, so that one probe finds its head in any state.
 Index(
     "job_group",
     job.c.queue,
@@ -168,8 +169,8 @@ Index("dead_job_queue", dead_job.c.queue, dead_job.c.died_at)
 Index("dead_job_died", dead_job.c.died_at.op("AT TIME ZONE")(literal_column("'UTC'")))
 Index("dead_job_batch", dead_job.c.batch_id, postgresql_where=text("batch_id IS NOT NULL"))
 
-# The holder of a key: a job, for as long as its row is in `job`, and until `kept_until`. Relays never write here while
-# a handler runs.
+# The owner of a key: a job, as long as its row is in `job`, and at least until `kept_until`. Relays never write here
+# while a handler runs.
 unique_key = Table(
     "unique_key",
     metadata,
@@ -186,7 +187,7 @@ batch = Table(
     metadata,
     Column("id", Uuid, primary_key=True),
     Column("callback", JsonText, nullable=False),
-    # The batch that its callback is a member of.
+    # The batch of which its callback is a member.
     Column("parent_id", Uuid),
     Column("created_at", Instant(), nullable=False, server_default=text("clock_timestamp()")),
     CheckConstraint("jsonb_typeof(callback) = 'object'", name="batch_callback_object"),
@@ -201,7 +202,7 @@ for _table in (unique_key, batch):
         "autovacuum_vacuum_scale_factor = 0.02, autovacuum_vacuum_threshold = 5000, vacuum_index_cleanup = on",
     )
 
-# Jobs that run and should not: the relay that runs one finds its id here.
+# Running jobs that should not run: the relay that runs one finds its id here.
 cancel_request = Table(
     "cancel_request",
     metadata,

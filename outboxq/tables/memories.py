@@ -1,4 +1,4 @@
-"""The tables that remember: messages that were accepted, and calls to the outside."""
+"""The tables of remembered events: messages that were accepted, and calls to other services."""
 
 from sqlalchemy import Boolean, CheckConstraint, Column, Index, Integer, LargeBinary, Table, Uuid, text
 
@@ -40,7 +40,7 @@ effect = Table(
     CheckConstraint("octet_length(scope) BETWEEN 1 AND 255", name="effect_scope_bytes"),
     CheckConstraint("octet_length(key) BETWEEN 1 AND 512", name="effect_key_bytes"),
     CheckConstraint("status IN ('started', 'done', 'failed', 'retryable', 'unknown')", name="effect_status"),
-    # Only rows with an expiry are pruned: never a call that may be under way, or one whose outcome is unknown.
+    # Only rows with an expiry are pruned: never a call that may be in progress, or one whose outcome is unknown.
     CheckConstraint(
         "expires_at IS NULL OR status IN ('done', 'failed') OR status = 'retryable' AND NOT in_doubt",
         name="effect_kept",
@@ -51,7 +51,7 @@ Index("effect_expires", effect.c.expires_at, postgresql_where=text("expires_at I
 Index("effect_open", effect.c.locked_until, postgresql_where=text("expires_at IS NULL AND status <> 'unknown'"))
 Index("effect_unknown", effect.c.changed_at, postgresql_where=text("status = 'unknown'"))
 
-# Vacuumed early: the pruner starts at the oldest expiry, and walks over the entries that it deleted until a vacuum.
+# Vacuumed early, because the pruner starts at the oldest expiry, and walks over entries that it deleted until a vacuum.
 for _table in (inbox, effect):
     set_storage(
         _table,

@@ -1,4 +1,4 @@
-"""Queues, with their limits and rates, kinds that are paused, and schedules."""
+"""The tables of queues with their limits and rates, of paused kinds, and of schedules."""
 
 from sqlalchemy import Boolean, CheckConstraint, Column, Index, Integer, Table, text
 
@@ -38,7 +38,7 @@ rate = Table(
     metadata,
     Column("name", StoredText, primary_key=True),
     Column("tat", Instant(), nullable=False),
-    # As far ahead as the burst of its queue takes.
+    # At most as far ahead as the burst of its queue allows.
     CheckConstraint("isfinite(tat)", name="rate_ranges"),
 )
 set_storage(rate, "fillfactor = 50, autovacuum_vacuum_scale_factor = 0, autovacuum_vacuum_threshold = 500")
@@ -52,7 +52,8 @@ paused_kind = Table(
     bounded("paused_kind_ranges", "paused_at"),
 )
 
-# Jobs that are added at times: a relay that locks a due row adds its jobs and moves `next_at`, in one transaction.
+# Jobs that are added at certain times: a relay that locks a due row adds its jobs and sets `next_at`, in one
+# transaction.
 schedule = Table(
     "schedule",
     metadata,
@@ -66,15 +67,15 @@ schedule = Table(
     Column("time_zone", StoredText, nullable=False),
     Column("missed", StoredText, nullable=False),
     Column("jitter_seconds", Real(), nullable=False, server_default=text("0")),
-    # Whether an application's code declares it.
+    # True if an application's code declares it.
     Column("declared", Boolean, nullable=False, server_default=text("false")),
     Column("next_at", Instant(), nullable=False),
     Column("last_at", Instant()),
     Column("paused_at", Instant()),
     Column("created_at", Instant(), nullable=False, server_default=text("clock_timestamp()")),
-    # The registry that declares it; NULL if operators made it, or code of before this column.
+    # The registry that declares it; NULL if operators made it, or code from before this column.
     Column("owner", StoredText),
-    # When its owner's code was first seen without it. It is disabled while `paused_at` is this very time.
+    # The time when its owner's code was first seen without it. It is disabled while `paused_at` has the same value.
     Column("disabled_at", Instant()),
     CheckConstraint("octet_length(name) BETWEEN 1 AND 255", name="schedule_name_bytes"),
     CheckConstraint("octet_length(owner) BETWEEN 1 AND 255", name="schedule_owner_bytes"),

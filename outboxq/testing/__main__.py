@@ -1,6 +1,7 @@
-"""`python -m outboxq.testing`: a relay process for tests, which obeys the order on its standard input.
+"""`python -m outboxq.testing`: a relay process for tests, which `RelayProcess` starts.
 
-One line of JSON is its order; the end of standard input is the death of its parent. `RelayProcess` starts it.
+The first line of its standard input is JSON, a `RelayOrder` with all that it needs. The end of its standard input means
+that its parent process has ended, and stops the relay.
 """
 
 import logging
@@ -17,7 +18,7 @@ from outboxq.testing.relay_process import RelayOrder
 
 
 def main() -> None:
-    """Obey the order on standard input, until SIGTERM or the parent's death."""
+    """Read the order from standard input, and run the relay that it describes until SIGTERM or the parent's death."""
     order = msgspec.json.decode(sys.stdin.buffer.readline(), type=RelayOrder)
     logging.basicConfig(level="WARNING", format="%(asctime)s %(levelname)s [%(process)d] %(message)s")
     relay = Relay(order.url, load_jobs(order.target), order.config)

@@ -1,4 +1,4 @@
-"""A helper for users' tests: crash a handler at every step of its way, and count its effects."""
+"""A helper for users' tests: crash a relay at every step of a job's life, and count the effects of the handler."""
 
 import signal
 import time
@@ -25,7 +25,7 @@ ConnectionStep: TypeAlias = Literal[
 CrashStep: TypeAlias = FaultPoint | ConnectionStep
 # Killed at each fault point, then three ways to lose the connection.
 CRASH_STEPS: tuple[CrashStep, ...] = (*FAULT_POINTS, *get_args(ConnectionStep))
-# In the script by which a relay commits a job's work; its other transactions release no savepoint at the end.
+# Sent in the script with which a relay commits a job's work; its other transactions release no savepoint at the end.
 COMMIT_SCRIPT = "RELEASE SAVEPOINT oq_"
 
 _GONE_SECONDS = 10.0
@@ -47,24 +47,25 @@ def crash_at_every_step(
     timeout_seconds: float = 60.0,
     **settings: Any,
 ) -> None:
-    """Crash a handler at every step of its way, and assert that each job had exactly one effect.
+    """Crash a relay at every step of a job's life, and assert that the job has exactly one effect nevertheless.
 
-    For each step: enqueue one job, let a relay process run it that is killed with SIGKILL at this step (or loses its
-    connections there, and goes on), let a second one finish the rest, and count. Needs a database of the test's own
-    whose queues are empty.
+    For each step, one job is enqueued. A relay process runs it, and is killed with SIGKILL at this step (or loses its
+    connections there, and goes on). A second relay process finishes the remaining work if the first was killed. Then
+    the effects are counted. Needs a database of the test's own whose queues are empty.
 
     Args:
-        target: The registry, as a relay is given it: `myapp.jobs:jobs`.
-        enqueue: Adds one job to the session; the commit is ours.
-        effects: Counts the effects so far, in a transaction of its own.
+        target: The registry of jobs, as on a relay's command line: `myapp.jobs:jobs`.
+        enqueue: Adds one job to the session that it is called with, without a commit.
+        effects: Returns the number of effects so far, which it counts by the connection that it is called with.
         steps: The steps to crash at; for a handler that calls `ctx.once` add `EFFECT_FAULT_POINTS`.
-        timeout_seconds: How long a step may take at most, a lease that has to run out included.
-        settings: `RelayConfig`'s, for example `lease_seconds=1`.
+        timeout_seconds: The longest time for a step, which includes the wait until the lease of a killed relay runs
+            out.
+        settings: Settings of `RelayConfig`, for example `lease_seconds=1`.
 
     Raises:
-        AssertionError: an effect is missing or doubled, a job, a session or a prepared transaction is left, or the
-            step was never reached; the message names the step.
-        ConfigError: settings that do not fit, or jobs that wait already.
+        AssertionError: an effect is missing or doubled, a job, a session or a prepared transaction is left, or the step
+            was never reached; the message names the step.
+        ConfigError: the settings are unsuitable, or jobs wait already.
     """
     url = psycopg_url(database_url)
     config = RelayConfig(**{"slots_per_queue": 1, "poll_seconds": 0.1, **settings})
@@ -88,7 +89,7 @@ class _Count:
 
 @dataclass(frozen=True, slots=True)
 class _CrashTest:
-    """One job that meets one crash."""
+    """The test of one step: enqueue a job, crash a relay at the step, let the job finish, and count its effects."""
 
     step: CrashStep
     engine: Engine
@@ -145,7 +146,7 @@ class _CrashTest:
         return RelayProcess(self.target, url, self.config, **fault)
 
     def _finish(self, relay: RelayProcess) -> None:
-        """Wait until the relay has left no job waiting, stop it, and check that the server keeps nothing of it."""
+        """Wait until no job waits, stop the relay, and check that the server has no connection of it left."""
         deadline = time.monotonic() + self.timeout_seconds
         while waiting := self._describe_waiting():
             self._expect_running(relay)
@@ -186,7 +187,7 @@ class _CrashTest:
             return _Count(waiting, dead, connection.execute(_PREPARED).scalar_one(), int(effects(connection)))
 
     def _describe_waiting(self) -> str:
-        """The jobs that wait, in words; empty if there are none."""
+        """Return a text that lists up to 20 waiting jobs, for a failed test's message; empty if there are none."""
         columns = (job.c.kind, job.c.state, job.c.attempt, job.c.crashes, job.c.lease_owner)
         with self.engine.connect() as connection:
             rows = connection.execute(select(*columns).limit(20)).all()

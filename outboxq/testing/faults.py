@@ -1,4 +1,4 @@
-"""Faults that a process brings upon itself at a chosen step of a job's way."""
+"""Faults that a process causes to itself at a chosen fault point (a named step of a job's life), for tests."""
 
 import os
 import signal
@@ -22,9 +22,10 @@ _TERMINATE_SECONDS = 10.0
 
 @contextmanager
 def on_passing(point: FaultPoint, passing: int, act: Callable[[], None]) -> Iterator[None]:
-    """Call `act` within the block when this process passes `point` for the `passing`-th time (from 1), and only then.
+    """Call `act` once within the block: when this process passes the fault point for the `passing`-th time (from 1).
 
-    All slots of the process count together; the one that arrives last calls it.
+    The passings of all threads and tasks that run jobs in this process are counted together; the one whose passing has
+    this number calls `act`.
     """
     lock, passed = threading.Lock(), 0
 
@@ -43,15 +44,15 @@ def on_passing(point: FaultPoint, passing: int, act: Callable[[], None]) -> Iter
 
 
 def kill_process_at(point: FaultPoint, passing: int = 1) -> AbstractContextManager[None]:
-    """Send SIGKILL to this process within the block when it passes `point` for the `passing`-th time (from 1).
+    """Send SIGKILL to this process within the block when it passes the fault point for the `passing`-th time (from 1).
 
-    Nothing is cleaned up and nothing is reported: run it in a process of its own.
+    Nothing is cleaned up and nothing is reported: use it in a process of its own.
     """
     return on_passing(point, passing, lambda: os.kill(os.getpid(), signal.SIGKILL))
 
 
 def terminate_backends(url: str) -> None:
-    """End, in the server, the connections that have the application name of `url` now, and wait until they are gone."""
+    """End, in the server, all connections with the application name of `url`; wait up to 10 s until they are gone."""
     plain = psycopg_url(url)
     name = str(plain.query["application_name"])
     own = plain.set(drivername="postgresql").update_query_dict({"application_name": "outboxq terminator"})

@@ -20,14 +20,15 @@ _Address: TypeAlias = "tuple[str, int] | str"
 
 
 class Trap:
-    """A fault that waits for a COMMIT.
+    """A fault at the next COMMITs that the proxy receives: it cuts their connection, or freezes it until `release()`.
 
     Attributes:
-        reached: Set when the fault has happened: the connection is cut, or frozen. If COMMIT was let through,
-            the server has answered it by then.
-        count: How many COMMITs it has caught.
-        cuts: Whether it cuts the connection, instead of freezing it until `release()`.
-        lets_commit_through: Whether COMMIT reaches the server before that.
+        reached: Set when the fault has happened: the connection is cut, or frozen. If COMMIT was passed on, the server
+            has answered it by then.
+        count: The number of COMMITs that the trap has caught.
+        cuts: True if the trap cuts the connection, False if it freezes the connection.
+        lets_commit_through: True if COMMIT is passed on, and the fault happens after the server's answer; False if it
+            happens before COMMIT is passed on.
     """
 
     def __init__(self, times: int, containing: str, *, cuts: bool, lets_commit_through: bool) -> None:
@@ -41,18 +42,18 @@ class Trap:
         self._lock = threading.Lock()
 
     def release(self) -> None:
-        """Pass the held COMMIT on, and catch no more."""
+        """End the freezing, so that the held bytes are passed on, and catch no further COMMITs."""
         with self._lock:
             self._times_left = 0
         self.released.set()
 
     @property
     def is_spent(self) -> bool:
-        """Return True if it catches no more."""
+        """True if the trap catches no more COMMITs, because it has caught all of its number or was released."""
         return self._times_left == 0
 
     def catches(self, statements: list[str]) -> bool:
-        """Return True if it catches the COMMIT of a transaction with these statements; counts it if so."""
+        """Return True if the trap catches the COMMIT of a transaction with these statements; it is then counted."""
         with self._lock:
             if self._times_left == 0 or not any(self._containing in statement.lower() for statement in statements):
                 return False
@@ -64,9 +65,9 @@ class Trap:
 class CommitProxy:
     """A proxy before the server of `database_url`, listening on loopback within a `with` block.
 
-    A COMMIT counts if its transaction has written rows: the others decide nothing. Each trap catches the next
-    `times` such COMMITs of any connection, if one of the transaction's statements holds the text `containing`
-    (in any case). Literals sent as parameters are not searched.
+    A COMMIT counts only if its transaction has written rows. Each trap catches the next `times` such COMMITs of any
+    connection, if one of the transaction's statements contains the text `containing` (in upper or lower case). Literals
+    sent as parameters are not searched.
 
         with CommitProxy(database_url) as proxy, Session(create_engine(proxy.url)) as session:
             trap = proxy.cut_after_commit()
@@ -96,29 +97,29 @@ class CommitProxy:
         self._thread.start()
 
     def cut_before_commit(self, times: int = 1, *, containing: str = "") -> Trap:
-        """Cut the connection instead of handing COMMIT on: nothing is committed, and the client cannot know."""
+        """Cut the connection instead of passing COMMIT on: nothing is committed, but the client cannot know that."""
         return self._set(Trap(times, containing, cuts=True, lets_commit_through=False))
 
     def cut_after_commit(self, times: int = 1, *, containing: str = "") -> Trap:
-        """Hand COMMIT on, and cut the connection once the server has answered: the client never reads the answer."""
+        """Pass COMMIT on, and cut the connection after the server's answer, so that the client never reads it."""
         return self._set(Trap(times, containing, cuts=True, lets_commit_through=True))
 
     def hold_reply(self, times: int = 1, *, containing: str = "") -> Trap:
-        """Hand COMMIT on, and keep the server's answer back until `release()`."""
+        """Pass COMMIT on, but pass the server's answer on only after `release()` of the trap."""
         return self.freeze_at_commit(times, arrives=True, containing=containing)
 
     def freeze_at_commit(self, times: int = 1, *, arrives: bool = False, containing: str = "") -> Trap:
-        """At COMMIT hand nothing on any more in either direction; both sides keep an open connection.
+        """At COMMIT, stop passing bytes in either direction; both sides keep an open connection.
 
-        Until `release()`, which lets everything arrive late, or `cut()`.
+        It ends with the trap's `release()`, after which all held bytes are passed on late, or with the proxy's `cut()`.
 
         Args:
-            arrives: Whether COMMIT itself still reaches the server.
+            arrives: True if COMMIT is still passed on, and the freezing begins with the server's answer.
         """
         return self._set(Trap(times, containing, cuts=False, lets_commit_through=arrives))
 
     def freeze(self) -> None:
-        """Hand nothing on, of any connection, until `thaw()`: open, and dead."""
+        """Pass no more bytes on, for any connection, until `thaw()`: both sides see an open connection that is dead."""
         self._flows.clear()
 
     def thaw(self) -> None:
@@ -126,7 +127,7 @@ class CommitProxy:
         self._flows.set()
 
     def cut(self) -> int:
-        """Cut every connection now; returns how many."""
+        """Cut every connection now, and return the number of these."""
         with self._lock:
             links = list(self._links)
         for link in links:
@@ -134,7 +135,7 @@ class CommitProxy:
         return len(links)
 
     def close(self) -> None:
-        """Cut everything and stop listening."""
+        """Cut every connection, release every trap, and stop listening."""
         with self._lock:
             self._is_closed = True
             traps = list(self._traps)
@@ -189,7 +190,7 @@ class CommitProxy:
 
 
 class _Link:
-    """One client's connection: two threads, one for each direction."""
+    """One client's connection: one thread passes its bytes on to the server, another passes the answers back."""
 
     def __init__(
         self,
@@ -215,7 +216,7 @@ class _Link:
         self._upward.start()
 
     def cut(self) -> None:
-        """End both connections; threads that wait for one go on, and end."""
+        """Shut down the sockets of the client and the server, so that both threads stop waiting, and end."""
         self._is_cut.set()
         for end in (self._client, self._server):
             if end is not None:
@@ -231,7 +232,7 @@ class _Link:
         try:
             self._pump_upward()
         except OSError:
-            # Either side is gone; so is the other in a moment.
+            # One side is gone, and the other will be in a moment.
             self._is_cut.set()
         finally:
             self.cut()
@@ -263,7 +264,10 @@ class _Link:
             self._server.sendall(frame)
 
     def _spring(self) -> bool:
-        """Give a trap the COMMIT before it is handed on; False if the connection has ended."""
+        """Look for a trap that catches this COMMIT. It acts now or, if it lets COMMIT through, after the answer.
+
+        Return False if the connection has ended, so that the COMMIT must not be passed on.
+        """
         trap = self._find_trap(self._watcher.statements)
         if trap is None:
             return True
@@ -291,7 +295,7 @@ class _Link:
                 answered, held = False, b""
 
     def _act(self, trap: Trap) -> bool:
-        """Cut the connection, or freeze it until the trap is released; False if the connection has ended."""
+        """Cut the connection, or freeze it until the trap is released; return False if the connection has ended."""
         if trap.cuts:
             self.cut()
             trap.reached.set()
@@ -305,7 +309,7 @@ class _Link:
     def _wait_until_it_flows(self) -> None:
         while not self._flows.wait(0.05):
             if self._is_cut.is_set():
-                raise ConnectionAbortedError("the proxy was told to cut this connection")
+                raise ConnectionAbortedError("the proxy cut this connection, as requested")
 
 
 def _connect(address: _Address) -> socket.socket:

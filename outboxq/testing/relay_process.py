@@ -22,7 +22,10 @@ _STOP_SECONDS = 20.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RelayOrder:
-    """The order to a relay process; the URL's application_name is the relay's name."""
+    """All that a relay process needs to know, as it receives it on its standard input; see `RelayProcess`.
+
+    The application_name in `url` is the name of the process's connections.
+    """
 
     target: str
     url: str = field(repr=False)
@@ -33,17 +36,19 @@ class RelayOrder:
 
 
 class RelayProcess:
-    """A relay in a process of its own, with the import path of this one; ended with the `with` block.
+    """A relay in a process of its own, which has this process's `sys.path`; ended with the `with` block.
 
-    It also ends when this process does, however that happens.
+    It also ends when this process does, even if this process is killed.
 
     Args:
-        target: The registry, as `myapp.jobs:jobs`.
-        database_url: The database it works on.
-        config: Its settings.
-        kill_at: The fault point at whose `passing`-th passing it is killed with SIGKILL.
-        terminate_at: The fault point at which all of its connections are ended by the server.
-        name: The name of its connections; None makes one that no other process has.
+        target: The registry of jobs, such as `myapp.jobs:jobs`.
+        database_url: The URL of its database.
+        config: The relay's settings; by default those of `RelayConfig()`.
+        kill_at: The fault point (a named step of a job's life) at which the process kills itself with SIGKILL.
+        terminate_at: The fault point at which the process makes the server end all of its connections; not with
+            `kill_at`.
+        passing: The fault happens when the process passes that point for this time, counted from 1.
+        name: The application name of its connections; None makes one that no other process has.
     """
 
     def __init__(
@@ -71,12 +76,12 @@ class RelayProcess:
         self._process = subprocess.Popen(
             [sys.executable, "-m", "outboxq.testing"],
             env=child_environment({"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}),
-            # The pipe ends when this process does, however that happens: then the relay stops.
+            # The pipe ends when this process does, for whichever reason: then the relay stops.
             stdin=subprocess.PIPE,
             stdout=self._log,
             stderr=subprocess.STDOUT,
-            # A Ctrl-C at the terminal does not reach it. Not a session of its own: a stopped process of this session is
-            # woken and hung up when its parent dies.
+            # Ctrl-C at the terminal does not reach it. It gets no session of its own: a stopped process of this session
+            # is woken and receives SIGHUP when its parent dies.
             process_group=0,
         )
         assert self._process.stdin is not None
@@ -85,53 +90,53 @@ class RelayProcess:
 
     @property
     def pid(self) -> int:
-        """The process id."""
+        """The process id of the relay process."""
         return self._process.pid
 
     @property
     def returncode(self) -> int | None:
-        """Its exit code, as `subprocess` puts it (-9 after SIGKILL); None while it runs."""
+        """The exit code of the process, as in `subprocess` (-9 after SIGKILL); None while it runs."""
         return self._process.poll()
 
     @property
     def log(self) -> str:
-        """The end of its output."""
+        """The last 4,000 bytes of the process's output, or "(no output)"."""
         size = self._log.seek(0, os.SEEK_END)
         self._log.seek(max(0, size - _LOG_TAIL_BYTES))
         return self._log.read().decode(errors="replace").strip() or "(no output)"
 
     def wait(self, seconds: float) -> int | None:
-        """Wait for its end; None if it still runs after `seconds`."""
+        """Wait for the end of the process; return its exit code, or None if it still runs after `seconds`."""
         try:
             return self._process.wait(seconds)
         except subprocess.TimeoutExpired:
             return None
 
     def kill(self) -> None:
-        """SIGKILL, and wait for its end."""
+        """Send SIGKILL, and wait for the end of the process."""
         self._process.kill()
         self._process.wait()
 
     def pause(self) -> None:
-        """SIGSTOP."""
+        """Stop the process by SIGSTOP until `resume()`; its connections stay open."""
         self._process.send_signal(signal.SIGSTOP)
 
     def resume(self) -> None:
-        """SIGCONT."""
+        """Send SIGCONT, after which a paused process goes on."""
         self._process.send_signal(signal.SIGCONT)
 
     def ask_to_stop(self) -> None:
-        """SIGTERM, after which the relay finishes its running handlers."""
+        """Send SIGTERM (and SIGCONT), after which the relay finishes its running handlers and ends; return at once."""
         self._process.terminate()
         self.resume()
 
     def stop(self, seconds: float = _STOP_SECONDS) -> int | None:
-        """SIGTERM, and its exit code when it has ended; None if that takes longer than `seconds`."""
+        """Send SIGTERM, wait, and return the exit code; None if the process does not end within `seconds`."""
         self.ask_to_stop()
         return self.wait(seconds)
 
     def close(self) -> None:
-        """End it, by force if it does not end by itself."""
+        """End the process, by SIGKILL if it does not end after SIGTERM, and close its log."""
         if self.stop() is None:
             self.kill()
         if self._process.stdin is not None:

@@ -1,4 +1,4 @@
-"""Helpers inside a test's own transaction: assert which jobs it has enqueued, call a handler, run all jobs."""
+"""Helpers in a test's own transaction: assert that a job was enqueued, call a handler, run all jobs."""
 
 import asyncio
 from collections.abc import Awaitable, Iterable, Sequence
@@ -48,11 +48,11 @@ from outboxq.tables import job, mapped_schema
 
 _LEASE_SECONDS = 30.0
 _DRAIN_LIMIT = 10_000
-# How long an async lifespan may take to end.
+# The time that an async lifespan may take to end.
 _LEAVE_SECONDS = 30.0
 # Calls handlers of one flavour, and their `ctx.once`.
 _Runner: TypeAlias = "tuple[Invoker, EffectRunner | AsyncEffectRunner]"
-# Means the state that the registry's lifespan gives.
+# Represents the state from the registry's lifespan.
 _LIFESPAN: Final = object()
 
 
@@ -67,12 +67,13 @@ def assert_enqueued(session: AsyncSession, kind: "JobKind[P] | str", /, **args: 
 def assert_enqueued(
     session: Session | AsyncSession, kind: "JobKind[P] | str", /, **args: object
 ) -> JobHandle | Awaitable[JobHandle]:
-    """Assert that a job of `kind` waits whose arguments include `args`; await it for an async session.
+    """Assert that a job of `kind` waits whose arguments include `args`, and return its handle.
 
-    Flushes the session first, and sees the rows that its transaction sees. Entities are compared by primary key.
+    For an async session, the call is to be awaited. The session is flushed first, and the rows that its transaction
+    sees are searched. An entity among `args` is compared by its primary key.
 
     Raises:
-        AssertionError: there is none; the message lists the jobs that wait.
+        AssertionError: there is no such job; the message lists the waiting jobs.
     """
     name = kind if isinstance(kind, str) else kind.kind
     if isinstance(session, AsyncSession):
@@ -96,25 +97,30 @@ def _assert_enqueued(session: Session, kind: str, args: dict[str, object]) -> Jo
 
 
 def sync_context(session: OutboxSession, *, state: object = None) -> Context[object]:
-    """A context for calling a sync handler in a unit test: `credit(sync_context(session), account, cents=5)`.
+    """Make a context to call a sync handler in a unit test: `credit(sync_context(session), account, cents=5)`.
 
-    Its `once` records in savepoints of the test's own transaction: undone with it, or with a savepoint around the call.
+    The context's `once` records outcomes in savepoints of the test's own transaction; they are rolled back with the
+    transaction, or with a savepoint around the call.
     """
     return Context(unit_test_job(), state, session, EffectAccess(effect_runner(session), _retention))
 
 
 def async_context(session: AsyncOutboxSession, *, state: object = None) -> AsyncContext[object]:
-    """A context for calling an async handler in a unit test."""
+    """Make a context to call an async handler in a unit test: `await credit(async_context(session), account, cents=5)`.
+
+    The context's `once` records outcomes in savepoints of the test's own transaction; they are rolled back with the
+    transaction, or with a savepoint around the call.
+    """
     return AsyncContext(unit_test_job(), state, session, EffectAccess(async_effect_runner(session), _retention))
 
 
 def effect_runner(session: Session) -> EffectRunner:
-    """Runs effects in savepoints of the test's own transaction."""
+    """Return the object that runs `ctx.once` of sync handlers, in savepoints of the test's own transaction."""
     return EffectRunner(SavepointTransactions(session.connection), _LEASE_SECONDS)
 
 
 def async_effect_runner(session: AsyncSession) -> AsyncEffectRunner:
-    """Runs effects of coroutines in savepoints of the test's own transaction."""
+    """Return the object that runs `ctx.once` of async handlers, in savepoints of the test's own transaction."""
     return AsyncEffectRunner(AsyncSavepointTransactions(session.connection), _LEASE_SECONDS)
 
 
@@ -123,14 +129,19 @@ def _retention(_scope: str) -> timedelta:
 
 
 def unit_test_job() -> Job:
-    """A job without arguments, as a relay would have claimed it now."""
+    """Make a job without arguments, as if a relay had claimed it just now."""
     now = datetime.now(UTC)
     return Job(UUID(uuid7s(1)[0]), "default", "unit-test", "{}", "{}", 0, 1, None, 0, 0, None, None, "[]", now, now, 0)
 
 
 @dataclass(frozen=True, slots=True)
 class DrainReport:
-    """The number of jobs that `drain` has done, and an event for each that was not done."""
+    """The result of `drain`.
+
+    Attributes:
+        done: The number of jobs that were done.
+        others: An event for each other outcome of a job, such as a failed attempt.
+    """
 
     done: int
     others: tuple[Event, ...]
@@ -149,19 +160,21 @@ def drain(
 def drain(
     session: Session | AsyncSession, jobs: Jobs, *, state: object = _LIFESPAN, allow_failures: bool = False
 ) -> DrainReport | Awaitable[DrainReport]:
-    """Run every job that is ready or due, inside the session's own transaction; await it for an async session.
+    """Run every job that is ready or due now, inside the session's own transaction; await it for an async session.
 
-    For tests whose outer transaction is rolled back at the end: handlers run as under a relay, contained by savepoints,
-    and nothing is committed. A `Session` runs sync handlers, an `AsyncSession` async and sync ones. Objects of the
-    session are expired afterwards, so that the test reads what the handlers wrote.
+    For tests whose outer transaction is rolled back at the end: handlers run as in a relay, isolated by savepoints, and
+    nothing is committed. A `Session` runs sync handlers, an `AsyncSession` async and sync ones. Jobs that the handlers
+    add are run too. The session's objects are expired afterwards, so that the test reads the rows that the handlers
+    wrote.
 
     Args:
-        state: The value of `ctx.state`; by default the registry's lifespan is entered, and left at the end.
-        allow_failures: Report failed attempts instead of raising.
+        state: The value of `ctx.state`; by default that of the registry's lifespan, which is entered for this call, and
+            left at its end.
+        allow_failures: True to return failed attempts in the report instead of raising.
 
     Raises:
         AssertionError: a handler failed, and `allow_failures` is not set; or jobs of async handlers are left, and the
-            session is no async one.
+            session is not async.
         ConfigError: the session's engine has another driver than psycopg.
     """
     if isinstance(session, AsyncSession):
@@ -172,7 +185,10 @@ def drain(
 
 
 def _state(stack: ExitStack, jobs: Jobs, state: object) -> object:
-    """The value that handlers see as `ctx.state`; the lifespan that gives it is left with `stack`."""
+    """Return the value of `ctx.state`: the given one or, by default, that of the registry's lifespan.
+
+    The lifespan is entered here, and left when `stack` is closed.
+    """
     if state is not _LIFESPAN:
         return state
     lifespan = make_lifespan(jobs.lifespan)
@@ -219,7 +235,7 @@ def _drain(
     guard = Guard(connection)
     by_flavour = _runtimes(connection, guard, registry, state, runners)
     runtimes = {name: by_flavour[flavour] for name, flavour in registry.flavours.items() if flavour in by_flavour}
-    # Around everything: each claim from an empty queue leaves a savepoint of its own.
+    # Around everything, because each claim from an empty queue leaves a savepoint.
     run_script(connection, "SAVEPOINT oq_drain")
     try:
         events: list[Event] = []
@@ -276,7 +292,7 @@ def _runtimes(
 
 
 def _refuse_to_leave(session: Session, queues: Iterable[str]) -> None:
-    """Refuse to end while jobs wait that only an async session runs."""
+    """Raise AssertionError if jobs that only an async session can run still wait in these queues."""
     waits = job.c.state.in_(("scheduled", "grouped", "group_waiting")) & (job.c.run_at <= pg.statement_timestamp())
     is_due = (job.c.state == "ready") | waits
     left = session.scalars(select(job.c.kind).where(job.c.queue.in_(queues), is_due).distinct().order_by(job.c.kind))
@@ -288,7 +304,7 @@ def _refuse_to_leave(session: Session, queues: Iterable[str]) -> None:
 
 
 def _is_for_the_test(error: BaseException) -> bool:
-    # A Ctrl-C, or pytest.fail() in a handler.
+    # Ctrl-C, or pytest.fail() in a handler.
     return is_cancellation(error) or not isinstance(error, Exception | SystemExit | asyncio.CancelledError)
 
 
@@ -303,11 +319,11 @@ def _drain_queue(connection: Connection, name: str, runtime: Runtime) -> list[Ev
             return events
         batch = BatchState.of(claimed)
         run(connection, batch, runtime, decide(connection, batch, runtime), shared=True)
-        # Within the test's transaction, which is not committed: no one receives its notifications.
+        # Within the test's transaction, which is not committed, so that its notifications are never sent.
         for step in steps_of(batch, batch.events, runtime):
             if statements_of_step := step.statements():
                 step.committed(run_script(connection, *statements_of_step))
-        # The handlers' deadlines are not the test's.
+        # The handlers' deadlines must not apply to the test.
         run_script(connection, *TIMEOUTS_OFF, f"RELEASE SAVEPOINT {claimed.transaction.savepoint}")
         events += batch.report().events
     raise AssertionError(f"queue {name!r} is not empty after {_DRAIN_LIMIT:,} jobs: does a handler enqueue itself?")

@@ -1,4 +1,4 @@
-"""PostgreSQL's wire protocol (version 3), as much of it as is needed to find the COMMITs that decide something."""
+"""PostgreSQL's wire protocol (version 3), as far as is needed to find the COMMITs of transactions that wrote rows."""
 
 import re
 import socket
@@ -8,20 +8,24 @@ from collections.abc import Iterator
 from outboxq.database.sql_text import without_literals
 
 _RECEIVE_BYTES = 65_536
-# So many statements the filter `containing` can search; a transaction may send any number.
+# The number of statements that the filter `containing` can search; a transaction may send more.
 _REMEMBERED_STATEMENTS = 200
 
 _ENCRYPTION_REQUESTS = (80877103, 80877104)  # SSLRequest and GSSENCRequest
 _COMMIT = re.compile(r"(?:^|;)\s*(?:COMMIT|END)(?:\s+(?:WORK|TRANSACTION))?\s*(?:;|$)", re.IGNORECASE)
 _WRITES = re.compile(r"(?:INSERT 0|UPDATE|DELETE|MERGE|COPY) (?!0$)\d+")
-# A CTE that writes and hands its rows to a SELECT has SELECT for a command tag.
+# A CTE that writes and returns its rows to a SELECT has the command tag SELECT.
 _READS = re.compile(r"SELECT (?!0$)\d+")
 _WRITING_CTE = re.compile(r"\s*WITH\b.*\b(?:INSERT|UPDATE|DELETE|MERGE)\b", re.IGNORECASE | re.DOTALL)
 _WRITING_SCRIPT = re.compile(r"\b(?:INSERT|UPDATE|DELETE|MERGE|COPY)\b", re.IGNORECASE)
 
 
 class TransactionWatcher:
-    """Follows the transactions of one connection: which statements they run, and whether they have written rows."""
+    """Follows the messages of one connection, to know if its open transaction has written rows.
+
+    Attributes:
+        statements: The first 200 statements of the open transaction.
+    """
 
     def __init__(self) -> None:
         self.statements: list[str] = []
@@ -31,11 +35,11 @@ class TransactionWatcher:
         self._may_write = False
 
     def sees_commit(self, kind: bytes, frame: bytes) -> bool:
-        """Record a message of the client; True for the COMMIT of a transaction that has written rows."""
+        """Record a message of the client; return True if it is the COMMIT of a transaction that has written rows."""
         sql = self._sql_of(kind, frame[5:])
         if sql is None:
             return False
-        # In literals and comments, a word is no statement.
+        # A word in literals and comments is no statement.
         bare = without_literals(sql)
         self._may_write = self._may_write or _WRITING_CTE.match(bare) is not None
         if len(self.statements) < _REMEMBERED_STATEMENTS:
@@ -45,7 +49,7 @@ class TransactionWatcher:
         return self._has_written or _WRITING_SCRIPT.search(bare) is not None
 
     def _sql_of(self, kind: bytes, body: bytes) -> str | None:
-        """The statement that this message runs, if it runs one."""
+        """Return the SQL text that a client's message executes, if any; remember texts that it prepares or binds."""
         if kind == b"Q":
             return body.rstrip(b"\0").decode(errors="replace")
         if kind == b"P":
@@ -59,7 +63,7 @@ class TransactionWatcher:
         return None
 
     def note_answer(self, kind: bytes, frame: bytes) -> None:
-        """Record a message of the server."""
+        """Record a message of the server: that a statement has written rows, or that the transaction has ended."""
         if kind == b"C":
             tag = frame[5:-1].decode(errors="replace")
             self._has_written = self._has_written or bool(_WRITES.match(tag) or (self._may_write and _READS.match(tag)))
@@ -75,7 +79,7 @@ def answers_commit(kind: bytes, frame: bytes) -> bool:
 
 
 def read_startup(client: socket.socket) -> bytes:
-    """The client's first message; requests for encryption before it are declined."""
+    """Return the client's startup message; requests for encryption that come before it are declined."""
     while True:
         head = _read(client, 8)
         length, code = struct.unpack("!ii", head)
@@ -85,7 +89,7 @@ def read_startup(client: socket.socket) -> bytes:
 
 
 def frames(source: socket.socket) -> Iterator[tuple[bytes, bytes]]:
-    """The protocol's messages: their type and all of their bytes, until the other side ends the connection."""
+    """Yield the protocol's messages from a socket, each as its type and all of its bytes, until the connection ends."""
     buffer = bytearray()
     while chunk := source.recv(_RECEIVE_BYTES):
         buffer += chunk

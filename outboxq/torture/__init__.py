@@ -1,7 +1,8 @@
-"""Torture: random faults against real relays on a PostgreSQL server of its own, and a check of the rows that they left.
+"""Torture test: random faults against real relays on a separate PostgreSQL server, then a check of all promises.
 
-`app` is the application and `producers` commit its jobs; `faults` plans faults from a seed and `inject` does them to
-relay processes; `run` plays it all. `history` checks the rows that the database holds in the end, and nothing else.
+`app` is the application and `producers` commit its jobs; `faults` plans faults from a random seed, and `inject` does
+them; `run` runs all of it. `history` checks, by the rows in the database at the end, that no job was lost or done
+twice.
 """
 
 from dataclasses import dataclass
@@ -35,11 +36,11 @@ JOBS_PER_FAULT = 10
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TortureOptions:
-    """The options of a run. The seed decides which faults there are, in which order, and their parameters.
+    """The options of a torture test. The seed determines the faults, their order and their parameters.
 
     Args:
-        slots: The slots of each queue in each relay.
-        only: The kinds of faults to draw from; empty is all of them.
+        slots: How many jobs of each queue a relay runs at a time.
+        only: The kinds of faults to draw from; empty for all kinds.
     """
 
     jobs: int = 5_000
@@ -76,17 +77,17 @@ class TortureOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TortureReport:
-    """The figures of one run. The command prints them by these names, which are those of the demo.
+    """The figures of one torture test; the command prints them by these names, some of which the demo uses too.
 
     Attributes:
-        jobs_enqueued: Committed; after a pass, as many as `effects_applied` and `dead_letters` together.
-        jobs_rolled_back: With their transaction, or with a savepoint.
-        commits_unanswered: Jobs whose producer got no answer to COMMIT, so that it cannot know whether they exist.
-        commits_unanswered_kept: Those of them that exist, by the other rows of their transaction.
-        commits_unanswered_as_promised: Those of them that came to one end if they exist, and to none if they do not.
-        jobs_of_killed_relays: Jobs that were under the lease of a relay when it was killed, of all kills together.
+        jobs_enqueued: Committed jobs; after a successful run, as many as `effects_applied` and `dead_letters` together.
+        jobs_rolled_back: Jobs that were rolled back with their transaction, or with a savepoint.
+        commits_unanswered: Jobs whose producer got no answer to COMMIT, so that it cannot know if they exist.
+        commits_unanswered_kept: Those of these jobs that were committed, as the other rows of their transaction show.
+        commits_unanswered_as_promised: Those of these jobs that were done once if committed, and never if not.
+        jobs_of_killed_relays: Jobs in lease mode that relays were running when they were killed, over all kills.
         calls_begun: Starts of the handlers of mode `calls`; the other modes do not record them.
-        problems: The broken promises, in words; empty is a pass.
+        problems: The broken promises, in words; empty after a successful run.
     """
 
     seed: int

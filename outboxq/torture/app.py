@@ -1,6 +1,6 @@
-"""The tortured application: handlers that write their effect into a ledger, and some that misbehave first.
+"""The application of the torture test: handlers that record their effect, some after an error, an exit or a deadlock.
 
-A misbehaviour happens once a job. It is recorded on a connection of its own, so that the record outlives a rollback.
+A job misbehaves only once. That is recorded on another connection, so that the record is not rolled back with the job.
 """
 
 import asyncio
@@ -17,16 +17,16 @@ from outboxq.torture.lanes import LIMITED, coalesce_key, watch
 from outboxq.torture.starts import record_start
 
 MAX_ATTEMPTS = 25
-# Quick, and often enough for a job that meets several faults that count.
+# Quick, and with enough attempts for a job that meets several faults that count.
 RETRY = Backoff(max_attempts=MAX_ATTEMPTS, first_seconds=0.05, cap_seconds=1.0)
 EXIT_CODE = 86
-# Of the handlers that wait for something outside.
+# The queue of handlers that wait for something outside.
 CALL_SECONDS = 0.5
 
 
 _EFFECT = text(
     f"INSERT INTO {SCHEMA}.effect (job_id, attempt, crashes, token, counted, lane, seq, key, number, batch_id) "
-    # The row of a job under a lease is still there, and says under which token the job runs.
+    # The row of a leased job still exists, and says under which token the job runs.
     "VALUES (:job_id, :attempt, :crashes, :token, :counted, :lane, :seq, :key, :number, :batch_id)"
 )
 _TOKEN = text("SELECT lease_token FROM outboxq.job WHERE id = :job_id AND state IN ('leased', 'group_leased')")
@@ -36,11 +36,11 @@ _PAUSE = text("SELECT pg_sleep(0.02)")
 
 
 class Misbehaviour(Exception):
-    """The error that a handler is to raise."""
+    """The error of a handler that is planned to fail."""
 
 
 jobs, leased, mixed = Jobs(), Jobs(), Jobs()
-# With the jobs of flow control.
+# Including the jobs of flow control.
 flow = Jobs()
 calls = Jobs()
 
@@ -48,18 +48,18 @@ calls = Jobs()
 def _record(
     ctx: Context, behaviour: str = "plain", number: int | None = None, unique: str | None = None
 ) -> DeadLetter | None:
-    """Misbehave once if `behaviour` asks for it, then write the effect."""
+    """Handler: misbehave once if `behaviour` names a misbehaviour, then record the job's effect."""
     return _run(ctx.session, ctx.job, behaviour, number, unique)
 
 
 async def _record_async(ctx: AsyncContext, behaviour: str = "plain", number: int | None = None) -> DeadLetter | None:
-    """Misbehave once if `behaviour` asks for it, then write the effect; awaited."""
+    """Handler: do the same as `_record`, as an async handler."""
     return await ctx.session.run_sync(_run, ctx.job, behaviour, number, None)
 
 
 @calls.handler(kind="call", queue="torture-call", retry=RETRY, claim="lease")
 async def call(ctx: AsyncContext, starts: str, behaviour: str = "plain") -> DeadLetter | None:
-    """Record the start, wait without the session as a call outside does, then write the effect."""
+    """Handler: record its start, wait without using the session, as if calling a service, then record the effect."""
     record_start(ctx.job, starts)
     await asyncio.sleep(CALL_SECONDS)
     return await ctx.session.run_sync(_run, ctx.job, behaviour, None, None)
@@ -98,7 +98,10 @@ USES = {
 
 
 def _run(session: Session, job: Job, behaviour: str, number: int | None, unique_key: str | None) -> DeadLetter | None:
-    """The work of every handler, in each mode of claim."""
+    """The body of every handler: misbehave if `behaviour` says so, then record the job's effect.
+
+    Returns a `DeadLetter` if `behaviour` is that the job gives up.
+    """
     connection = session.connection()
     watch(connection, job, unique_key)
     token = connection.execute(_TOKEN, {"job_id": job.id}).scalar()

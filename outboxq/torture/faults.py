@@ -1,7 +1,7 @@
-"""The plan of a run: everything random, drawn from the seed before anything starts.
+"""The plan of a torture test: all that is random, drawn from the seed before anything starts.
 
-The same seed gives the same transactions, the same faults in the same order, and the same parameters. The jobs that
-they meet are not repeated: which job a relay runs at that moment is up to the machine.
+The same seed gives the same transactions, the same faults in the same order, and the same parameters. The jobs that the
+faults hit are not repeatable: they depend on the machine's speed.
 """
 
 import random
@@ -12,7 +12,7 @@ from typing import Literal
 
 from outboxq.torture import InsideKind, OutsideKind, TortureOptions
 
-# How often each is drawn, relative to the others. Those that stop every relay are rarer.
+# How often each is drawn, relative to the others. Faults that stop every relay are rarer.
 _OUTSIDE: dict[OutsideKind, int] = {
     "relay-killed": 12,
     "relay-stopped": 6,
@@ -35,19 +35,19 @@ _INSIDE: dict[InsideKind, int] = {
 _PER_MILLE_GIVING_UP = 5
 
 MAX_TRANSACTION_JOBS = 10
-# The last fault is due after this fraction of all jobs, so that it, too, meets producers at work.
+# The last fault is due after this fraction of all jobs, so that it also meets producers at work.
 LAST_FAULT_AT = 0.9
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """A fault of a process, a connection or the server.
+    """A planned fault: something done to a process, a connection or the server.
 
     Attributes:
-        at: How many jobs are finished when it is due.
-        pick: From 0 to 1: which of those that it could hit.
-        seconds: How long a pause, a standstill or a stop lasts.
-        gently: Whether a frozen connection goes on afterwards, instead of being cut; whether COMMIT arrives.
+        at: The number of finished jobs at which the fault is done.
+        pick: A number from 0 to 1 that selects one of the possible targets.
+        seconds: How long a process is suspended, a connection is frozen, or the server is down.
+        gently: True if a frozen connection continues afterwards, False if it is cut.
     """
 
     kind: OutsideKind
@@ -59,7 +59,10 @@ class Fault:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The faults in their order, and the behaviours of single jobs, by their number."""
+    """The planned faults in their order, and the planned misbehaviours of jobs, by the job's number.
+
+    `inside`: the number of planned misbehaviours of each kind.
+    """
 
     faults: tuple[Fault, ...]
     behaviours: dict[int, str]
@@ -68,7 +71,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class PlannedTransaction:
-    """One transaction of a producer: its jobs' behaviours, and how it ends."""
+    """One transaction of a producer: the behaviours and queues of its jobs, and how it ends (`fate`)."""
 
     behaviours: tuple[str, ...]
     fate: Literal["commit", "roll back", "roll back a savepoint"]
@@ -76,7 +79,10 @@ class PlannedTransaction:
 
 
 def plan_run(options: TortureOptions, *, lease_seconds: float) -> Plan:
-    """Draw the faults, spread evenly over the run."""
+    """Draw the faults from the seed, spread evenly over the run.
+
+    A relay is suspended for up to twice `lease_seconds`, so that it loses its leases in some cases.
+    """
     chance = random.Random(f"{options.seed}-faults")
     weights: list[tuple[str, int]] = [*_OUTSIDE.items(), *_INSIDE.items()]
     names, shares = zip(*(each for each in weights if not options.only or each[0] in options.only), strict=True)
@@ -94,14 +100,14 @@ def plan_run(options: TortureOptions, *, lease_seconds: float) -> Plan:
                 behaviours[at] = name.removeprefix("handler-")
         else:
             longest = lease_seconds * 2 if name == "relay-stopped" else 0.5
-            # The names that are not of handlers are those of `OutsideKind`.
+            # The names that belong to no handler are those of `OutsideKind`.
             kind: OutsideKind = name
             outside.append(Fault(kind, at, chance.random(), chance.uniform(0.1, longest), chance.random() < 0.5))
     return Plan(tuple(outside), behaviours, inside)
 
 
 def plan_transactions(options: TortureOptions, plan: Plan, queues: int) -> Iterator[PlannedTransaction]:
-    """The producers' transactions, which commit `options.jobs` jobs, a few at a time."""
+    """Yield the producers' transactions, each with 1 to 10 jobs; they commit `options.jobs` jobs in all."""
     chance = random.Random(f"{options.seed}-transactions")
     number = 0
     while number < options.jobs:

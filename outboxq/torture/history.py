@@ -1,14 +1,14 @@
-"""The history checker: checks every promise by the rows that a database holds at the end.
+"""The check of a torture test: finds broken promises by the rows that the database has at the end.
 
-Works on tables without unique constraints, so that forbidden rows can exist. It reads nothing but rows:
+The tables have no unique constraints, so that forbidden rows, such as a second effect, can exist. They are:
 
 - `enqueue`: each producer's knowledge of each job: its COMMIT was answered (`ok`), it failed, or neither (`unknown`).
-- `request`: the business row, written in the transaction of the job: the truth about an unknown one. Of a coalesced
-  job its key and its place among the jobs of that key: one with a later place may have run for it.
-- `effect`: the ledger, a row for each time that a handler's rows were committed, with the attempt, the crashes and the
-  lease token under which it ran.
+- `request`: the business row, written in the transaction of the job: the truth about an unknown one. Of a coalesced job
+  its key and its place among the jobs of that key: a job with a later place may have run in its place.
+- `effect`: a row for each time that a handler's rows were committed, with the attempt, the crashes and the lease token
+  under which it ran.
 - `violation`: a breach that a handler saw: another job of its group or key, or more than its queue may run.
-- `start`: a row for each time that a call began, with its lease token; of mode `calls`.
+- `start`: a row for each time that a handler of mode `calls` began, with its lease token.
 - `sighting`: job rows with a lease, as an observer saw them: token and owner.
 - outboxq's own `job` and `dead_job`.
 """
@@ -52,15 +52,15 @@ _SAMPLE = 5
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """One promise: a query for the jobs that break it, and its meaning if there are any."""
+    """A promise: SQL for the ids of jobs that break it (`broken`), and what that means, in words."""
 
     name: str
     broken: str
     meaning: str
 
 
-# The end of each job: how many effects it has, how many dead letters, whether its row still waits, and the highest
-# attempt and number of crashes in any of these.
+# The end of each job: its number of effects and of dead letters, true if its row still waits, and the highest attempt
+# and number of crashes in any of these.
 _ENDS = f"""\
 WITH enqueued AS (
   SELECT job_id, min(outcome) AS outcome, count(*) AS told,
@@ -105,7 +105,7 @@ RULES = (
     _by_ends(
         "untrue",
         "(outcome = 'ok' AND NOT is_true) OR (outcome = 'failed' AND is_true)",
-        "jobs whose business row contradicts what the producer was told",
+        "jobs whose business row contradicts the answer that the producer got",
     ),
     _by_ends("untold", "told <> 1", "jobs that no producer has noted, or two"),
     _by_ends("over attempts", "attempt > :max_attempts", "jobs with more attempts than they are allowed"),
@@ -124,7 +124,7 @@ RULES = (
     ),
     Rule(
         "begun twice",
-        # A deadlock is repeated at once, for free.
+        # A deadlock is repeated at once, without counting an attempt.
         f"SELECT DISTINCT job_id FROM (SELECT job_id FROM {SCHEMA}.start GROUP BY job_id, token "
         f"HAVING count(*) > 1) AS begun WHERE job_id NOT IN (SELECT job_id FROM {SCHEMA}.effect WHERE counted)",
         "jobs whose call began twice under one lease token",
@@ -133,7 +133,7 @@ RULES = (
         "out of order",
         f"SELECT job_id FROM (SELECT job_id, seq, lag(seq) OVER (PARTITION BY lane ORDER BY row) AS before "
         f"FROM {SCHEMA}.effect WHERE lane IS NOT NULL) AS ordered WHERE seq < before",
-        "jobs that ran behind a later one of their group",
+        "jobs that ran after a later one of their group",
     ),
     Rule(
         "not alone",
@@ -156,7 +156,7 @@ RULES = (
         f"SELECT DISTINCT job_id FROM {SCHEMA}.violation WHERE what = 'over its limit'",
         "jobs that ran though their queue had as many as it may",
     ),
-    # A dead letter counts as a run: it had its attempts.
+    # A dead letter counts as a run, because it had its attempts.
     Rule(
         "unseen",
         f"""\
@@ -190,7 +190,7 @@ _FIGURES = {
 )""",
 }
 
-# A handler that adds to two counters and writes an effect that says so does all of it, or nothing.
+# A handler that adds to two counters, and writes an effect that says so, does all of it or nothing.
 _HALF_DONE = (
     f"SELECT (SELECT coalesce(sum(value), 0) FROM {SCHEMA}.counter) - 2 * count(*) FROM {SCHEMA}.effect WHERE counted"
 )
@@ -219,9 +219,9 @@ SELECT (SELECT string_agg(outcome, ' and ') FROM {SCHEMA}.enqueue WHERE job_id =
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The number of jobs that break each rule, figures, and everything that is wrong, in words.
+    """The result of the check: the number of jobs that break each rule, figures, and all problems in words.
 
-    The figures are those of `TortureReport`.
+    The figures have the names of `TortureReport`.
     """
 
     counts: dict[str, int]
@@ -230,7 +230,10 @@ class Verdict:
 
 
 def check_history(connection: Connection, *, max_attempts: int, max_crashes: int) -> Verdict:
-    """Check every rule, and that nothing is locked, prepared or open."""
+    """Check every rule, and that no lock, open transaction or prepared transaction is left.
+
+    `max_attempts`, `max_crashes`: the bounds that no job may exceed.
+    """
     bounds = {"max_attempts": max_attempts, "max_crashes": max_crashes}
     counts: dict[str, int] = {}
     problems: list[str] = []
@@ -255,7 +258,7 @@ def check_history(connection: Connection, *, max_attempts: int, max_crashes: int
 
 
 def _describe(connection: Connection, job_id: str) -> str:
-    """The facts about one job, to find out why."""
+    """Describe a job that breaks a rule, by its rows in all tables, to help find the cause."""
     row = connection.execute(_KNOWN, {"job_id": job_id}).one()
     known = {
         "enqueue": row.outcomes,

@@ -1,4 +1,4 @@
-"""The relay processes of a run, and the injector of the planned faults: in them, in producers, in the server."""
+"""The relay processes of a torture test, and the planned faults, done to relays, producers and the server."""
 
 import os
 import signal
@@ -21,7 +21,7 @@ from outboxq.torture.watcher import Watcher
 
 LEASE_SECONDS = 2.0
 MAX_CRASHES = 10
-# A relay of each size: alone, in small batches, in large ones.
+# A relay of each sort: with single jobs, with small batches, with large ones.
 BATCH_SIZES = (1, 5, 20)
 
 _TARGETS: dict[Mode, str] = {
@@ -33,7 +33,7 @@ _TARGETS: dict[Mode, str] = {
 }
 
 _FAULT_SECONDS = 5.0
-# In the producers' transactions: the name of the table of business rows.
+# The text in the producers' transactions: the name of the table of business rows.
 _REQUEST = "request"
 
 _WORKING = text(
@@ -44,7 +44,7 @@ _RELAY_BACKENDS = text(
     "SELECT pid FROM pg_stat_activity WHERE datname = current_database() "
     "AND application_name LIKE 'outboxq relay %' ORDER BY pid"
 )
-# Processes with jobs under their lease. Killed ones are still among them until their jobs are reaped.
+# Processes with leased jobs. Killed ones are still among them until their jobs are reaped.
 _HOLDERS = text(
     "SELECT relay.pid, count(*) FROM outboxq.job JOIN outboxq.relay ON relay.id = job.lease_owner "
     "WHERE job.state IN ('leased', 'group_leased') GROUP BY relay.pid"
@@ -53,7 +53,7 @@ _TERMINATE = text("SELECT pg_terminate_backend(:pid)")
 
 
 class Relays:
-    """The relay processes of the run, some of them stopped for a while."""
+    """The relay processes of a torture test, some of them suspended for a while."""
 
     def __init__(self, url: str, mode: Mode, number: int, slots: int) -> None:
         self.started = 0
@@ -67,19 +67,23 @@ class Relays:
         self._paused: dict[int, float] = {}
 
     def names(self) -> set[str]:
-        """The running ones, by the names of their connections."""
+        """Return the names of the relays that are alive, which their database connections have too."""
         return {relay.name for relay in self._running if relay.returncode is None}
 
     def alive(self, held: Mapping[int, int], least: int) -> dict[int, int]:
-        """The part of `held`, jobs by process, that running relays with at least `least` jobs have."""
+        """Return the part of `held` that is of living relays with at least `least` leased jobs.
+
+        `held`: the number of leased jobs by process id.
+        """
         running = {relay.pid for relay in self._running if relay.returncode is None}
         return {pid: jobs for pid, jobs in held.items() if pid in running and jobs >= least}
 
     def kill(self, fraction: float, held: Mapping[int, int]) -> int:
-        """Kill one of them with SIGKILL, one that has jobs under its lease if there is any; the number of these jobs.
+        """Kill a relay with SIGKILL, one with leased jobs if there is any; return the number of its leased jobs.
 
         Args:
-            held: The number of jobs under the lease of each process.
+            fraction: A number from 0 to 1 that selects one of the relays.
+            held: The number of leased jobs by process id.
         """
         candidates = [relay for relay in self._running if relay.pid in held] or self._running
         killed = candidates[int(fraction * len(candidates))]
@@ -87,13 +91,16 @@ class Relays:
         return held.get(killed.pid, 0)
 
     def pause(self, fraction: float, seconds: float) -> None:
-        """Stop one with SIGSTOP; `tend` wakes it after `seconds`."""
+        """Suspend a relay with SIGSTOP; `tend` resumes it after `seconds`.
+
+        `fraction`: a number from 0 to 1 that selects the relay.
+        """
         position = int(fraction * len(self._running))
         self._running[position].pause()
         self._paused[position] = time.monotonic() + seconds
 
     def tend(self) -> None:
-        """Wake those that have slept long enough, and replace those that have ended."""
+        """Resume relays whose time of suspension has passed, and replace those that have ended."""
         for position in [position for position, until in self._paused.items() if until <= time.monotonic()]:
             del self._paused[position]
             self._running[position].resume()
@@ -108,14 +115,14 @@ class Relays:
             self._running[position] = self._start(position)
 
     def stop(self) -> None:
-        """Stop all relays after they have finished their jobs."""
+        """Request all relays to stop, and wait until they have finished their jobs."""
         for relay in self._running:
             code = relay.stop(30)
             if code != 0:
-                self.problems.append(f"a relay that was told to stop ended with {code}: {relay.log[-500:]}")
+                self.problems.append(f"a relay that was requested to stop ended with {code}: {relay.log[-500:]}")
 
     def close(self) -> None:
-        """End all processes."""
+        """End all relay processes at once."""
         for relay in self._running:
             relay.close()
 
@@ -133,12 +140,12 @@ class Relays:
 
 @dataclass(slots=True)
 class FaultInjector:
-    """Does the planned faults to relays, producers and the server.
+    """Does planned faults to relays, producers and the server.
 
     Attributes:
-        let_ahead: Called to let the producers go on a little, for a fault that waits for their work.
-        full: A kill waits a while for a relay with so many jobs under its lease.
-        jobs_of_killed_relays: Jobs that were under the leases of relays that it killed, at that moment.
+        let_ahead: Called to allow the producers some more jobs, for a fault that waits for new work.
+        full: Before a relay is killed, wait up to five seconds for one with this many leased jobs; 0 for no wait.
+        jobs_of_killed_relays: The number of leased jobs that relays were running when they were killed.
     """
 
     server: Server
@@ -152,7 +159,7 @@ class FaultInjector:
     jobs_of_killed_relays: int = field(default=0, init=False)
 
     def inject(self, fault: Fault) -> bool:
-        """Do a fault; False if it found nothing to hit."""
+        """Do a fault; return False if there was nothing to do it to."""
         match fault.kind:
             case "relay-killed" | "relay-stopped":
                 return self._disturb_process(fault)
@@ -181,7 +188,10 @@ class FaultInjector:
         return True
 
     def _wait_for_holders(self) -> dict[int, int]:
-        """Numbers of jobs under the leases of processes: of those with enough of them, else of all."""
+        """Wait until a living relay has `full` leased jobs; return the number of leased jobs of each, by process id.
+
+        If there is no such relay within five seconds, return the numbers of all processes.
+        """
         deadline = time.monotonic() + _FAULT_SECONDS
         if self.full:
             self.let_ahead()
@@ -201,7 +211,10 @@ class FaultInjector:
         return True
 
     def _wait_for(self, trap: Trap) -> bool:
-        """Wait until the trap has caught a COMMIT, for which producers may have to be let ahead."""
+        """Wait until the trap, set in a proxy, has caught a COMMIT; return False if it catches none in five seconds.
+
+        The producers are allowed some more jobs, so that there is something to commit.
+        """
         deadline = time.monotonic() + _FAULT_SECONDS
         self.let_ahead()
         while not trap.reached.wait(0.05):
@@ -223,7 +236,7 @@ class FaultInjector:
         return True
 
     def _disturb_backend(self, fault: Fault) -> bool:
-        """Terminate a backend that works, or kill one of a relay, as soon as there is one."""
+        """Terminate a working backend, or kill a relay's, as planned; return False if none is found in 5 seconds."""
         terminate = fault.kind == "backend-terminated"
         deadline = time.monotonic() + _FAULT_SECONDS
         while time.monotonic() < deadline and not self.interrupted.is_set():
@@ -243,7 +256,10 @@ class FaultInjector:
 
 
 def _kill(pid: int) -> bool:
-    """kill -9 of a backend, after which the server ends all others and recovers."""
+    """Send SIGKILL to a backend, after which the server ends all others and recovers.
+
+    Returns False if the backend has ended already.
+    """
     try:
         os.kill(pid, signal.SIGKILL)
     except ProcessLookupError:

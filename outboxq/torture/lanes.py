@@ -1,7 +1,8 @@
-"""Flow control under torture: jobs in groups, of a limited queue, coalesced, unique, in batches; and their promises.
+"""Jobs with flow control in the torture test: grouped, limited, coalesced and unique jobs, and jobs in batches.
 
-Each producer thread has groups and keys of its own, so that its commits are their order: within a group jobs must come
-to their effects in the order in which they were added, and of a key the newest must have run. Unique keys are shared.
+Each producer thread has groups and coalescing keys of its own, so that the order in which its jobs are committed is
+known: the jobs of a group must have their effects in that order, and of a coalescing key the newest job must have run.
+Unique keys are shared by all threads.
 """
 
 import threading
@@ -29,7 +30,7 @@ LIMIT_THE_QUEUE = f"INSERT INTO outboxq.queue (name, max_running) VALUES ('{LIMI
 
 _LOCK_KEY = text("SELECT pg_try_advisory_xact_lock(hashtext('torture unique'), hashtext(:key))")
 _LOCK_GROUP = text("SELECT pg_try_advisory_xact_lock(hashtext('torture group'), hashtext(:group))")
-# A transaction that has a slot keeps it for all of its jobs: they run one after the other.
+# A transaction that has a slot keeps it for all of its jobs, which run one after the other.
 _TAKE_SLOT = text(
     """\
 SELECT CASE WHEN current_setting('torture.slot', true) = 'held' THEN true ELSE EXISTS (
@@ -41,10 +42,12 @@ _VIOLATED = text(f"INSERT INTO {SCHEMA}.violation (job_id, what) VALUES (:job_id
 
 
 def watch(connection: Connection, job: Job, unique: str | None) -> None:
-    """Record if this job runs beside another one of its group or its key, or beside more than its queue may run.
+    """Record a violation if this job runs at the same time as another of its group or key, or as too many of its queue.
 
-    Only for jobs that were claimed in a transaction, which holds its locks until it ends. The transaction of a relay
-    that was stopped while it had a lease may be open though another relay runs the job by now.
+    That is found by advisory locks of the job's transaction. Leased jobs are not watched: if their relay is suspended,
+    its transaction may still have the locks while another relay already runs the job, as it should.
+
+    `unique`: the job's unique key; None without one.
     """
     if job.lease_token is not None:
         return
@@ -64,7 +67,7 @@ def _expect(connection: Connection, job: Job, taken: TextClause, values: Mapping
 
 @dataclass(frozen=True, slots=True)
 class Added:
-    """A job that was added: its id, the key that it may be coalesced by, and its place among the jobs of that key."""
+    """A job that was added: its id, its coalescing key if any, and its position among the jobs of that key."""
 
     id: UUID
     key: str | None = None
@@ -72,11 +75,11 @@ class Added:
 
 
 class Lanes:
-    """Adds jobs of flow control, for producer threads: each has groups and keys of its own.
+    """Adds jobs with flow control for producer threads; each thread gets groups and coalescing keys of its own.
 
     Args:
-        kinds: The use of each kind: "group", "limit", "coalesce", "unique", "batch" or "call".
-        starts: The directory in which calls record their starts.
+        kinds: The flow control of the jobs of each kind: "group", "limit", "coalesce", "unique", "batch" or "call".
+        starts: The directory in which handlers of mode `calls` record their starts.
     """
 
     def __init__(self, kinds: Mapping[str, str], starts: str) -> None:
@@ -85,7 +88,10 @@ class Lanes:
         self._own = threading.local()
 
     def add(self, session: OutboxSession, kind: JobKind[...], behaviour: str) -> list[Added]:
-        """Add a job, or several: a batch with its callback; or none, if another one has its key."""
+        """Add a job of this kind or, if its use is "batch", two jobs and their callback; return the added ones.
+
+        The list is empty if the kind's jobs are unique and another job has the key already.
+        """
         use = self._uses.get(kind.kind, "")
         number = self._count(use)
         owner = threading.current_thread().name
@@ -118,5 +124,5 @@ class Lanes:
 
 
 def coalesce_key(job: Job) -> str | None:
-    """The key of a job in the ledger: its kind and its coalescing key."""
+    """Return the coalescing key of a job as the torture test records it, with the kind before it; None without one."""
     return None if job.unique_key is None else job.unique_key.replace("\x1f", " ")

@@ -1,6 +1,6 @@
 """The producers: threads that commit jobs with their business rows, and record the answer to each COMMIT.
 
-A transaction that certainly failed is repeated with new jobs; one whose COMMIT was not answered is not, and its
+A transaction that certainly failed is repeated with new jobs; one with an unanswered COMMIT is not repeated, and its
 business rows show its outcome later.
 """
 
@@ -31,7 +31,10 @@ _NOTE = text(f"INSERT INTO {SCHEMA}.enqueue (job_id, outcome) VALUES (:job_id, :
 
 
 class Journal:
-    """The answers that producers got, on their way into the database; in memory only those since the last flush."""
+    """The outcomes of producers' transactions, by job, kept until `flush` writes them into the database.
+
+    Only outcomes since the last `flush` are in memory.
+    """
 
     def __init__(self) -> None:
         self.told: dict[Outcome, int] = {"ok": 0, "failed": 0, "unknown": 0}
@@ -40,17 +43,20 @@ class Journal:
 
     @property
     def enqueued(self) -> int:
-        """The number of jobs that were committed, or may have been."""
+        """The number of jobs that were committed, or may have been because COMMIT was not answered."""
         return self.told["ok"] + self.told["unknown"]
 
     def note(self, job_ids: Sequence[UUID], outcome: Outcome) -> None:
-        """Record one end of a transaction or savepoint."""
+        """Record the outcome of a transaction or savepoint for the jobs that were added in it."""
         with self._lock:
             self._pending.extend((job_id, outcome) for job_id in job_ids)
             self.told[outcome] += len(job_ids)
 
     def flush(self, connection: Connection) -> None:
-        """Write the pending answers, and commit. May be repeated after an error: existing ones are replaced."""
+        """Write the outcomes that were not written yet, and commit.
+
+        It may be repeated after an error: rows that it wrote already are replaced.
+        """
         with self._lock:
             pending = list(self._pending)
         if not pending:
@@ -63,12 +69,12 @@ class Journal:
 
 
 class Producers:
-    """The threads that work off the planned transactions, as far ahead as `allow` lets them.
+    """The threads that execute the planned transactions, until as many jobs are enqueued as `allow` permits.
 
-    So each fault still finds work, and memory stays bounded.
+    The bound keeps producers from finishing before the last faults, and bounds the backlog.
 
     Args:
-        starts: The directory in which calls record their starts.
+        starts: The directory in which handlers of mode `calls` record their starts.
     """
 
     def __init__(
@@ -88,20 +94,20 @@ class Producers:
         self._ends: list[Future[None]] = [self._pool.submit(self._produce) for _ in range(PRODUCERS)]
 
     def allow(self, limit: int) -> None:
-        """Allow up to `limit` jobs in all to be enqueued."""
+        """Permit up to `limit` enqueued jobs since the start."""
         with self._allowed:
             self._limit = limit
             self._allowed.notify_all()
 
     def have_finished(self) -> bool:
-        """Return True if every transaction was tried to its end. Raises the error of a thread."""
+        """Return True if all threads have executed their transactions. If a thread has failed, raise its error."""
         for end in self._ends:
             if end.done():
                 end.result()
         return all(end.done() for end in self._ends)
 
     def close(self) -> None:
-        """End the threads after the transaction at hand."""
+        """End the threads; each finishes the transaction that it is executing."""
         self._stopping.set()
         with self._allowed:
             self._allowed.notify_all()
@@ -118,13 +124,16 @@ class Producers:
                 pass
 
     def _may_go_on(self) -> bool:
-        """Wait for permission; False if the run has ended."""
+        """Wait until `allow` permits more jobs; return False if the run has ended."""
         with self._allowed:
             self._allowed.wait_for(lambda: self._stopping.is_set() or self.journal.enqueued < self._limit)
         return not self._stopping.is_set()
 
     def _is_over(self, planned: PlannedTransaction) -> bool:
-        """Try once; False if it certainly failed although it was to be committed."""
+        """Execute a planned transaction once; return False if it has to be executed again.
+
+        That is so if it was planned to be committed, and certainly was not.
+        """
         job_ids: list[UUID] = []
         committing = False
         try:
@@ -137,7 +146,7 @@ class Producers:
                 committing = True
                 session.commit()
         except DBAPIError:
-            # An error instead of an answer to COMMIT: there are no deferred triggers, so the connection was lost.
+            # An error instead of an answer to COMMIT: without deferred triggers, it means that the connection was lost.
             self.journal.note(job_ids, "unknown" if committing else "failed")
             return committing or planned.fate == "roll back"
         self.journal.note(job_ids, "ok")

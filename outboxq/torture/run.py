@@ -1,4 +1,4 @@
-"""A run: server, proxies, relays and producers, the faults at their places, and in the end the check."""
+"""A torture test from start to end: server, proxies, relays and producers, the faults at their times, and the check."""
 
 import tempfile
 import threading
@@ -30,29 +30,29 @@ _AHEAD_OF_FAULT = 300
 _AHEAD_OF_LAST_FAULT = 0.05
 _POLL_SECONDS = 0.1
 _SAY_SECONDS = 5.0
-# Longer than any pause of a relay that waits for a server; a run in which nothing moves for so long is given up.
+# Longer than any pause of a relay that waits for a server; a run without progress for this long is given up.
 _STALL_LIMIT_SECONDS = 90.0
 
 _SERVER_SETTINGS = {"deadlock_timeout": "100ms", "log_min_messages": "fatal"}
-# Of the producers, the watcher, and of relays for other purposes than their slots.
+# Connections of the producers, the watcher, and relays for other purposes than their slots.
 _OTHER_CONNECTIONS = 100
-# More than a relay holds that has not a connection for each slot.
+# More connections than a relay needs that has not one for each slot.
 _MOST_CONNECTIONS = 1_500
 _NOTE_START = text(f"INSERT INTO {SCHEMA}.start (job_id, token) VALUES (:job_id, :token)")
 _FORGET_STARTS = text(f"TRUNCATE {SCHEMA}.start")
 
 
 class TortureFailed(OutboxqError):
-    """The run could not be played to its end."""
+    """The torture test could not be completed; this is no verdict on outboxq."""
 
 
 def run_torture(options: TortureOptions, say: Callable[[str], None]) -> TortureReport:
-    """Start a server, relays and producers, do the faults, and check the history. Nothing is left.
+    """Run a torture test: start a server, relays and producers, do the faults, and check all promises.
 
-    No configured database is touched: there is no way to name one.
+    All of it is deleted at the end. No configured database is touched.
 
     Args:
-        say: Given a line of progress now and then.
+        say: Called with a line of progress from time to time.
 
     Raises:
         PostgresUnavailable: the embedded server does not run here.
@@ -103,7 +103,7 @@ def _kinds(mode: Mode) -> list[JobKind[...]]:
 
 @dataclass(eq=False)
 class _Run:
-    """One run, from the first relay to the report."""
+    """One torture test, from the start of the relays to the report."""
 
     options: TortureOptions
     server: Server
@@ -123,11 +123,11 @@ class _Run:
         self._longest_stall = 0.0
         self._backlog = 0
         self._said_at = 0.0
-        # Twice what all slots hold: a relay that is killed has all of its slots at work.
+        # Twice what all slots hold, so that a killed relay has all of its slots at work.
         self._room = 2 * self.options.relays * self.options.slots
 
     def play(self) -> TortureReport:
-        """Run everything in its order; all that was started is ended, also after an error."""
+        """Run everything in order; return the report. All started processes are ended, even after an error."""
         with ExitStack() as stack:
             relay_proxy = stack.enter_context(CommitProxy(self.url))
             producer_proxy = stack.enter_context(CommitProxy(self.url))
@@ -147,13 +147,16 @@ class _Run:
         return self._report(gave_up)
 
     def _torture(self) -> str | None:
-        """Observe, tend and do due faults, until everything is done; returns why the run was given up, if it was."""
+        """Until all jobs are done: observe the run, resume or replace relays, and do the faults that are due.
+
+        Returns the reason if the run took too long or did not move, otherwise None.
+        """
         while True:
             self._observe()
             self._relays.tend()
             if self._due and self._finished >= self._due[-1].at:
                 self._inject(self._due.pop())
-            # In this order: after the producers have finished, nothing more is enqueued.
+            # In this order: after the producers have finished, no more jobs are enqueued.
             if self._producers.have_finished() and not self._due and not self.watcher.progress().backlog:
                 return None
             if time.monotonic() - self._begun > self.options.minutes * 60:
@@ -168,7 +171,7 @@ class _Run:
         return self._producers.journal.enqueued - self._backlog
 
     def _observe(self) -> None:
-        """Record the progress and the leases, take over the producers' journal, and let the producers go on."""
+        """Record the progress and the leases, write the producers' outcomes, and permit the producers more jobs."""
         row = self.watcher.progress()
         self.watcher.note_leases()
         self.watcher.ask(self._producers.journal.flush)

@@ -1,6 +1,7 @@
-"""The starts of calls: a line in a file for each, which outlives the process and needs no connection.
+"""The starts of handlers of mode `calls`, a line in a file for each, which survives SIGKILL and needs no connection.
 
-A call that begins twice under one token reached outside twice, although nothing took its job from it.
+A handler that starts twice with the same lease token would have called a service twice without having lost its lease,
+which is a broken promise.
 """
 
 import os
@@ -15,7 +16,7 @@ from outboxq.job import Job
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """One start of a call: in which process, under which token, and when, in seconds since 1970."""
+    """One start of a handler: the job, its lease token, the process, and the time in seconds since 1970."""
 
     job_id: UUID
     token: int
@@ -24,13 +25,13 @@ class Start:
 
 
 def record_start(job: Job, directory: str) -> None:
-    """Append the start to this process's file: a SIGKILL does not take back a written line."""
+    """Append the start of a handler to this process's file in `directory`; a written line survives SIGKILL."""
     with Path(directory, str(os.getpid())).open("ab", buffering=0) as file:
         file.write(f"{job.id} {job.lease_token} {time.time()!r}\n".encode())
 
 
 def read_starts(directory: str) -> Iterator[Start]:
-    """The starts of all processes."""
+    """Yield the starts that all processes have recorded in the directory."""
     for path in Path(directory).iterdir():
         for line in path.read_text().splitlines():
             job_id, token, at = line.split()

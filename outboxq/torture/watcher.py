@@ -1,4 +1,4 @@
-"""Queries of a run about its database, over a connection that no fault is aimed at."""
+"""Queries of the torture test on its database, over a connection that the faults leave alone."""
 
 import time
 from collections.abc import Callable
@@ -40,13 +40,16 @@ T = TypeVar("T")
 
 
 class Watcher:
-    """Queries the database, again and again while the server is away."""
+    """Queries the database, and repeats a query while the server is unavailable."""
 
     def __init__(self, url: str) -> None:
         self._engine = make_engine(url, application_name="outboxq torture", pooled=True)
 
     def ask(self, question: Callable[[Connection], T]) -> T:
-        """Run `question` until the server answers it. It must bear repetition."""
+        """Call `question` with a connection, commit, return its result; repeat that while the server is unavailable.
+
+        `question` may be called more than once, so a repetition must do no harm.
+        """
         deadline = time.monotonic() + SERVER_SECONDS
         while True:
             try:
@@ -61,19 +64,22 @@ class Watcher:
                 time.sleep(0.05)
 
     def progress(self) -> Row[Any]:
-        """The backlog, whether a job of it is due, and the latest ends of jobs."""
+        """Return a row: number of jobs left, True if one of them is due, last effect, number of dead letters."""
         return self.ask(lambda connection: connection.execute(_PROGRESS).one())
 
     def note_leases(self) -> None:
-        """Record the tokens and owners of the leases that exist at this moment."""
+        """Record the leases of jobs at this moment (token and relay), for the check at the end."""
         self.ask(lambda connection: connection.execute(_NOTE_LEASES).rowcount)
 
     def wait_until_connected(self, names: Callable[[], set[str]]) -> None:
-        """Wait until every name has a session: a relay that is still starting would die of the signal to stop."""
+        """Wait until each of these relays has a session, up to `SERVER_SECONDS`: then it can be stopped in order.
+
+        A signal to stop would kill a relay that is still starting. `names`: returns the relays' names.
+        """
         _wait(lambda: names() <= self.ask(lambda connection: set(connection.execute(_NAMES).scalars())), SERVER_SECONDS)
 
     def wait_until_alone(self) -> None:
-        """Wait until the server has noticed that all clients are gone; a session that stays is found by the check."""
+        """Wait up to 20 seconds until the server has no other sessions; the check reports sessions that are left."""
         _wait(lambda: not self.ask(lambda connection: connection.execute(_OTHERS).scalar_one()), _GONE_SECONDS)
 
     def __enter__(self) -> Self:

@@ -31,7 +31,7 @@ def test_the_verdict_comes_first_with_what_to_do(
     assert said[0] == f"job {job_id} of kind 'record' in queue 'ledger':"
     assert said[1].startswith("  queue-paused: queue 'ledger' has been paused for ")
     assert said[2] == "      When the reason is gone: outboxq queues resume ledger"
-    assert said[3] == "Besides:"
+    assert said[3] == "Also:"
     assert said[4].startswith("  no-relay: ")
     whole = call("explain", "--queue", "ledger", url=outboxq_database.url).ok().stdout.splitlines()
     assert whole[0] == f"queue 'ledger', where the next one is job {job_id} of kind 'record':"

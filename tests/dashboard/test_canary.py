@@ -13,6 +13,7 @@ from tests.support.dashboard import as_user, path_of, screens, token_of
 from tests.support.http_server import serve
 from tests.support.matrices import sampled
 from tests.support.secrets import CANARY, give_words, stage_secrets
+from tests.support.waiting import PATIENCE
 
 _LOGGERS = ("outboxq", "uvicorn", "starlette", "asyncio")
 
@@ -29,7 +30,7 @@ def test_a_secret_leaves_the_dashboard_on_no_way(
         caplog.set_level(logging.DEBUG, name)
     told: list[str] = []
     app = create_app({"orders": engine}, auth=as_user(Role.ADMIN), payloads=payloads, live_seconds=2)
-    with serve(app) as address, httpx.Client(base_url=address, follow_redirects=False) as client:
+    with serve(app) as address, httpx.Client(base_url=address, timeout=PATIENCE) as client:
         for screen in screens():
             for accept in ("text/html", "application/json"):
                 answer = client.get(path_of(screen, engine, "orders"), headers={"accept": accept})

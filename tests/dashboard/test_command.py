@@ -16,6 +16,7 @@ from outboxq.dashboard.logins import password_line
 from outboxq.errors import ConfigError
 from outboxq.postgres import Database
 from tests.support.cli import environment, run
+from tests.support.waiting import PATIENCE
 
 _LINK = re.compile(r"(http://\S+?)(/login\?token=\S+|/)\n")
 
@@ -40,12 +41,12 @@ def running(database: Database, *words: str, **variables: str) -> Iterator[tuple
 def test_on_loopback_a_link_logs_in_once(outboxq_database: Database) -> None:
     """The link leads to the pages, and a second browser does not get in by it."""
     with running(outboxq_database, "--role", "operator") as (address, link):
-        with httpx.Client(base_url=address, follow_redirects=True) as browser:
+        with httpx.Client(base_url=address, follow_redirects=True, timeout=PATIENCE) as browser:
             page = browser.get(link)
             assert page.status_code == 200
             assert "operator" in page.text
-        assert "Log in" in httpx.get(address + link).text
-        assert httpx.get(address, headers={"host": "evil.test"}).status_code == 400
+        assert "Log in" in httpx.get(address + link, timeout=PATIENCE).text
+        assert httpx.get(address, headers={"host": "evil.test"}, timeout=PATIENCE).status_code == 400
 
 
 def test_a_token_of_the_environment_logs_in(outboxq_database: Database) -> None:
@@ -53,7 +54,7 @@ def test_a_token_of_the_environment_logs_in(outboxq_database: Database) -> None:
     token = "a token of some length"
     with (
         running(outboxq_database, OUTBOXQ_DASHBOARD_TOKEN=token) as (address, _),
-        httpx.Client(base_url=address, follow_redirects=True) as browser,
+        httpx.Client(base_url=address, follow_redirects=True, timeout=PATIENCE) as browser,
     ):
         form = re.search(r'name="csrf" value="(\w+)"', browser.get("/").text)
         assert form is not None

@@ -14,6 +14,7 @@ from tests.support.cli import environment, run
 from tests.support.dashboard import stage_dashboard
 from tests.support.many_dead import add_dead, count_dead, slow_down, until
 from tests.support.matrices import sampled
+from tests.support.waiting import PATIENCE
 
 _LINK = re.compile(r"(http://[^/\s]+)/login\?token=(\S+)")
 _TOTAL = 3_000
@@ -53,7 +54,7 @@ def test_a_dashboard_that_ends_leaves_an_audit_that_counts_and_that_is_gone_on_w
 def _begin(address: str, link_token: str) -> str:
     """Log in, look, and apply what was shown; the id in the audit."""
     headers = {"origin": address, "accept": "application/json"}
-    with httpx.Client(base_url=address, headers=headers) as program:
+    with httpx.Client(base_url=address, headers=headers, timeout=PATIENCE) as program:
         program.get("/login", params={"token": link_token})
         token = program.get("/token").json()["token"]
         (database,) = re.findall(r"[^/.]+", program.get("/").headers["location"])

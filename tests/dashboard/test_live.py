@@ -19,6 +19,7 @@ from outboxq.dashboard.live import Watched, find_watched
 from tests.support.dashboard import as_user, client_of, stage_dashboard
 from tests.support.http_server import serve
 from tests.support.staged import numbered
+from tests.support.waiting import PATIENCE
 
 _LIVE_SECONDS = 2.0
 _PATIENCE_SECONDS = 30.0
@@ -146,8 +147,8 @@ def test_fifty_watchers_cost_what_one_costs_and_none_cost_nothing(app: Dashboard
 def test_a_page_that_is_not_live_has_no_stream(app: DashboardApp) -> None:
     """Streams are those of the table of routes."""
     with serve(app) as address:
-        assert httpx.get(f"{address}/orders/live/jobs").status_code == 404
-        assert httpx.get(f"{address}/nowhere/live/overview").status_code == 404
+        assert httpx.get(f"{address}/orders/live/jobs", timeout=PATIENCE).status_code == 404
+        assert httpx.get(f"{address}/nowhere/live/overview", timeout=PATIENCE).status_code == 404
 
 
 def test_a_page_with_parameters_is_followed_too(app: DashboardApp, engine: Engine) -> None:

@@ -1,4 +1,4 @@
-"""Relays behind pgbouncer, with the settings of `deploy/pgbouncer.ini`, started as docs/deploying-poolers.md says."""
+"""Relays behind pgbouncer, with the settings of `deploy/pgbouncer.ini`, started as docs/deploying.md says."""
 
 import configparser
 

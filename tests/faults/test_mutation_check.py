@@ -1,5 +1,7 @@
 """The mutation check stays able to run: each text that it replaces stands where it looks for it."""
 
+import re
+
 import pytest
 
 from tests.faults.mutation_check import MUTANTS, ROOT, Mutant
@@ -14,8 +16,10 @@ def test_each_mutant_still_fits_the_code(mutant: Mutant) -> None:
         assert f"def {name}" in (ROOT / path).read_text()
 
 
-def test_the_table_of_the_proof_names_each_mutant() -> None:
-    """`docs/proof.md` says what each mutant takes out, in the same words."""
-    table = (ROOT / "docs/proof.md").read_text().partition("## Taking the mechanisms out")[2]
-    rows = [line.split(" | ")[0].removeprefix("| ") for line in table.splitlines() if line.startswith("| ")]
-    assert sorted(rows[1:]) == sorted(mutant.name for mutant in MUTANTS)
+def test_the_page_names_each_mutant_once() -> None:
+    """`docs/mutants.md` lists the mutants of each file by their names, and says how many there are."""
+    page = (ROOT / "docs/mutants.md").read_text()
+    rows = re.findall(r"^- `(.+?)`: (.+(?:\n  .+)*)", page, re.MULTILINE)
+    listed = [(file, name) for file, names in rows for name in " ".join(names.split()).split("; ")]
+    assert sorted(listed) == sorted((mutant.file, mutant.name) for mutant in MUTANTS)
+    assert f"There are {len(MUTANTS)}." in page

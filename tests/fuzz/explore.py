@@ -118,6 +118,9 @@ def _explore(
         with quiet():
             seed(start)(run)()
     except (Differs, FlakyFailure):
+        if not smallest:
+            # Another error than a difference, which did not come back.
+            raise
         # One that differed once counts, even if it does not when it is run again.
         batch, error = smallest[0]
         raise Differs(f"{batch!r}\n{error}") from None

@@ -37,6 +37,7 @@ def forgetful(outboxq_server: Server) -> Iterator[list[Lane]]:
         yield opened
 
 
+@pytest.mark.large
 def test_a_difference_is_found_and_told(lanes: dict[str, Lane]) -> None:
     """In a database in which one trigger is missing; the report is a program that can be run again."""
     lanes["savepoints"].execute("ALTER TABLE till DISABLE TRIGGER till_changed")
@@ -52,6 +53,7 @@ def test_a_difference_is_found_and_told(lanes: dict[str, Lane]) -> None:
     assert repr(again) in told
 
 
+@pytest.mark.large
 @pytest.mark.parametrize(
     ("name", "start"), [("jobs_are_lost", 0), ("jobs_are_turned_round", 1), ("statements_keep_rows", 0)]
 )
@@ -61,6 +63,7 @@ def test_a_bug_in_the_mechanism_is_found(name: str, start: int, lanes: dict[str,
         explore([lanes["alone"], lanes["shared"]], 500, start=start, shrinks=False)
 
 
+@pytest.mark.large
 @pytest.mark.parametrize("name", sampled(PLANTS, 3))
 def test_each_bug_makes_a_difference(name: str, forgetful: list[Lane]) -> None:
     """To a batch of two or three jobs, which come to the same without it."""

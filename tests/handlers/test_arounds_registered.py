@@ -168,7 +168,7 @@ def test_events_that_a_hook_cannot_be_told_are_refused() -> None:
     for wrong in (lambda event: None, "JobDied", Context, ["unhashable"]):
         with pytest.raises(RegistryError, match=r"jobs.on takes classes of outboxq.events"):
             jobs.on(wrong)  # type: ignore[call-overload]
-    with pytest.raises(RegistryError, match="no hook of a registry is told ChildDied"):
+    with pytest.raises(RegistryError, match="no hook of a registry receives ChildDied"):
         jobs.on(ChildDied)
     for no_function in (5, JobDied):
         with pytest.raises(RegistryError, match="a hook is a function of an event"):

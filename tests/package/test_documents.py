@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.pages import GENERATED
+
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")] + sorted(
     ROOT.glob("docs/**/*.md")
@@ -57,3 +59,20 @@ def test_every_link_leads_somewhere(document: Path) -> None:
         target = document.parent / name if name else document
         assert target.exists(), name
         assert not anchor or anchor in anchors(target), f"{name}{anchor}"
+
+
+# Tables to look things up in, alerts' answers among them.
+TO_LOOK_UP = ("command-line.md", "mutants.md", "runbooks.md")
+
+
+def test_a_guide_is_read_in_ten_minutes() -> None:
+    """A page has at most 1,500 words, unless it is there to look things up in; the README has 700."""
+    guides = [page for page in (ROOT / "docs").glob("*.md") if page.name not in TO_LOOK_UP]
+    assert {page.name: words for page in guides if (words := len(page.read_text().split())) > 1_500} == {}
+    assert len((ROOT / "README.md").read_text().split()) <= 700
+
+
+def test_the_pages_together_are_a_book_that_can_be_read() -> None:
+    """All that is written by hand comes to at most 60,000 words."""
+    pages = [page for page in (ROOT / "docs").glob("**/*.md") if page.name != "command-line.md"]
+    assert sum(len(GENERATED.sub("", page.read_text()).split()) for page in pages) <= 60_000

@@ -24,11 +24,13 @@ A_DASHBOARD_OF_YOURS = "it asks a dashboard of yours; tests/dashboard/test_actio
 SERVER_OF_YOURS = "it names a server of the reader's"
 
 # Those of whole documents, in the blocks that are marked `console`.
-CONSOLE_RUN_BY = {"README.md": "tests.package.test_readme:test_the_application_of_ten_minutes_works_as_it_is_printed"}
+CONSOLE_RUN_BY = {
+    "docs/ten-minutes.md": "tests.package.test_readme:test_the_application_of_ten_minutes_works_as_it_is_printed"
+}
 # The pg_dump and pg_restore lines, and what follows them.
 DUMPS = "tests.migrations.test_dump_restore:test_a_whole_dump_moves_an_installation"
 
-# Lines that are run here, beside the README's application, and how they may end.
+# Lines that are run here, beside the application of ten minutes, and how they may end.
 RUN_HERE = {
     "outboxq doctor": (0, 1),
     "outboxq doctor myapp.jobs:jobs --older-than 60": (0, 1),
@@ -95,7 +97,10 @@ NOT_RUN = {
     "export OUTBOXQ_DATABASE_URL=postgresql://ops@primary/shop": SERVER_OF_YOURS,
     "export OUTBOXQ_READ_URL=postgresql://ops@standby/shop": SERVER_OF_YOURS,
     "outboxq dashboard --role operator": "it serves until it is stopped; tests/dashboard/test_command.py runs it",
+    "createdb first": "a test has a database of its own",
     "createdb shop": "a test has a database of its own",
+    "export OUTBOXQ_DATABASE_URL=postgresql+psycopg://localhost/first": "a test's database has another URL",
+    "outboxq migrate && python first.py": "tests/package/test_readme.py runs it",
     "export SHOP_DATABASE_URL=postgresql+psycopg://localhost/shop": "a test's database has another URL",
     "export OUTBOXQ_DATABASE_URL=$SHOP_DATABASE_URL": "a test's database has another URL",
     "python3 -m venv .venv && .venv/bin/pip install -e '.[dev]'": INSTALLS,

@@ -210,7 +210,7 @@ def test_garbage_among_several_urls_is_refused_without_a_word_of_it(
     ):
         assert said.exit_code == 2
         (line,) = said.stderr.splitlines()
-        assert re.match("Error: (URL 2 of 2: |what stands behind URL 1 and a space is no PostgreSQL URL)", line)
+        assert re.match("Error: (URL 2 of 2: |the text after URL 1 and a space is no PostgreSQL URL)", line)
         assert "postgresql://" in line
         assert "hunter2" not in line
 

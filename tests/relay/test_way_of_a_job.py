@@ -11,19 +11,19 @@ from sqlalchemy.orm import sessionmaker
 from outboxq import Context, Jobs, OutboxSession, Relay, RelayConfig
 from outboxq.postgres import Database
 from tests.support.way_of_a_job import PACKAGE, WAYS, Way, measure_way
-from tests.tools.house import core_figures
+from tests.tools.house import code_of, core_figures
 
 # With Python 3.11, which calls comprehensions as functions.
 WAY_BOUNDS = {
     "producer": Way(55, 46, 10),
-    "plain job, transaction mode": Way(113, 98, 20),
-    "plain job, lease mode": Way(133, 105, 20),
-    "retry": Way(222, 180, 28),
-    "dead letter": Way(219, 177, 27),
-    "grouped job": Way(122, 101, 22),
+    "plain job, transaction mode": Way(115, 100, 20),
+    "plain job, lease mode": Way(134, 106, 20),
+    "retry": Way(224, 182, 28),
+    "dead letter": Way(221, 179, 27),
+    "grouped job": Way(124, 103, 22),
 }
-# Listeners that other tests have left in this process may cost a call.
-_ROOM = Way(5, 3, 1)
+# Listeners that other tests have left in this process, and releases of SQLAlchemy, may cost some calls.
+_ROOM = Way(10, 8, 1)
 CORE_BOUNDS = {
     "fields of BatchState": 15,
     "fields of its parts": 15,
@@ -32,8 +32,8 @@ CORE_BOUNDS = {
     "assignments to them outside execution/": 0,
     "public methods of the planner": 4,
     "attributes of the planner that other modules assign": 0,
-    "lines of the core that mention groups": 3,
-    "lines of the core that mention suspects": 5,
+    "lines of the core that mention groups": 2,
+    "lines of the core that mention suspects": 2,
     "lines of the core that mention kept rows": 0,
     "lines of the core that mention coalescing and windows": 0,
     "lines of the core that mention cancellation": 1,
@@ -42,9 +42,9 @@ CORE_BOUNDS = {
     "lines of the core that mention rates": 0,
     "lines of the core that mention callback batches": 0,
     "lines of the core that mention unique jobs": 0,
-    "lines of execution/": 7_100,
-    "lines of relay/ without maintenance/": 7_820,
-    "lines of statements/ of claims and outcomes": 2_083,
+    "lines of execution/": 4_595,
+    "lines of relay/ without maintenance/": 5_419,
+    "lines of statements/ of claims and outcomes": 1_294,
 }
 
 
@@ -64,6 +64,13 @@ def test_the_core_names_few_families_and_owns_its_fields() -> None:
         print(f"{name}: {figure:,}")
     assert figures.keys() == CORE_BOUNDS.keys()
     assert {name: figure for name, figure in figures.items() if figure > CORE_BOUNDS[name]} == {}
+
+
+def test_only_code_counts() -> None:
+    """A longer docstring makes nothing larger."""
+    text = '"""One.\n\nTwo.\n"""\n\n# Three.\nDEFAULT = """\na text\n"""  # four\n\n\n'
+    text += 'def run() -> None:\n    """Five."""\n'
+    assert code_of(text) == ['DEFAULT = """', "a text", '"""  # four', "def run() -> None:"]
 
 
 @pytest.mark.parametrize("claim", ["transaction", "lease"])

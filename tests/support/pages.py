@@ -1,4 +1,4 @@
-"""The documents as tests read them: their blocks of code, and the application that the README builds."""
+"""The documents as tests read them: their blocks of code, and the application that docs/ten-minutes.md builds."""
 
 import re
 from collections.abc import Iterator
@@ -7,10 +7,14 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
+# The page whose application the samples of the others use.
+TEN_MINUTES = ROOT / "docs" / "ten-minutes.md"
 PAGES = sorted(ROOT.glob("docs/**/*.md"))
 
 _BLOCK = re.compile(r"^( *)```(\w*)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
 _FILE = re.compile(r"`([\w/]+\.py)`[^`]*:\s*$")
+# A part of a page that `python -m tests.tools.api_reference` writes: its marker with the names, the text, its end.
+GENERATED = re.compile(r"(?P<begin><!-- api: (?P<names>[^>]*) -->)\n(?P<text>.*?)\n?(?P<end><!-- end -->)", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -30,8 +34,8 @@ class Block:
 
 
 def blocks(document: Path) -> list[Block]:
-    """All blocks of code of a document."""
-    text = document.read_text()
+    """All blocks of code of a document, but for those of generated parts, which are signatures."""
+    text = GENERATED.sub(lambda part: "\n" * part[0].count("\n"), document.read_text())
     found, end = [], 0
     for match in _BLOCK.finditer(text):
         indent, language, code = match.groups()
@@ -52,14 +56,14 @@ def python_of(document: Path) -> str:
 
 
 def application_files() -> Iterator[tuple[str, str]]:
-    """The files of the README's application, by their paths."""
-    for block in blocks(README):
+    """The files of the application of ten minutes, by their paths."""
+    for block in blocks(TEN_MINUTES):
         if block.language == "python" and block.file:
             yield block.file, block.text
 
 
 def write_application(directory: Path) -> None:
-    """Write the package of the README's application, without its migrations."""
+    """Write the package of the application of ten minutes, without its migrations."""
     for path, text in application_files():
         if path.startswith("myapp/"):
             (directory / path).parent.mkdir(exist_ok=True)

@@ -1,13 +1,13 @@
 """Write docs/command-line.md: the help of every command, and what it prints on a terminal of 80 columns."""
 
 import argparse
-import io
 import json
 import re
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+import textwrap
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from difflib import unified_diff
 from pathlib import Path
@@ -17,12 +17,8 @@ from uuid import UUID
 from sqlalchemy import Engine, create_engine, text
 
 from outboxq.cli.app import app
-from outboxq.cli.trials import print_report
-from outboxq.demo.proof import FIGURES, Kill, Proof
-from outboxq.demo.show import TerminalShow
 from outboxq.migrations.runner import migrate
 from outboxq.postgres import start_embedded
-from outboxq.torture import TortureReport
 from tests.support.cli import REPOSITORY, call
 from tests.support.staged import numbered, stage
 from tests.support.terminal import run_at_terminal
@@ -41,27 +37,38 @@ ids that are drawn at random are replaced by fixed ones."""
 _INTRODUCTION = """\
 # The command line
 
-Every command, its help, and what it prints on a terminal of 80 columns. This page is written by
-`python -m tests.tools.command_line`, and a test checks that it is current.
+Look up a command: its help, and what it prints on a terminal of 80 columns. `python -m tests.tools.command_line` writes
+this page.
 
-What holds for all of them:
-
-- **A terminal** gets tables that fit it: columns without any value are left out, a wider terminal shows more of them,
-  and `--wide` shows all. Ids are never cut. Times are ages: `3 m` ago, `in 5 m`. Headings are the keys of the JSON
-  without `_at` and `_seconds`. Colours mark states that need a look; they are not used if `NO_COLOR` is set.
-- **A pipe** gets a line for each row, tabs between the columns, and every value in full: `outboxq jobs list | cut -f 1`
+- **A terminal** gets tables that fit it: columns without any value are left out, a wider terminal shows more, and
+  `--wide` shows all. Ids are never cut. Times are ages: `3 m` ago, `in 5 m`. Headings are the keys of the JSON without
+  `_at` and `_seconds`. Colours mark states that need a look, unless `NO_COLOR` is set.
+- **A pipe** gets a line for each row, tabs between columns, and every value in full: `outboxq jobs list | cut -f 1`
   prints ids.
-- **`--json`** gets one JSON document on standard output; later versions keep its keys. Errors and notices are JSON too,
-  an object a line on standard error: `{"error": "...", "type": "JobNotFound", "exit_code": 1}` and
-  `{"notice": "..."}`.
-- **Times** in full are UTC as RFC 3339 writes it, everywhere: `2026-01-31T12:00:00.123456Z`.
+- **`--json`** prints one JSON document on standard output, and errors and notices as JSON on standard error, an object
+  a line: `{"error": "...", "type": "JobNotFound", "exit_code": 1}`, `{"notice": "..."}`.
+- **Times** in full are UTC in the form of RFC 3339: `2026-01-31T12:00:00.123456Z`.
 - **Logs** of `outboxq relay` are lines of text, or with `--log-format json` an object a line: `timestamp`, `level`,
-  `logger`, `process` and `message`; `event` with the name of its class in `outboxq.events`; `fields` with their types;
-  `traceback`; and `trace_id`, if the job has a W3C `traceparent` among its headers. Records of the application, those
-  of `ctx.log` too, have the same form, with what they were given as `extra` in `fields`.
-- **Exit codes**: 0 done; 1 something failed, or was not found; 2 wrong usage. [Relays have one
-  more](operating.md#exit-codes).
+  `logger`, `process`, `message`, `event` (a class of `outboxq.events`), `fields`, `traceback`, and `trace_id` if the
+  job has a W3C `traceparent` among its headers. Records of the application, and of `ctx.log`, have the same form, with
+  their `extra` in `fields`.
+- **Exit codes**: 0 done; 1 something failed, or was not found; 2 wrong usage. [Relays have two
+  more](operating.md#exit-codes), 3 and 4.
+- **Completion** for your shell: `outboxq --install-completion`.
+
+## All commands
+
 """
+
+_COMMON_OPTIONS = """
+## Common options
+
+`--help` of a command shows these too; the sections below leave them out.
+
+"""
+
+# Options that mean the same wherever a command has them: listed once.
+_COMMON = ("--database-url", "--schema", "--json", "--wide", "--because", "--read-url", "--help")
 
 _APPLICATION = """\
 from outboxq import Backoff, Context, Jobs
@@ -158,6 +165,20 @@ SAMPLES: dict[str, Sequence[tuple[object, ...]]] = {
     "effects resolve": [("stripe-charge", "order-1002", "--not-applied")],
     "effects new-installation": [("--yes",)],
 }
+# Run by tests, and not on the page: another page has the like, or the help says as much.
+_NOT_SHOWN = {
+    ("roles",),
+    ("metrics", "--once", "--database", "shop=postgresql://127.0.0.1:1/shop"),
+    ("dashboard", "--listen", "0.0.0.0:8484"),
+    ("stats", "--wide"),
+    ("doctor",),
+    ("explain", numbered(9)),
+    ("jobs list", "--state", "scheduled", "--json"),
+    ("done list", "--outcome", "discarded", "--json"),
+    ("audit list", "--action", "queue", "--json"),
+    ("schedules put", "cleanup", "--kind", "clean_up", "--cron", "0 0 6 * * 1"),
+    ("jobs change", "--queue", "mail", "--run-now", "--json"),
+}
 
 _HISTORY = f"""\
 INSERT INTO outboxq.stat (grain, at, queue, kind, done, retried, died, wait_seconds, run_seconds, wait, run) VALUES
@@ -213,15 +234,81 @@ def sections() -> dict[str, Sequence[str]]:
 
 def page() -> str:
     """The page as it should be."""
+    helps = {name: _help_of(name) for names in sections().values() for name in names}
     with _prepared() as (url, engine, directory):
         sampler = _Sampler(url, engine, directory)
-        parts = [_INTRODUCTION, "\n## All commands\n", _block("outboxq --help", _help_of(""))]
+        parts = [_INTRODUCTION, _all_commands(), _COMMON_OPTIONS, _common_options(helps)]
         for heading, names in sections().items():
             parts.append(f"\n## {heading}\n")
             for name in names:
-                parts += [f"\n### outboxq {name}\n", _block(f"outboxq {name} --help", _help_of(name))]
+                parts += [f"\n### outboxq {name}\n", f"\n```text\n{_own_help(helps[name])}\n```\n"]
                 parts += sampler.samples_of(name)
     return "\n".join("".join(parts).splitlines()) + "\n"
+
+
+def _all_commands() -> str:
+    """A table of links, by the headings of `outboxq --help`."""
+    rows = []
+    for heading, names in sections().items():
+        links = ", ".join(f"[{name}](#outboxq-{name.replace(' ', '-')})" for name in names)
+        rows.append(f"| [{heading}](#{heading.lower()}) | {links} |\n")
+    return "| Purpose | Commands |\n|---|---|\n" + "".join(rows)
+
+
+def _common_options(helps: Mapping[str, str]) -> str:
+    """A table of the options that the help of the commands leaves out on this page."""
+    commands: dict[tuple[str, str], list[str]] = {}
+    for name, printed in helps.items():
+        for option, meaning in _options_of(printed):
+            if _is_common(option):
+                commands.setdefault((option, meaning), []).append(name)
+    rows = [
+        f"| `{option}` | {meaning} | {_named(names, helps)} |\n"
+        for (option, meaning), names in sorted(commands.items(), key=lambda each: -len(each[1]))
+        if not option.endswith("--help")
+    ]
+    return "| Option | Meaning | Commands |\n|---|---|---|\n" + "".join(rows)
+
+
+def _named(names: Sequence[str], every: Collection[str]) -> str:
+    for heading, under in sections().items():
+        if names == list(under):
+            return f"all under [{heading}](#{heading.lower()})"
+    others = [name for name in every if name not in names]
+    if len(others) < len(names):
+        return "all but " + ", ".join(f"`{name}`" for name in others)
+    return ", ".join(f"`{name}`" for name in names)
+
+
+def _own_help(printed: str) -> str:
+    """The help of a command without common options, and without its usage if that says only that it has options."""
+    usage, _, described = printed.partition("Options:\n")[0].partition("\n\n")
+    usage = usage.removeprefix("Usage: ").replace(" [OPTIONS]", "")
+    text, heading, arguments = described.partition("Arguments:\n")
+    own = "".join(entry for entry in _entries(printed) if not _is_common(entry))
+    parts = [
+        usage if arguments else "",
+        textwrap.dedent(text),
+        heading + arguments,
+        f"Options:\n{own}" if own else "",
+    ]
+    return "\n\n".join(part.rstrip() for part in parts if part)
+
+
+def _entries(printed: str) -> list[str]:
+    """The options of a help as they are printed there."""
+    return re.split(r"^(?=  -)", printed.partition("\nOptions:\n")[2], flags=re.MULTILINE)[1:]
+
+
+def _options_of(printed: str) -> Iterator[tuple[str, str]]:
+    """The options of a help with their meanings."""
+    for entry in _entries(printed):
+        option, _, meaning = " ".join(re.sub(r"^(  \S.*?)(?=  |\n)", r"\1\0", entry, count=1).split()).partition("\0")
+        yield option.strip(), meaning.strip()
+
+
+def _is_common(option: str) -> bool:
+    return any(word.rstrip(",") in _COMMON for word in option.split()[:2])
 
 
 def _block(command: str, printed: str) -> str:
@@ -259,11 +346,7 @@ class _Sampler:
 
     def samples_of(self, name: str) -> list[str]:
         """A block for each sample."""
-        if name == "demo":
-            return [_block("outboxq demo", _captured(_show_demo))]
-        if name == "torture":
-            return [_block("outboxq torture --jobs 1000 --faults 20", _captured(_show_torture))]
-        return [self._sample(name, words) for words in SAMPLES[name]]
+        return [self._sample(name, words) for words in SAMPLES.get(name, ()) if (name, *words) not in _NOT_SHOWN]
 
     def _sample(self, name: str, words: Sequence[object]) -> str:
         staged_at = stage(self._engine)
@@ -298,9 +381,6 @@ class _Sampler:
                 connection.execute(text("DELETE FROM outboxq.job WHERE queue = 'mail' OR parked > 0"))
                 # The relay would find it over beside its jobs, before them or behind them.
                 connection.execute(text("DELETE FROM outboxq.batch"))
-            if name == "doctor":
-                # It is due in three days on whatever day: later than its next Monday, on most of them.
-                connection.execute(text("UPDATE outboxq.schedule SET paused_at = now() WHERE name = 'report-7'"))
             if name == "schedules show":
                 connection.execute(text(f"UPDATE outboxq.schedule SET next_at = '{_NEAR_A_CHANGE}-30T01:30:00Z'"))
         if name == "health":
@@ -333,42 +413,6 @@ def _fixed_id(found: str, known: dict[str, str]) -> str:
     if found.startswith(staged):
         return found
     return known.setdefault(found, str(UUID(f"7d1f0c52-93b6-4e0a-8c11-{len(known) + 1:012x}")))
-
-
-def _captured(show: Callable[[], None]) -> str:
-    screen = _Screen()
-    with patch.dict("os.environ", {"COLUMNS": str(COLUMNS)}), redirect_stdout(screen), redirect_stderr(screen):
-        show()
-    return "\n".join(line.rstrip() for line in _CODES.sub("", screen.getvalue()).splitlines())
-
-
-class _Screen(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-def _show_demo() -> None:
-    """The end of a demo that went well, with figures that were chosen for this page."""
-    values = dict.fromkeys((figure.name for figure in FIGURES), 0)
-    values |= {"orders committed": 445, "orders rolled back": 108, "savepoints rolled back": 52}
-    values |= {"jobs enqueued": 1_000, "effects applied": 1_000}
-    kill = Kill("relay 2", 4711, tuple(numbered(number) for number in range(4)), 4)
-    proof = Proof(values, {"relay 1": 506, "relay 2": 248, "relay 3": 246}, kill, taken_over=4)
-    TerminalShow().finish(proof, {"seconds": 6.2})
-
-
-def _show_torture() -> None:
-    """The report of a run that went well, with figures that were chosen for this page."""
-    print_report(
-        TortureReport(
-            seed=7, mode="transaction", jobs=1_000, jobs_enqueued=1_000, jobs_rolled_back=141, commits_unanswered=6,
-            commits_unanswered_kept=3, commits_unanswered_as_promised=6,
-            faults={"cut at COMMIT": 9, "kill a relay": 7, "stop a relay": 4}, faults_not_met=0, effects_applied=995,
-            dead_letters=5, lost=0, doubled=0, ran_though_rolled_back=0, jobs_left=0, relays_started=10,
-            jobs_of_killed_relays=0, calls_begun=0, longest_stall_seconds=0.9, seconds=21.4,
-            server="PostgreSQL 18.6", problems=[],
-        )
-    )  # fmt: skip
 
 
 if __name__ == "__main__":

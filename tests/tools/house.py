@@ -210,13 +210,26 @@ def _classes(text: str) -> dict[str, ast.ClassDef]:
 
 
 def _mentions(pattern: str) -> int:
-    lines = (line for core in _CORE for path in PACKAGE.glob(core) for line in path.read_text().splitlines())
+    lines = (line for core in _CORE for path in PACKAGE.glob(core) for line in code_of(path.read_text()))
     return sum(bool(re.search(pattern, line, re.IGNORECASE)) for line in lines)
 
 
 def _lines_of(*patterns: str) -> int:
     paths = {path for pattern in patterns for path in PACKAGE.glob(pattern)}
-    return sum(len(path.read_text().splitlines()) for path in paths)
+    return sum(len(code_of(path.read_text())) for path in paths)
+
+
+def code_of(text: str) -> list[str]:
+    """Return the lines with code: without comments, docstrings and empty lines."""
+    lines = text.splitlines()
+    prose = [
+        node
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+    ]
+    for node in prose:
+        lines[node.lineno - 1 : node.end_lineno] = [""] * ((node.end_lineno or node.lineno) - node.lineno + 1)
+    return [line for line in lines if line.strip() and not line.lstrip().startswith("#")]
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ _HELP = """\
 examples:
   python -m tests.tools.screenshots /tmp/pictures                 # every page, in both themes, at 1280, 390 and 2560 px
   python -m tests.tools.screenshots /tmp/pictures --only dead     # the pages whose name has this in it
-  python -m tests.tools.screenshots --docs                        # those that docs/dashboard-pages.md shows
+  python -m tests.tools.screenshots --docs                        # those that docs/dashboard.md shows
 
 Starts a PostgreSQL server of its own, fills a database with something of everything, and needs Chromium."""
 

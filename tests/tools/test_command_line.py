@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.test_help import COMMANDS
+from tests.support.cli import call
 from tests.tools import command_line
 from tests.tools.command_line import COLUMNS, PAGE, main, sections
 
@@ -33,15 +34,38 @@ def test_a_page_that_is_not_current_is_refused(
 
 
 def test_every_command_has_its_section() -> None:
-    """In the order and under the headings of `outboxq --help`, with its help and a sample."""
+    """In the order and under the headings of `outboxq --help`, with its help, and a link in the table of commands."""
     text = PAGE.read_text()
-    assert re.findall(r"^## (.*)$", text, re.MULTILINE) == ["All commands", *sections()]
+    assert re.findall(r"^## (.*)$", text, re.MULTILINE) == ["All commands", "Common options", *sections()]
     named = [name for names in sections().values() for name in names]
     assert sorted(named) == sorted(" ".join(words) for words in COMMANDS)
     assert re.findall(r"^### outboxq (.*)$", text, re.MULTILINE) == named
     for name in named:
-        section = text.partition(f"### outboxq {name}\n")[2].partition("\n##")[0]
-        assert section.count("```text\n$ outboxq ") >= 2, name
+        assert f"[{name}](#outboxq-{name.replace(' ', '-')})" in text.partition("## Common options")[0]
+        assert section_of(name).startswith("\n```text\n"), name
+
+
+def test_every_option_is_in_the_section_of_its_command_or_among_the_common_ones() -> None:
+    """What a section leaves out, the table of common options has, with the name of the command."""
+    table = PAGE.read_text().partition("## Common options\n")[2].partition("\n## ")[0]
+    for heading, names in sections().items():
+        for name in names:
+            found = call(*name.split(), "--help").ok().stdout.partition("\nOptions:\n")[2]
+            for option in re.findall(r"^  (?:-\w, )?(--[\w-]+)", found, re.MULTILINE):
+                if option != "--help" and not re.search(rf"^  (?:-\w, )?{option}\b", section_of(name), re.MULTILINE):
+                    rows = re.findall(rf"^\| `{option}\b.*\| (.*) \|$", table, re.MULTILINE)
+                    assert any(is_named(name, heading, commands) for commands in rows), (name, option)
+
+
+def section_of(name: str) -> str:
+    return PAGE.read_text().partition(f"\n### outboxq {name}\n")[2].partition("\n##")[0]
+
+
+def is_named(name: str, heading: str, commands: str) -> bool:
+    """True if a cell of the table names the command: by itself, by its heading, or as not left out."""
+    if commands.startswith("all but "):
+        return f"`{name}`" not in commands
+    return f"`{name}`" in commands or f"all under [{heading}]" in commands
 
 
 def test_what_the_page_shows_fits_a_terminal() -> None:

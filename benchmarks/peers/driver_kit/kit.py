@@ -1,4 +1,4 @@
-"""What the Python drivers have in common: the protocol with the runner, and the clock. Standard library only.
+"""The common parts of the Python drivers: the protocol with the runner, and the clock. Standard library only.
 
 A driver is called as `driver.py prepare|work|produce OPTIONS`, OPTIONS being one JSON object, and prints a JSON object
 a line. `work` and `produce` print `ready` and wait for a line on standard input. `work` ends at the next line.
@@ -22,7 +22,7 @@ Options = dict[str, Any]
 
 @dataclass(slots=True)
 class Meter:
-    """What the handlers of this process have done. Times are of the machine's monotonic clock, in ns."""
+    """The work that the handlers of this process have done. Times are of the machine's monotonic clock, in ns."""
 
     executed: int = 0
     started: list[tuple[int, int]] = field(default_factory=list)

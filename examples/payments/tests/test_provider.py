@@ -97,6 +97,6 @@ def test_it_runs_on_its_own() -> None:
         try:
             assert process.stdout is not None
             address = process.stdout.readline().strip()
-            assert httpx.get(f"{address}/counts").json()["charges"] == 0
+            assert httpx.get(f"{address}/counts", timeout=60).json()["charges"] == 0
         finally:
             process.terminate()

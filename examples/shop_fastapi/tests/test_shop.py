@@ -39,7 +39,10 @@ class Mailbox(Protocol):
 def client(request: pytest.FixtureRequest, outboxq_database: Database) -> Iterator[httpx.Client]:
     """A client of the shop, which runs in a server on a free port, with either driver."""
     url = make_url(outboxq_database.url).set(drivername=f"postgresql+{request.param}")
-    with serve(url.render_as_string(hide_password=False)) as address, httpx.Client(base_url=address) as client:
+    with (
+        serve(url.render_as_string(hide_password=False)) as address,
+        httpx.Client(base_url=address, timeout=60) as client,
+    ):
         yield client
 
 
@@ -82,8 +85,8 @@ def test_a_request_that_comes_again_orders_once(client: httpx.Client, engine: En
     """With one Idempotency-Key: one order, one job, equal responses; another body under it is refused."""
     order = {"email": EMAIL, "lines": {"cup": 1}}
     key = {"Idempotency-Key": '"8e03978e-40d5-43e8-bc93-6894a57f9324"'}
-    first = client.post("/orders", json=order, headers=key)
-    again = client.post("/orders", json=order, headers=key)
+    first = client.post("/orders", json=order, headers=key, timeout=60)
+    again = client.post("/orders", json=order, headers=key, timeout=60)
     other = client.post("/orders", json={**order, "lines": {"cup": 2}}, headers=key)
 
     assert (first.status_code, again.status_code, other.status_code) == (201, 201, 422)
@@ -109,7 +112,7 @@ def test_a_server_that_dies_before_it_answers_has_ordered_once(outboxq_database:
             lost.result(LIMIT_SECONDS)
 
     with serve(outboxq_database.url) as address:
-        again = httpx.post(f"{address}/orders", json=order, headers=key)
+        again = httpx.post(f"{address}/orders", json=order, headers=key, timeout=60)
 
     assert (again.status_code, again.json()["id"]) == (201, 1)
     assert count(engine, 'SELECT count(*) FROM "order"') == 1
@@ -185,7 +188,7 @@ def serve_in_a_process(url: str) -> Iterator[tuple[subprocess.Popen[bytes], str]
 def is_open(address: str) -> bool:
     """Whether the server takes connections."""
     try:
-        httpx.get(f"{address}/health")
+        httpx.get(f"{address}/health", timeout=60)
     except httpx.TransportError:
         return False
     return True

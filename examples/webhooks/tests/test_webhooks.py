@@ -72,10 +72,12 @@ def test_a_message_that_is_not_signed_as_it_should_be_leaves_nothing(
     }
     with serve(outboxq_database.url) as server:
         statuses = {
-            name: httpx.post(f"{server.address}/webhooks", content=message.body, headers=headers).status_code
+            name: httpx.post(
+                f"{server.address}/webhooks", content=message.body, headers=headers, timeout=60
+            ).status_code
             for name, headers in forged.items()
         }
-        not_text = httpx.post(f"{server.address}/webhooks", content=b"\xff", headers=good)
+        not_text = httpx.post(f"{server.address}/webhooks", content=b"\xff", headers=good, timeout=60)
 
     assert statuses == dict.fromkeys(forged, 401)
     assert not_text.status_code == 401

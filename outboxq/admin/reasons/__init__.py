@@ -1,1 +1,1 @@
-"""The reasons why jobs do not run: queries of the database, and the reasons found by each."""
+"""The reasons why jobs do not run: each module finds some of them in the database, for `admin.explain`."""

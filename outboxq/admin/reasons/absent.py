@@ -1,4 +1,4 @@
-"""Jobs that are not in the table: dead, kept as finished, to be added by a batch, not committed, or gone."""
+"""Reasons for a job that is not in the table `job`: it is dead, finished, the callback of a batch, or not committed."""
 
 from collections.abc import Iterator
 from datetime import UTC, datetime
@@ -15,12 +15,16 @@ from outboxq.statements import explain as statements
 from outboxq.statements.doctor.sessions import prepared_transactions
 from outboxq.statements.done import finished_facts, has_done_jobs
 
-# An id may be drawn so long before its transaction begins; and clocks differ.
+# An id may be made this long before its transaction begins; and clocks differ.
 _DRAWN_BEFORE_SECONDS = 60.0
 
 
 def find_absent(looks: Looks, job_id: UUID) -> Iterator[Reason]:
-    """Find what is known of a job that neither waits nor runs."""
+    """Yield the reasons why a job neither waits nor runs.
+
+    It may be a dead letter, a kept finished job, the callback of a batch that is not done, or not committed; otherwise
+    there is the reason `not-found`.
+    """
     dead = looks.row("the dead letters", statements.dead_facts(looks.schema, job_id))
     if dead is not None:
         yield _dead(job_id, dead)
@@ -63,7 +67,7 @@ def _finished(job_id: UUID, kept: Row[Any]) -> Reason:
     others = f", for {several(kept.stands_for, 'other job', 'other jobs')} of its key too" if kept.stands_for else ""
     return Reason(
         "kept-done",
-        f"it is over: {kept.outcome} {duration(kept.finished_seconds)} ago, in attempt {kept.attempt}, after "
+        f"it has ended: {kept.outcome} {duration(kept.finished_seconds)} ago, in attempt {kept.attempt}, after "
         f"{duration(kept.seconds)}{others}",
         {
             "queue": kept.queue,
@@ -81,7 +85,7 @@ def _waits_for_batch(batch: Row[Any]) -> Reason:
     number = several(min(batch.members, statements.MOST_COUNTED), "job", "jobs")
     return Reason(
         "waits-for-batch",
-        f"the callback of a batch: it is added to queue {batch.queue!r} when the batch is over, of which "
+        f"the callback of a batch: it is added to queue {batch.queue!r} when the batch has ended, of which "
         f"{number}{more} wait or run",
         {"batch_id": str(batch.id), "queue": batch.queue, "kind": batch.kind, "members": batch.members},
         f"See the batch: outboxq batches show {batch.id}.",
@@ -89,14 +93,14 @@ def _waits_for_batch(batch: Row[Any]) -> Reason:
 
 
 def find_batches_into(looks: Looks, queue: str) -> Iterator[Reason]:
-    """A batch whose callback will come into a queue."""
+    """Yield a reason if there is an open batch whose callback (the job added at its end) goes into this queue."""
     batch = looks.row("the open batches", statements.batches_into(looks.schema, queue))
     if batch is not None:
         yield _waits_for_batch(batch)
 
 
 def find_uncommitted(looks: Looks, age: float | None) -> Iterator[Reason]:
-    """A transaction that may have added the job, and is not committed.
+    """Yield a reason if an open or prepared transaction may have added the job, which is then not visible yet.
 
     Args:
         age: How many seconds ago the job's id was made; None if that is not known.
@@ -140,7 +144,7 @@ def _prepared(row: Row[Any]) -> Reason:
 
 
 def made_at_of(job_id: UUID) -> datetime | None:
-    """The time when a UUIDv7 was made, by its maker's clock; None for another sort of id."""
+    """Return the time at which a UUIDv7 was made, by its maker's clock; None for a UUID of another version."""
     # RFC 9562, section 5.7: 48 bits of milliseconds.
     seconds = (job_id.int >> 80) / 1000
     try:

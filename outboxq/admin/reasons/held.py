@@ -1,4 +1,4 @@
-"""Jobs that are held: a relay runs them, or another session has locked their rows."""
+"""Reasons for a job that does not run now because a relay runs it already, or another session has locked its row."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -18,7 +18,10 @@ LEASED = ("leased", "group_leased")
 
 
 def find_held(looks: Looks, job: Row[Any]) -> Iterator[Reason]:
-    """Find the holder of a job, if there is one; `job` is a row of `statements.explain.job_facts`."""
+    """Yield the reasons that a relay runs the job, that it is to be cancelled, or that a session has locked its row.
+
+    `job` is a row of `statements.explain.job_facts`.
+    """
     is_leased = job.state in LEASED
     if job.cancelling_seconds is not None and (job.is_held or is_leased):
         yield _cancelling(job)
@@ -35,7 +38,7 @@ def find_held(looks: Looks, job: Row[Any]) -> Iterator[Reason]:
 def _cancelling(job: Row[Any]) -> Reason:
     return Reason(
         "cancelling",
-        f"it is to be cancelled while it runs: asked for {duration(job.cancelling_seconds)} ago, and its relay has not "
+        f"it is to be cancelled while it runs: requested {duration(job.cancelling_seconds)} ago, and its relay has not "
         "ended it yet",
         {"cancelling_seconds": job.cancelling_seconds, "pid": job.holder},
         f"Relays answer within seconds. To end its session: outboxq jobs cancel {job.id} --running --force.",
@@ -43,7 +46,7 @@ def _cancelling(job: Row[Any]) -> Reason:
 
 
 def _session(job: Row[Any]) -> tuple[str, dict[str, Value]]:
-    """The session that holds a job in words, and as details."""
+    """Describe the session that has locked a job's row: as a phrase, and as the details of a reason."""
     state = job.activity or "its state is hidden"
     name = f", {job.application_name!r}" if job.application_name else ""
     since = "a time that is hidden" if job.held_seconds is None else duration(job.held_seconds)
@@ -123,7 +126,7 @@ def _leased(job: Row[Any], owner: Row[Any] | None) -> Reason:
             f"it is leased to relay {job.lease_owner}{where}, which was last seen {duration(seen_seconds)} ago: it "
             f"died, or cannot reach the database; its lease ends in {duration(lease_seconds)}",
             details,
-            "A running relay takes the job back when the lease is over: see that one runs.",
+            "A running relay takes the job back when the lease has ended: see that one runs.",
         )
     waits = None if owner is None else _wait_for_connection(job, owner)
     if lease_seconds > 0 and waits is not None:

@@ -30,9 +30,10 @@ _REFUSALS = {
 
 
 class Looks:
-    """Queries of one explanation, each in a savepoint that is rolled back, with its settings and its table locks.
+    """Executes the queries of one explanation, each in a savepoint that is rolled back, to undo settings and locks.
 
-    A query that the database refuses has no rows, and becomes a reason of its own at the end.
+    A query that fails, such as for a missing right or after two seconds, returns no rows; `not_known` reports these
+    queries.
     """
 
     def __init__(self, connection: Connection) -> None:
@@ -41,10 +42,10 @@ class Looks:
         self._refused: dict[str, str] = {}
 
     def rows(self, subject: str, statement: Executable) -> Sequence[Row[Any]]:
-        """All rows of a query; none if it is refused.
+        """Return all rows of a query; none if the query fails.
 
         Args:
-            subject: What it reads, for the reason that says so.
+            subject: The name of the data that the query reads, for the report of a failure.
 
         Raises:
             DBAPIError: the connection is lost.
@@ -60,20 +61,20 @@ class Looks:
             return ()
 
     def row(self, subject: str, statement: Executable) -> Row[Any] | None:
-        """The first row of a query, if there is one."""
+        """Return the first row of a query; None if there are no rows or the query fails."""
         return next(iter(self.rows(subject, statement)), None)
 
     def count(self, subject: str, statement: Executable) -> int:
-        """The number that a query returns; 0 if it is refused."""
+        """Return the number that a query returns; 0 if the query fails."""
         row = self.row(subject, statement)
         return 0 if row is None else int(row[0])
 
     def is_refused(self, subject: str) -> bool:
-        """Return True if the database refused the query of this subject."""
+        """Return True if a query with this `subject` has failed."""
         return subject in self._refused
 
     def not_known(self) -> Iterator[Reason]:
-        """The queries that the database refused, with what is likely to have made them slow."""
+        """Yield one reason that names the data of all failed queries, if any, and what may have made them slow."""
         if not self._refused:
             return
         said = [f"{subject}: {why}" for subject, why in self._refused.items()]

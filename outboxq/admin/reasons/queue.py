@@ -24,8 +24,9 @@ class QueueFacts:
 
     Attributes:
         paused_seconds: For how long it has been paused; None if it is not.
-        limits: The limits that hold, by operators or by the applications of living relays.
-        ahead_seconds: How far ahead its tokens are reserved, if it has had a rate.
+        limits: The limits in force: set by operators, otherwise declared by the applications of living relays.
+        ahead_seconds: For how many seconds from now jobs have already used up the queue's rate; None if it never had a
+            rate.
     """
 
     paused_seconds: float | None
@@ -34,7 +35,7 @@ class QueueFacts:
 
 
 def look_at_queue(looks: Looks, queue: str) -> QueueFacts | None:
-    """Read the settings of a queue; None if that is refused."""
+    """Read the settings of a queue, and the state of its rate; None if the query fails."""
     row = looks.row("the settings of the queue", queue_facts(looks.schema, queue))
     if row is None:
         return None
@@ -44,7 +45,7 @@ def look_at_queue(looks: Looks, queue: str) -> QueueFacts | None:
 
 
 def find_in_queue(looks: Looks, queue: str, facts: QueueFacts | None, relays: Relays) -> Iterator[Reason]:
-    """Find what holds up a queue."""
+    """Yield the reasons that hold up all jobs of the queue: a locked table, no relay, a pause, a limit or a rate."""
     yield from find_locked_table(looks)
     yield from find_missing_relay(relays, queue)
     if facts is None:
@@ -63,7 +64,7 @@ def find_in_queue(looks: Looks, queue: str, facts: QueueFacts | None, relays: Re
 
 
 def find_locked_table(looks: Looks) -> Iterator[Reason]:
-    """A session that keeps relays from the tables."""
+    """Yield a reason if a session has locked one of the tables in a mode that keeps relays from it."""
     for row in looks.rows("the locks on tables", lock_holders(looks.schema)):
         if set(BLOCKING_MODES).isdisjoint(row.modes):
             continue
@@ -79,7 +80,10 @@ def find_locked_table(looks: Looks) -> Iterator[Reason]:
 
 
 def _held_turn(row: Row[Any], whose: str) -> Reason:
-    """A session that is no relay holds an advisory lock that relays take for their turns."""
+    """Make the reason `turn-held`: a session that is no relay has an advisory lock that relays need to run jobs.
+
+    `whose` names, in words, what the lock is for, such as a group.
+    """
     who = "a prepared transaction" if row.pid is None else f"session {row.pid} (login {row.login!r}"
     if row.pid is not None:
         since = "a time that is hidden" if row.seconds is None else duration(row.seconds)
@@ -101,7 +105,10 @@ def _held_turn(row: Row[Any], whose: str) -> Reason:
 
 
 def find_held_group(looks: Looks, job: Row[Any], per_group: int) -> Iterator[Reason]:
-    """A session that keeps the claims of relays from the group of a job."""
+    """Yield a reason if a session that is no relay has the advisory lock of the job's group.
+
+    Relays need that lock to run the group's jobs.
+    """
     if job.group_key is None:
         return
     statement = limits.foreign_locks(looks.schema, job.queue, group=job.group_key, per_group=per_group)

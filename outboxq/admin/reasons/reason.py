@@ -48,13 +48,13 @@ Value: TypeAlias = str | int | float | bool | list[str] | None
 
 @dataclass(frozen=True, slots=True)
 class Reason:
-    """The cause why a job or a queue does not run.
+    """One reason why a job or a queue does not run.
 
     Attributes:
-        code: Its name, for programs; later versions keep it.
-        text: What was found, in a sentence.
-        details: The same for programs: ids, pids, ages in seconds.
-        advice: What to do.
+        code: The reason's name, for programs; later versions do not rename it.
+        text: The reason in a sentence.
+        details: The values in it, for programs: ids, pids, ages in seconds.
+        advice: The steps that an operator can take, in words.
     """
 
     code: Code
@@ -64,5 +64,5 @@ class Reason:
 
 
 def in_order(reasons: Iterable[Reason]) -> tuple[Reason, ...]:
-    """The reasons by their precedence."""
+    """Sort reasons by importance, the most important first, in the order of `CODES`."""
     return tuple(sorted(reasons, key=lambda reason: CODES.index(reason.code)))

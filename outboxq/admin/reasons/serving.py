@@ -1,4 +1,7 @@
-"""The relays that serve a queue: by the rows that they keep of themselves, else as far as connections show it."""
+"""Reasons that concern the relays of a queue.
+
+Relays are read from the table `relay_status`; if it has no living one, the database's connections show if there is any.
+"""
 
 import shlex
 from collections.abc import Iterator, Sequence
@@ -25,10 +28,10 @@ _UNLISTED = "Relays of a version from before step 11 of the migrations are not l
 
 @dataclass(frozen=True, slots=True)
 class Relays:
-    """The relays that were seen within a day, as `statements.relays.relays_for` reads them for a queue and a kind.
+    """The relays that wrote into `relay_status` within a day, those that serve the explained queue first.
 
-    `connections`: what is seen of others, by the names of their connections and by leases; None if that is not known.
-    It is read only if no living relay is listed.
+    `seen`: rows of `statements.relays.relays_for`. `connections`: the number of connections and leases of relays, which
+    show if there are relays without a row; None if not known, or not read because a living relay has a row.
     """
 
     seen: Sequence[Row[Any]]
@@ -36,22 +39,25 @@ class Relays:
 
     @property
     def living(self) -> list[Row[Any]]:
-        """The living relays, also those that stop at this moment."""
+        """The relays that are alive, including those that are stopping."""
         return [relay for relay in self.seen if relay.is_alive]
 
     @property
     def serving(self) -> list[Row[Any]]:
-        """The living relays that claim from the queue."""
+        """The relays that are alive and claim jobs from the queue; those that are stopping do not."""
         return [relay for relay in self.living if relay.serves and relay.state != _STOPPING]
 
     @property
     def last_dead(self) -> Row[Any] | None:
-        """The last seen of the relays that served the queue and did not end in order."""
+        """The dead relay that served the queue and was seen last; None if there is none.
+
+        A relay that was stopped in order is not counted.
+        """
         return next((relay for relay in self.seen if relay.serves and not relay.is_alive), None)
 
     @property
     def longest(self) -> tuple[Row[Any], RunningJob, float] | None:
-        """The longest-running job on the relays that serve the queue: its relay, the job, and how long."""
+        """The longest-running job on the relays that serve the queue, as (row of its relay, job, seconds), or None."""
         running = [
             (relay, job, job.seconds + relay.seen_seconds)
             for relay in self.serving
@@ -61,7 +67,10 @@ class Relays:
 
 
 def look_at_relays(looks: Looks, queue: str, kind: str | None = None) -> Relays:
-    """The relays, those that serve the queue in front."""
+    """Read the relays, with those that serve the queue first.
+
+    `kind`: the kind for which the rows' column `knows` tells if a relay knows it.
+    """
     seen: Sequence[Row[Any]] = ()
     if may_read(looks):
         seen = looks.rows(_THE_RELAYS, statements.relays_for(looks.schema, queue, kind))
@@ -70,13 +79,13 @@ def look_at_relays(looks: Looks, queue: str, kind: str | None = None) -> Relays:
 
 
 def may_read(looks: Looks) -> bool:
-    """Return True if relays keep rows of themselves, and this role may read them."""
+    """Return True if the table `relay_status` exists and this role may read it."""
     row = looks.row(_THE_RELAYS, statements.may_read_relays(looks.schema))
     return row is not None and row[0] is True
 
 
 def look_at_owner(looks: Looks, owner: UUID) -> Row[Any] | None:
-    """The seconds since the owner of a lease was last seen, and what ran there; None if that is not known."""
+    """Read the row of the relay that owns a lease: when it was last seen, with its jobs then; None if not known."""
     return looks.row("the owner of the lease", statements.relay_seen(looks.schema, owner)) if may_read(looks) else None
 
 
@@ -87,7 +96,7 @@ def _connections(looks: Looks) -> int | None:
 
 
 def find_missing_relay(relays: Relays, queue: str) -> Iterator[Reason]:
-    """No relay that could run jobs of the queue lives, or none of those that live serves it."""
+    """Yield a reason if no relay is alive, or if none of those alive claims from the queue."""
     if relays.serving:
         return
     if relays.living or (relays.last_dead is not None and relays.connections):
@@ -122,7 +131,7 @@ def _not_served(relays: Relays, queue: str) -> Reason:
 
 
 def named(relays: Sequence[Row[Any]]) -> str:
-    """Some relays by their hosts and processes: `alpha (process 7), beta (process 8) and 3 more`."""
+    """Return up to three relays by host and process, in words: `alpha (process 7), beta (process 8) and 3 more`."""
     names = [f"{relay.host} (process {relay.pid})" for relay in relays]
     more = len(names) - _MOST_NAMED
     return ", ".join(names[:_MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
@@ -141,7 +150,7 @@ def _last(relays: Relays) -> str:
     dead = relays.last_dead
     if dead is None:
         return ""
-    # One that ends in order removes its row: others may have served the queue since.
+    # A relay that ends in order removes its row: others may have served the queue since.
     return f"; one that did, {named([dead])}, was seen {duration(dead.seen_seconds)} ago and has not ended in order"
 
 
@@ -153,7 +162,10 @@ def _last_details(relays: Relays) -> dict[str, Value]:
 
 
 def find_unknown_kind(relays: Relays, job: Row[Any]) -> Iterator[Reason]:
-    """Relays serve the queue, and none of them knows the job's kind. `job` is a row of `job_facts`."""
+    """Yield a reason if relays serve the queue, but none of them knows the job's kind.
+
+    `job` is a row of `job_facts`.
+    """
     serving = relays.serving
     if serving and not any(relay.knows for relay in serving):
         yield Reason(
@@ -166,13 +178,13 @@ def find_unknown_kind(relays: Relays, job: Row[Any]) -> Iterator[Reason]:
 
 
 def known_by(relays: Relays) -> str:
-    """The living relays that know the kind, as the end of a sentence."""
+    """Return the living relays that know the kind, as the end of a sentence; an empty text if there are none."""
     knowing = [relay for relay in relays.living if relay.knows]
     return f"; it is known to {named(knowing)}" if knowing else ""
 
 
 def find_busy_slots(relays: Relays, job: Row[Any]) -> Iterator[Reason]:
-    """All slots that serve the queue worked when their relays were last seen, and the job could have run by then."""
+    """Yield a reason if all slots of the queue's relays were busy when these were last seen, after the job was due."""
     serving = relays.serving
     waited_seconds = -job.due_in_seconds
     if serving and not any(relay.has_room or relay.seen_seconds >= waited_seconds for relay in serving):
@@ -194,7 +206,7 @@ def find_busy_slots(relays: Relays, job: Row[Any]) -> Iterator[Reason]:
 
 
 def longest_of(relays: Relays) -> str:
-    """The longest-running job on the relays that serve the queue, as the end of a sentence."""
+    """Return the longest-running job on the relays that serve the queue, as the end of a sentence, or an empty text."""
     found = relays.longest
     if found is None:
         return ""

@@ -1,4 +1,4 @@
-"""Jobs that wait: for their time, for a relay that knows them, for others of their group, or for their turn."""
+"""Reasons for a job that waits: for its time, for a relay that knows its kind, for its group, or for its turn."""
 
 import shlex
 from collections.abc import Iterator
@@ -29,7 +29,7 @@ _MOST_MESSAGE = 200
 
 
 def find_own(looks: Looks, job: Row[Any], relays: Relays) -> Iterator[Reason]:
-    """Find reasons in the job itself: its expiry, its crashes, its time, and whether its kind may run, and is known."""
+    """Yield reasons in the job itself: it expires, its relay died, its time is later, its kind is paused or unknown."""
     if job.expires_in_seconds is not None:
         yield from _expiry(job)
     if job.state in _SUSPECT:
@@ -138,7 +138,7 @@ def _scheduled(job: Row[Any]) -> Reason:
 
 
 def find_blocked_in_group(looks: Looks, job: Row[Any], per_group: int, relays: Relays) -> Iterator[Reason]:
-    """Jobs of its group come before it: the first of them, and why that one does not run."""
+    """Yield a reason if other jobs of the group come first; it includes why the first of these does not run."""
     if job.group_key is None or job.state == "group_waiting":
         return
     ahead = looks.count(
@@ -165,7 +165,7 @@ def find_blocked_in_group(looks: Looks, job: Row[Any], per_group: int, relays: R
 
 
 def _own_of_head(looks: Looks, head: Row[Any], job: Row[Any], relays: Relays) -> Iterator[Reason]:
-    # What is known of the kind of `job` says nothing of another one.
+    # Facts about the kind of `job` do not apply to the other job.
     return find_own(looks, head, relays if head.kind == job.kind else look_at_relays(looks, head.queue, head.kind))
 
 
@@ -175,7 +175,7 @@ def _number(ahead: int) -> str:
 
 
 def find_coalesced(looks: Looks, job: Row[Any]) -> Iterator[Reason]:
-    """A newer job of the same coalescing key runs in its place."""
+    """Yield a reason if a newer job with the same coalescing key exists, which runs in place of this one."""
     if job.unique_key is None:
         return
     newest = looks.row("jobs of its key", statements.newest_of_key(looks.schema, job.unique_key, job.id))
@@ -184,7 +184,7 @@ def find_coalesced(looks: Looks, job: Row[Any]) -> Iterator[Reason]:
     more = " or more" if newest.jobs >= statements.MOST_LOOKED_AT else ""
     yield Reason(
         "coalesced",
-        f"job {newest.id} of the same key was added later: one run with the arguments of the newest one stands for all "
+        f"job {newest.id} of the same key was added later: one run with the arguments of the newest one is for all "
         f"{newest.jobs:,}{more}",
         {"newest": str(newest.id), "jobs": newest.jobs},
         f"Nothing. See what that job waits for: outboxq explain {newest.id}.",
@@ -192,10 +192,10 @@ def find_coalesced(looks: Looks, job: Row[Any]) -> Iterator[Reason]:
 
 
 def find_turn(looks: Looks, job: Row[Any], relays: Relays, *, may_run: bool) -> Iterator[Reason]:
-    """Others come first, or nothing is in the way of the job.
+    """Yield a reason if other jobs of the queue come first, or a reason that nothing keeps the job from running.
 
     Args:
-        may_run: No other reason was found.
+        may_run: True if no other reason was found, so that the job may run now.
     """
     busy = list(find_busy_slots(relays, job)) if may_run else []
     yield from busy

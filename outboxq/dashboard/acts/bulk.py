@@ -1,4 +1,4 @@
-"""Actions on many rows: apply a preview, stop a change, or resume one."""
+"""Actions on changes of many rows: begin a change that was previewed, stop one that runs, or resume one."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -25,10 +25,11 @@ from outboxq.errors import AuditNotFound
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Apply:
-    """A preview, as its page has it.
+    """The fields that the form of a preview's page sends to apply the change.
 
     Attributes:
-        typed: The text that confirms it, if it has to be confirmed.
+        intent: The preview as a signed text (see `Intent`): the rows that were shown, and the change of them.
+        typed: The text that the user typed to confirm the change; None if the form had no field for it.
     """
 
     intent: Annotated[str, Meta(max_length=20_000)]
@@ -37,20 +38,20 @@ class Apply:
 
 
 def about_entry(look: Look, asked: OfEntry) -> About:
-    """The change of many rows of a form."""
+    """Return the subject of the forms that stop or resume a change of many rows: its name, and the path of its page."""
     entry = show_audit(look.connection, asked.entry).entry
     return About(name=f"{entry.action} by {entry.actor}", back=f"audit/{entry.id}")
 
 
 STOP = Form(
     title="Stop this change",
-    means="It ends behind the page that is under way. What was changed stays as it is, and it can be gone on with.",
+    means="It ends after its current page. What was changed stays as it is, and the change can be resumed.",
     button="Stop",
     about=about_entry,
 )
 RESUME = Form(
     title="Go on with this change",
-    means="It goes on behind its last page, with the rows that were meant when it began. A process that still works on "
+    means="It goes on after its last page, with the rows that were meant when it began. A process that still works on "
     "it ends at its next page.",
     button="Go on",
     about=about_entry,
@@ -58,7 +59,13 @@ RESUME = Form(
 
 
 def apply_preview(work: Work, asked: Apply) -> Done:
-    """Begin the change that a preview has shown."""
+    """Check the preview that a form has sent back, and return a result that makes the dashboard run its change.
+
+    The change then runs in the background. It is not run if the audit shows that it was begun before.
+
+    Raises:
+        Refused: the preview cannot be applied, or the database has no audit that the dashboard may write.
+    """
     intent = work.desk.intents.open(asked.intent, work.caller)
     _check(work, intent, asked.typed)
     back = f"audit/{intent.entry}"
@@ -79,16 +86,22 @@ def apply_preview(work: Work, asked: Apply) -> Done:
 
 
 def stop_run(work: Work, asked: ReasonedEntry) -> Done:
-    """Stop a change before its next page."""
+    """Mark a change of many rows as stopped: the process that runs it then ends it after the present page of rows."""
     with work.begin() as connection:
         _bulk(show_audit(connection, asked.entry))
         stopped: Literal["stopped", "stopped already", "over"] = work.actions.stop(connection, asked.entry)
-    said = {"stopped": "It is stopped.", "stopped already": "It was stopped already.", "over": "It was over already."}
+    said = {"stopped": "It is stopped.", "stopped already": "It was stopped already.", "over": "It had ended already."}
     return Done(said[stopped], f"audit/{asked.entry}", {"state": stopped})
 
 
 def resume_run(work: Work, asked: ReasonedEntry) -> Done:
-    """Go on with a change after its last page."""
+    """Return a result that makes the dashboard resume a change of many rows that was stopped or cut off.
+
+    The change then goes on in the background, after the last page of rows that it committed.
+
+    Raises:
+        Refused: the entry of the audit is no change of many rows, or the user lacks the role for it.
+    """
     with work.begin() as connection:
         detail = show_audit(connection, asked.entry)
     _bulk(detail)
@@ -114,17 +127,20 @@ def _resume(work: Work, entry: UUID, begin: Begin, on_page: OnPage) -> Total:
 
 
 def _most_of(work: Work) -> int | None:
-    """The number of rows that the user may change at once."""
+    """Return the most rows that this user may change at once: 10,000, or None (no limit) for an admin."""
     return None if work.caller.user.role >= Role.ADMIN else MAX_COUNT
 
 
 def _check(work: Work, intent: Intent, typed: str | None) -> None:
-    """Refuse a preview that is too old, takes another role, or was not confirmed."""
+    """Refuse a preview whose change needs a higher role, that is older than five minutes, or that was not confirmed.
+
+    To confirm, the user types one of the words that `Intent.words` returns.
+    """
     role, is_production = work.caller.user.role, work.desk.settings.is_production
     if role < intent.needs:
         raise Refused(403, f"This takes the role {intent.needs.label}, and yours is {role.label}.")
     if intent.is_old:
-        raise Refused(409, "The preview was older than five minutes. This is how it stands now: look at it once more.")
+        raise Refused(409, "The preview was older than five minutes. This is the present state: look at it once more.")
     if not intent.is_confirmed(typed, is_production=is_production):
         words = " or ".join(intent.words(is_production=is_production))
         raise Refused(400, f"Nothing was done yet: type {words} to confirm it.")

@@ -16,21 +16,24 @@ from outboxq.errors import JobNotFound
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RetryWith(ReasonedJob):
-    """Other arguments."""
+    """The fields of the form that retries a dead letter with other arguments."""
 
     args: Document
     unchecked: bool = False
 
 
 def about_dead(look: Look, asked: OfJob) -> About:
-    """The dead letter of a form."""
+    """Return the subject of a form about one dead letter: the dead letter's name, and the path of its page."""
     dead = show_dead(look.connection, asked.job_id).dead
     notes = args_notes(look.kinds, dead.kind)
     return About(name=f"{dead.kind} {dead.id}", back=f"dead/{dead.id}", notes=notes)
 
 
 def about_dead_args(look: Look, asked: OfJob) -> About:
-    """The dead letter of a form, with its arguments, if all of them may be seen."""
+    """Return the subject of the form that retries a dead letter with other arguments.
+
+    The form's field is filled with the present arguments, but is empty if some of them are hidden.
+    """
     detail = show_dead(look.connection, asked.job_id)
     shown = args_to_edit(look, look.payloads.document(detail.dead.kind, detail.args, hook=True), detail.args)
     return replace(
@@ -65,13 +68,16 @@ DISCARD = Form(
 
 
 def retry_dead(work: Work, asked: ReasonedJob) -> Done:
-    """Make a dead letter a job that waits."""
+    """Turn a dead letter back into a waiting job, with the same arguments."""
     total = work.actions.run(work.begin, RetryDead(_only(asked.job_id)))
     return _retried(total, asked.job_id)
 
 
 def retry_dead_with(work: Work, asked: RetryWith) -> Done:
-    """Make a dead letter a job with other arguments, which are checked against its handler if that is known."""
+    """Turn a dead letter back into a waiting job with other arguments.
+
+    If the dashboard has a registry, the arguments are checked against the kind's handler.
+    """
     check = checked_args(asked.args, work.desk.kinds, unchecked=asked.unchecked)
     total = work.actions.run(work.begin, RetryDead(_only(asked.job_id), asked.args), check=check)
     return _retried(total, asked.job_id)
@@ -98,6 +104,6 @@ def _check(total: Total, job_id: UUID) -> None:
     if total.held:
         raise Refused(409, "Another session has it at this moment: nothing was done. Try again in a moment.")
     if total.key_taken:
-        raise Refused(409, "Another job with its unique key waits or runs: wait until that one is over, or cancel it.")
+        raise Refused(409, "Another job with its unique key waits or runs: wait until that one ends, or cancel it.")
     if total.refused:
         raise Refused(409, "A job with its id waits or runs already, or no job may be as it is (too long, perhaps).")

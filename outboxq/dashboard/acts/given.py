@@ -1,4 +1,4 @@
-"""Values that forms give as text: arguments, and times."""
+"""Values that forms send as text: arguments and times."""
 
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
@@ -26,10 +26,12 @@ UNCHECKED = Field(
 
 
 def checked_args(args: str, kinds: KnownKinds, *, unchecked: bool) -> "CheckArgs | None":
-    """The function that checks arguments against the handler of a kind; None without a registry, if that was confirmed.
+    """Check that `args` is a JSON object; return a function that checks such arguments against the handler of a kind.
+
+    Return None if the dashboard has no registry, and so knows no handlers: the user has to confirm that (`unchecked`).
 
     Raises:
-        Refused: they are not a JSON object, or it was not confirmed that nothing checks them.
+        Refused: `args` is not a JSON object, or there is no registry and the user has not confirmed that.
     """
     try:
         msgspec.json.decode(args.encode(), type=dict[str, msgspec.Raw])
@@ -43,24 +45,30 @@ def checked_args(args: str, kinds: KnownKinds, *, unchecked: bool) -> "CheckArgs
 
 
 def args_notes(kinds: KnownKinds, kind: str) -> tuple[str, ...]:
-    """The notes to read before a job of a kind is given arguments."""
+    """Return the warnings for a form about new arguments: one if the registry has no handler of the job's kind.
+
+    Otherwise, and without a registry, the tuple is empty.
+    """
     if kinds.lacks(kind):
         return (str(UnknownKind(kind, kinds.names)),)
     return ()
 
 
 def args_to_edit(look: Look, document: Document, stored: str) -> str:
-    """The initial arguments of a form; none if some are hidden, as their masks would be written back."""
+    """Return the initial text of a form's field for arguments: the present arguments of the job as JSON.
+
+    Empty if some of them are hidden: if the form showed masks in their place, it would save the masks as arguments.
+    """
     shown = look.payloads.mode == "shown" and look.payloads.redact is None
     is_whole = shown or document.raw == stored
     return document.pretty if is_whole and document.why is None else ""
 
 
 def moment_in(text: str) -> datetime:
-    """A time in ISO 8601, in UTC without an offset.
+    """Return the time that a text in a form gives in ISO 8601; a text without an offset is in UTC.
 
     Raises:
-        Refused: it is not a time.
+        Refused: the text is not a time.
     """
     try:
         found = datetime.fromisoformat(text.strip())

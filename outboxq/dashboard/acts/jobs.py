@@ -1,4 +1,4 @@
-"""Actions on one job that waits or runs, and on a finished one."""
+"""Actions on one job: on a waiting, running or finished one."""
 
 from dataclasses import dataclass, replace
 from typing import Annotated, Literal
@@ -23,52 +23,62 @@ from outboxq.outbox.options import MAX_PRIORITY
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CancelJob(ReasonedJob):
-    """The outcome that a cancelled job is to have."""
+    """The fields of the two forms that cancel a job: by its relay, or by ending the database session that runs it.
+
+    Attributes:
+        outcome: `discard` deletes the cancelled job, `dead` makes it a dead letter.
+    """
 
     outcome: Literal["discard", "dead"] = "discard"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NewPriority(ReasonedJob):
-    """Another priority."""
+    """The fields of the form that changes a job's priority."""
 
     priority: Annotated[int, Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NewTime(ReasonedJob):
-    """Another time."""
+    """The fields of the form that changes the time at which a job runs."""
 
     run_at: Annotated[str, Meta(min_length=1, max_length=40)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NewArguments(ReasonedJob):
-    """Other arguments."""
+    """The fields of the form that changes a job's arguments."""
 
     args: Document
     unchecked: bool = False
 
 
 def about_job(look: Look, asked: OfJob) -> About:
-    """The job of a form."""
+    """Return the subject of a form about one job: the job's name, and the path of its page."""
     return _about(show_job(look.connection, asked.job_id).job)
 
 
 def about_priority(look: Look, asked: OfJob) -> About:
-    """The job of a form, with its priority."""
+    """Return the subject of the form that changes a job's priority; the field is filled with the present priority."""
     job = show_job(look.connection, asked.job_id).job
     return replace(_about(job), values={"priority": str(job.priority)})
 
 
 def about_time(look: Look, asked: OfJob) -> About:
-    """The job of a form, with its time."""
+    """Return the subject of the form that changes the time at which a job runs.
+
+    The form's field is filled with the present time.
+    """
     job = show_job(look.connection, asked.job_id).job
     return replace(_about(job), values={"run_at": job.run_at.isoformat(timespec="seconds")})
 
 
 def about_args(look: Look, asked: OfJob) -> About:
-    """The job of a form, with its arguments, if all of them may be seen."""
+    """Return the subject of the form that changes a job's arguments.
+
+    The form's field is filled with the present arguments, but is empty if some of them are hidden.
+    """
     detail = show_job(look.connection, asked.job_id)
     kind = detail.job.kind
     shown = args_to_edit(look, look.payloads.document(kind, detail.args, hook=True), detail.args)
@@ -81,7 +91,10 @@ def about_args(look: Look, asked: OfJob) -> About:
 
 
 def about_running(look: Look, asked: OfJob) -> About:
-    """The job of a form, and the others that share its transaction."""
+    """Return the subject of the form that ends the database session of a running job.
+
+    A note in the form says the number of other jobs in the same transaction: they are rolled back too.
+    """
     job = show_job(look.connection, asked.job_id).job
     others = look.at("the other jobs of its transaction", lambda c: cancellation.count_sharing(c, job.id))
     notes = ["It may be done by the time that this is sent: then nothing is ended."]
@@ -95,7 +108,7 @@ def about_running(look: Look, asked: OfJob) -> About:
 
 
 def about_finished(look: Look, asked: OfJob) -> About:
-    """The finished job of a form."""
+    """Return the subject of the form that runs a finished job again."""
     kind = show_finished(look.connection, asked.job_id).finished.kind
     return About(name=f"{kind} {asked.job_id}", back=f"done/{asked.job_id}")
 
@@ -108,7 +121,7 @@ _OUTCOME = Field(
 )
 CANCEL = Form(
     title="Cancel this job",
-    means="If it waits, it is gone at once. If it runs, its relay is asked to end it: what its handler wrote is rolled "
+    means="If it waits, it is gone at once. If it runs, its relay is to end it: what its handler wrote is rolled "
     "back. It may come to its end before.",
     button="Cancel",
     about=about_job,
@@ -173,7 +186,7 @@ RUN_AGAIN = Form(
 
 
 def cancel_job(work: Work, asked: CancelJob) -> Done:
-    """Cancel a job, or request that from its relay."""
+    """Cancel a waiting job at once. If the job runs, request from its relay to end it, which takes some seconds."""
     total = _request(work, asked)
     back = f"jobs/{asked.job_id}"
     if total.requested:
@@ -183,7 +196,13 @@ def cancel_job(work: Work, asked: CancelJob) -> Done:
 
 
 def terminate_job(work: Work, asked: CancelJob) -> Done:
-    """Cancel a job that runs, and end the session that runs it."""
+    """Cancel a running job, and end the database session that runs it.
+
+    If the job is found to be waiting again, it is only cancelled, and no session is ended.
+
+    Raises:
+        Refused: no session runs the job at this moment.
+    """
     total = _request(work, asked)
     back = f"jobs/{asked.job_id}"
     if not total.requested:
@@ -200,7 +219,7 @@ def terminate_job(work: Work, asked: CancelJob) -> Done:
 
 
 def run_now(work: Work, asked: ReasonedJob) -> Done:
-    """Make a job run as soon as a relay is free."""
+    """Make a waiting job due, so that the next free relay runs it."""
     return _change(work, asked.job_id, JobChange(run_now=True), "It runs as soon as a relay is free.")
 
 
@@ -210,13 +229,13 @@ def change_priority(work: Work, asked: NewPriority) -> Done:
 
 
 def change_time(work: Work, asked: NewTime) -> Done:
-    """Give a job another time."""
+    """Change the time at which a job runs."""
     moment = moment_in(asked.run_at)
     return _change(work, asked.job_id, JobChange(run_at=moment), f"It runs at {moment.isoformat(sep=' ')}.")
 
 
 def change_args(work: Work, asked: NewArguments) -> Done:
-    """Give a job other arguments, which are checked against its handler if that is known."""
+    """Give a job other arguments. If the dashboard has a registry, they are checked against the kind's handler."""
     check = checked_args(asked.args, work.desk.kinds, unchecked=asked.unchecked)
     wanted = ChangeJobs(JobFilter(ids=(asked.job_id,)), JobChange(args=asked.args))
     total = work.actions.run(work.begin, wanted, check=check)
@@ -224,7 +243,7 @@ def change_args(work: Work, asked: NewArguments) -> Done:
 
 
 def run_again(work: Work, asked: ReasonedJob) -> Done:
-    """Add a job like a finished one."""
+    """Add a new job like a finished one: with the same kind, queue, arguments and headers."""
     with work.begin() as connection:
         added = work.actions.run_again(connection, asked.job_id)
     return Done(f"The job {added} was added.", f"jobs/{added}", {"added": added})
@@ -242,7 +261,10 @@ def _request(work: Work, asked: CancelJob) -> Total:
 
 
 def _end_if_returned(work: Work, asked: CancelJob) -> None:
-    """End the job if it waits again by now; else its next claim does."""
+    """Cancel the job now if it has gone back to waiting, as its session was ended.
+
+    Otherwise it is cancelled when a relay claims it next.
+    """
     with unmarked(work.begin, [asked.job_id], work.warn), work.begin() as connection:
         cancellation.end_returned(connection, [asked.job_id], asked.outcome)
 

@@ -1,4 +1,4 @@
-"""Actions on what is remembered: settle calls to the outside, and forget messages."""
+"""Actions on effects (calls to other services) and on accepted messages: settle an effect, or forget a message."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -16,7 +16,13 @@ from outboxq.errors import MessageNotFound
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Resolve(OfEffect):
-    """The outcome of a call."""
+    """The fields of the form that settles an effect, which is a call to another service.
+
+    Attributes:
+        verdict: The operator's finding: `applied` if the other service has carried out the call, else
+            `not-applied`.
+        result: The result of an applied call as JSON.
+    """
 
     verdict: Literal["applied", "not-applied"]
     result: Document | None = None
@@ -25,13 +31,16 @@ class Resolve(OfEffect):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Forget(OfMessage):
-    """A message, and why it is forgotten."""
+    """The fields of the form that forgets an accepted message: the message and the reason."""
 
     reason: Reason = ""
 
 
 def about_effect(look: Look, asked: OfEffect) -> About:
-    """The call of a form."""
+    """Return the subject of the form that settles an effect (a call to another service).
+
+    A note in the form gives the idempotency key by which the other service knows the call.
+    """
     found = show_effect(look.connection, asked.scope, asked.key).effect
     notes = (f"Ask the other side by the key that it was given: {found.provider_key}.",)
     back = f"effects/{as_segment(asked.scope)}/{as_segment(asked.key)}"
@@ -39,7 +48,7 @@ def about_effect(look: Look, asked: OfEffect) -> About:
 
 
 def about_message(look: Look, asked: OfMessage) -> About:
-    """The message of a form."""
+    """Return the subject of the form that forgets an accepted message: its name, and the path of its page."""
     show_message(look.connection, asked.consumer, asked.message_id)
     back = f"inbox/{as_segment(asked.consumer)}/{as_segment(asked.message_id)}"
     return About(name=f"{asked.consumer}, {asked.message_id}", back=back)
@@ -86,7 +95,10 @@ FORGET = Form(
 
 
 def resolve_effect(work: Work, asked: Resolve) -> Done:
-    """Settle a call."""
+    """Record that a call to another service (an effect) was applied or not, as the operator has found out.
+
+    An applied call is not made again; one that was not applied is made again by its next caller.
+    """
     if asked.verdict == "not-applied" and asked.result is not None:
         raise Refused(400, "A call that was not applied has no result: leave it empty.")
     verdict = WasApplied(asked.result) if asked.verdict == "applied" else WasNotApplied()
@@ -100,7 +112,7 @@ def resolve_effect(work: Work, asked: Resolve) -> Done:
 
 
 def forget_message(work: Work, asked: Forget) -> Done:
-    """Forget a message."""
+    """Delete the record of an accepted message, so that the message is accepted again if it is delivered again."""
     with work.begin() as connection:
         result = work.actions.forget_messages(connection, asked.consumer, [asked.message_id])
     if result.not_found:

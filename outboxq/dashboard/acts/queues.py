@@ -31,14 +31,14 @@ from outboxq.queue_limits import (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChangeQueue(OfQueue):
-    """One queue, and why it is changed."""
+    """The fields of a form about one queue: the queue, and the reason for the change."""
 
     reason: Reason = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChangeKind(OfKind):
-    """A kind of a queue, and why it is changed."""
+    """The fields of a form about a kind in one queue: the kind, the queue, and the reason for the change."""
 
     queue: Name
     reason: Reason = ""
@@ -46,7 +46,7 @@ class ChangeKind(OfKind):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SetLimits(ChangeQueue):
-    """All limits of a queue; one that is left out is taken away."""
+    """The fields of the form that sets a queue's limits; a limit that is left out is removed."""
 
     limit: Annotated[int, Meta(ge=1, le=MAX_RUNNING)] | None = None
     per_group: Annotated[int, Meta(ge=1, le=MAX_PER_GROUP)] | None = None
@@ -56,18 +56,28 @@ class SetLimits(ChangeQueue):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KeepDead(ChangeQueue):
-    """The time that a queue keeps its dead letters, such as 30d; None as the application declares."""
+    """The fields of the form that sets how long a queue keeps its dead letters.
+
+    Attributes:
+        keep_dead: A duration such as `30d`, or `forever`; None for the one that the application declares.
+    """
 
     keep_dead: Annotated[str, Meta(max_length=20)] | None = None
 
 
 def about_queue(look: Look, asked: OfQueue) -> About:  # noqa: ARG001  # as every form has it
-    """The queue of a form; a queue may be paused before its first job."""
+    """Return the subject of a form about one queue: its name, and the path of its page.
+
+    The queue need not exist: it may be paused before its first job.
+    """
     return About(name=asked.queue, back=f"queues/{as_segment(asked.queue)}")
 
 
 def about_limits(look: Look, asked: OfQueue) -> About:
-    """The queue of a form, with the limits that operators have set."""
+    """Return the subject of the form that sets a queue's limits.
+
+    The form's fields are filled with the limits that operators have set.
+    """
     known = _setting_of(look, asked.queue)
     values: dict[str, object] = {}
     if known is not None:
@@ -79,7 +89,10 @@ def about_limits(look: Look, asked: OfQueue) -> About:
 
 
 def about_keeping(look: Look, asked: OfQueue) -> About:
-    """The queue of a form, with how long operators have its dead letters kept."""
+    """Return the subject of the form that sets how long a queue keeps its dead letters.
+
+    The form's field is filled with the time that operators have set, if any.
+    """
     known = _setting_of(look, asked.queue)
     seconds = None if known is None else known.keep_dead_seconds
     return replace(about_queue(look, asked), values={} if seconds is None else {"keep_dead": keep_text(seconds)})
@@ -90,7 +103,11 @@ def _setting_of(look: Look, queue: str) -> Queue | None:
 
 
 def about_kind(look: Look, asked: OfKind) -> About:
-    """The kind of a form, with a queue that it has had jobs in, or is paused in."""
+    """Return the subject of the forms that pause or resume a kind.
+
+    Their field for the queue is filled with a queue in which the kind is paused, or else one in which the kind had jobs
+    within 24 hours.
+    """
     paused = [each.queue for each in list_paused_kinds(look.connection) if each.kind == asked.kind]
     recent = look.at("its queues", lambda c: read_history(c, kind=asked.kind, since=span_of("24h").back, by="kind"))
     queues = paused or [row.queue for row in recent or [] if row.queue]
@@ -129,7 +146,7 @@ KEEP_DEAD = Form(
         Field(
             name="keep_dead",
             label="Keep them for",
-            help=f"Such as 30d, 12h or 90m; or {FOREVER}, whatever the application declares.",
+            help=f"Such as 30d, 12h or 90m; or {FOREVER}, even if the application declares a time.",
             max_length=20,
         ),
     ),
@@ -152,7 +169,7 @@ RESUME_KIND = Form(
 
 
 def pause_queue(work: Work, asked: ChangeQueue) -> Done:
-    """Pause a queue."""
+    """Pause a queue: relays claim no more of its jobs."""
     with work.begin() as connection:
         changed = work.actions.pause_queues(connection, [asked.queue])
     text = f"The queue {asked.queue} is paused." if changed else f"The queue {asked.queue} was paused already."
@@ -160,7 +177,7 @@ def pause_queue(work: Work, asked: ChangeQueue) -> Done:
 
 
 def resume_queue(work: Work, asked: ChangeQueue) -> Done:
-    """Resume a queue."""
+    """Resume a queue: relays claim its jobs again."""
     with work.begin() as connection:
         changed = work.actions.resume_queues(connection, [asked.queue])
     text = f"The queue {asked.queue} runs again." if changed else f"The queue {asked.queue} was not paused."
@@ -168,7 +185,7 @@ def resume_queue(work: Work, asked: ChangeQueue) -> Done:
 
 
 def set_limits(work: Work, asked: SetLimits) -> Done:
-    """Set the limits of a queue that are given, and take the others away."""
+    """Set the limits of a queue that the form gives, and remove those that it leaves out."""
     limits = make_limits(running=asked.limit, per_group=asked.per_group, rate=asked.rate, burst=asked.burst)
     given: dict[Limit, object] = {"running": asked.limit, "per_group": asked.per_group, "rate": asked.rate}
     drop: list[Limit] = [name for name, value in given.items() if value is None]
@@ -179,7 +196,10 @@ def set_limits(work: Work, asked: SetLimits) -> Done:
 
 
 def keep_dead(work: Work, asked: KeepDead) -> Done:
-    """Set how long a queue keeps its dead letters; without a time, as the application declares."""
+    """Set how long a queue keeps its dead letters; without a time, remove the setting.
+
+    Then the time counts that the application declares.
+    """
     seconds = None if asked.keep_dead is None else parse_keep(asked.keep_dead.strip())
     with work.begin() as connection:
         changed = work.actions.keep_dead(connection, [asked.queue], seconds)
@@ -188,7 +208,7 @@ def keep_dead(work: Work, asked: KeepDead) -> Done:
 
 
 def pause_kind(work: Work, asked: ChangeKind) -> Done:
-    """Pause a kind of a queue."""
+    """Pause a kind in one queue: relays run no more of its jobs there."""
     with work.begin() as connection:
         changed = work.actions.pause_kinds(connection, asked.queue, [asked.kind])
     said = "is paused" if changed else "was paused already"
@@ -196,10 +216,10 @@ def pause_kind(work: Work, asked: ChangeKind) -> Done:
 
 
 def resume_kind(work: Work, asked: ChangeKind) -> Done:
-    """Resume a kind of a queue, and run the jobs that were put off."""
+    """Resume a kind in one queue. Its jobs that relays have postponed because of the pause become due again."""
     with work.begin() as connection:
         changed = work.actions.resume_kinds(connection, asked.queue, [asked.kind])
-    # Committed by now: relays that have received the resumption do not put them off again.
+    # Committed: relays that received the resumption no longer put these jobs off.
     brought = _bring_back(work, asked)
     said = "runs again" if changed else "was not paused"
     return Done(

@@ -10,7 +10,7 @@ from outboxq.dashboard.view import Look
 
 
 def about_schedule(look: Look, asked: OfSchedule) -> About:
-    """The schedule of a form."""
+    """Return the subject of a form about one schedule: its name, and the path of its page."""
     found = show_schedule(look.connection, asked.name).schedule
     return About(name=found.name, back=f"schedules/{as_segment(found.name)}")
 
@@ -36,21 +36,25 @@ RUN_NOW = Form(
 
 
 def pause_schedule(work: Work, asked: ReasonedSchedule) -> Done:
-    """Pause a schedule."""
+    """Pause a schedule: it adds no jobs until it is resumed."""
     with work.begin() as connection:
         changed = work.actions.pause_schedules(connection, [asked.name])
     return Done("It is paused." if changed else "It was paused already.", _page_of(asked), {"paused": changed})
 
 
 def resume_schedule(work: Work, asked: ReasonedSchedule) -> Done:
-    """Resume a schedule."""
+    """Resume a paused schedule."""
     with work.begin() as connection:
         changed = work.actions.resume_schedules(connection, [asked.name])
     return Done("It runs again." if changed else "It was not paused.", _page_of(asked), {"resumed": changed})
 
 
 def run_schedule(work: Work, asked: ReasonedSchedule) -> Done:
-    """Add a schedule's job now."""
+    """Add the job of a schedule now, in addition to those that it adds at its own times.
+
+    Raises:
+        Refused: a job with the same unique key waits or runs.
+    """
     with work.begin() as connection:
         added = work.actions.run_schedule(connection, asked.name)
     if not added.added:

@@ -1,4 +1,4 @@
-"""Dead letters: grouped by their cause, listed, and one of them."""
+"""Dead letters: the list, with groups by their cause, and the page of one."""
 
 from dataclasses import dataclass, replace
 from uuid import UUID
@@ -24,8 +24,8 @@ class AskedDead(Paged):
     """The parameters of the list of dead letters.
 
     Attributes:
-        error: The type of the last error, as the groups have it.
-        reason: Any part of the reason.
+        error: The type of the last error, as the groups of dead letters name it.
+        reason: A text that the reason contains.
     """
 
     queue: Name | None = None
@@ -35,7 +35,10 @@ class AskedDead(Paged):
 
 
 def show_dead_letters(look: Look, asked: AskedDead) -> View:
-    """The groups of the newest dead letters, and the dead letters that match."""
+    """Return the list of dead letters that match.
+
+    Without a filter the page also groups the newest 1,000 dead letters by their cause.
+    """
     if asked.reason is not None and not look.payloads.may_search:
         raise ArgumentError("texts of errors are hidden here, and cannot be searched")
     wanted = DeadFilter(queue=asked.queue, kind=asked.kind, error=asked.error, reason=asked.reason)
@@ -52,7 +55,10 @@ def show_dead_letters(look: Look, asked: AskedDead) -> View:
 
 
 def _find(look: Look, connection: Connection, wanted: DeadFilter, asked: AskedDead) -> Found[DeadJob]:
-    """The dead letters as they may be seen; one that only matches by what is hidden is left out."""
+    """Find the dead letters that match, with secrets removed from their reasons.
+
+    If the user searches for a text, a dead letter is left out that has the text only in a hidden part of its reason.
+    """
 
     def find(before: UUID | None) -> Found[DeadJob]:
         found = find_dead(connection, wanted, before=before, limit=asked.limit)
@@ -66,12 +72,12 @@ def _find(look: Look, connection: Connection, wanted: DeadFilter, asked: AskedDe
 
 
 def show_dead_letter(look: Look, asked: OfJob) -> View:
-    """One dead letter."""
+    """Return the page of one dead letter."""
     return dead_view(look, show_dead(look.connection, asked.job_id), None)
 
 
 def find_dead_letter(look: Look, job_id: UUID) -> DeadDetail | None:
-    """A dead letter, if the job is one."""
+    """Return the dead letter that this job has become; None if there is none, or dead letters cannot be read."""
     try:
         return look.at("dead letters", lambda c: show_dead(c, job_id))
     except JobNotFound:
@@ -79,7 +85,7 @@ def find_dead_letter(look: Look, job_id: UUID) -> DeadDetail | None:
 
 
 def dead_view(look: Look, detail: DeadDetail, explanation: Explanation | None) -> View:
-    """One dead letter, its arguments and errors included."""
+    """Return the page of one dead letter, with its arguments and errors."""
     dead, payloads = detail.dead, look.payloads
     secrets = payloads.secrets_of(detail.args, detail.headers)
     errors = hide_errors(payloads, detail.errors, secrets)

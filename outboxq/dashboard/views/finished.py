@@ -1,4 +1,4 @@
-"""Finished jobs, of kinds that keep them."""
+"""The list and the page of finished jobs. Only kinds that are declared so keep them."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -20,7 +20,7 @@ class AskedDone(Paged):
 
 
 def show_done_jobs(look: Look, asked: AskedDone) -> View:
-    """The finished jobs that match, the last added first."""
+    """Return the list of the finished jobs that match, the last added first."""
     wanted = DoneFilter(queue=asked.queue, kind=asked.kind, outcome=asked.outcome)
     found = look.at("finished jobs", lambda c: find_done(c, wanted, before=asked.before, limit=asked.limit)) or Found(
         ()
@@ -31,5 +31,5 @@ def show_done_jobs(look: Look, asked: AskedDone) -> View:
 
 
 def show_done_job(look: Look, asked: OfJob) -> View:
-    """One finished job."""
+    """Return the page of one finished job."""
     return done_view(look, show_finished(look.connection, asked.job_id))

@@ -27,13 +27,13 @@ class AskedSchedules:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AskedBatch:
-    """One batch."""
+    """The parameter of a batch's page: the id of the batch."""
 
     batch_id: UUID
 
 
 def show_schedules(look: Look, asked: AskedSchedules) -> View:
-    """The schedules, each with its next times."""
+    """Return the list of schedules, each with its next times."""
     find = lambda c: list_schedules(c, queue=asked.queue, kind=asked.kind, limit=_MOST_SCHEDULES + 1)  # noqa: E731
     found = look.at("the schedules", find) or []
     shown = found[:_MOST_SCHEDULES]
@@ -47,7 +47,7 @@ def show_schedules(look: Look, asked: AskedSchedules) -> View:
 
 
 def show_one_schedule(look: Look, asked: OfSchedule) -> View:
-    """One schedule with its job and its next times."""
+    """Return the page of one schedule, with its job and its next times."""
     detail = show_schedule(look.connection, asked.name)
     kind = detail.schedule.kind
     documents = {
@@ -58,7 +58,10 @@ def show_one_schedule(look: Look, asked: OfSchedule) -> View:
 
 
 def _fires_after(schedule: Schedule) -> list[datetime]:
-    """The times that follow the next one; none of a schedule that is paused, or that cannot be read here."""
+    """Return the two times of a schedule after its next one, `next_at`.
+
+    Return none if the schedule is paused, or if this machine does not know its time zone or cannot read its cron text.
+    """
     if schedule.paused_at is not None:
         return []
     try:
@@ -69,7 +72,7 @@ def _fires_after(schedule: Schedule) -> list[datetime]:
 
 
 def zone_is_known(cron: str, time_zone: str) -> bool:
-    """Return True if this machine can read a schedule."""
+    """Return True if this machine knows a schedule's time zone, and can read its cron text."""
     try:
         Cron(cron, time_zone)
     except ArgumentError:
@@ -78,7 +81,7 @@ def zone_is_known(cron: str, time_zone: str) -> bool:
 
 
 def show_flow(look: Look, asked: Nothing) -> View:  # noqa: ARG001  # as every screen has it
-    """Limits of queues, groups that are held up, and paused queues and kinds."""
+    """Return the page of queues' limits, groups whose next job is held up, and paused queues and kinds."""
     queues = look.at("the queues", list_queues) or []
     data = {
         "limits": look.at("the limits", list_limits) or [],
@@ -90,13 +93,13 @@ def show_flow(look: Look, asked: Nothing) -> View:  # noqa: ARG001  # as every s
 
 
 def show_batches(look: Look, asked: Nothing) -> View:  # noqa: ARG001  # as every screen has it
-    """The oldest open batches."""
+    """Return the list of the 50 oldest open batches."""
     found = look.at("the batches", lambda c: list_batches(c, limit=_MOST_BATCHES + 1)) or []
     return View("batches.html", "Batches", {"batches": found[:_MOST_BATCHES], "more": len(found) > _MOST_BATCHES})
 
 
 def show_one_batch(look: Look, asked: AskedBatch) -> View:
-    """One open batch, and its members by their states."""
+    """Return the page of one open batch, with the numbers of its jobs by state."""
     detail = show_batch(look.connection, asked.batch_id)
     callback = look.payloads.callback(detail.batch.kind, detail.callback)
     data = {**flat(detail, callback=callback), "states": dict(detail.states)}

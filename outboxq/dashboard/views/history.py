@@ -1,4 +1,4 @@
-"""The time that charts show: how far back, in which steps."""
+"""The period that a chart covers, and the numbers for its charts from the history of jobs."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,10 +13,12 @@ from outboxq.dashboard.views.overview import series_of
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A time back from now.
+    """A period that ends now, for charts.
 
     Attributes:
-        step: The width of a bar: several minutes or hours are drawn as one.
+        back: The length of the period.
+        by: The unit of the history's rows that are read, `minute` or `hour`.
+        step: The time that one bar of a chart covers.
     """
 
     back: timedelta
@@ -35,12 +37,15 @@ PERIODS = tuple(_SPANS)
 
 
 def span_of(period: Period) -> Span:
-    """The time that a period means."""
+    """Return the period of charts that a name such as `24h` means."""
     return _SPANS[period]
 
 
 def series_in(rows: list[HistoryRow], now: datetime, span: Span) -> dict[str, list[Series]]:
-    """The outcomes, waits and runs of each step, also of those in which nothing was done."""
+    """Return the lines and bars of a period's charts, by chart: `outcomes`, `wait` and `run`.
+
+    A step of time for which the history has no row counts as one without jobs.
+    """
     last = now.replace(second=0, microsecond=0)
     if span.by == "hour":
         last = last.replace(minute=0)
@@ -50,6 +55,6 @@ def series_in(rows: list[HistoryRow], now: datetime, span: Span) -> dict[str, li
 
 
 def failed(row: HistoryRow) -> float:
-    """The part of the attempts that failed."""
+    """Return the share of attempts in a row of the history that failed, from 0 to 1."""
     attempts = row.done + row.retried + row.died + row.discarded
     return (row.retried + row.died) / attempts if attempts else 0.0

@@ -34,8 +34,8 @@ class AskedJobs(Paged):
     """The parameters of the list of jobs.
 
     Attributes:
-        q: A value in the arguments, such as `order_id:7`.
-        columns: Arguments that are shown as columns, with commas between them.
+        q: A value that the arguments contain, such as `order_id:7`.
+        columns: Names of arguments to show as columns, separated by commas.
     """
 
     queue: Name | None = None
@@ -47,7 +47,7 @@ class AskedJobs(Paged):
 
 
 def show_jobs(look: Look, asked: AskedJobs) -> View:
-    """The newest jobs that match."""
+    """Return the list of the newest jobs that match."""
     wanted = JobFilter(queue=asked.queue, kind=asked.kind, state=asked.state, group=asked.group)
     contains = _search(look, asked.q)
     names = _columns(look, asked.columns)
@@ -68,7 +68,10 @@ def _find(
     asked: AskedJobs,
     args_bytes: int,
 ) -> Found[tuple[WaitingJob, str | None]]:
-    """The jobs that match by what may be seen of them: else a search would reveal what is hidden."""
+    """Find the jobs that match, each with its arguments if they were read.
+
+    A job is left out if only a hidden part of its arguments has the searched value: the search would reveal it.
+    """
 
     def find(before: UUID | None) -> Found[tuple[WaitingJob, str | None]]:
         return find_jobs(connection, wanted, contains=contains, args_bytes=args_bytes, before=before, limit=asked.limit)
@@ -84,7 +87,10 @@ def _find(
 
 
 def show_one_job(look: Look, asked: OfJob) -> View:
-    """One job in its present state: waiting or running, dead, finished, or not there."""
+    """Return the page for this job id.
+
+    The job may wait or run, have died or finished; if nothing is known of it, the page says so.
+    """
     explanation = look.at("why", lambda c: explain_job(c, asked.job_id))
     try:
         detail = look.at("the job", lambda c: show_job(c, asked.job_id))
@@ -135,7 +141,7 @@ def _show_absent(look: Look, job_id: UUID, explanation: Explanation | None) -> V
 
 
 def done_view(look: Look, detail: FinishedDetail, explanation: Explanation | None = None) -> View:
-    """One finished job, with what is kept of it."""
+    """Return the page of one finished job, with everything that is kept of it."""
     kind, payloads = detail.finished.kind, look.payloads
     documents = {
         name: None if text is None else payloads.document(kind, text, hook=name == "args")
@@ -149,7 +155,7 @@ def done_view(look: Look, detail: FinishedDetail, explanation: Explanation | Non
 
 
 def _now_of(job: WaitingJob, relays: Sequence[RelaySummary]) -> list[Step]:
-    """The present state of a job, as a step."""
+    """Return the present state of a job in words, as the last entry of the page's timeline."""
     running = next((each for relay in relays for each in relay.running if each.id == job.id), None)
     relay = next((each for each in relays if running is not None and running in each.running), None)
     if job.state in ("running", "leased"):
@@ -186,7 +192,10 @@ def _columns(look: Look, text: str | None) -> list[str]:
 
 
 def _cells(payloads: Payloads, kind: str, args: str | None, names: Sequence[str]) -> list[str]:
-    """The columns of a job."""
+    """Return the texts for a job's extra columns in the list, one for each of these names of arguments.
+
+    A text is the argument's value, without secrets.
+    """
     if not names:
         return []
     seen = None if args is None else payloads.seen_args(kind, args)
@@ -199,12 +208,15 @@ def _cell(found: object) -> str:
     try:
         return (found if isinstance(found, str) else write_tree(found))[:_MAX_CELL_CHARACTERS]
     except (TypeError, ValueError):
-        # The application's hook returned it.
+        # The value comes from the application's hook.
         return ""
 
 
 def _counts(look: Look, queue: str | None) -> dict[str, tuple[int, bool]]:
-    """The number of jobs in each state, and True if it is an estimate."""
+    """Return `{state: (number of jobs, True if that is an estimate)}`.
+
+    Without a queue the jobs of all queues are counted.
+    """
     stats = look.at("the counts", collect_stats)
     if stats is None:
         return {}

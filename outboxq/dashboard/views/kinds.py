@@ -24,14 +24,18 @@ class AskedKinds:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AskedKind:
-    """A kind, and how far back its charts go."""
+    """The parameters of one kind's page: the kind, and how far back its charts go."""
 
     kind: Name
     period: Period = "1h"
 
 
 def show_kinds(look: Look, asked: AskedKinds) -> View:
-    """Every kind that had a job lately, that a relay knows, or that is paused or put off."""
+    """Return the list of kinds.
+
+    It has those that had a job in the period, that a relay knows, that are paused, or whose jobs were postponed because
+    no relay knows them.
+    """
     span = span_of(asked.period)
     history = look.at("the history", lambda c: read_history(c, since=span.back, by="kind")) or []
     stats = look.at("the kinds that no relay knows", collect_stats)
@@ -50,7 +54,7 @@ def show_kinds(look: Look, asked: AskedKinds) -> View:
 
 
 def show_kind(look: Look, asked: AskedKind) -> View:
-    """One kind."""
+    """Return the page of one kind: the outcomes of its jobs, its relays, and its dead letters."""
     name, span = asked.kind, span_of(asked.period)
     history = look.at("the history", lambda c: read_history(c, kind=name, since=span.back, by=span.by)) or []
     queues = look.at("its queues", lambda c: read_history(c, kind=name, since=span.back, by="kind")) or []

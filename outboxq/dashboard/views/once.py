@@ -1,4 +1,4 @@
-"""Records that keep things from happening twice: calls to the outside, and messages that were accepted."""
+"""Records that keep things from being done twice: effects (calls to other services), and accepted messages."""
 
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -15,7 +15,12 @@ STATUSES = ("unknown", "started", "retryable", "done", "failed")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AskedEffects:
-    """The parameters of the list of calls; a page begins after a scope and a key."""
+    """The parameters of the list of effects (calls to other services).
+
+    Attributes:
+        after_scope: With `after_key`, identifies the last effect of the previous page, after which this page
+            begins.
+    """
 
     scope: Scope | None = None
     status: Literal["started", "retryable", "done", "unknown", "failed"] | None = None
@@ -26,7 +31,7 @@ class AskedEffects:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AskedMessages:
-    """The parameters of the list of messages."""
+    """The parameters of the list of accepted messages."""
 
     consumer: Scope | None = None
     message_id: Key | None = None
@@ -34,7 +39,10 @@ class AskedMessages:
 
 
 def show_effects(look: Look, asked: AskedEffects) -> View:
-    """The calls that match; those of unknown outcome above them."""
+    """Return the list of effects (calls to other services) that match.
+
+    The first page without a filter begins with up to 20 effects whose outcome is unknown.
+    """
     after = None if asked.after_scope is None or asked.after_key is None else (asked.after_scope, asked.after_key)
     wanted = EffectFilter(scope=asked.scope, status=asked.status)
     found = look.at("the calls", lambda c: find_effects(c, wanted, after=after, limit=asked.limit + 1)) or []
@@ -52,20 +60,20 @@ def show_effects(look: Look, asked: AskedEffects) -> View:
 
 
 def show_one_effect(look: Look, asked: OfEffect) -> View:
-    """One call, its result included."""
+    """Return the page of one effect (a call to another service), with its result."""
     detail = show_effect(look.connection, asked.scope, asked.key)
     payloads = look.payloads
     result = None if detail.result is None else payloads.document(asked.scope, without_bytes(payloads, detail.result))
     data = flat(detail, result=result)
     data["error"] = payloads.text(detail.effect.error, payloads.secrets_of(detail.result))
     if payloads.mode != "shown":
-        # Guesses at the call's arguments could be compared with it.
+        # The fingerprint is not shown: guesses at the call's arguments could be compared with it.
         data["fingerprint"] = None
     return View("effect.html", "Effect", data)
 
 
 def show_messages(look: Look, asked: AskedMessages) -> View:
-    """The latest messages that match."""
+    """Return the list of the latest accepted messages that match."""
     wanted = MessageFilter(consumer=asked.consumer, message_id=asked.message_id)
     found = look.at("the messages", lambda c: latest_messages(c, wanted, limit=asked.limit + 1)) or []
     data = {"messages": found[: asked.limit], "more": len(found) > asked.limit}
@@ -73,7 +81,7 @@ def show_messages(look: Look, asked: AskedMessages) -> View:
 
 
 def show_one_message(look: Look, asked: OfMessage) -> View:
-    """One message."""
+    """Return the page of one accepted message."""
     message = show_message(look.connection, asked.consumer, asked.message_id)
     return View("message.html", "Message", flat(message))
 

@@ -20,14 +20,21 @@ _MOST_RELAYS = 200
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AskedAudit(Paged):
-    """The parameters of the list of actions. `action`: its name, or the part before its dot."""
+    """The parameters of the list of operators' actions.
+
+    Attributes:
+        action: The name of an action, such as `dead.retry`, or its part before the dot.
+    """
 
     actor: Scope | None = None
     action: Name | None = None
 
 
 def show_relays(look: Look, asked: Nothing) -> View:  # noqa: ARG001  # as every screen has it
-    """The relays that were seen within a day, what runs there for long, and what blocks it."""
+    """Return the list of relays that were seen within a day, with their longest-running jobs.
+
+    If one of these waits for a lock, the page names the session that holds it.
+    """
     relays = look.at("relays", lambda c: list_relays(c, limit=_MOST_RELAYS)) or []
     running = [job for relay in relays if relay.state != "dead" for job in relay.running]
     longest = sorted(running, key=lambda job: -job.seconds)[:_EXPLAINED]
@@ -40,22 +47,22 @@ def show_relays(look: Look, asked: Nothing) -> View:  # noqa: ARG001  # as every
 
 
 def show_doctor(look: Look, asked: Nothing) -> View:  # noqa: ARG001  # as every screen has it
-    """The doctor's findings: what keeps jobs from running, or will, and what to do about it."""
+    """Return the page of the doctor's findings: conditions that keep jobs from running, or will, each with advice."""
     return View("doctor.html", "Doctor", {"findings": look.findings or ()})
 
 
 def show_entries(look: Look, asked: AskedAudit) -> View:
-    """The actions of operators, the latest first."""
+    """Return the list of operators' actions in the audit, the latest first."""
     return _entries(look, asked, only_bulk=False)
 
 
 def show_bulk_runs(look: Look, asked: AskedAudit) -> View:
-    """The actions of operators on many rows, the latest first."""
+    """Return the list of operators' actions on many rows, the latest first."""
     return _entries(look, asked, only_bulk=True)
 
 
 def show_entry(look: Look, asked: OfEntry) -> View:
-    """One action with what was meant, and how far it has come."""
+    """Return the page of one action of the audit, with the rows that it was to change, and how far it has come."""
     detail = show_audit(look.connection, asked.entry)
     data = flat(detail, filter=_filter(look, detail.filter), change=_document(detail.change))
     is_bulk = detail.entry.action in BULK_ACTIONS
@@ -63,7 +70,7 @@ def show_entry(look: Look, asked: OfEntry) -> View:
 
 
 def state_of(entry: AuditEntry) -> str:
-    """The state of an action: `done`, `stopped`, `failed`, or `open` if it goes on or was cut off."""
+    """Return the state of an action: `done`, `stopped`, `failed`, or `open` if it goes on or was cut off."""
     if entry.finished_at is not None:
         return "done"
     if entry.stopped_at is not None:
@@ -84,7 +91,10 @@ def _entries(look: Look, asked: AskedAudit, *, only_bulk: bool) -> View:
 
 
 def _filter(look: Look, text: str | None) -> Document | None:
-    """The filter of an action; a text searched in dead letters may be a part of an error's text."""
+    """Return the filter of an operator's action, as a document for the page.
+
+    The texts by which it searched dead letters are redacted: they may be part of an error's text.
+    """
     try:
         tree = None if text is None else read_tree(text)
     except TooDeep as error:
@@ -100,7 +110,10 @@ def _filter(look: Look, text: str | None) -> Document | None:
 
 
 def _document(text: str | None) -> Document | None:
-    """A text of the audit, which is not a payload, except for texts searched in dead letters."""
+    """Return a JSON text of the audit as a document for the page.
+
+    It needs no redaction: the audit keeps no payloads.
+    """
     if text is None:
         return None
     try:

@@ -1,4 +1,4 @@
-"""The overview: the state of everything, and what waits for an operator."""
+"""The overview: the state of everything, and the work that waits for an operator."""
 
 from dataclasses import asdict, fields
 from datetime import datetime, timedelta
@@ -14,7 +14,7 @@ _HOUR = timedelta(hours=1)
 
 
 def show_overview(look: Look, asked: Nothing) -> View:  # noqa: ARG001  # as every screen has it
-    """Queues, relays and dead letters, and the last hour."""
+    """Return the overview: queues, relays, dead letters, the last hour, and findings that need attention."""
     snapshot = take_snapshot(look.connection)
     look.sections.refused += snapshot.not_known
     history = look.at("the last hour", lambda connection: read_history(connection, since=_HOUR)) or []
@@ -31,7 +31,10 @@ def show_overview(look: Look, asked: Nothing) -> View:  # noqa: ARG001  # as eve
 
 
 def by_minute(rows: list[HistoryRow], now: datetime, minutes: int) -> dict[str, list[Series]]:
-    """The outcomes, waits and runs of each minute, also of those in which nothing was done."""
+    """Return the lines and bars for charts of the last `minutes`, by chart: `outcomes`, `wait` and `run`.
+
+    A minute for which the history has no row counts as one without jobs.
+    """
     last = now.replace(second=0, microsecond=0)
     found = {row.at: row for row in rows}
     each = [found.get(last - timedelta(minutes=back), HistoryRow()) for back in range(minutes - 1, -1, -1)]
@@ -39,7 +42,7 @@ def by_minute(rows: list[HistoryRow], now: datetime, minutes: int) -> dict[str, 
 
 
 def series_of(rows: list[HistoryRow]) -> dict[str, list[Series]]:
-    """The outcomes, waits and runs of rows that follow one another."""
+    """Return the lines and bars for charts of these rows of the history, by chart: `outcomes`, `wait` and `run`."""
     outcomes = [
         Series("done", [row.done for row in rows], "a"),
         Series("retried", [row.retried + row.snoozed for row in rows], "c"),
@@ -57,7 +60,7 @@ def _quantiles(rows: list[HistoryRow], name: str) -> list[Series]:
 
 
 def _sums(snapshot: Snapshot) -> dict[str, object]:
-    """The numbers at the top."""
+    """Return the totals at the top of the overview, by name, such as the number of waiting jobs."""
     alive = [relay for relay in snapshot.relays if relay.state != "dead"]
     queues = [asdict(queue) for queue in snapshot.queues]
     oldest = [queue.oldest_waiting_seconds for queue in snapshot.queues if queue.oldest_waiting_seconds is not None]

@@ -1,4 +1,4 @@
-"""The preview of a change of many rows: its result is signed, so that it can be done as it was shown."""
+"""The preview of a change of many rows: its result is signed, so that the change is made exactly as it was shown."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -36,7 +36,7 @@ What: TypeAlias = Literal[
 ]
 State: TypeAlias = Literal["ready", "grouped", "running", "scheduled", "due", "leased", "orphaned", "suspect"]
 
-# The user waits for the count, and it locks nothing.
+# The time limit of the count: the user waits for it, and it locks nothing.
 _PATIENTLY = "SET LOCAL statement_timeout = '10s'"
 _COUNT_SECONDS = 10.0
 
@@ -46,11 +46,12 @@ class AskedPreview:
     """The parameters of a preview: the rows, and the change of them.
 
     Attributes:
-        of: `selected` means the rows whose ids are given, `all` those that match the filter; without it, the ids if
-            there are some.
-        id: The rows that are selected, up to a page of them.
-        contains: Any part of the reason of dead letters.
-        outcome: The outcome of cancelled jobs.
+        what: The name of the change.
+        of: `selected` means the rows whose ids are given, `all` those that match the filter; by default the ids, if
+            any are given.
+        id: The ids of the selected rows, at most a page of them.
+        contains: A text that the reason of dead letters contains.
+        outcome: For a change that cancels jobs: `discard` deletes them, `dead` makes them dead letters.
     """
 
     what: What
@@ -68,21 +69,21 @@ class AskedPreview:
 
     @property
     def is_selection(self) -> bool:
-        """Return True if selected rows are meant, and no filter."""
+        """Return True if the rows to preview are given by their ids, and not by a filter."""
         return self.of == "selected" or (self.of is None and bool(self.id))
 
     @property
     def is_filter(self) -> bool:
-        """Return True if a filter is given."""
+        """Return True if a field that filters rows, such as a queue, is given."""
         return any((self.queue, self.kind, self.error, self.contains, self.state, self.group))
 
 
 def show_preview(look: Look, asked: AskedPreview) -> View:
-    """The number of rows that would be changed, some of them, and the form that does it."""
+    """Return the preview of a change: the number of rows that it would change, some of them, and the form."""
     if asked.is_selection:
         _check_selection(asked)
     elif asked.contains is not None and look.payloads.mode != "shown":
-        # The number of rows would reveal what is hidden in their reasons.
+        # The number of rows would reveal hidden values in their reasons.
         raise ArgumentError(
             "parts of reasons are hidden here: a change of many rows takes a kind, a queue or the type of an error"
         )
@@ -92,13 +93,17 @@ def show_preview(look: Look, asked: AskedPreview) -> View:
 def _check_selection(asked: AskedPreview) -> None:
     if not asked.id:
         raise Refused(400, "No row is selected. Go back, and select the rows that are meant.")
-    # A list sends its filter too, and says which of the two is meant; a program may not know.
+    # A list sends its filter too, and says which of the two counts; a program may not know that.
     if asked.of is None and asked.is_filter:
         raise Refused(400, "Rows are meant by their ids, or by a filter: give of=selected, or of=all.")
 
 
 def show_preview_again(look: Look, given: Mapping[str, str]) -> View:
-    """Preview the change again as it is now, for a form that was refused."""
+    """Return the preview of the same change once more, with the rows as they are now, because its form was refused.
+
+    Args:
+        given: The fields of the refused form.
+    """
     assert look.caller is not None
     return _show(look, look.desk.intents.open(given.get("intent", ""), look.caller).action)
 
@@ -141,7 +146,7 @@ _VERBS = {
 
 
 def in_words(action: BulkAction, now: datetime) -> str:
-    """A sentence that says which rows are meant, and what is to become of them."""
+    """Return a sentence for people that names an action's rows and change."""
     wanted = action.wanted
     if wanted.ids is not None:
         one, many = ("dead letter", "dead letters") if isinstance(wanted, DeadFilter) else ("job", "jobs")
@@ -213,7 +218,7 @@ def _change(asked: AskedPreview) -> JobChange:
 
 
 def _seen(look: Look, found: Preview) -> Sequence[object]:
-    """The samples as they may be seen."""
+    """Return the preview's sample jobs or dead letters, with secrets removed from their notes and reasons."""
     dead = [each for each in found.samples if isinstance(each, DeadJob)]
     if dead:
         return seen_dead(look, dead)

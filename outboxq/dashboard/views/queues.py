@@ -1,4 +1,4 @@
-"""Queues: all of them, one of them, and the actions that pause and resume one."""
+"""Queues: the list of all of them, and the page of one."""
 
 from dataclasses import dataclass, fields
 from datetime import timedelta
@@ -18,14 +18,14 @@ from outboxq.queue_limits import keep_text
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AskedQueue:
-    """One queue, and how far back its charts go."""
+    """The parameters of one queue's page: the queue, and how far back its charts go."""
 
     queue: Name
     period: Period = "1h"
 
 
 def show_queues(look: Look, asked: Nothing) -> View:  # noqa: ARG001  # as every screen has it
-    """Every queue, with what operators have set for it."""
+    """Return the list of all queues, with the settings of operators."""
     snapshot = take_snapshot(look.connection)
     look.sections.refused += snapshot.not_known
     known = look.at("the settings of queues", list_queues) or []
@@ -35,7 +35,7 @@ def show_queues(look: Look, asked: Nothing) -> View:  # noqa: ARG001  # as every
 
 
 def show_queue(look: Look, asked: AskedQueue) -> View:
-    """One queue: the reasons why it does not run, the outcomes of its jobs, and its next jobs."""
+    """Return the page of one queue: the reasons why it does not run, the outcomes of its jobs, and its next jobs."""
     name, span = asked.queue, span_of(asked.period)
     snapshot = take_snapshot(look.connection, queue=name)
     look.sections.refused += snapshot.not_known

@@ -1,4 +1,4 @@
-"""Texts of other parts of outboxq about jobs, without secrets: they may repeat an error or a note."""
+"""Removes secrets from texts that other parts of outboxq have made about jobs, and that may repeat errors or notes."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -15,7 +15,13 @@ from outboxq.dashboard.view import Look
 
 
 def secrets_by_id(look: Look, of: Listed, ids: Iterable[UUID]) -> Mapping[UUID, Sequence[str]]:
-    """The hidden values of the arguments and headers of jobs, whose texts may repeat them; not known of long ones."""
+    """Return the hidden values in the arguments and headers of jobs, by id, to remove them from texts about the jobs.
+
+    Jobs with long arguments are left out, and their texts are masked whole.
+
+    Args:
+        of: The table that the jobs are in, `job` or `dead_job`.
+    """
     wanted = list(ids)
     if look.payloads.mode != "redacted" or not wanted:
         return {}
@@ -24,20 +30,20 @@ def secrets_by_id(look: Look, of: Listed, ids: Iterable[UUID]) -> Mapping[UUID, 
 
 
 def seen_note(look: Look, job_id: UUID, note: str | None, secrets: Mapping[UUID, Sequence[str]]) -> str | None:
-    """The note of a job; masked if the hidden values of the job are not known."""
+    """Return the note of a job without secrets; a mask if the hidden values of the job are not in `secrets`."""
     if note is None or look.payloads.mode != "redacted" or job_id in secrets:
         return look.payloads.text(note, secrets.get(job_id, ()))
     return MASK
 
 
 def seen_jobs(look: Look, jobs: Sequence[WaitingJob]) -> list[WaitingJob]:
-    """Jobs with their notes as they may be seen."""
+    """Return the same jobs with secrets removed from their notes."""
     secrets = secrets_by_id(look, "job", (each.id for each in jobs if each.note is not None))
     return [replace(each, note=seen_note(look, each.id, each.note, secrets)) for each in jobs]
 
 
 def seen_relays(look: Look, relays: Iterable[RelaySummary]) -> tuple[RelaySummary, ...]:
-    """Relays with the notes of their jobs as they may be seen."""
+    """Return the same relays with secrets removed from the notes of their running jobs."""
     given = tuple(relays)
     noted = (job.id for relay in given for job in relay.running if job.note is not None)
     secrets = secrets_by_id(look, "job", noted)
@@ -50,12 +56,15 @@ def seen_relays(look: Look, relays: Iterable[RelaySummary]) -> tuple[RelaySummar
 
 
 def seen_groups(look: Look, groups: Iterable[DeadGroup]) -> tuple[DeadGroup, ...]:
-    """Groups of dead letters; one without a line of code may have a reason in place of a type."""
+    """Return the same groups of dead letters with secrets removed from their errors.
+
+    The error of a group with a line of code is an exception's type, and stays; that of any other may be a free text.
+    """
     return tuple(replace(each, error=look.payloads.error(each.error)) if each.line is None else each for each in groups)
 
 
 def seen_dead(look: Look, dead: Sequence[DeadJob]) -> list[DeadJob]:
-    """Dead letters with their reasons as they may be seen."""
+    """Return the same dead letters with secrets removed from their reasons."""
     secrets = secrets_by_id(look, "dead_job", (each.id for each in dead))
     return [replace(each, reason=look.payloads.reason(each.reason, secrets.get(each.id))) for each in dead]
 
@@ -63,10 +72,12 @@ def seen_dead(look: Look, dead: Sequence[DeadJob]) -> list[DeadJob]:
 def seen_explanation(
     look: Look, explanation: Explanation | None, secrets: Sequence[str] | None = None
 ) -> Explanation | None:
-    """An explanation: two of its reasons repeat the text of an error.
+    """Return the explanation why a job does not run, without secrets.
+
+    Its reasons `dead` and `retrying` repeat the text of an error.
 
     Args:
-        secrets: The hidden values of the job; None if they are not known, and then that text is left out.
+        secrets: The hidden values of the job; None if they are not known: then the error's text is left out.
     """
     if explanation is None:
         return None
@@ -74,7 +85,10 @@ def seen_explanation(
 
 
 def seen_explanation_of_queue(look: Look, explanation: Explanation | None) -> Explanation | None:
-    """The explanation of a queue, whose next job may have failed before."""
+    """Return the explanation why a queue does not run, without secrets.
+
+    It may repeat the last error of the queue's next job.
+    """
     if explanation is None or explanation.job_id is None:
         return seen_explanation(look, explanation)
     secrets = secrets_by_id(look, "job", [explanation.job_id])
@@ -86,7 +100,7 @@ def _seen(look: Look, reason: Reason, secrets: Sequence[str] | None) -> Reason:
         return reason
     if secrets is not None and look.payloads.knows(secrets):
         return replace(reason, text=look.payloads.text(reason.text, secrets) or "")
-    # Up to the error; its type is no payload.
+    # The part before the error's text; the error's type is not secret.
     said, _, _ = reason.text.partition(" ago: " if reason.code == "dead" else " failed: ")
     kind = reason.details.get("error_type")
     return replace(reason, text=f"{said} ago" if reason.code == "dead" else f"{said} failed: {kind}")

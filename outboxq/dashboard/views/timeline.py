@@ -11,7 +11,12 @@ from outboxq.error_record import StoredAttempt
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A moment in the life of a job."""
+    """A moment in the life of a job, as an entry of the timeline on its page.
+
+    Attributes:
+        at: The time; None for the present.
+        tone: The style in which the step is drawn.
+    """
 
     at: datetime | None
     text: str
@@ -20,7 +25,7 @@ class Step:
 
 
 def timeline(created_at: datetime, attempts: Sequence[StoredAttempt], ends: Sequence[Step]) -> list[Step]:
-    """The history of a job, the oldest step first."""
+    """Return the history of a job, the oldest entry first: when it was added, each failed attempt, then `ends`."""
     steps = [Step(created_at, "added")]
     for each in attempts:
         where = each.where[0] if each.where else None
@@ -29,7 +34,7 @@ def timeline(created_at: datetime, attempts: Sequence[StoredAttempt], ends: Sequ
 
 
 def seen_headers(look: Look, kind: str, headers: str) -> dict[str, str]:
-    """The headers of a job as they may be seen."""
+    """Return the headers of a job without secrets; empty if headers are hidden."""
     raw = look.payloads.document(kind, headers).raw
     found: Tree = read_tree(raw)
     return {key: str(value) for key, value in found.items()} if isinstance(found, dict) else {}

@@ -1,1 +1,1 @@
-"""Metrics for Prometheus: counts of relays, and figures of the tables."""
+"""Metrics for Prometheus: counts of relays, and values read from the tables."""

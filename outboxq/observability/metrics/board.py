@@ -160,7 +160,7 @@ ROWS: Mapping[str, Sequence[Panel]] = {
 
 
 def dashboard() -> dict[str, object]:
-    """The board as Grafana imports it; its data source and its databases and queues are chosen on it."""
+    """Return the board for import into Grafana; data source, databases and queues are chosen on it."""
     return {
         "title": "outboxq",
         "uid": "outboxq",

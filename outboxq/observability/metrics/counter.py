@@ -1,4 +1,4 @@
-"""The counter: a hook that counts those events of a relay which the aggregate does not.
+"""The counter: a hook that counts a relay's events, except for the outcomes of jobs, which the aggregate counts.
 
 Plain dictionaries under one lock: objects of prometheus_client would cost the slots several microseconds a job.
 """
@@ -19,7 +19,7 @@ _Counts: TypeAlias = Iterable[tuple[str, Labels, float]]
 
 
 def _failed(event: events.JobRetried | events.JobDied) -> _Counts:
-    # Empty if no handler ran.
+    # The label is empty if no handler ran.
     return [("outboxq_job_errors_total", (event.job.queue, event.job.kind, event.error_type or "_none"), 1)]
 
 
@@ -54,14 +54,14 @@ COUNTED: Mapping[type[Event], Callable[[Any], _Counts]] = {
     events.Pruned: _pruned,
     events.EffectCalled: lambda event: [("outboxq_effect_calls_total", (event.scope, event.outcome), 1)],
 }
-# Counters without labels, which are 0 until something is counted.
+# Counters without labels, which are 0 until an event is counted.
 _ZEROS = ("outboxq_lease_extension_failures_total", "outboxq_index_rebuilds_total")
 _HANDLED_APART = (events.JobsClaimed, events.DatabaseLost, events.DatabaseBack, events.RelayStarted)
 
 
 @dataclass(slots=True)
 class _Claims:
-    """The claims of a queue that took jobs."""
+    """Counts of one queue's claims that took jobs: the claims, their jobs, and their round trips by duration."""
 
     claims: int = 0
     jobs: int = 0
@@ -69,7 +69,7 @@ class _Claims:
     buckets: list[int] = field(default_factory=lambda: [0] * BUCKETS)
 
     def add(self, count: int, seconds: float) -> None:
-        """Count one."""
+        """Count one claim that took `count` jobs in a round trip of `seconds`."""
         self.claims += 1
         self.jobs += count
         self.seconds += seconds
@@ -77,9 +77,9 @@ class _Claims:
 
 
 class EventCounter:
-    """A hook: counts all that happens other than the outcomes of jobs."""
+    """A hook: counts all events other than the outcomes of jobs."""
 
-    # The events that the hook receives. None comes with every job, unless each is claimed alone.
+    # The events that the hook receives. None of them occurs for every job, unless each job is claimed alone.
     events = frozenset({*COUNTED, *_HANDLED_APART})
 
     def __init__(self) -> None:
@@ -101,7 +101,10 @@ class EventCounter:
                 self._is_lost = isinstance(event, events.DatabaseLost)
 
     def read(self) -> Reading:
-        """All counts so far; what is added to them has the same caps at each call."""
+        """Return all counts so far. A label's values beyond a cap are counted under `_other`.
+
+        All readings share the values that have been counted separately, so that no count moves to another label.
+        """
         reading = Reading(caps=self._reading.caps)
         for name in _ZEROS:
             reading.add(name, (), 0)

@@ -26,44 +26,44 @@ from outboxq.tables import SCHEMA
 logger = logging.getLogger("outboxq.metrics")
 
 LOOK_SECONDS, DOCTOR_SECONDS = 15.0, 60.0
-# Without a poll for so long the database counts as not reached.
+# The database counts as unreachable after this time without a poll.
 _STALE_SECONDS = 60.0
 _FIRST_SECONDS = 5.0
-# Polls that last longer are stuck.
+# Polls that take longer are stuck.
 _STUCK_SECONDS = 180.0
 _UP = "outboxq_exporter_up"
 
 
 class FindingLike(Protocol):
-    """A finding of the doctor, as far as it is counted."""
+    """The attributes of a finding of `outboxq doctor` that the exporter reads."""
 
     @property
     def code(self) -> str:
-        """Its name."""
+        """The finding's name, such as "effects-abandoned"."""
         ...
 
     @property
     def severity(self) -> str:
-        """Its severity."""
+        """The finding's severity."""
         ...
 
     @property
     def detail(self) -> object:
-        """A mapping."""
+        """The finding's details, a mapping."""
         ...
 
 
 @dataclass(eq=False)
 class DatabaseExporter:
-    """The polls of one database.
+    """Polls one database in a thread, and keeps the last reading.
 
     Args:
         connect: Opens a connection, which may take some seconds.
         find: Calls the doctor, on connections of its own.
-        minutes: The outcomes of jobs, if these are exported too.
+        minutes: The sums of jobs' outcomes, if these are exported too.
 
     Attributes:
-        missing: The reason why parts of the last poll were not answered, if tables are missing.
+        missing: The reason why parts of the last poll failed, if tables are missing.
     """
 
     connect: Callable[[], AbstractContextManager[Connection]]
@@ -89,11 +89,14 @@ class DatabaseExporter:
         threading.Thread(target=self._run, name="outboxq-exporter", daemon=True).start()
 
     def stop(self) -> None:
-        """Poll no more. Does not wait for a poll that is under way."""
+        """Stop polling, without waiting for a poll in progress."""
         self._over.set()
 
     def read(self) -> Reading:
-        """The reading of the last poll; only that it failed, if it did. Waits for the first poll, 5 s at most."""
+        """Return the last poll's reading and `outboxq_exporter_up`; only that, as 0, if `is_up` is False.
+
+        Waits for the first poll, 5 seconds at most.
+        """
         self._first.wait(_FIRST_SECONDS)
         reading = Reading.without_caps()
         with self._lock:
@@ -105,21 +108,21 @@ class DatabaseExporter:
 
     @property
     def is_up(self) -> bool:
-        """Return True if the last poll succeeded, and not long ago."""
+        """True if the last poll succeeded, less than 60 seconds ago."""
         return self._seen is not None and clock() - self._seen_at < _STALE_SECONDS
 
     @property
     def is_alive(self) -> bool:
-        """Return True if polls end, also by an error."""
+        """True if a poll ended, even with an error, less than 180 seconds ago, or if none has ended yet."""
         return not self._first.is_set() or clock() - self._seen_at < _STUCK_SECONDS
 
     def look(self) -> None:
         """Poll once. Never raises."""
-        # Caps of its own for the queues that exist now: they come and go.
+        # Separate caps for the queues that exist now, because queues come and go.
         reading, counted = Reading(), Reading()
         try:
             with self.connect() as given:
-                # A pooler's next backend does not know the statements prepared on this one.
+                # A pooler's next backend does not have the statements prepared on this one.
                 driver_connection(given).prepare_threshold = None
                 options = {"isolation_level": "READ COMMITTED", "schema_translate_map": {SCHEMA: self.schema}}
                 connection = given.execution_options(**options)

@@ -20,21 +20,21 @@ _PLAIN = {"counter": CounterMetricFamily, "gauge": GaugeMetricFamily}
 
 
 class ReadingCollector(Collector):
-    """Makes prometheus_client's values of readings, at each scrape and never in between.
+    """Makes prometheus_client's metrics from readings, at each scrape and never in between.
 
     Args:
-        read: The reading of each database at this moment, by the database's name.
+        read: Returns the present reading of each database, by the database's name.
     """
 
     def __init__(self, read: Callable[[], Mapping[str, Reading]]) -> None:
         self._read = read
 
     def describe(self) -> list[Metric]:
-        """Return nothing: a registry calls this when the collector is registered, which must not read."""
+        """Return nothing: a registry calls this at the collector's registration, which must not read the databases."""
         return []
 
     def collect(self) -> Iterator[Metric]:
-        """Every metric that has a series."""
+        """Yield every metric that has a series in one of the databases."""
         readings = self._read()
         for name, family in FAMILIES.items():
             values = [(database, reading.values.get(name, {})) for database, reading in readings.items()]
@@ -64,13 +64,13 @@ def _histogram(family: Family, found: list[tuple[str, dict[Labels, Buckets]]]) -
 
 
 def registry_of(read: Callable[[], Mapping[str, Reading]]) -> CollectorRegistry:
-    """A registry that has these readings alone."""
+    """Return a registry that contains only these readings."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(ReadingCollector(read))
     return registry
 
 
 def expose(registry: CollectorRegistry, accept: str = "") -> tuple[bytes, str]:
-    """The answer to a scrape, in the format that its header `Accept` prefers, and the format's name."""
+    """Return the answer to a scrape, in the format that its header `Accept` prefers, and the format's name."""
     encode, content_type = exposition.choose_encoder(accept)
     return encode(registry), content_type

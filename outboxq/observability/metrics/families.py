@@ -1,4 +1,4 @@
-"""The metrics: their names, types and labels. Later versions keep them."""
+"""The metrics: their names, types and labels, which later versions of outboxq keep."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ MetricType: TypeAlias = Literal["counter", "gauge", "histogram"]
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """A metric, with the labels that tell its series apart."""
+    """A metric, with the labels that distinguish its series."""
 
     name: str
     type: MetricType
@@ -26,7 +26,7 @@ _QUEUE, _KIND = ("queue",), ("queue", "kind")
 JOBS = "outboxq_jobs_total"
 WAIT, RUN = "outboxq_job_wait_seconds", "outboxq_job_run_seconds"
 
-# Counted by relays; a producer counts the last three of the calls.
+# Counted by relays; the last three metrics of calls are counted by producers too.
 RELAY = _by_name(
     (
         Family(JOBS, "counter", "Jobs and attempts by what became of them.", (*_KIND, "outcome")),
@@ -67,7 +67,7 @@ RELAY = _by_name(
     )
 )
 
-# Found in the tables by the exporter.
+# Read from the tables by the exporter.
 TABLES = _by_name(
     (
         Family("outboxq_queue_jobs", "gauge", "Jobs by their state.", ("queue", "state")),
@@ -95,7 +95,7 @@ TABLES = _by_name(
         Family("outboxq_queue_rate_per_second", "gauge", "How many jobs of the queue may begin a second.", _QUEUE),
         Family("outboxq_queue_rate_waiting", "gauge", "Jobs that wait in a queue whose rate is used up.", _QUEUE),
         Family("outboxq_groups_blocked", "gauge", "Groups whose first job is put off, before others.", _QUEUE),
-        Family("outboxq_group_blocked_jobs", "gauge", "Jobs that wait behind such a job.", _QUEUE),
+        Family("outboxq_group_blocked_jobs", "gauge", "Jobs that wait for such a job.", _QUEUE),
         Family(
             "outboxq_group_blocked_seconds", "gauge", "How long the longest of these jobs is put off from now.", _QUEUE
         ),

@@ -1,7 +1,7 @@
 """The outcomes of jobs since the exporter began, by the history that relays write.
 
-The rows of the history grow, become those of an hour, and are removed; exported sums only grow. So the minutes that
-nothing is added to any more are added up here, once, and those that may still grow are read again by each poll.
+Rows of the history grow, are merged into hours, and are removed, while exported sums may only grow. So minutes to which
+no relay adds any more are added up here, once, and minutes that may still grow are read again by each poll.
 """
 
 from collections.abc import Sequence
@@ -14,26 +14,26 @@ from outboxq.observability.aggregate import OUTCOMES, Counts, KindCounts, Outcom
 from outboxq.observability.metrics.reading import LabelCaps, Labels, Reading, add_kinds
 from outboxq.statements import gauges as statements
 
-# A relay adds to the minute in which its flush began, which takes some seconds at the most.
+# A relay adds to the minute in which its flush began, and a flush takes some seconds at the most.
 _OPEN_MINUTES = 5
 
 
 class MinuteSums:
-    """The sums of the minutes since the first poll."""
+    """The sums of jobs' outcomes over the minutes of the history since the first poll."""
 
     def __init__(self) -> None:
         self._closed: Counts = {}
         self._open: Counts = {}
-        # Minutes before this one are in `_closed`, or older than the exporter.
+        # Minutes before this one are included in `_closed`, or older than the exporter.
         self._since: datetime | None = None
         self._caps = LabelCaps()
         # The highest sum of each histogram so far.
         self._micros: dict[tuple[str, Labels], int] = {}
 
     def look(self, connection: Connection) -> None:
-        """Read the rows that were added since the last poll, in the caller's transaction."""
+        """Bring the sums up to date, by a query for the minutes since the last poll, in the caller's transaction."""
         execute = connection.execute
-        # At first the minute that has begun, as a whole.
+        # At first the whole minute that has begun.
         since: datetime = self._since or execute(statements.minute(0)).scalar_one()
         before: datetime = execute(statements.minute(_OPEN_MINUTES)).scalar_one()
         if before > since:
@@ -48,7 +48,10 @@ class MinuteSums:
         _add(self._open, opened)
 
     def read(self) -> Reading:
-        """The sums, with the same caps at each call."""
+        """Return the sums as a reading. A label's values beyond a cap are counted under `_other`.
+
+        All readings share the values that have been counted separately, so that no sum moves to another label.
+        """
         reading = Reading(caps=self._caps)
         for counts in (self._closed, self._open):
             add_kinds(reading, counts)

@@ -1,4 +1,4 @@
-"""A reading: the values of metrics at one moment, which can be added up and sent to another process.
+"""A reading: the values of metrics at one moment, which can be added to others and sent to another process.
 
 The number of series is bounded: values beyond a label's cap are counted under `_other`.
 """
@@ -13,12 +13,12 @@ from outboxq.observability.aggregate import OTHER, Counts, Outcome
 from outboxq.observability.metrics.families import FAMILIES, JOBS, RUN, WAIT, Family
 
 Labels: TypeAlias = tuple[str, ...]
-# The counts of each bucket, not added up, and the sum in microseconds. Whole numbers: the sums of the same fractions,
-# in another order, may be a little less, which Prometheus takes for a counter that begins again.
+# The count of each single bucket, and the sum in microseconds. Whole numbers, because sums of the same fractions in
+# another order may be slightly lower, which Prometheus takes for a restarted counter.
 Buckets: TypeAlias = tuple[list[int], int]
 _Rows: TypeAlias = tuple[list[tuple[str, Labels, float]], list[tuple[str, Labels, list[int], int]]]
 
-# How many values of a label have series of their own. Kinds are counted by queue and kind, as the history does.
+# The number of values of a label that have series of their own. Kinds are counted by queue and kind, as in the history.
 MOST: Mapping[str, int] = {
     "queue": 100, "kind": 200, "error_type": 50, "scope": 100, "consumer": 100, "schedule": 200, "code": 200,
 }  # fmt: skip
@@ -26,20 +26,20 @@ MOST: Mapping[str, int] = {
 
 @dataclass(slots=True)
 class LabelCaps:
-    """The values of labels that were seen first, and so have series of their own.
+    """Bounds the series of metrics: the first values of a label have their own, and later ones share `_other`.
 
     Args:
-        most: How many values of each label; one that is not named has no cap.
+        most: The most values of each label; a label that is not named has no cap.
     """
 
     most: Mapping[str, int] = field(default_factory=lambda: MOST)
     _seen: dict[str, set[Labels]] = field(default_factory=dict)
 
     def fit(self, family: Family, labels: Labels) -> Labels:
-        """The labels under which to count: those given, or with `_other` for values that came too late."""
+        """Return the labels under which to count: the given ones, or with `_other` for values beyond the cap."""
         fitted: list[str] = []
         for name, value in zip(family.labels, labels, strict=True):
-            # A lone surrogate, of the name of a class, has no UTF-8.
+            # A lone surrogate, in the name of a class, cannot be encoded in UTF-8.
             text = value.encode(errors="replace").decode()
             key = (fitted[0], text) if name == "kind" else (text,)
             fitted.append(text if self._has_room(name, key) else OTHER)
@@ -57,7 +57,7 @@ class LabelCaps:
 
 @dataclass(slots=True)
 class Reading:
-    """The values of metrics, by their names and labels."""
+    """The values of metrics at one moment, by the metrics' names and the labels of each series."""
 
     values: dict[str, dict[Labels, float]] = field(default_factory=dict)
     histograms: dict[str, dict[Labels, Buckets]] = field(default_factory=dict)
@@ -65,34 +65,34 @@ class Reading:
 
     @classmethod
     def without_caps(cls) -> "Reading":
-        """An empty one, for the values of readings that have caps."""
+        """Return an empty reading without caps, to merge readings that have caps."""
         return cls(caps=LabelCaps({}))
 
     def add(self, name: str, labels: Labels, amount: float) -> None:
-        """Add to a counter or a gauge, which begins with 0."""
+        """Add an amount to the series of a counter or gauge that has these labels; a new series begins with 0."""
         series = self.values.setdefault(name, {})
         fitted = self.caps.fit(FAMILIES[name], labels)
         series[fitted] = series.get(fitted, 0) + amount
 
     def highest(self, name: str, labels: Labels, value: float) -> None:
-        """Set a gauge, unless it is higher already: several series may be one under `_other`."""
+        """Set a gauge to `value`, unless it is higher already: several values may share the series `_other`."""
         series = self.values.setdefault(name, {})
         fitted = self.caps.fit(FAMILIES[name], labels)
         series[fitted] = max(series.get(fitted, value), value)
 
     def add_buckets(self, name: str, labels: Labels, counts: Sequence[int], seconds: float) -> None:
-        """Add to a histogram, with the sum in seconds."""
+        """Add values to a histogram: their counts by bucket, and their sum in seconds."""
         self.add_micros(name, labels, counts, round(seconds * 1e6))
 
     def add_micros(self, name: str, labels: Labels, counts: Sequence[int], micros: int) -> None:
-        """Add to a histogram, with the sum in microseconds."""
+        """Add values to a histogram: their counts by bucket, and their sum in microseconds."""
         series = self.histograms.setdefault(name, {})
         fitted = self.caps.fit(FAMILIES[name], labels)
         before, sum_before = series.get(fitted, ([0] * len(counts), 0))
         series[fitted] = [one + other for one, other in zip(before, counts, strict=True)], sum_before + micros
 
     def merge(self, other: "Reading", *, without_gauges: bool = False) -> None:
-        """Add another reading. `without_gauges`: that of a process which has ended."""
+        """Add another reading to this one. `without_gauges`: leave out its gauges, because its process has ended."""
         for name, series in other.values.items():
             if not (without_gauges and FAMILIES[name].type == "gauge"):
                 for labels, value in series.items():
@@ -102,7 +102,7 @@ class Reading:
                 self.add_micros(name, labels, counts, micros)
 
     def encoded(self) -> bytes:
-        """The reading for another process of the same version."""
+        """Return the reading as bytes, for another process of the same version."""
         values = [(name, *each) for name, series in self.values.items() for each in series.items()]
         histograms = [
             (name, labels, counts, micros)
@@ -128,7 +128,7 @@ class Reading:
 
 
 def without_kinds(reading: Reading) -> Reading:
-    """The same, with the kinds of each queue added up, under an empty label, which Prometheus takes for none."""
+    """Return the same reading with the kinds of each queue added up, under an empty label, which means no label."""
     plain = Reading.without_caps()
     for name, series in reading.values.items():
         for labels, value in series.items():
@@ -143,7 +143,7 @@ def _without_kind(family: Family, labels: Labels) -> Labels:
     return tuple("" if name == "kind" else value for name, value in zip(family.labels, labels, strict=True))
 
 
-# By the names of the history, those of the metric.
+# The history's names of outcomes, with the metric's names.
 OUTCOMES: Mapping[Outcome, str] = {
     "done": "done", "retried": "retried", "died": "dead", "snoozed": "snoozed", "discarded": "discarded",
     "crashed": "crashed", "lost": "lease_lost",
@@ -151,7 +151,7 @@ OUTCOMES: Mapping[Outcome, str] = {
 
 
 def add_kinds(reading: Reading, counts: Counts) -> None:
-    """Add the outcomes of jobs."""
+    """Add the outcomes of jobs, and the times that the jobs waited and ran, to a reading."""
     for (queue, kind), each in counts.items():
         for outcome, count in each.outcomes.items():
             reading.add(JOBS, (queue, kind, OUTCOMES[outcome]), count)

@@ -1,7 +1,7 @@
-"""The HTTP server of metrics: /metrics and /healthz, in threads that nothing waits for.
+"""The HTTP server of metrics: /metrics and /healthz, in daemon threads.
 
 A read or a write may take a second, a connection four, and there are eight at a time: a client that is slow, or sends
-nonsense, is cut off, and holds up neither other clients for long nor the process.
+invalid requests, is cut off, and delays neither other clients for long nor the process.
 """
 
 import logging
@@ -27,7 +27,7 @@ _PLAIN_TEXT = "text/plain; charset=utf-8"
 
 
 def parse_address(text: str, host: str = "127.0.0.1") -> Address:
-    """The address that `[HOST:]PORT` names; an IPv6 host is in brackets. Port 0: a free one.
+    """Return the address that `[HOST:]PORT` names; an IPv6 host is in brackets. Port 0 means a free one.
 
     Raises:
         ConfigError: it is no address.
@@ -57,7 +57,7 @@ class _Server(ThreadingHTTPServer):
         cut_off_in_children(self.socket)
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Answer in a thread, if there is room."""
+        """Answer in a thread, or close the connection if eight clients are being answered."""
         if not self._room.acquire(blocking=False):
             self.shutdown_request(request)
             return
@@ -68,7 +68,7 @@ class _Server(ThreadingHTTPServer):
             raise
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
-        """Answer one client."""
+        """Answer one client, and cut it off after four seconds."""
         ends = threading.Timer(_CLIENT_SECONDS, _cut_off, (request,))
         ends.daemon = True
         ends.start()
@@ -79,7 +79,7 @@ class _Server(ThreadingHTTPServer):
             self._room.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:  # noqa: ARG002  # the signature of the base
-        """Ignore it: a client that went away, or was cut off, is no error of ours."""
+        """Log the error at debug level only: a client that went away, or was cut off, is no error of outboxq."""
         logger.debug("a client of the metrics was not answered", exc_info=True)
 
 
@@ -91,7 +91,7 @@ def _cut_off(connection: socket.socket) -> None:
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """GET /metrics and /healthz."""
+    """Answers GET /metrics and /healthz."""
 
     # The time that one read or write may take.
     timeout = _READ_SECONDS
@@ -118,7 +118,7 @@ class _Handler(BaseHTTPRequestHandler):
         try:
             body, content_type = self._ours.expose(self.headers.get("Accept", ""))
         except Exception:
-            # The main work of the process matters more.
+            # The main work of the process is more important.
             logger.exception("the metrics could not be read")
             return HTTPStatus.INTERNAL_SERVER_ERROR, b"the metrics could not be read\n", _PLAIN_TEXT
         return HTTPStatus.OK, body, content_type
@@ -136,7 +136,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 @contextmanager
 def serving(address: Address, expose: Expose, is_healthy: Callable[[], bool] = lambda: True) -> Iterator[Address]:
-    """Serve within the block; yields the address, with its port.
+    """Serve metrics and health over HTTP while the block runs; yield the address, with the port that is used.
 
     Raises:
         ConfigError: the address cannot be listened on.

@@ -1,7 +1,7 @@
-"""A poll of the tables: the figures that the exporter reads there at one moment, part by part.
+"""A poll of the tables: the values that the exporter reads from them at one moment, part by part.
 
-Each part is a READ ONLY transaction of its own, bounded by two seconds, that waits for no lock: one that is refused, or
-takes too long, is missing from the poll, and affects no other.
+Each part is a READ ONLY transaction of its own, bounded by two seconds, that waits for no lock: a part that is refused,
+or takes too long, is missing from the poll, without effect on the others.
 """
 
 import logging
@@ -31,7 +31,7 @@ from outboxq.statements.stats import count_first_unknown_effects
 
 logger = logging.getLogger("outboxq.metrics")
 
-# LOCAL, because a transaction pooler would keep anything else for the next client.
+# LOCAL, because a transaction pooler would keep another setting for its next client.
 _SETTINGS = f"SET TRANSACTION READ ONLY; {SET_OURS}SET LOCAL statement_timeout = '2s'; SET LOCAL lock_timeout = '200ms'"
 _RELAYS_MOST = 1_000
 _SCHEDULES_MOST = 200
@@ -44,7 +44,7 @@ _HOLDERS: tuple[str, ...] = ("session", "prepared", "slot", "standby")
 
 @dataclass(slots=True)
 class TablesLook:
-    """One poll, on one connection; its parts read here what earlier ones have found."""
+    """One poll, on one connection; later parts read the results of earlier ones here."""
 
     connection: Connection
     schema: str
@@ -55,15 +55,15 @@ class TablesLook:
 
     @property
     def waiting(self) -> dict[str, int]:
-        """The number of jobs of each queue that might be claimed."""
+        """The number of jobs in each queue that could be claimed."""
         return {each.queue: each.ready + each.due for each in self.stats.queues}
 
 
 def look_at_tables(connection: Connection, schema: str, reading: Reading) -> SchemaError | None:
-    """Make every part of a poll that can be made.
+    """Poll the tables: read each part that this server allows, and add its values to `reading`.
 
     Returns:
-        The reason why some could not, if tables are missing or older than they must be.
+        The reason why some parts failed, if tables are missing or too old.
 
     Raises:
         DBAPIError, psycopg.Error: the connection was lost.
@@ -78,10 +78,10 @@ def look_at_tables(connection: Connection, schema: str, reading: Reading) -> Sch
 
 
 def timed(name: str, read: Callable[[], None], connection: Connection, reading: Reading) -> SchemaError | None:
-    """Make a part of a poll in a transaction of its own, and record how long it took, and if it was answered.
+    """Call `read`, a part of a poll, in a separate transaction; add its duration and success to `reading`.
 
     Returns:
-        The reason why it was not, if tables are missing or older than they must be.
+        The reason why it failed, if tables are missing or too old.
 
     Raises:
         DBAPIError, psycopg.Error: the connection was lost.
@@ -93,7 +93,7 @@ def timed(name: str, read: Callable[[], None], connection: Connection, reading: 
             run_script(connection, _SETTINGS)
             read()
     except Exception as error:
-        # A row that cannot be read makes no other part fail.
+        # A row that cannot be read does not affect other parts.
         if is_lost(connection):
             raise
         is_answered = False
@@ -153,7 +153,7 @@ def _read_snapshots(look: TablesLook) -> None:
     }
     for holder, rows in held.items():
         for row in rows:
-            # Of a session of another role both may be hidden.
+            # For a session of another role, both may be hidden.
             ages[holder] = max(ages[holder], row.seconds or 0.0)
             transactions[holder] = max(transactions[holder], row.transactions or 0)
     for row in connection.execute(sessions.replication_slots()):
@@ -173,7 +173,7 @@ def _read_dead_rows(look: TablesLook) -> None:
 
 def _read_sizes(look: TablesLook) -> None:
     for row in look.connection.execute(statements.relation_sizes(look.schema)):
-        # Gone between the catalog and the file.
+        # The index was dropped between reading the catalog and the file.
         if row.bytes is not None:
             look.reading.add("outboxq_relation_bytes", (row.relation,), row.bytes)
 
@@ -188,7 +188,7 @@ def _read_schedules(look: TablesLook) -> None:
 
 def _read_limits(look: TablesLook) -> None:
     by_operators = read_limits(look.connection.execute(limit_statements.queue_limits(look.schema)))
-    # Of a relay that the exporter may not see, the operators' limits are known all the same.
+    # Even if the exporter may not see relays, operators' limits are known.
     may_see = look.connection.execute(may_read_relays(look.schema)).scalar_one()
     declared = look.connection.execute(declared_limits(look.schema)).all() if may_see else ()
     limits = limits_in_force(by_operators, read_limits(declared))
@@ -232,9 +232,9 @@ def _read_step(look: TablesLook) -> None:
     look.reading.add("outboxq_schema_step", (), schema_version(look.connection, look.schema) or 0)
 
 
-# Their numbers are those of sessions, locks and statistics, which a standby has of its own.
+# Their values are those of sessions, locks and statistics, which a standby has of its own.
 _OF_A_PRIMARY = frozenset({"snapshots", "dead_rows", "limits"})
-# The standby first; relays before queues, and queues before limits: the later ones use what the earlier ones found.
+# The standby first; relays before queues, and queues before limits: later parts use the results of earlier ones.
 PARTS: Mapping[str, Callable[[TablesLook], None]] = {
     "standby": _read_standby,
     "step": _read_step,

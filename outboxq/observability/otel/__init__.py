@@ -1,6 +1,6 @@
 """OpenTelemetry: spans and metrics of producers and relays, and the trace context that leads from one to the other.
 
-Needs the extra `outboxq[otel]`; nothing else of outboxq imports it.
+Needs the extra `outboxq[otel]`; no other module of outboxq imports it.
 """
 
 try:

@@ -1,8 +1,8 @@
 """The names of spans, attributes and metrics, by the semantic conventions for messaging systems, version 1.37.
 
-The conventions are in development: their changes are followed here alone. Names of outboxq's own begin with
-`messaging.outboxq.`.
-Source: https://opentelemetry.io/docs/specs/semconv/messaging/messaging-spans/ and messaging-metrics.
+The conventions are in development: only this module follows their changes. Names of outboxq's own begin with
+`messaging.outboxq.`. Source: https://opentelemetry.io/docs/specs/semconv/messaging/messaging-spans/ and
+messaging-metrics.
 """
 
 from importlib.metadata import version
@@ -41,5 +41,5 @@ def operation(name: str, queue: str) -> dict[str, str | int | float]:
 
 
 def error_type(error: BaseException) -> str:
-    """The class of an exception: never its text, which may hold arguments of a job."""
+    """Return the class of an exception, never its text, which may contain arguments of a job."""
     return name_of(error)

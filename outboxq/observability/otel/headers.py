@@ -18,7 +18,7 @@ _Headers = dict[str, str]
 
 
 def context_of(headers: str) -> trace.SpanContext | None:
-    """The context in which a job was added, by its headers, which are JSON text; None without a valid one."""
+    """Return the context in which a job was added, from its headers as JSON text; None without a valid one."""
     if f'"{_NAME}"' not in headers:
         return None
     try:
@@ -30,16 +30,16 @@ def context_of(headers: str) -> trace.SpanContext | None:
 
 
 def has_context(new: NewJob) -> bool:
-    """Return True if a new job has a `traceparent`, of its caller's or of an earlier span."""
+    """Return True if a new job has a `traceparent`, from its caller or from an earlier span."""
     headers = new.envelope.headers
     return f'"{_NAME}"' in headers and _NAME in msgspec.json.decode(headers.encode(), type=_Headers)
 
 
 def with_context(jobs: Mapping[str, NewJob], span: trace.Span) -> dict[str, NewJob]:
-    """The jobs with the context of a span in their headers, and in those of jobs that follow them in a chain.
+    """Return the jobs with the context of a span in their headers, and in those of their followers.
 
-    Jobs of one envelope have one afterwards: options are sent once for all of them. A job that has a `traceparent`
-    keeps it, and headers that would exceed the limit stay as they are.
+    Jobs that share an envelope still share one afterwards, so that options are sent once for all of them. A job that
+    has a `traceparent` keeps it, and headers that would exceed the limit stay as they are.
     """
     carrier: _Headers = {}
     _PROPAGATOR.inject(carrier, trace.set_span_in_context(span))

@@ -17,7 +17,7 @@ EVENTS: tuple[type[object], ...] = tuple(_OUTCOMES)
 
 
 class ProcessMeter:
-    """A hook of the registry: it measures committed attempts."""
+    """A hook of the registry that measures committed attempts."""
 
     def __init__(self, meter: metrics.Meter) -> None:
         self._duration = meter.create_histogram(
@@ -31,7 +31,7 @@ class ProcessMeter:
         )
 
     def record(self, event: JobDone | JobRetried | JobDied | JobSnoozed | JobDiscarded) -> None:
-        """Measure the attempt of an event."""
+        """Count the attempt that an event reports, and record how long its handler ran."""
         job = event.job
         attributes = {**conventions.operation("process", job.queue), conventions.KIND: job.kind}
         error_type = event.error_type if isinstance(event, JobRetried | JobDied) else ""

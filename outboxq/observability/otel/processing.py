@@ -1,4 +1,4 @@
-"""The relay's side: a span around each call of a handler, and the outcomes of the calls as metrics."""
+"""The relay's side: a span around each call of a handler, and metrics of the calls' outcomes."""
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,7 +26,7 @@ Relation = Literal["link", "parent"]
 
 
 class CallContext(Protocol):
-    """The context of a handler's call: that of one job also has a `job`."""
+    """The context of a handler's call; that of a single job also has a `job`."""
 
     @property
     def jobs(self) -> Sequence[Job]:
@@ -38,7 +38,7 @@ class Registry(Protocol):
     """A registry of handlers, such as `outboxq.Jobs`."""
 
     def around(self, function: Any, /) -> Any:
-        """Wrap something around each call."""
+        """Register a function that wraps each call."""
         ...
 
     def on(self, *events: type[object]) -> Callable[[Any], Any]:
@@ -46,7 +46,7 @@ class Registry(Protocol):
         ...
 
 
-# So many links a span has at most, as SDKs keep no more by default.
+# The most links of a span: by default, SDKs keep no more.
 _LINKS_MOST = 128
 
 
@@ -62,7 +62,7 @@ class ProcessTracer:
         self._record_exceptions = record_exceptions
 
     def around(self, ctx: CallContext) -> AbstractContextManager[object] | None:
-        """The span of a call, to be entered; None if it cannot be made: that is logged, and the handler runs."""
+        """Return a context manager that runs a call in a span; None if no span can be made, which is logged."""
         try:
             span = self._start(ctx)
         except Exception:
@@ -102,9 +102,9 @@ class ProcessTracer:
 
 
 def _trace_added(ctx: CallContext, sender: TracingSender) -> None:
-    """Give the jobs that the handler has added, and not sent, their context while its span is current.
+    """Write the trace context into the headers of jobs that the handler has added and no flush has inserted yet.
 
-    They are sent after the call, perhaps together with those of other jobs.
+    The handler's span must be current: the jobs are inserted after it ends, perhaps together with other handlers' jobs.
     """
 
     def sent(jobs: Mapping[str, NewJob]) -> Mapping[str, NewJob]:
@@ -133,14 +133,14 @@ def _attributes(ctx: CallContext, jobs: Sequence[Job]) -> dict[str, str | int | 
 
 
 def _session_of(ctx: CallContext) -> Session | None:
-    """The plain session of a call, if it has one already: none is opened for the tracing."""
+    """Return the plain session of a call, if it is open already: tracing opens none."""
     found: Any = ctx
     session = vars(ctx).get("session") if _is_of_one_job(ctx) else found.session
     return None if session is None else plain_session(session, "tracing")
 
 
 def _is_of_one_job(ctx: CallContext) -> bool:
-    """Return True if the call is not that of a batch handler."""
+    """Return True if the call is of a single job's handler, and not of a batch handler."""
     return hasattr(ctx, "job")
 
 
@@ -155,19 +155,19 @@ def instrument_jobs(
     """Trace the calls of a registry's handlers, and of those that it includes, and measure them.
 
     Each call has a span `process {queue}`, which is current while the handler runs; a batch handler has one for all
-    jobs of a call. Jobs that a handler adds carry the context of a `send` span within it. To be called before other
-    arounds are registered, so that these run within the span.
+    jobs of a call. Jobs that a handler adds carry the context of a `send` span within it. Call this before registering
+    other arounds, so that these run within the span.
 
     Args:
-        relation: How the span belongs to the one in which its job was added: a "link" in a trace of its own, or that
-            one is its "parent". Calls with several jobs have links in any case, 128 at the most.
-        record_exceptions: Record the exceptions of handlers in spans, with their texts and tracebacks, which may hold
-            arguments of jobs. Without it spans have their types alone.
+        relation: The relation to the span in which the job was added: "link", in a trace of its own, or "parent", in
+            the same trace. Calls with several jobs have links in any case, 128 at the most.
+        record_exceptions: Record the exceptions of handlers in spans, with their texts and tracebacks, which may
+            contain arguments of jobs. By default spans only have their types.
         tracer_provider: The global one by default, also if it is set later.
         meter_provider: The global one by default, also if it is set later.
 
     Raises:
-        ArgumentError: `relation` is neither of the two.
+        ArgumentError: `relation` is neither "link" nor "parent".
     """
     if relation not in get_args(Relation):
         raise ArgumentError(f"relation takes 'link' or 'parent', got {relation!r}")

@@ -1,4 +1,4 @@
-"""The producer's side: one span around the INSERT of a flush, for each queue, whose context the jobs take along."""
+"""The producer's side: for each queue, one span around the INSERT of a flush, whose context is stored with the jobs."""
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,7 +24,7 @@ Sessions = (
 
 
 class TracingSender:
-    """Makes the spans of jobs that are added, and writes their contexts into the headers of the jobs."""
+    """Makes spans for jobs that are added, and writes their contexts into the jobs' headers."""
 
     def __init__(
         self, tracer_provider: trace.TracerProvider | None, meter_provider: metrics.MeterProvider | None
@@ -36,10 +36,10 @@ class TracingSender:
 
     @contextmanager
     def sending(self, jobs: Mapping[str, NewJob], connection: Connection | None) -> Iterator[Mapping[str, NewJob]]:
-        """A context around an INSERT: a span for each queue; its value are the jobs with the spans' contexts.
+        """Wrap an INSERT in a span for each queue; yield the jobs with the spans' contexts.
 
-        Jobs that have a context are left as they are, and out of the spans. An error of the tracing is logged, and the
-        jobs are sent without it.
+        Jobs that already have a context stay unchanged, and outside the spans. An error in tracing is logged, and the
+        jobs are sent without contexts.
         """
         spans: dict[str, trace.Span] = {}
         counts: dict[str, int] = {}
@@ -52,7 +52,7 @@ class TracingSender:
         try:
             with ExitStack() as stack:
                 if len(spans) == 1:
-                    # Calls in the block that others have instrumented are part of it.
+                    # Other instrumented calls in the block belong to the span.
                     (only,) = spans.values()
                     stack.enter_context(trace.use_span(only, record_exception=False, set_status_on_exception=False))
                 yield sent
@@ -72,7 +72,7 @@ class TracingSender:
         sent, spans = dict(jobs), dict[str, trace.Span]()
         for queue, its in by_queue.items():
             spans[queue] = span = self._start(queue, its, connection)
-            # In the order that they had.
+            # In their original order.
             sent.update(with_context(its, span))
         return sent, spans, {queue: len(its) for queue, its in by_queue.items()}
 
@@ -110,7 +110,7 @@ def _server(connection: Connection | None) -> dict[str, str | int]:
 
 
 def _uuid(job_id: str) -> str:
-    """An id in hex as it is written elsewhere."""
+    """Return the id of a job, given as 32 hexadecimal digits, with dashes."""
     return "-".join(job_id[begin:end] for begin, end in ((0, 8), (8, 12), (12, 16), (16, 20), (20, 32)))
 
 
@@ -123,17 +123,17 @@ def instrument(
     """Trace the jobs that sessions add: a span `send {queue}` for each flush and queue, whose context the jobs carry.
 
     The context is in the headers `traceparent` and `tracestate` of the jobs; a `traceparent` that the caller has given
-    stays as it is. A span says that jobs were sent, not that they were committed. It counts them, too
+    stays as it is. A span shows that jobs were sent, not that they were committed. They are also counted
     (`messaging.client.sent.messages`).
 
     Args:
         sessions: The factory of the sessions: a `sessionmaker` or `async_sessionmaker`, a scoped session, or a class of
-            sessions, with all that are derived from it.
+            sessions, with all classes derived from it.
         tracer_provider: The global one by default, also if it is set later.
         meter_provider: The global one by default, also if it is set later.
 
     Raises:
-        ArgumentError: something else.
+        ArgumentError: `sessions` is something else.
     """
     sender = TracingSender(tracer_provider, meter_provider)
     for each in _classes(sessions):
@@ -141,11 +141,14 @@ def instrument(
 
 
 def _classes(sessions: object) -> Sequence[type[Session]]:
-    """The classes of plain sessions that these make; for async sessions a class of their own."""
+    """Return the classes of plain sessions that a factory or class makes or uses.
+
+    An async factory or class is first given a class of plain sessions of its own, so that no other sessions are traced.
+    """
     if isinstance(sessions, scoped_session | async_scoped_session):
         return _classes(sessions.session_factory)
     if isinstance(sessions, sessionmaker):
-        # A class of this sessionmaker's own.
+        # A class for this sessionmaker only.
         return [sessions.class_]
     if isinstance(sessions, async_sessionmaker):
         given = sessions.kw.get("sync_session_class")

@@ -1,7 +1,7 @@
 """The historian: adds the outcomes of a relay's jobs to the history, and records that the relay lives.
 
-It has its own thread, and opens a connection for each round. Nothing depends on it: while the tables are missing, or
-the role may not write them, one log line says so, and the numbers wait in memory.
+It has its own thread, and opens a connection for each round. No job depends on it: while the tables are missing, or the
+role may not write them, one log line says so, and the counts wait in memory.
 """
 
 import logging
@@ -39,13 +39,13 @@ _ADVICE = {"42501": _NOT_ALLOWED, "42P01": _MISSING, "3F000": _MISSING}
 
 @dataclass(eq=False)
 class Historian:
-    """Flushes every few seconds, and once more when it is stopped.
+    """Writes (flushes) the relay's state and counts every few seconds (`limits.flush_seconds`), and once when it stops.
 
     Args:
-        stats_seconds: The longest time between two flushes that add to the history; 0: never.
+        stats_seconds: The longest time between two flushes that add to the history; 0: never add to it.
         connect: Opens a connection outside a transaction; a transaction pooler will do.
-        beside: The connection for gauges and upkeep.
-        stopping: Set when the relay stops: no more gauges and no upkeep.
+        beside: Runs the transactions that write gauges and prune the history, on a connection of its own.
+        stopping: Set when the relay stops: then no gauges are written, and nothing is pruned.
 
     Attributes:
         failures: The number of failed rounds.
@@ -74,7 +74,7 @@ class Historian:
         self._thread.start()
 
     def stop(self) -> None:
-        """Flush the counts, remove the relay's row, and end the thread. Waits for a few seconds."""
+        """Flush the counts, remove the relay's row, and end the thread. Waits for `limits.finish_seconds` at most."""
         self._over.set()
         self._thread.join(self.limits.finish_seconds)
 
@@ -86,7 +86,10 @@ class Historian:
         self._finish()
 
     def run_once(self) -> None:
-        """Flush; then, unless the relay stops, write the gauges and do the upkeep, if due. Never raises."""
+        """Write the relay's state and counts; then the gauges, if due, and prune the history, if due. Never raises.
+
+        If the relay stops, only the state and counts are written.
+        """
         self._try(self._flush)
 
     def _flush(self) -> None:
@@ -94,7 +97,7 @@ class Historian:
         has_gauges = self.flusher.flush(self._transact, counts=counts)
         self._let_go()
         if counts:
-            # The first round after this time is no later than `stats_seconds` allows.
+            # The first round after this time is not later than `stats_seconds` allows.
             self._counts_at = clock() + max(0.0, self.stats_seconds - self.limits.flush_seconds)
         if self.stopping.is_set():
             return
@@ -104,7 +107,10 @@ class Historian:
             self._keep_up()
 
     def _transact(self, script: str) -> list[tuple[str | None, ...]]:
-        """Run the script as one string, and so in one round trip, on the connection of this round."""
+        """Run a script in a transaction, in one round trip; return its rows.
+
+        All scripts of a round use one connection, which the first one opens.
+        """
         if self._connection is None:
             self._connection = self.connect()
         return run_on_libpq(self._connection.pgconn, f"{BEGIN}; {script}; COMMIT")
@@ -116,7 +122,7 @@ class Historian:
 
     def _keep_up(self) -> None:
         self._upkeep_at = clock() + draw_pause(_UPKEEP_SECONDS)
-        # First: an hour that cannot be rolled up must not prevent it.
+        # First, because an hour that cannot be rolled up must not prevent it.
         self.beside.transact(lambda connection: prune(connection, self.schema))
         for _ in range(_HOURS_MOST):
             if self.stopping.is_set() or not self.beside.transact(self._roll_up):
@@ -129,17 +135,20 @@ class Historian:
         counts = self.stats_seconds > 0
         if not self.flusher.has_something_to_say(counts=counts):
             return
-        # Each may lose its connection, as the flush before may have done.
+        # Each step may lose its connection, as the flush before may have done.
         for _ in range(_LAST_TRIES):
             if self._try(lambda: self.flusher.leave(self._transact, counts=counts)):
                 return
             time.sleep(_LAST_PAUSE_SECONDS)
 
     def _try(self, step: Callable[[], object]) -> bool:
-        """Take this step; False if it has failed."""
+        """Call `step` and close the connections that it used; return True.
+
+        If it raises, count and log the error; return False.
+        """
         try:
             step()
-        except Exception as error:  # noqa: BLE001  # whatever it is, the relay's work does not depend on it
+        except Exception as error:  # noqa: BLE001  # the relay's work does not depend on errors here
             self.failures += 1
             self._report(error)
             return False
@@ -151,7 +160,10 @@ class Historian:
         return True
 
     def _report(self, error: Exception) -> None:
-        """Warn once of each kind of error; an outage is reported by the slots."""
+        """Log an error of a round: a refusal by the server as a warning, once per SQLSTATE; a lost connection at DEBUG.
+
+        Slots report outages, so a lost connection needs no warning here.
+        """
         original = error.orig if isinstance(error, DBAPIError) else error
         sqlstate = refusal_of(original) if isinstance(original, Exception) else None
         if sqlstate is None:

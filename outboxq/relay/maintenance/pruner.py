@@ -1,10 +1,11 @@
 """The pruner: the periodic task that deletes expired messages, effects, unique keys, finished rows and dead letters.
 
-It also sweeps callback batches (`jobs.batch`). One ends unseen if the relay of its last member died between that job's
-COMMIT and its check, or if an operator, a reaper or an older relay removed the member.
+It also sweeps callback batches (`jobs.batch`: sets of jobs after whose end another job, the callback, is enqueued): it
+enqueues the callbacks that are missing. The end of a batch goes unnoticed if the relay of its last job died between
+that job's COMMIT and the check, or if an operator, another relay's lease or an older relay removed the job.
 
 A round opens a connection, deletes in small transactions, and closes it. It waits for no row locks, any number of
-relays may prune at once, and only the tables' size depends on it.
+relays may prune at once, and jobs run as well without it: only the tables would grow.
 """
 
 import contextlib
@@ -29,7 +30,7 @@ from outboxq.statements.unique import delete_idle_keys, lock_idle_keys
 
 logger = logging.getLogger("outboxq.pruner")
 
-# The most rows that cannot be deleted and are passed over in a round: with more the cause is not single rows.
+# The most rows that cannot be deleted and are skipped in a round: if there are more, single rows are not the cause.
 _MOST_REFUSED = 20
 # The pause between two transactions, so that pruning takes only a part of the server's capacity.
 _BREATH_SECONDS = 0.05
@@ -45,14 +46,15 @@ _OTHERWISE = "it is tried again in the next round; the server's log says more"
 
 @dataclass(eq=False)
 class Pruner(PeriodicTask):
-    """Deletes expired rows, now and then. It may connect through a transaction pooler.
+    """Deletes expired rows periodically. It may connect through a transaction pooler.
 
     Args:
-        first_seconds: A relay prunes first within this time, however long its rounds are apart.
-        deletes: True to delete expired rows. Cancellations, notes and callback batches are swept in any case.
+        first_seconds: The longest time until the first round, however long the pauses between later rounds are.
+        deletes: True to delete expired rows. Old requests to cancel jobs and old notes of progress are deleted, and
+            callback batches (`jobs.batch`) checked, in any case.
         batch_rows: The most rows that one transaction deletes.
         max_batches: The most transactions for each table in one round; for dead letters, for each queue.
-        keep_dead: By queue, the seconds for which the application keeps its dead letters, if operators have set none.
+        keep_dead: By queue, the seconds for which the application keeps dead letters, if operators have set no time.
     """
 
     name = "pruner"
@@ -80,10 +82,13 @@ class Pruner(PeriodicTask):
         return dead if pruned == Pruned(0, 0) else [pruned, *dead]
 
     def _delete_dead(self, connection: PGconn) -> list[DeadLettersPruned]:
-        """Delete the expired dead letters of the queues that keep them for a time."""
+        """Delete expired dead letters in the queues that keep theirs for a limited time; return an event per queue.
+
+        Queues in which none had expired have no event.
+        """
         try:
             found = run_on_libpq(connection, statements.select_kept(self.schema))
-        except Exception as error:  # noqa: BLE001  # whatever it is, the relay's work does not depend on it
+        except Exception as error:  # noqa: BLE001  # the relay's work does not depend on errors here
             self._report("dead letters", error)
             return []
         kept = {**self.keep_dead, **{str(name): float(str(seconds)) for name, seconds in found}}
@@ -96,12 +101,12 @@ class Pruner(PeriodicTask):
         return pruned
 
     def _sweep(self, connection: PGconn) -> int:
-        """Add the callbacks of callback batches that have ended; returns how many ended."""
+        """Enqueue the callbacks of callback batches (`jobs.batch`) whose end went unnoticed; return their number."""
         over, after = 0, UUID(int=0)
         for _ in range(self.max_batches):
             try:
                 looked, last, finished = self._sweep_page(connection, after, self.batch_rows)
-            except Exception as error:  # noqa: BLE001  # whatever it is, the relay's work does not depend on it
+            except Exception as error:  # noqa: BLE001  # the relay's work does not depend on errors here
                 self._report("batches", error)
                 break
             over += finished
@@ -111,7 +116,12 @@ class Pruner(PeriodicTask):
         return over
 
     def _sweep_page(self, connection: PGconn, after: UUID, limit: int) -> tuple[int, UUID | None, int]:
-        """Sweep the next callback batches after `after`; returns how many it checked, the last, and how many ended."""
+        """Check up to `limit` open callback batches after the id `after`, and enqueue the callbacks of ended ones.
+
+        Returns:
+            The number of batches checked, the id of the last of them (None if there are none), and the number that had
+            ended.
+        """
         statement = sweep_batches(self.schema, after, limit)
         try:
             ((looked, last, finished),) = run_on_libpq(connection, "; ".join((BEGIN, *SETTINGS, statement, "COMMIT")))
@@ -123,7 +133,14 @@ class Pruner(PeriodicTask):
         return int(looked or 0), UUID(last) if last else None, int(finished or 0)
 
     def _sweep_one_by_one(self, connection: PGconn, after: UUID) -> tuple[int, UUID | None, int]:
-        """Do the same for a page with a callback that cannot become a job: the others can."""
+        """Check the next `batch_rows` callback batches one by one, because the callback of one of them is refused.
+
+        That callback cannot become a job, so it is logged and left out; the other callbacks are enqueued.
+
+        Returns:
+            The number of batches checked, the id of the last of them (None if there are none), and the number that had
+            ended.
+        """
         page = [
             UUID(found)
             for (found,) in run_on_libpq(connection, batch_page(self.schema, after, self.batch_rows))
@@ -152,15 +169,16 @@ class Pruner(PeriodicTask):
             )
 
     def _delete_idle_keys(self, connection: PGconn) -> int:
-        """Delete the unique keys that nothing needs, after the last one of the round before; returns how many.
+        """Delete unique keys that no job uses any more; return their number.
 
-        A round checks up to `batch_rows` times `max_batches` keys, needed ones included.
+        A round checks up to `batch_rows` times `max_batches` keys, including keys in use, and starts after the last key
+        that the previous round checked.
         """
         deleted = 0
         for _ in range(self.max_batches):
             try:
                 rows, found, self._last_key = _delete_keys(connection, self.schema, self._last_key, self.batch_rows)
-            except Exception as error:  # noqa: BLE001  # whatever it is, the relay's work does not depend on it
+            except Exception as error:  # noqa: BLE001  # the relay's work does not depend on errors here
                 self._report("unique keys", error)
                 break
             deleted += rows
@@ -172,13 +190,22 @@ class Pruner(PeriodicTask):
         return deleted
 
     def _delete_all(self, connection: PGconn, what: str, deletion: _Deletion) -> int:
-        """Delete `batch_rows` rows at a time, while there are so many; returns how many were deleted."""
+        """Delete expired rows, `batch_rows` per transaction, until none are left or after `max_batches` transactions.
+
+        Args:
+            what: The name of the rows in log messages.
+            deletion: Returns the SQL statement, given the schema, the most rows to delete, and the number of rows to
+                skip.
+
+        Returns:
+            The number of deleted rows.
+        """
         deleted = refused = 0
         for _ in range(self.max_batches):
             more = 0
             try:
                 rows = self._delete(connection, deletion(self.schema, self.batch_rows, refused))
-            except Exception as error:  # noqa: BLE001  # whatever it is, the relay's work does not depend on it
+            except Exception as error:  # noqa: BLE001  # the relay's work does not depend on errors here
                 self._report(what, error)
                 if not is_of_a_row(error):
                     break
@@ -190,7 +217,16 @@ class Pruner(PeriodicTask):
         return deleted
 
     def _delete_one_by_one(self, connection: PGconn, deletion: _Deletion, refused: int) -> tuple[int, int]:
-        """Delete one by one the rows of a failed deletion; returns how many were deleted, and how many cannot be."""
+        """Delete rows one by one, after a statement for many of them failed, so that one bad row keeps no other.
+
+        Args:
+            deletion: Returns the SQL statement, given the schema, the most rows to delete, and the number of rows to
+                skip.
+            refused: The number of rows that are known not to be deletable; they are skipped.
+
+        Returns:
+            The number of deleted rows, and the number of further rows that cannot be deleted.
+        """
         deleted = more = 0
         while deleted + more < self.batch_rows and refused + more < _MOST_REFUSED and not self.stopping.is_set():
             try:
@@ -206,7 +242,7 @@ class Pruner(PeriodicTask):
         return deleted, more
 
     def _delete(self, connection: PGconn, deletion: str) -> int:
-        """Run one deletion in its own transaction, in one round trip; returns how many rows were deleted."""
+        """Run one DELETE statement in its own transaction, in one round trip; return the number of deleted rows."""
         try:
             script = f"{statements.BEGIN}; {deletion}; COMMIT"
             return int(str(run_on_libpq(connection, script)[0][0]))
@@ -215,12 +251,16 @@ class Pruner(PeriodicTask):
             raise
 
     def _report(self, what: str, error: Exception) -> None:
-        """Warn once of each kind of error; an outage is reported by the slots."""
+        """Log an error of a deletion or check: a refusal by the server as a warning, a lost connection at level DEBUG.
+
+        There is one warning for each pair of `what` (the name of the rows) and SQLSTATE, so that periodic rounds do not
+        repeat it. Slots report outages of the database, so a lost connection needs no warning here.
+        """
         sqlstate = refusal_of(error)
         if sqlstate is None:
             logger.debug("the pruner's connection failed", extra={"error_type": type(error).__name__})
         elif what in (_FINISHED, _NOTES) and sqlstate in _ADVICE:
-            # A relay that writes these tables warns by itself; no other needs them.
+            # A relay that writes these tables warns itself; no other relay needs them.
             logger.debug("%s could not be deleted", what, extra={"outboxq_sqlstate": sqlstate})
         elif (what, sqlstate) not in self._warned:
             self._warned.add((what, sqlstate))
@@ -239,15 +279,15 @@ def _dead_of(queue: str, declared: float | None, schema: str, limit: int, skip: 
 
 
 def _delete_keys(connection: PGconn, schema: str, after: str, limit: int) -> tuple[int, int, str]:
-    """Check the next unique keys after `after`, and delete those that nothing needs, in one transaction.
+    """Check the next `limit` unique keys after `after`, in order, and delete the unused ones, in one transaction.
 
     Returns:
-        The number deleted, the number checked, and the last of these.
+        The number of keys deleted, the number checked, and the last key checked ("" if none).
     """
     try:
         page = run_on_libpq(connection, f"{statements.BEGIN}; {lock_idle_keys(schema, after, limit)}")
         locked = [str(key) for key, is_locked in page if is_locked == "t"]
-        # A separate statement: its snapshot is taken with the locks held.
+        # A separate statement, so that its snapshot is taken with the locks held.
         deletion = f"{delete_idle_keys(schema, locked)}; " if locked else ""
         deleted = run_on_libpq(connection, f"{deletion}COMMIT")
     except Exception:
@@ -257,6 +297,6 @@ def _delete_keys(connection: PGconn, schema: str, after: str, limit: int) -> tup
 
 
 def _roll_back(connection: PGconn) -> None:
-    # The connection goes on to other rows.
+    # The connection is used for further rows.
     with contextlib.suppress(psycopg.Error, OSError):
         run_on_libpq(connection, "ROLLBACK")

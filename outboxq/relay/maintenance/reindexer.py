@@ -1,8 +1,8 @@
 """The reindexer: the periodic task that rebuilds bloated indexes of the table `job`.
 
-After a backlog was worked off, vacuum removes the empty pages of an index from every walk, so claims are quick again;
-but the file keeps its size, and each vacuum of the queue reads it from end to end. A relay whose role owns the tables
-rebuilds such indexes; nothing depends on that. Under any other role a relay logs it once.
+After a backlog was worked off, vacuum unlinks the empty pages of an index, so claims no longer read them and are fast
+again; but the file keeps its size, and each vacuum of the table reads all of it. A relay whose role owns the tables
+rebuilds such indexes, only for speed. A relay under any other role logs once that an index should be rebuilt.
 """
 
 import logging
@@ -24,7 +24,7 @@ logger = logging.getLogger("outboxq.upkeep")
 
 # A smaller file is read within milliseconds.
 MIN_BYTES = 64 * 1024**2
-# Ten times the size of an entry with the longest name of a queue.
+# Ten times the size of an entry with the longest queue name.
 BYTES_PER_ENTRY = 1_000
 # The pause after a rebuild that failed: each try reads the whole table.
 RETRY_SECONDS = 6 * 3_600.0
@@ -35,14 +35,14 @@ _SLICE_SECONDS = 0.2
 
 @dataclass(eq=False)
 class Reindexer(PeriodicTask):
-    """Rebuilds bloated indexes of the queue, now and then; cancels a rebuild when the relay stops.
+    """Rebuilds bloated indexes of the table `job` periodically; cancels a rebuild when the relay stops.
 
-    Does nothing behind a pooler: the session's settings and locks could become another client's.
+    Does nothing behind a pooler, where the settings and locks of its session could reach another client.
 
     Args:
-        min_bytes: Smaller indexes are left alone.
-        old_seconds: Nothing is rebuilt while a transaction has run for longer than this: the rebuild would wait for it,
-            up to its time limit.
+        min_bytes: Smaller indexes are not rebuilt.
+        old_seconds: Nothing is rebuilt while a transaction has run for longer than this: the rebuild would wait for
+            that transaction, up to its own time limit.
     """
 
     name = "reindexer"
@@ -54,10 +54,10 @@ class Reindexer(PeriodicTask):
     _warned: set[str] = field(default_factory=set, init=False)
 
     def _run_on(self, connection: PGconn) -> Sequence[IndexRebuilt]:
-        """Rebuild one index at most."""
+        """Rebuild one bloated index, if there is one; return its event, or no event."""
         try:
             rebuilt = self._check(connection)
-        except Exception as error:  # noqa: BLE001  # whatever it is, the relay's work does not depend on it
+        except Exception as error:  # noqa: BLE001  # the relay's work does not depend on errors here
             self._report(error)
             return ()
         return () if rebuilt is None else (rebuilt,)
@@ -74,7 +74,7 @@ class Reindexer(PeriodicTask):
         return None
 
     def _advise(self, connection: PGconn) -> None:
-        """Log once that an index is bloated: normally a relay's role may change the jobs, and not the table."""
+        """Log once if an index is bloated, which this role may not rebuild: normally it does not own the table."""
         if wasted := self._wasted(connection):
             self._say_once(
                 f"index {wasted[0][0]} is far larger than what is in it, and this role may not build it again: "
@@ -87,7 +87,7 @@ class Reindexer(PeriodicTask):
             return None
         left_over = [name for (name,) in run_on_libpq(connection, statements.left_over_indexes(self.schema)) if name]
         wasted = self._wasted(connection)
-        # Set before: a rebuild that fails is not tried again with each check.
+        # Set before, so that a rebuild that fails is not tried again at each check.
         self._paused_until = time.monotonic() + RETRY_SECONDS
         for name in left_over:
             self._run_long(connection, statements.drop_index(self.schema, name))
@@ -96,7 +96,7 @@ class Reindexer(PeriodicTask):
         return rebuilt
 
     def _wasted(self, connection: PGconn) -> list[tuple[str, int]]:
-        """The bloated indexes: names and sizes, the largest first."""
+        """Return the bloated indexes, the largest first: the name of each, and its size in bytes."""
         found = run_on_libpq(connection, statements.wasted_indexes(self.schema, self.min_bytes, BYTES_PER_ENTRY))
         return [(str(name), int(size or 0)) for name, size in found]
 

@@ -1,9 +1,9 @@
 """The scheduler: adds the jobs of schedules that are due, in any relay, without a leader.
 
-One transaction locks the rows that are due, adds their jobs, and writes their next times. The lock keeps two relays
-from one row, and the next time keeps the second from what the first has fired: so each time is fired once, whichever
-relay dies. If the answer to COMMIT is lost, either both the jobs and the next time are stored, or neither is, and then
-the row is still due; only the event is not sent.
+One transaction locks the due rows, adds their jobs, and writes their next times. The lock keeps two relays from firing
+the same row, and the new time keeps the second from repeating the first: so each time is fired once, whichever relay
+dies. If the answer to COMMIT is lost, either both the jobs and the next time are stored, or neither is, and the row is
+still due; only the event is lost.
 
 The heartbeat of the relay's lease reads when the next schedule is due. Without schedules there is no thread and no
 extra statement.
@@ -40,9 +40,9 @@ logger = logging.getLogger("outboxq.scheduler")
 GRACE = timedelta(seconds=60)
 # The most schedules that one transaction locks, and the most jobs that it adds of one with missed="all".
 MOST_SCHEDULES, MOST_JOBS = 10, 1_000
-# For when another relay is firing what is due, or the database does not answer.
+# The pause when another relay is firing due schedules, or the database does not answer.
 _PAUSE_SECONDS = 1.0
-# A schedule that could not be fired is left alone for so long, so that it delays no other.
+# A schedule that could not be fired is skipped for this long, so that it does not delay others.
 _REFUSED_SECONDS = 60.0
 _STOP_SECONDS = 5.0
 # The connection is closed if nothing is due within this time.
@@ -53,7 +53,13 @@ Work: TypeAlias = Callable[[Connection], "Tick"]
 
 @dataclass(slots=True)
 class Tick:
-    """The result of a transaction: the jobs added, the number of schedules taken, the seconds until the next is due."""
+    """The result of one transaction of the scheduler.
+
+    Attributes:
+        fired: An event for each job that was added.
+        taken: The number of due schedules that were locked; those whose jobs could not be added count too.
+        seconds: The seconds until the next schedule is due.
+    """
 
     fired: list[ScheduleFired] = field(default_factory=list)
     taken: int = 0
@@ -62,14 +68,14 @@ class Tick:
 
 @dataclass(eq=False)
 class Scheduler:
-    """Fires schedules that are due.
+    """Fires schedules that are due: adds their jobs, and writes when they are due next.
 
     Args:
-        transact: Runs a function in a transaction on its own connection, and commits at its end.
-        rest: Closes that connection, until it is needed again.
-        emit: Called for each job that was added, after the COMMIT.
-        stopping: Set when the relay stops: nothing more is fired.
-        until_empty: True if the relay drains: it fires only what is due at its start, so that it ends.
+        transact: Runs a function in a transaction on the scheduler's own connection, and commits when it returns.
+        rest: Closes that connection until it is needed again.
+        emit: Called with an event for each job that was added, after the COMMIT.
+        stopping: Set when the relay stops: no more schedules are fired.
+        until_empty: True if the relay drains: it fires only schedules that are due at its start, so that it ends.
     """
 
     transact: Callable[[Work], Tick]
@@ -84,12 +90,12 @@ class Scheduler:
         self._thread: threading.Thread | None = None
         # True if the connection may be open.
         self._is_open = False
-        # The names of schedules that could not be fired, and the times until which they are left alone.
+        # The names of schedules that could not be fired, with the times until which they are skipped.
         self._refused: dict[str, float] = {}
         self._warned: set[str] = set()
 
     def expect(self, seconds: float) -> None:
-        """Record in how many seconds the next schedule is due. Starts the thread if there is one."""
+        """Set the next check for due schedules to `seconds` from now; start the thread if it is the first schedule."""
         with self._changed:
             self._due_at = time.monotonic() + seconds
             is_needed = seconds < math.inf and not self.until_empty and not self.stopping.is_set()
@@ -99,7 +105,7 @@ class Scheduler:
             self._changed.notify_all()
 
     def stop(self) -> None:
-        """End the thread, after the transaction that is under way."""
+        """End the thread, after the transaction that it is executing."""
         self.stopping.set()
         with self._changed:
             self._changed.notify_all()
@@ -107,7 +113,7 @@ class Scheduler:
             self._thread.join(_STOP_SECONDS)
 
     def fire_all_due(self) -> None:
-        """Fire everything that is due, in the caller's thread: a drain may be the only relay."""
+        """Fire all due schedules in the caller's thread, at the start of a drain: perhaps no other relay runs."""
         while not self.stopping.is_set() and self._tick() <= 0:
             pass
         self._rest()
@@ -117,7 +123,7 @@ class Scheduler:
             with self._changed:
                 pause = self._due_at - time.monotonic()
                 if pause > 0 and not self.stopping.is_set() and not (self._is_open and pause > _REST_SECONDS):
-                    # Once: each change of the time notifies.
+                    # Only once, because each change of the time notifies.
                     self._changed.wait(min(pause, threading.TIMEOUT_MAX))
                     continue
             if pause > 0:
@@ -134,11 +140,11 @@ class Scheduler:
             self._due_at = time.monotonic() + seconds
 
     def _tick(self) -> float:
-        """Fire up to ten schedules; returns the seconds until the next check, 0 for at once."""
+        """Fire up to ten due schedules in one transaction; return the seconds until the next call (0: at once)."""
         self._is_open = True
         try:
             tick = self.transact(self._fire_due)
-        except Exception as error:  # noqa: BLE001  # whatever it is, the relay's work does not depend on it
+        except Exception as error:  # noqa: BLE001  # the relay's work does not depend on errors here
             self._report(error)
             return _PAUSE_SECONDS
         for event in tick.fired:
@@ -155,7 +161,7 @@ class Scheduler:
         connection.execute(statements.WAIT_SHORTLY)
         for row in connection.execute(statements.lock_due(MOST_SCHEDULES, self._refused)).all():
             try:
-                # A savepoint: a job that cannot be added undoes no other schedule's.
+                # In a savepoint, so that a job that cannot be added does not undo other schedules.
                 with connection.begin_nested():
                     tick.fired += _fire(connection, row)
             except Exception as error:
@@ -176,7 +182,7 @@ class Scheduler:
         )
 
     def _report(self, error: Exception) -> None:
-        """Warn once of each kind of error; an outage is reported by the slots."""
+        """Log a warning of an error, once for each error text. Outages are logged by the slots and not here."""
         reason = _describe(error)
         if refusal_of(error) is None and isinstance(error, DBAPIError | OSError):
             logger.debug("the scheduler's connection failed", extra={"error_type": type(error).__name__})
@@ -191,7 +197,10 @@ class Scheduler:
 
 
 def _is_its_own(error: Exception) -> bool:
-    """Return True if the schedule is to blame for an error, and not the connection or the tables."""
+    """Return True if a schedule itself causes an error, so that other schedules can still be fired.
+
+    False if the cause is the connection or the tables.
+    """
     # A held unique key of one schedule's job must not delay other schedules.
     return (
         sqlstate_of(error) in (LOCK_NOT_AVAILABLE, DEADLOCK)
@@ -201,12 +210,12 @@ def _is_its_own(error: Exception) -> bool:
 
 
 def _describe(error: Exception) -> str:
-    """The text for operators: never a value of a row."""
+    """Return the text of an error for operators, without any value of a row."""
     return str(error) if isinstance(error, OutboxqError) else describe(error)
 
 
 def _fire(connection: Connection, row: Row[tuple[object, ...]]) -> list[ScheduleFired]:
-    """Add the jobs of a schedule that is due, and move it on, in the transaction that has locked it."""
+    """Add the jobs of a due schedule and write its next time, in the transaction that locked it; return the events."""
     stored = StoredSchedule.of(row)
     now: datetime = row.now
     fires = due_times(stored, now)
@@ -214,7 +223,7 @@ def _fire(connection: Connection, row: Row[tuple[object, ...]]) -> list[Schedule
     if jobs:
         insert_all(connection, jobs, wakes="by queue")
     last = fires[-1] if fires else None
-    # With missed="all" times over the bound are still due, and follow in the next transaction.
+    # With missed="all", times beyond the bound are still due, and are fired in the next transaction.
     behind = last if last is not None and stored.schedule.missed == "all" else now
     connection.execute(statements.advance(row.name, stored.cron.after(behind), last))
     return [_event(stored, new, due, now) for new, due in zip(jobs.values(), fires, strict=True)]
@@ -227,7 +236,7 @@ def _event(stored: StoredSchedule, new: NewJob, due: datetime, now: datetime) ->
 
 
 def due_times(stored: StoredSchedule, now: datetime) -> list[datetime]:
-    """The times up to `now` that get a job, of those when a schedule was due."""
+    """Return those due times of a schedule, up to `now`, for which a job is to be added: its `missed` decides."""
     first, cron = stored.schedule.next_at, stored.cron
     if stored.schedule.missed == "all":
         return cron.due_times(first, now, MOST_JOBS)

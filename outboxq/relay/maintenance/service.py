@@ -22,7 +22,7 @@ _SWEEP_SECONDS = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Maintenance:
-    """The periodic tasks of one relay: those during its work, and those at the end of a drain."""
+    """The periodic tasks of one relay: those that run during its work, and those that run once when a drain ends."""
 
     periodic: tuple[PeriodicTask, ...]
     at_end: tuple[PeriodicTask, ...]
@@ -38,11 +38,15 @@ class Maintenance:
         registry: Registry,
         until_empty: bool,
     ) -> "Maintenance":
-        """Make the configured tasks; `connector` takes a URL to connect to, or None for the engine."""
+        """Make the tasks that the configuration enables.
+
+        Args:
+            connector: Returns a function that opens connections: to the given URL or, for None, by the relay's engine.
+        """
         made: list[PeriodicTask] = []
         seconds = config.prune_seconds or _SWEEP_SECONDS
         pruner = Pruner(connector(None), config.schema, emit, stopping, seconds, limits.first_prune_seconds)
-        # Callback batches are swept in any case: without it a callback might never run.
+        # Callback batches are always swept: without that a callback might never run.
         pruner.deletes = config.prune_seconds > 0
         pruner.keep_dead = {queue: time.total_seconds() for queue, time in registry.keep_dead.items()}
         made.append(pruner)
@@ -50,6 +54,6 @@ class Maintenance:
             # The drain of a cron job may be the only relay.
             return cls((), tuple(made))
         if config.reindex:
-            # `listen_url` leads past a pooler.
+            # `listen_url` bypasses a pooler.
             made.append(Reindexer(connector(config.listen_url), config.schema, emit, stopping))
         return cls(tuple(made), ())

@@ -1,4 +1,4 @@
-"""Transactions besides those of a relay's slots, on a connection of their own, made like the relay engine's own.
+"""Transactions apart from those of a relay's slots, on a separate connection, made like the relay engine's own.
 
 It comes from a separate pool: slots that hold all of the engine's connections do not delay it.
 """
@@ -19,11 +19,14 @@ _ANSWER_SECONDS = 30.0
 
 
 class SideConnection:
-    """One connection, opened when it is needed: of the sync engine, or of the async one, in the relay's event loop."""
+    """One connection for the relay's own short transactions, opened when one of them needs it.
+
+    It comes from the sync engine or, without one, from the async engine; that one is used in the relay's event loop.
+    """
 
     def __init__(self, engines: Engines, schema: str, loop: LoopThread) -> None:
         self._in_loop = engines.sync is None
-        # True if anything ran since the last rest.
+        # True if a transaction ran since the last rest.
         self.was_used = False
         self._loop = loop
         if engines.sync is not None:
@@ -33,7 +36,7 @@ class SideConnection:
             self._pool = SidePool(engines.asynchronous.sync_engine, schema)
 
     def transact(self, work: Callable[[Connection], T]) -> T:
-        """Run `work` in a transaction at READ COMMITTED, committed at its end.
+        """Run `work` with the connection, in a transaction at READ COMMITTED that is committed when `work` returns.
 
         Raises:
             TimeoutError: a handler blocks the event loop. The transaction is committed, or rolled back, later.
@@ -48,7 +51,7 @@ class SideConnection:
         return self._run(run)
 
     def rest(self) -> None:
-        """Close the connection, until it is needed again."""
+        """Close the connection until it is needed again."""
         self.was_used = False
         self._run(self._pool.renew)
 

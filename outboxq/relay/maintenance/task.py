@@ -1,4 +1,4 @@
-"""Periodic tasks: a relay's chores besides its jobs, each in its own thread and on its own connection.
+"""Periodic tasks: a relay's chores apart from its jobs, each in its own thread and on its own connection.
 
 The relay's work depends on no task: a failure is logged, and the task runs again later.
 """
@@ -25,14 +25,15 @@ _STOP_SECONDS = 5.0
 
 @dataclass(eq=False)
 class PeriodicTask:
-    """A periodic task.
+    """A chore of a relay that runs again and again, in its own thread, each time on a new connection.
 
     Args:
         connect: Opens a connection outside a transaction.
         schema: The schema of the tables.
-        emit: Called with the events of a run, after its connection was closed.
-        stopping: Set when the relay stops: no further step is begun.
-        seconds: The longest pause between two runs; each pause is random, so that many relays take turns.
+        emit: Called with each event of a run, after the run's connection was closed.
+        stopping: Set when the relay stops: a run ends early, and no further run begins.
+        seconds: The longest pause between two runs; each pause is random, so that many relays do not run at the same
+            time.
         first_seconds: The longest pause before the first run, if that is shorter.
     """
 
@@ -51,7 +52,7 @@ class PeriodicTask:
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop the thread and cancel its current run; from now on the relay counts as stopping."""
+        """Set `stopping`, which also ends or cancels the present run, and wait for the thread, for 5 s at most."""
         self.stopping.set()
         self._thread.join(_STOP_SECONDS)
 
@@ -70,7 +71,7 @@ class PeriodicTask:
             self.emit(event)
 
     def _run_on(self, connection: PGconn) -> Sequence[Event]:
-        """Run once; return the events to emit. Raises nothing."""
+        """Do the work of one run on this connection; return the events to emit. Never raises."""
         raise NotImplementedError
 
     def _run(self) -> None:
@@ -81,11 +82,14 @@ class PeriodicTask:
 
 
 def draw_pause(seconds: float, uniform: Callable[[], float] = random.random) -> float:
-    """Draw a random pause, from half of `seconds` to the whole; `uniform` draws from [0, 1)."""
+    """Return a random pause: from half of `seconds` to all of it. `uniform` returns a random number from [0, 1)."""
     return seconds * (1 - uniform() / 2)
 
 
 def refusal_of(error: Exception) -> str | None:
-    """The SQLSTATE of an error that is to be reported; None for a lost connection, which the slots report."""
+    """Return the SQLSTATE of an error by which the server refused a statement; None for a lost connection.
+
+    The caller reports only refusals, because slots report lost connections.
+    """
     sqlstate = sqlstate_of(error)
     return None if sqlstate is None or sqlstate.startswith(("08", "57P")) else sqlstate

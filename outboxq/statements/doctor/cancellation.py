@@ -1,4 +1,7 @@
-"""Cancellations that no relay answers, and kinds that are paused. No locks."""
+"""The doctor's statements for cancellation requests that no relay has answered, and for kinds that are paused.
+
+No locks.
+"""
 
 from sqlalchemy import TextClause, text
 
@@ -9,9 +12,10 @@ MAX_REQUESTS = 100
 
 
 def unanswered_requests(schema: str, after_seconds: float) -> TextClause:
-    """Requests of this age whose jobs still run: id, queue, kind and the request's age, the oldest first.
+    """Select cancellation requests older than `after_seconds` whose jobs still run, the oldest first.
 
-    Reads all requests, of which there are few. Index: the job's primary key.
+    A row each: id, queue, kind and the request's age. Reads all requests, of which there are few. Index: the primary
+    key of `job`.
     """
     return text(
         f"""\
@@ -27,7 +31,7 @@ ORDER BY request.requested_at LIMIT :most"""
 
 
 def paused_kinds(schema: str) -> TextClause:
-    """The paused kinds, and for how many seconds. Reads the small table `paused_kind`."""
+    """Select the paused kinds, and the seconds for which each has been paused. Reads the small table `paused_kind`."""
     return text(
         "SELECT queue, kind, extract(epoch FROM pg_catalog.clock_timestamp() - paused_at)::float8 AS seconds "
         f"FROM {qualified(schema, 'paused_kind')} ORDER BY queue, kind"

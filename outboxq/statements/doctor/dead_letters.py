@@ -18,13 +18,17 @@ WHERE oldest.seconds > kept.seconds + CAST(:late AS float8) ORDER BY kept.name""
 
 
 def kept_queues(schema: str) -> TextClause:
-    """The rows of `select_kept`: queues, and the seconds for which operators have them keep their dead letters."""
+    """Select the queues for which operators have set how long dead letters are kept, and the seconds: 0 for ever.
+
+    It is `prune.select_kept` as SQLAlchemy text, for any driver. Reads the small table `queue`.
+    """
     return text(select_kept(schema).replace(":", r"\:"))
 
 
 def overdue(schema: str) -> TextClause:
-    """The queues whose oldest dead letter should have been deleted `late` seconds ago; of `names`, with `seconds`.
+    """Select the queues whose oldest dead letter should have been deleted more than `late` seconds ago.
 
+    Parameters to bind: `names`, the queues to check; `seconds`, the time for which each keeps its dead letters; `late`.
     Index: dead_job_queue, one entry a queue.
     """
     return text(_OVERDUE.format(dead=qualified(schema, "dead_job")))

@@ -1,4 +1,4 @@
-"""Effects that wait to be resolved, or to be called again.
+"""The doctor's statements for effects (recorded calls of other services) that wait for an operator or for a new call.
 
 Bounded: 10,000 entries of an index. No locks.
 """
@@ -11,7 +11,7 @@ MAX_EFFECTS = 10_000
 
 
 def unknown_effects(schema: str) -> TextClause:
-    """The number of unknown effects, and the age of the oldest. Index: effect_unknown, 10,000 entries of it."""
+    """Count the effects of unknown outcome, with the age of the oldest. Index: effect_unknown, 10,000 entries of it."""
     return text(
         f"""\
 SELECT pg_catalog.count(*) AS effects,
@@ -23,9 +23,9 @@ FROM (
 
 
 def abandoned_effects(schema: str, grace_seconds: float) -> TextClause:
-    """The number of open calls whose lock expired `grace_seconds` ago, and the seconds since the oldest did.
+    """Count the calls in progress whose lock expired over `grace_seconds` ago; also the seconds since the first did.
 
-    Index: effect_open, from its start.
+    The caller has died, and no other has taken the call over. Index: effect_open, from its start.
     """
     return text(
         f"""\

@@ -1,4 +1,4 @@
-"""The limits and rates of queues, and how much of them is used at this moment. No locks."""
+"""The limits and rates of queues, and their present use. No locks."""
 
 from sqlalchemy import TextClause, text
 
@@ -31,7 +31,7 @@ CROSS JOIN LATERAL (
 ) AS leased"""
 
 
-# Any login may take an advisory lock. `claims`: the lock under which a queue's claims in lease mode count.
+# Any role may take an advisory lock. `claims`: the lock under which a queue's claims in lease mode count.
 _FOREIGN = """\
 SELECT held.pid, activity.usename::text AS login, activity.application_name, activity.state,
   extract(epoch FROM pg_catalog.clock_timestamp() - coalesce(activity.xact_start, activity.state_change))::float8
@@ -62,15 +62,14 @@ ORDER BY held.pid LIMIT 20"""
 def foreign_locks(
     schema: str, queue: str | None, *, most: int = 0, group: str | None = None, per_group: int = 1
 ) -> TextClause:
-    """The sessions, except relays', that hold advisory locks of limits and groups, of a queue and a group of it.
+    """Select sessions other than relays' that hold an advisory lock of outboxq: of a limit, a group, or an `every`.
 
-    Without a queue, those of all limits, groups and windows.
-
-    Reads pg_locks. A prepared transaction has no `pid`.
+    Such a lock keeps relays from claiming. With a queue, only the locks of its limit count, and those of its group
+    `group`. Reads pg_locks. A prepared transaction has no `pid`.
 
     Args:
-        most: The limit of the queue.
-        per_group: The number of jobs of a group that run at a time.
+        most: The number of jobs of the queue that may run at a time.
+        per_group: The number of jobs of a group that may run at a time.
     """
     slots = [] if queue is None else [queue, *(f"{queue}\x1f{place}" for place in range(most))]
     turns = [] if group is None else [f"{queue}\x1f{group}\x1f{slot}" for slot in range(1, per_group + 1)]
@@ -86,7 +85,7 @@ def foreign_locks(
 
 
 def queue_limits(schema: str) -> TextClause:
-    """The limits that operators have set, a row for each queue that has some. Reads the small table `queue`."""
+    """Select the limits that operators have set, a row for each queue with any. Reads the small table `queue`."""
     return text(
         "SELECT name, max_running AS running, max_per_group AS per_group, rate_jobs, rate_seconds, rate_burst "
         f"FROM {qualified(schema, 'queue')} WHERE max_running IS NOT NULL OR rate_jobs IS NOT NULL"
@@ -94,16 +93,20 @@ def queue_limits(schema: str) -> TextClause:
 
 
 def running(schema: str) -> TextClause:
-    """The number of taken slots of queues' limits, those of leased jobs included; a row for each of `names`.
+    """Count, for each of some queues, the jobs that run or are leased, and so use the queue's limit.
 
-    A suspect of transaction mode has a lease and a slot, and counts once.
+    Parameters to bind: `names`, the queues; `most`, the limit of each. In transaction mode each running job holds a
+    slot, an advisory lock; a suspect (it ran when its relay died) has a lease too, and counts once.
 
-    Indexes: job_leased and job_group_state, as many rows as run under leases.
+    Indexes: job_leased and job_group_state, as many rows as there are leased jobs.
     """
     return text(_RUNNING.format(job=qualified(schema, "job"))).bindparams(locks=lock_class(schema))
 
 
 def rates_ahead(schema: str) -> TextClause:
-    """The seconds by which the reserved tokens are ahead, for each queue with a rate. Reads the table `rate`."""
+    """Select, for each queue with a rate, the seconds by which relays have reserved its tokens in advance.
+
+    A token is the permission to begin one job. Reads the table `rate`.
+    """
     ahead = "extract(epoch FROM tat - pg_catalog.clock_timestamp())::float8 AS ahead_seconds"
     return text(f"SELECT name AS queue, {ahead} FROM {qualified(schema, 'rate')}")

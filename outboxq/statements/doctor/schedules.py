@@ -16,7 +16,10 @@ _IS_DISABLED = "coalesce(paused_at = (pg_catalog.to_jsonb(schedule) ->> 'disable
 
 
 def late_schedules(schema: str, older_than_seconds: float) -> TextClause:
-    """Schedules that should have been fired this long ago, the latest ones first. Index: schedule_next, its start."""
+    """Select schedules that are overdue by more than `older_than_seconds`, the most overdue first.
+
+    Index: schedule_next, its start.
+    """
     return text(
         f"""\
 SELECT name, kind, queue, extract(epoch FROM pg_catalog.statement_timestamp() - next_at)::float8 AS late_seconds
@@ -27,7 +30,10 @@ ORDER BY next_at LIMIT :most"""
 
 
 def paused_schedules(schema: str, older_than_seconds: float) -> TextClause:
-    """Schedules that have been paused for this long, and those that are disabled, with their owner."""
+    """Select schedules that were paused over `older_than_seconds` ago, with their owner, and all disabled ones.
+
+    A disabled schedule is one that its owner's code no longer declares.
+    """
     return text(
         f"""\
 SELECT name, kind, queue, extract(epoch FROM pg_catalog.statement_timestamp() - paused_at)::float8 AS paused_seconds,
@@ -40,7 +46,11 @@ ORDER BY paused_at LIMIT :most"""
 
 
 def coming_schedules() -> Select[Any]:
-    """Schedules that are due later, the last ones first, with the time of the query, no earlier than its rows."""
+    """Select schedules that are due in the future, the one with the latest time first.
+
+    The column `now` is the database's time, read by this query: never earlier than the state of the rows that it
+    returns.
+    """
     named = (schedule.c[name] for name in ("name", "kind", "queue", "cron", "time_zone", "next_at", "last_at"))
     return (
         select(*named, pg.clock_timestamp(type_=Instant()).label("now"))
@@ -51,7 +61,10 @@ def coming_schedules() -> Select[Any]:
 
 
 def all_schedules(schema: str) -> TextClause:
-    """The kinds that schedules add; `declared` is true if code declares the schedule and it is not disabled."""
+    """Select the schedules, with the kind and the queue of the jobs that each adds.
+
+    The column `declared` is true if an application's code declares the schedule and the schedule is not disabled.
+    """
     return text(
         f"SELECT name, kind, queue, declared AND NOT {_IS_DISABLED} AS declared "
         f"FROM {qualified(schema, 'schedule')} AS schedule ORDER BY name LIMIT :most"
@@ -59,7 +72,10 @@ def all_schedules(schema: str) -> TextClause:
 
 
 def dead_letters_of_schedules(schema: str) -> TextClause:
-    """Schedules with jobs among the newest dead letters of their queues. Index: dead_job_queue, 1,000 of each queue."""
+    """Count, for each schedule, the dead letters that it added among the newest 1,000 of its queue.
+
+    Schedules without any are left out. Index: dead_job_queue, 1,000 entries of each queue.
+    """
     schedule, dead = qualified(schema, "schedule"), qualified(schema, "dead_job")
     return text(
         f"""\

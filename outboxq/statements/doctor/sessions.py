@@ -1,6 +1,6 @@
 """Sessions, transactions, slots and settings, for the doctor.
 
-Everything here reads views of the server's shared memory or small catalogs; nothing waits for a lock.
+All statements read views of the server's shared memory or small catalogs, and none waits for a lock.
 """
 
 from collections.abc import Sequence
@@ -34,22 +34,28 @@ BLOCKING_MODES = ("ShareLock", "ShareRowExclusiveLock", "ExclusiveLock", "Access
 
 
 def qualified(schema: str, name: str) -> str:
-    """A table's name for a text statement. A colon in it is escaped, or it would begin a bound parameter."""
+    """Return a table's name with its schema, quoted, for a statement made by SQLAlchemy's `text()`.
+
+    A colon in a name is escaped, because in `text()` it would begin a parameter.
+    """
     return quote_identifier(schema, name).replace(":", r"\:")
 
 
 def schema_name(schema: str) -> BindParameter[str]:
-    """The parameter `schema` of a text statement."""
+    """Return the bound parameter `schema` with this value, for a statement made by SQLAlchemy's `text()`."""
     return bindparam("schema", schema, type_=StoredText())
 
 
 def backend_pid() -> TextClause:
-    """The backend that runs this transaction."""
+    """Select the process id of the backend that runs this transaction."""
     return text("SELECT pg_catalog.pg_backend_pid()")
 
 
 def lock_holders(schema: str) -> TextClause:
-    """Sessions whose transaction has locked rows of `job`, or one of the tables. Bound: 100 rows."""
+    """Select sessions whose transaction has locked rows of `job`, or has a lock on a table that blocks others' work.
+
+    The modes of such a lock are `BLOCKING_MODES`. Bound: 100 rows.
+    """
     return text(
         """\
 SELECT held.modes, held.tables, activity.pid, activity.state, activity.application_name, activity.usename,
@@ -72,20 +78,23 @@ ORDER BY activity.xact_start NULLS LAST LIMIT :listed"""
 
 
 def jobs_of(schema: str) -> TableClause:
-    """The table `job` of a schema, with its system column `xmax` as a text."""
+    """Return the table `job` of a schema, with only its `id` and the system column `xmax` as a text."""
     return table("job", column("id", Uuid()), column("xmax", Text()), schema=schema)
 
 
 def leased_jobs(jobs: TableClause, transactions: list[str], stretch: Sequence[ColumnElement[bool]]) -> Executable:
-    """The number of jobs of a stretch that each of these transactions has deleted, changed or locked. No locks."""
+    """Count the jobs of one part of the table whose rows each of these transactions has deleted, changed or locked.
+
+    No locks. `stretch`: the part of the table, as conditions from `stretches`.
+    """
     by = cast(jobs.c.xmax, StoredText())
     return select(by.label("xid"), count().label("jobs")).where(by.in_(transactions), *stretch).group_by(by)
 
 
 def snapshot_holders() -> TextClause:
-    """Sessions of this database by the age of the rows that they keep from vacuum, the oldest first. Bound: 100.
+    """Select sessions of this database whose snapshots keep vacuum from removing dead rows, the oldest snapshot first.
 
-    A session of another database holds nothing back here, and neither does a vacuum.
+    Bound: 100. Sessions of other databases, and vacuums, have no such effect here.
     """
     return text(
         """\
@@ -102,7 +111,10 @@ ORDER BY transactions DESC, xact_start NULLS LAST LIMIT :listed"""
 
 
 def prepared_transactions(schema: str) -> TextClause:
-    """Prepared transactions of this database, the oldest first; `holds_jobs` if they lock rows of `job`. Bound: 100."""
+    """Select prepared transactions of this database, the oldest first.
+
+    `holds_jobs`: true if the transaction locks rows of `job`. Bound: 100.
+    """
     return text(
         """\
 SELECT prepared.gid, prepared.owner::text AS owner, prepared.transaction::text AS xid,
@@ -124,7 +136,7 @@ ORDER BY prepared.prepared LIMIT :listed"""
 
 
 def replication_slots() -> TextClause:
-    """Permanent replication slots. Their `inactive_since` exists from PostgreSQL 17 on. Bound: 100."""
+    """Select permanent replication slots. Their `inactive_since` exists from PostgreSQL 17 on. Bound: 100."""
     return text(
         """\
 SELECT slots.slot_name::text AS name, slots.slot_type AS type, slots.active, slots.active_pid, slots.wal_status,
@@ -143,7 +155,10 @@ ORDER BY slots.slot_name LIMIT :listed"""
 
 
 def standby_feedback() -> TextClause:
-    """Standbys that hold a snapshot back without a slot (hot_standby_feedback). Bound: 100."""
+    """Select standbys whose feedback (hot_standby_feedback), without a slot, keeps vacuum from removing dead rows.
+
+    Bound: 100.
+    """
     return text(
         """\
 SELECT pid, application_name, client_addr::text AS address, pg_catalog.age(backend_xmin) AS transactions
@@ -153,7 +168,7 @@ ORDER BY transactions DESC LIMIT :listed"""
 
 
 def hidden_transactions() -> TextClause:
-    """The number of sessions of this database with a transaction whose age and state this role may not see."""
+    """Count sessions of this database with a transaction whose age and state this role may not see."""
     return text(
         """\
 SELECT pg_catalog.count(*) FROM pg_catalog.pg_stat_activity
@@ -163,8 +178,11 @@ WHERE datname = pg_catalog.current_database() AND (backend_xid IS NOT NULL OR ba
 
 
 def settings(names: tuple[str, ...]) -> TextClause:
-    """The initial settings of this role's sessions in this database, without names that the server does not know."""
-    # reset_val: `setting` would show what this transaction has set.
+    """Select the values with which this role's sessions in this database begin, for settings of these names.
+
+    A name that the server does not know has no row.
+    """
+    # reset_val, because `setting` would show this transaction's own settings.
     return text(
         "SELECT name, reset_val AS value, unit, source FROM pg_catalog.pg_settings "
         "WHERE name = ANY (:names) ORDER BY name"
@@ -172,7 +190,10 @@ def settings(names: tuple[str, ...]) -> TextClause:
 
 
 def role_settings(schema: str, names: tuple[str, ...]) -> TextClause:
-    """The settings of other roles that a relay could use, as their sessions in this database start. Bound: 100."""
+    """Select the values that are stored for other roles (ALTER ROLE ... SET), for settings of these names. Bound: 100.
+
+    Only roles that may delete from `job`, as a relay must; only values that apply in this database.
+    """
     return text(
         """\
 SELECT role.rolname::text AS role, pg_catalog.split_part(entry, '=', 1) AS name,
@@ -192,7 +213,10 @@ ORDER BY 1, 2 LIMIT :listed"""
 
 
 def connection_room() -> TextClause:
-    """The connections that are open and allowed: of the server, of this database and of this role (-1: no limit)."""
+    """Select the open and the allowed connections of the server, of this database and of this role.
+
+    For the latter two, -1 means that there is no limit.
+    """
     return text(
         """\
 WITH clients AS (

@@ -1,6 +1,6 @@
 """The state of the tables: if they exist, are whole and vacuumed, and if this role may use them.
 
-Catalogs only, which any role may read; nothing waits for a lock.
+Reads only catalogs, which any role may read, and waits for no lock.
 """
 
 from sqlalchemy import TextClause, text
@@ -13,14 +13,14 @@ FROM pg_catalog.pg_class AS class JOIN pg_catalog.pg_namespace AS namespace ON n
 
 
 def tables(schema: str) -> TextClause:
-    """The names of the tables in the schema."""
+    """Select the names of the tables in the schema."""
     return text(
         f"SELECT class.relname::text {_OF_SCHEMA} WHERE namespace.nspname = :schema AND class.relkind IN ('r', 'p')"
     ).bindparams(schema_name(schema))
 
 
 def indexes(schema: str) -> TextClause:
-    """Every index of the schema's tables, with its definition after the table's name."""
+    """Select every index of the schema's tables: its table, and its definition from the method on (`btree (...)`)."""
     return text(
         f"""\
 SELECT index_class.relname::text AS name, class.relname::text AS table, entry.indisunique AS is_unique,
@@ -33,7 +33,7 @@ WHERE namespace.nspname = :schema ORDER BY 1"""
 
 
 def triggers(schema: str) -> TextClause:
-    """The triggers of the schema's tables that fire in ordinary sessions, each with its table."""
+    """Select the triggers of the schema's tables that fire in ordinary sessions, each with its table."""
     return text(
         f"SELECT class.relname::text AS of_table, tgname::text AS name {_OF_SCHEMA} "
         "JOIN pg_catalog.pg_trigger ON tgrelid = class.oid "
@@ -42,7 +42,7 @@ def triggers(schema: str) -> TextClause:
 
 
 def functions(schema: str) -> TextClause:
-    """The names of the schema's functions, and their texts."""
+    """Select the names of the schema's functions, and their texts."""
     return text(
         "SELECT proname::text AS name, prosrc AS body "
         "FROM pg_catalog.pg_proc JOIN pg_catalog.pg_namespace ON pg_namespace.oid = pronamespace "
@@ -51,7 +51,7 @@ def functions(schema: str) -> TextClause:
 
 
 def vacuum_state(schema: str) -> TextClause:
-    """The dead and live rows, the last vacuum and the storage options of each table."""
+    """Select the dead and live rows, the last vacuum and the storage options of each table."""
     return text(
         f"""\
 SELECT class.relname::text AS table, coalesce(class.reloptions, '{{}}') AS options,
@@ -65,14 +65,14 @@ WHERE namespace.nspname = :schema AND class.relkind IN ('r', 'p') ORDER BY 1"""
 
 
 def schema_usage(schema: str) -> TextClause:
-    """One row: true if this role has the right USAGE on the schema."""
+    """Select one row: true if this role has the right USAGE on the schema."""
     return text(
         "SELECT pg_catalog.has_schema_privilege(oid, 'USAGE') FROM pg_catalog.pg_namespace WHERE nspname = :schema"
     ).bindparams(schema_name(schema))
 
 
 def missing_rights(schema: str, wanted: list[tuple[str, str]]) -> TextClause:
-    """The pairs (table, privilege), of these, that this role lacks. A right on some columns counts as the right."""
+    """Select those of these pairs (table, privilege) that this role lacks. A right on some columns counts."""
     return text(
         f"""\
 SELECT class.relname::text AS table, wanted.privilege
@@ -86,7 +86,7 @@ ORDER BY 1, 2"""
 
 
 def columns_without(right: str, schema: str, table: str, columns: tuple[str, ...]) -> TextClause:
-    """The columns of the table, of these, on which this role lacks a right."""
+    """Select those of these columns of the table on which this role lacks the right."""
     return text(
         f"""\
 SELECT attribute.attname::text
@@ -99,7 +99,10 @@ ORDER BY pg_catalog.array_position(CAST(:columns AS text[]), attribute.attname::
 
 
 def inserters(schema: str) -> TextClause:
-    """The roles, and PUBLIC, that were given INSERT on the whole of table `job`, and may not DELETE from it."""
+    """Select the roles, PUBLIC included, that have INSERT on the whole table `job`, but not DELETE.
+
+    Such roles are producers.
+    """
     return text(
         f"""\
 SELECT DISTINCT coalesce(pg_roles.rolname::text, 'PUBLIC') AS role, held.grantee <> 0::oid AS is_role
@@ -112,7 +115,10 @@ ORDER BY 1"""
 
 
 def row_security(schema: str) -> TextClause:
-    """Tables with row level security, and the commands that a permissive policy allows this role, or any role."""
+    """Select the tables with row level security, and the commands that their permissive policies allow.
+
+    `mine`: the commands that a policy allows to this role; `anybodys`: those that some policy allows to some role.
+    """
     return text(
         f"""\
 SELECT class.relname::text AS table, pg_catalog.row_security_active(class.oid) AS is_active,
@@ -129,7 +135,10 @@ GROUP BY class.oid, class.relname ORDER BY 1"""
 
 
 def groups_of_role(names: list[str]) -> TextClause:
-    """The roles, of these, that exist and whose rights this role has. Catalogs only; no locks."""
+    """Select those of these roles that exist and whose rights this role has as their member.
+
+    Catalogs only; no locks.
+    """
     return text(
         "SELECT rolname::text FROM pg_catalog.pg_roles "
         "WHERE rolname = ANY (CAST(:names AS name[])) AND pg_catalog.pg_has_role(oid, 'USAGE')"
@@ -137,12 +146,12 @@ def groups_of_role(names: list[str]) -> TextClause:
 
 
 def search_path() -> TextClause:
-    """The search path in which this role's sessions find functions and operators."""
+    """Select the search path in which this role's sessions find functions and operators."""
     return text("SELECT session_user::text AS role, pg_catalog.current_setting('search_path') AS value")
 
 
 def schema_creators(schema: str, names: list[str]) -> TextClause:
-    """Roles that may create in these schemas, except this one, superusers, and owners of our schema or the database."""
+    """Select roles that may create in these schemas, except this one, superusers, and owners of schema or database."""
     return text(
         """\
 SELECT namespace.nspname::text AS schema, coalesce(role.rolname::text, 'PUBLIC') AS creator

@@ -1,7 +1,4 @@
-"""The jobs that wait, where and for how long, and the relays that could run them.
-
-Bounded: at most 1,000 queues, and of each the first 10,000 jobs in the order of an index. No locks.
-"""
+"""The waiting jobs, by queue and age, and the relays that could run them."""
 
 from sqlalchemy import TextClause, text
 
@@ -37,12 +34,18 @@ GROUP BY 1, 2 ORDER BY 1, 2"""
 
 
 def waiting_ready(schema: str) -> TextClause:
-    """Kinds of ready jobs per queue. Index: job_ready, in its order."""
+    """Count the jobs in state `ready` that do not run, by queue and kind, with the age of the oldest in seconds.
+
+    Reads up to `MAX_JOBS` of each queue. Index: job_ready, in its order.
+    """
     return _waiting(schema, "ready", "(-priority), seq")
 
 
 def waiting_scheduled(schema: str) -> TextClause:
-    """Kinds of scheduled jobs per queue; `oldest_seconds` is negative before their time. Index: job_scheduled."""
+    """Count the jobs in state `scheduled` that do not run, by queue and kind, with the seconds since the first was due.
+
+    The seconds are negative if the first job is due later. Reads up to `MAX_JOBS` of each queue. Index: job_scheduled.
+    """
     return _waiting(schema, "scheduled", "run_at")
 
 
@@ -52,12 +55,15 @@ def _waiting(schema: str, state: str, order: str) -> TextClause:
 
 
 def paused_queues(schema: str) -> TextClause:
-    """The paused queues. Reads the small table `queue`."""
+    """Select the paused queues. Reads the small table `queue`."""
     return text(f"SELECT name FROM {qualified(schema, 'queue')} WHERE paused_at IS NOT NULL")
 
 
 def suspects(schema: str) -> TextClause:
-    """Suspect jobs per queue. Indexes: job_suspect and job_group_state, 10,000 entries of them."""
+    """Count the suspects (jobs that ran when their relay died) of each queue.
+
+    Indexes: job_suspect and job_group_state, 10,000 entries of them.
+    """
     return text(
         f"SELECT queue, pg_catalog.count(*) AS jobs FROM (SELECT queue FROM {qualified(schema, 'job')} "
         "WHERE state = 'suspect' OR state = 'group_suspect' LIMIT :max_jobs) AS found GROUP BY 1 ORDER BY 1"
@@ -65,7 +71,11 @@ def suspects(schema: str) -> TextClause:
 
 
 def orphaned_leases(schema: str, grace_seconds: float) -> TextClause:
-    """Leased jobs per owner that is dead or unknown. Indexes: job_leased, job_group_state, 10,000 entries."""
+    """Count the leased jobs of dead relays, by the relay's id.
+
+    A relay counts as dead if it has no lease, or if its lease expired over `grace_seconds` ago. Indexes: job_leased,
+    job_group_state, 10,000 entries.
+    """
     return text(
         f"""\
 SELECT leased.lease_owner::text AS owner, relay.host, relay.pid, leased.jobs,
@@ -83,7 +93,7 @@ ORDER BY leased.jobs DESC LIMIT 100"""
 
 
 def connected_relays() -> TextClause:
-    """The number of relays' connections to this database."""
+    """Count the relays' connections to this database."""
     return text(
         "SELECT pg_catalog.count(*) FROM pg_catalog.pg_stat_activity "
         "WHERE datname = pg_catalog.current_database() AND application_name = 'outboxq relay'"
@@ -91,13 +101,13 @@ def connected_relays() -> TextClause:
 
 
 def living_relays(schema: str) -> TextClause:
-    """The number of relays whose lease has not expired. Reads the small table `relay`."""
+    """Count the relays whose lease has not expired. Reads the small table `relay`."""
     return text(
         f"SELECT pg_catalog.count(*) FROM {qualified(schema, 'relay')} WHERE alive_until > pg_catalog.clock_timestamp()"
     )
 
 
-# One entry of job_group for each of the first groups of a queue, and up to 1,000 entries after a job that is put off.
+# One entry of job_group for each of the first groups of a queue, and up to 1,000 entries after a postponed job.
 _BLOCKED = """\
 WITH RECURSIVE queues (name) AS (
   (SELECT queue FROM {job} WHERE group_key IS NOT NULL AND state <> 'group_waiting' ORDER BY queue LIMIT 1)
@@ -130,9 +140,10 @@ MAX_GROUPS = 1_000
 
 
 def blocked_groups(schema: str) -> TextClause:
-    """The jobs that hold up their groups, and how many wait for each, up to 1,000, the most first.
+    """Select the first jobs of groups that wait for a later time, and so hold up the jobs after them.
 
-    Index: job_group, an entry for each of the first 1,000 groups of a queue. No locks.
+    Each has the number of jobs that wait for it, counted up to 1,000; the highest number comes first. Index: job_group,
+    an entry for each of the first 1,000 groups of a queue. No locks.
     """
     statement = _BLOCKED.format(job=qualified(schema, "job"))
     return text(statement).bindparams(max_queues=MAX_QUEUES, max_groups=MAX_GROUPS)
@@ -143,9 +154,11 @@ MAX_BATCHES = 1_000
 
 
 def stale_batches(schema: str, seconds: float) -> TextClause:
-    """Open callback batches that are older than this; `is_over` if one has no member and no nested batch left.
+    """Select open callback batches older than `seconds`, among the oldest 1,000.
 
-    Index: the primary key of `batch`, the first 1,000 entries; job_batch and batch_parent, one probe each. No locks.
+    A callback batch is a set of jobs with a callback job, which is added when all of them have ended. `is_over` is true
+    if no job and no nested batch of the batch is left. Index: the primary key of `batch`; job_batch and batch_parent,
+    one probe each. No locks.
     """
     batch, job = qualified(schema, "batch"), qualified(schema, "job")
     return text(

@@ -1,9 +1,9 @@
 """The limit of a queue under kills: never more jobs at a time than it allows, and each job done exactly once.
 
-python -m tests.flow.limits --seconds 30 --mode transaction|lease --seed N
+python -m tests.limits.limits_under_kills --seconds 30 --mode transaction|lease --seed N
 """
 
-from tests.flow.limited_run import Mode, Outcome, Scene, command, play
+from tests.limits.limited_run import Mode, Outcome, Scene, command, play
 
 MOST = 3
 

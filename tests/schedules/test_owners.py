@@ -57,15 +57,15 @@ def said(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 def test_a_registry_is_named_by_its_module_and_its_name_there() -> None:
     """The same in each process and version; by the function if no name of the module leads to it, or as it is given."""
-    assert (shop.name, post.name) == ("tests.relay.test_schedule_owners:shop", "tests.relay.test_schedule_owners:post")
-    assert made(owner=None).name == "tests.relay.test_schedule_owners:made"
+    assert (shop.name, post.name) == ("tests.schedules.test_owners:shop", "tests.schedules.test_owners:post")
+    assert made(owner=None).name == "tests.schedules.test_owners:made"
     assert made(owner="billing").name == "billing"
 
     class Mine(Jobs):
         def __init__(self) -> None:
             super().__init__()
 
-    assert Mine().name.startswith("tests.relay.test_schedule_owners:test_a_registry_is_named")
+    assert Mine().name.startswith("tests.schedules.test_owners:test_a_registry_is_named")
     with pytest.raises(InvalidKey, match="name of the registry"):
         Jobs(name="")
     top = Jobs(name="top")
@@ -224,7 +224,7 @@ def test_a_relay_that_is_to_put_none_puts_none(
     drain(made("nightly"))
     url = outboxq_database.url
     if how == "the option":
-        run("relay", "tests.relay.test_schedule_owners:shop", "--drain", "--no-schedules", url=url).ok()
+        run("relay", "tests.schedules.test_owners:shop", "--drain", "--no-schedules", url=url).ok()
     else:
         monkeypatch.setenv("OUTBOXQ_NO_SCHEDULES", "1")
         of_variable = RelayOptions(target="a:b").config(None)

@@ -3,7 +3,7 @@
 import pytest
 
 from outboxq.postgres import Database
-from tests.flow.cancel import run
+from tests.cancelling.under_kills import run
 
 
 @pytest.mark.large
@@ -11,7 +11,7 @@ from tests.flow.cancel import run
 def test_under_kills_nothing_of_a_cancelled_job_stands_and_no_other_is_lost(
     outboxq_database: Database, mode: str
 ) -> None:
-    """`python -m tests.flow.cancel`, in short."""
+    """`python -m tests.cancelling.under_kills`, in short."""
     report = run(outboxq_database.url, seconds=4.0, mode=mode, seed=1, relays=2)
     assert report.problems == 0, report
     assert report.added > 5

@@ -21,12 +21,12 @@ from outboxq.migrations.runner import migrate
 from outboxq.postgres import start_embedded
 from outboxq.queue_limits import make_limits
 from outboxq.testing.relay_process import RelayProcess
-from tests.flow import limits_app as app
+from tests.limits import app
 from tests.support.urls import libpq_url
 
 Mode: TypeAlias = Literal["transaction", "lease"]
 KINDS = {"transaction": app.in_transaction, "lease": app.under_lease}
-TARGET = "tests.flow.limits_app:jobs"
+TARGET = "tests.limits.app:jobs"
 # For how long no job may be done, while jobs wait for the leases of dead relays, on a busy machine.
 _STALLED_SECONDS = 60.0
 
@@ -193,7 +193,7 @@ def lead(starts: list[float], jobs: int, seconds: float, burst: int) -> float:
 
 def command(name: str, run: Callable[[Mode, float, int, str], str]) -> None:
     """The command line of such a run: it prints what was seen, and fails if the run does."""
-    parser = argparse.ArgumentParser(prog=f"python -m tests.flow.{name}")
+    parser = argparse.ArgumentParser(prog=f"python -m tests.limits.{name}_under_kills")
     parser.add_argument("--seconds", type=float, default=30.0)
     parser.add_argument("--mode", choices=tuple(KINDS), default="transaction")
     parser.add_argument("--seed", type=int, default=1)

@@ -1,6 +1,6 @@
 """Cancellations under kills: nothing of a cancelled job stands, and every other job is done once.
 
-    python -m tests.flow.cancel --seconds 30 --mode transaction --seed 1
+    python -m tests.cancelling.under_kills --seconds 30 --mode transaction --seed 1
 
 Jobs that wait and jobs that run are cancelled, in order and by force, while relay processes are killed and backends of
 relays are terminated. What a job's handler did is a row of `ran`, in the job's own transaction. A job that was told to
@@ -22,8 +22,8 @@ from sqlalchemy.orm import sessionmaker
 from outboxq import OutboxSession, RelayConfig
 from outboxq.admin import cancellation
 from outboxq.config import SlotGroup
-from tests.flow.kill_run import CONNECTED, WAITING, command, count, ended, running
 from tests.support import cancel_app
+from tests.support.kill_run import CONNECTED, WAITING, command, count, ended, running
 from tests.support.waiting import wait_until
 
 RELAYS = 4
@@ -180,4 +180,4 @@ def compare(engine: Engine, work: Work, report: Report) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(command("cancel", str(__doc__), _KINDS, run))
+    sys.exit(command("cancelling", str(__doc__), _KINDS, run))

@@ -1,6 +1,6 @@
 """Unique jobs under kills: no snapshot shows two jobs of a key, and every job that was added is done once.
 
-    python -m tests.flow.unique --seconds 30 --mode transaction --seed 1
+    python -m tests.unique_jobs.under_kills --seconds 30 --mode transaction --seed 1
 
 Producers add jobs of a few keys, relays in processes of their own are killed, and the server ends backends, of relays
 and of producers.
@@ -21,8 +21,8 @@ from sqlalchemy.exc import DBAPIError
 from sqlalchemy.orm import sessionmaker
 
 from outboxq import JobHandle, OutboxSession, RelayConfig
-from tests.flow.kill_run import CONNECTED, DEAD, WAITING, command, count, ended, running
 from tests.support import unique_app
+from tests.support.kill_run import CONNECTED, DEAD, WAITING, command, count, ended, running
 from tests.support.waiting import wait_until
 
 PRODUCERS, KEYS, RELAYS = 8, 12, 4
@@ -178,4 +178,4 @@ def producing(adds: Adds, producers: int) -> Iterator[list[threading.Thread]]:
 
 
 if __name__ == "__main__":
-    sys.exit(command("unique", str(__doc__), _KINDS, run))
+    sys.exit(command("unique_jobs", str(__doc__), _KINDS, run))

@@ -10,7 +10,7 @@ from sqlalchemy import Engine, create_engine, event, text
 from outboxq import Context, Jobs, RelayConfig
 from outboxq.postgres import Database
 from tests.conftest import StartRelay
-from tests.flow import cron
+from tests.schedules import under_kills
 from tests.support.scheduled import due_since, fired, put, young_minute
 from tests.support.waiting import wait_until
 
@@ -101,7 +101,7 @@ def waiting(engine: Engine) -> int:
 @pytest.mark.parametrize("mode", ["transaction"])
 def test_each_time_is_fired_once_under_kills(outboxq_database: Database, mode: str) -> None:
     """Relays are killed and backends ended while they fire: each time has one job, and each job one effect."""
-    report = cron.run(outboxq_database.url, seconds=4, mode=mode, seed=7, relays=4)
+    report = under_kills.run(outboxq_database.url, seconds=4, mode=mode, seed=7, relays=4)
     assert report.problems == 0, report
     assert report.due > 5
     assert report.kills > 0

@@ -3,7 +3,7 @@
 import pytest
 
 from outboxq.postgres import Database
-from tests.flow.waiting import MODES, SORTS, slowest_add
+from tests.families.waiting import MODES, SORTS, slowest_add
 
 
 @pytest.mark.each_value

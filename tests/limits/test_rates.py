@@ -25,8 +25,8 @@ from outboxq.statements.claim import Sort
 from outboxq.statements.limit import take_slot
 from outboxq.statements.rate import TokenRequest, begin_rate, reserve_tokens
 from tests.conftest import StartRelay
-from tests.flow.limited_run import Mode, lead
-from tests.flow.rates import check_rate
+from tests.limits.limited_run import Mode, lead
+from tests.limits.rates_under_kills import check_rate
 from tests.support.matrices import sampled
 from tests.support.waiting import wait_until
 
@@ -332,6 +332,6 @@ def _due_first(planner: Planner, name: str) -> Iterator[Asked]:
 @pytest.mark.large
 @pytest.mark.parametrize("mode", ["lease"])
 def test_a_rate_holds_under_kills(mode: Mode, outboxq_server: Server) -> None:
-    """The short form of `python -m tests.flow.rates`."""
+    """The short form of `python -m tests.limits.rates_under_kills`."""
     with outboxq_server.create_database() as database:
         check_rate(mode, 3.0, 1, database.url)

@@ -29,8 +29,8 @@ from outboxq.statements.claim import ClaimScript, ClaimStatements
 from outboxq.statements.group_claim import AnyScript, GroupScript
 from outboxq.statements.limit import lock_claims, take_slot
 from tests.conftest import StartRelay
-from tests.flow.limited_run import Mode
-from tests.flow.limits import check_limit
+from tests.limits.limited_run import Mode
+from tests.limits.limits_under_kills import check_limit
 from tests.support.urls import libpq_url
 from tests.support.waiting import PATIENCE, wait_until
 
@@ -579,7 +579,7 @@ def test_rates_are_read_and_written(rate: str, jobs: int, seconds: float, burst:
 @pytest.mark.large
 @pytest.mark.parametrize("mode", ["transaction", "lease"])
 def test_a_limit_holds_under_kills(mode: Mode, outboxq_server: Server) -> None:
-    """The short form of `python -m tests.flow.limits`."""
+    """The short form of `python -m tests.limits.limits_under_kills`."""
     with outboxq_server.create_database() as database:
         check_limit(mode, 3.0, 1, database.url)
 

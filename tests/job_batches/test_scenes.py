@@ -15,7 +15,7 @@ from outboxq.postgres import Database
 from outboxq.relay.limits import RelayLimits
 from outboxq.testing import RelayProcess
 from tests.conftest import StartRelay
-from tests.flow.batch_app import gated, jobs, meeting, note, report
+from tests.job_batches.app import gated, jobs, meeting, note, report
 from tests.support.waiting import wait_until
 
 # No sweep comes within the test.
@@ -89,7 +89,7 @@ def test_a_look_waits_for_another_one_that_may_roll_back(
     with sessions.begin() as session, jobs.batch(session, on_done=report.job(batch=1)) as batch:
         batch.add_job(note, name="first")
     members = RelayConfig(prune_seconds=86_400, groups=(SlotGroup(("members",), 1),))
-    target, url = "tests.flow.batch_app:jobs", outboxq_database.url
+    target, url = "tests.job_batches.app:jobs", outboxq_database.url
     with holding(engine, 4712) as lock, RelayProcess(target, url, members) as dying:
         wait_until(lambda: waiting_for(engine, "advisory") == 1, "the look that adds the callback")
         # Its only sweep comes now.

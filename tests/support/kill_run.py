@@ -87,7 +87,9 @@ def command(
     name: str, description: str, modes: Collection[str], run: Run, arguments: Sequence[str] | None = None
 ) -> int:
     """Run on a server of its own, and print the report; the exit code is 1 if it has a problem."""
-    parser = argparse.ArgumentParser(prog=f"python -m tests.flow.{name}", description=description.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog=f"python -m tests.{name}.under_kills", description=description.splitlines()[0]
+    )
     parser.add_argument("--seconds", type=float, default=30.0)
     parser.add_argument("--mode", choices=tuple(modes), default="transaction")
     parser.add_argument("--seed", type=int, default=1)

@@ -21,8 +21,8 @@ from outboxq.postgres import Database
 from outboxq.statements.coalesce import TAKEN_AT_ONCE, take_along, take_along_leased
 from outboxq.statements.lease import reap
 from outboxq.testing.transaction import unit_test_job
+from tests.coalescing.under_kills import run as run_under_kills
 from tests.conftest import StartRelay
-from tests.flow.coalesce import run as run_under_kills
 from tests.support.app import Account
 from tests.support.ledger import leave_marks, of, rows, waiting
 from tests.support.waiting import wait_until
@@ -499,7 +499,7 @@ def test_jobs_are_taken_along_by_the_index_of_keys(engine: Engine, jobs: int) ->
 @pytest.mark.large
 @pytest.mark.timeout(600)
 def test_each_add_is_followed_by_a_run_under_kills(outboxq_database: Database, mode: Mode) -> None:
-    """A few seconds of `python -m tests.flow.coalesce`."""
+    """A few seconds of `python -m tests.coalescing.under_kills`."""
     verdict = run_under_kills(outboxq_database.url, 3, mode, seed=1)
     assert verdict.is_right, verdict
     assert verdict.taken_along

@@ -1,6 +1,6 @@
 """Groups under kills: in each group one job at a time, in order, none lost and none doubled.
 
-    python -m tests.flow.groups --seconds 30 --mode transaction --seed 1
+    python -m tests.groups.under_kills --seconds 30 --mode transaction --seed 1
 
 Relays in processes of their own are killed, and the server ends backends, while jobs fail now and then, and while
 producers add to their groups.
@@ -17,8 +17,8 @@ from typing import Any
 from sqlalchemy import Engine, create_engine, text
 
 from outboxq import OutboxSession, RelayConfig
-from tests.flow.kill_run import DEAD, WAITING, Relays, command, count, ended, running
 from tests.support import grouped_app
+from tests.support.kill_run import DEAD, WAITING, Relays, command, count, ended, running
 from tests.support.waiting import wait_until
 
 RELAYS = 3

@@ -1,9 +1,9 @@
 """The rate of a queue under kills: never more starts than it allows, in any stretch of time, and each job done once.
 
-python -m tests.flow.rates --seconds 30 --mode transaction|lease --seed N
+python -m tests.limits.rates_under_kills --seconds 30 --mode transaction|lease --seed N
 """
 
-from tests.flow.limited_run import Mode, Outcome, Scene, command, lead, play
+from tests.limits.limited_run import Mode, Outcome, Scene, command, lead, play
 
 RATE, JOBS, SECONDS, BURST = "60/s", 60, 1.0, 12
 # A job begins a moment after its token was reserved: the claim comes between, and under a lease the handler's call.

@@ -1,9 +1,9 @@
-"""Batches under kills, as `python -m tests.flow.batches` runs them for longer."""
+"""Batches under kills, as `python -m tests.job_batches.under_kills` runs them for longer."""
 
 import pytest
 
 from outboxq.postgres import Database
-from tests.flow.batches import run_under_kills
+from tests.job_batches.under_kills import run_under_kills
 
 
 @pytest.mark.large

@@ -1,6 +1,6 @@
 """Producers of a key wait for no handler of it: how long 100 adds take while a handler with the same key is at work.
 
-python -m tests.flow.waiting --seconds 5
+python -m tests.families.waiting --seconds 5
 """
 
 import argparse
@@ -111,7 +111,7 @@ def slowest_add(sort: str, mode: str, url: str, *, seconds: float, patience_seco
 
 def main() -> None:
     """Measure each sort of key in each claim mode, in a database of its own."""
-    parser = argparse.ArgumentParser(prog="python -m tests.flow.waiting", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tests.families.waiting", description=__doc__)
     parser.add_argument("--seconds", type=float, default=5.0, help="how long the handler works (default: 5)")
     seconds = parser.parse_args().seconds
     with start_embedded() as server:

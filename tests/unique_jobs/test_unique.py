@@ -37,9 +37,9 @@ from outboxq.postgres import Database
 from outboxq.relay.maintenance.pruner import _delete_keys
 from outboxq.testing import drain as drain_session
 from tests.conftest import StartRelay
-from tests.flow.unique import run
 from tests.support import app
 from tests.support.waiting import wait_until
+from tests.unique_jobs.under_kills import run
 
 HOUR = timedelta(hours=1)
 NIGHTLY = external("nightly", queue="reports")
@@ -820,7 +820,7 @@ def test_a_relay_prunes_keys(sessions: Sessions, engine: Engine, start_relay: St
 @pytest.mark.large
 @pytest.mark.parametrize("mode", ["transaction"])
 def test_under_kills_no_two_jobs_of_a_key_live_and_none_is_lost(outboxq_database: Database, mode: str) -> None:
-    """`python -m tests.flow.unique`, in short."""
+    """`python -m tests.unique_jobs.under_kills`, in short."""
     report = run(outboxq_database.url, seconds=3.0, mode=mode, seed=1, relays=2, producers=4)
     assert report.problems == 0, report
     assert report.added > 2

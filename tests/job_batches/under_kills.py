@@ -1,6 +1,6 @@
 """Batches under kills: every callback once, and none while a member is left.
 
-    python -m tests.flow.batches --seconds 30 --mode transaction --seed 1
+    python -m tests.job_batches.under_kills --seconds 30 --mode transaction --seed 1
 
 Relay processes are killed and backends terminated while producers open batches, whose members fail, die, are discarded
 and add others. In the end each batch must have one row of its callback, which found no member left, and counted the
@@ -24,12 +24,12 @@ from outboxq import OutboxSession, RelayConfig
 from outboxq.config import SlotGroup
 from outboxq.postgres import Database, start_embedded
 from outboxq.testing import RelayProcess
-from tests.flow.batch_app import jobs, leased_member, member, report
+from tests.job_batches.app import jobs, leased_member, member, report
 from tests.support import app
 from tests.support.waiting import wait_until
 
 RELAYS = 3
-_TARGET = "tests.flow.batch_app:jobs"
+_TARGET = "tests.job_batches.app:jobs"
 _REPORT = re.compile(r"report (\d+) left (\d+) failed (\d+)")
 
 

@@ -1,6 +1,6 @@
 """Schedules under kills: every time that a schedule is due is fired once, and its job has its effect once.
 
-    python -m tests.flow.cron --seconds 30 --mode transaction --seed 1
+    python -m tests.schedules.under_kills --seconds 30 --mode transaction --seed 1
 
 Relays in processes of their own are killed, and the server ends backends, those that fire before others. Whenever a
 schedule was fired, its next time is written anew: a second later than its last one, and always in the past.
@@ -16,8 +16,8 @@ from datetime import UTC, datetime
 from sqlalchemy import Engine, create_engine, text
 
 from outboxq import RelayConfig, schedules
-from tests.flow.kill_run import CONNECTED, DEAD, WAITING, command, count, ended, running
 from tests.support import scheduled_app
+from tests.support.kill_run import CONNECTED, DEAD, WAITING, command, count, ended, running
 from tests.support.waiting import wait_until
 
 RELAYS = 6
@@ -100,4 +100,4 @@ def move(engine: Engine) -> list[tuple[str, datetime]]:
 
 
 if __name__ == "__main__":
-    sys.exit(command("cron", str(__doc__), _KINDS, run))
+    sys.exit(command("schedules", str(__doc__), _KINDS, run))

@@ -1,6 +1,6 @@
 """Producers and relays of a few keys under kills: a run follows each add, and has seen what it stands for.
 
-    python -m tests.flow.coalesce --seconds 30 --mode lease --seed 7
+    python -m tests.coalescing.under_kills --seconds 30 --mode lease --seed 7
 
 Ends with 1 if a check fails. The server is an embedded one, or that of OUTBOXQ_TEST_DATABASE_URL.
 """
@@ -217,7 +217,7 @@ def _relay(url: str, mode: Mode) -> RelayProcess:
     settings = RelayConfig(
         batch_size=1 if mode == "lease" else 3, lease_seconds=2.0, poll_seconds=0.2, max_crashes=1_000
     )
-    return RelayProcess(f"tests.flow.coalesce:{mode}_jobs", url, settings)
+    return RelayProcess(f"tests.coalescing.under_kills:{mode}_jobs", url, settings)
 
 
 def _produce(engine: Engine, mode: Mode, chance: random.Random, until: float) -> None:
@@ -260,7 +260,9 @@ def _count(engine: Engine, query: str, mode: Mode) -> int:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The exit code: 1 if a check fails."""
-    parser = argparse.ArgumentParser(prog="python -m tests.flow.coalesce", description=str(__doc__).splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.coalescing.under_kills", description=str(__doc__).splitlines()[0]
+    )
     parser.add_argument("--seconds", type=float, default=30.0)
     parser.add_argument("--mode", choices=get_args(Mode), default="transaction")
     parser.add_argument("--seed", type=int, default=1)

@@ -171,7 +171,7 @@ class HookThread:
                 error = runner.run(_error_of(returned, self._limits.await_seconds))
                 if error is not None:
                     raise error
-        except BaseException:  # noqa: BLE001  # user code may raise any error: no signal comes to this thread
+        except BaseException:  # noqa: BLE001  # a hook may raise anything; signals reach the main thread only
             self.report(hook.function, event)
 
 

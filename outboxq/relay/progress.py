@@ -95,7 +95,7 @@ class ProgressWriter:
         while self._await_work():
             try:
                 self._write()
-            except Exception as error:  # noqa: BLE001  # no job depends on errors here
+            except Exception as error:  # noqa: BLE001  # reported; progress is a note, and jobs go on without it
                 self._disconnect()
                 self._report(error)
                 if self._stopping:

@@ -37,7 +37,7 @@ def keywords_of(function: Callable[..., object]) -> set[str]:
     """The keyword arguments of a function, with those of its typed dictionary."""
     function = inspect.unwrap(function)
     names = {each.name for each in inspect.signature(function).parameters.values() if each.kind is not each.VAR_KEYWORD}
-    called = function.__init__ if inspect.isclass(function) else function  # type: ignore[misc]  # the class's own
+    called = function.__init__ if inspect.isclass(function) else function  # type: ignore[misc]  # mypy fears a subclass
     for hint in get_type_hints(called).values():
         for options in get_args(hint) if get_origin(hint) is Unpack else ():
             names |= set(get_type_hints(options))

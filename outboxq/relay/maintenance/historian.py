@@ -148,7 +148,7 @@ class Historian:
         """
         try:
             step()
-        except Exception as error:  # noqa: BLE001  # the relay's work does not depend on errors here
+        except Exception as error:  # noqa: BLE001  # counted and logged; numbers wait for the next flush
             self.failures += 1
             self._report(error)
             return False

@@ -88,7 +88,7 @@ class Pruner(PeriodicTask):
         """
         try:
             found = run_on_libpq(connection, statements.select_kept(self.schema))
-        except Exception as error:  # noqa: BLE001  # the relay's work does not depend on errors here
+        except Exception as error:  # noqa: BLE001  # reported; the next round looks again
             self._report("dead letters", error)
             return []
         kept = {**self.keep_dead, **{str(name): float(str(seconds)) for name, seconds in found}}
@@ -106,7 +106,7 @@ class Pruner(PeriodicTask):
         for _ in range(self.max_batches):
             try:
                 looked, last, finished = self._sweep_page(connection, after, self.batch_rows)
-            except Exception as error:  # noqa: BLE001  # the relay's work does not depend on errors here
+            except Exception as error:  # noqa: BLE001  # reported; the next sweep begins again
                 self._report("batches", error)
                 break
             over += finished
@@ -178,7 +178,7 @@ class Pruner(PeriodicTask):
         for _ in range(self.max_batches):
             try:
                 rows, found, self._last_key = _delete_keys(connection, self.schema, self._last_key, self.batch_rows)
-            except Exception as error:  # noqa: BLE001  # the relay's work does not depend on errors here
+            except Exception as error:  # noqa: BLE001  # reported; keys stay until the next round
                 self._report("unique keys", error)
                 break
             deleted += rows
@@ -205,7 +205,7 @@ class Pruner(PeriodicTask):
             more = 0
             try:
                 rows = self._delete(connection, deletion(self.schema, self.batch_rows, refused))
-            except Exception as error:  # noqa: BLE001  # the relay's work does not depend on errors here
+            except Exception as error:  # noqa: BLE001  # reported; rows stay until the next round
                 self._report(what, error)
                 if not is_of_a_row(error):
                     break

@@ -57,7 +57,7 @@ class Reindexer(PeriodicTask):
         """Rebuild one bloated index, if there is one; return its event, or no event."""
         try:
             rebuilt = self._check(connection)
-        except Exception as error:  # noqa: BLE001  # the relay's work does not depend on errors here
+        except Exception as error:  # noqa: BLE001  # reported; the index stays as it is
             self._report(error)
             return ()
         return () if rebuilt is None else (rebuilt,)

@@ -144,7 +144,7 @@ class Scheduler:
         self._is_open = True
         try:
             tick = self.transact(self._fire_due)
-        except Exception as error:  # noqa: BLE001  # the relay's work does not depend on errors here
+        except Exception as error:  # noqa: BLE001  # reported; due schedules are fired after the pause
             self._report(error)
             return _PAUSE_SECONDS
         for event in tick.fired:
